@@ -19,13 +19,12 @@ from statistics import median
 
 from subject import finish
 
-from comfy_modules import import_comfyui_here
 from parallel_backend.layout import split_sizes
 from parallel_backend.sidecar.sidecar import Sidecar
-from parallel_backend.wire.decode_messages import VaeWeights
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tests.closed_forms.vae_sizes import VaeSizes
-from tiny_vae import random_latent, vae_tensors
+from tiny_vae import random_latent, random_vae
+from vae_halves import Half
 
 
 def main() -> None:
@@ -39,16 +38,16 @@ def main() -> None:
     args = parser.parse_args()
 
     sizes = VaeSizes(width=args.width)
-    weights = VaeWeights("benchmark", lambda: vae_tensors(sizes), import_comfyui_here())
+    vae = Half(random_vae(sizes), sizes.channels, dims=2)
     result = {}
     for size in args.sizes:
         height, width = map(int, size.split("x"))
         latent = random_latent(sizes, height, width)
-        row = _times(weights, latent, args.rounds)
+        row = _times(vae, latent, args.rounds)
         row["expected_bytes"] = [
             expected_decode_bytes(sizes, split_sizes(height, 2), rank, width=width) for rank in (0, 1)
         ]
-        row["peak_bytes"] = {ranks: _peak(weights, sizes, latent, ranks) for ranks in (1, 2)}
+        row["peak_bytes"] = {ranks: _peak(vae, sizes, latent, ranks) for ranks in (1, 2)}
         result[size] = row
         same = "equal" if row["expected_bytes"] == row["sent_bytes"] else "DIFFERENT"
         peaks = [max(row["peak_bytes"][ranks]) / 2**20 for ranks in (1, 2)]
@@ -61,30 +60,30 @@ def main() -> None:
     finish(result, args.json)
 
 
-def _times(weights: VaeWeights, latent, rounds: int) -> dict:
+def _times(vae: Half, latent, rounds: int) -> dict:
     one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
     times: dict[str, list[float]] = {"1": [], "2": []}
     processor: dict[str, list[float]] = {"1": [], "2": []}
     try:
         for round_number in range(rounds + 1):
             before = _processor_seconds(one), _processor_seconds(two)
-            single, double = one.decode(weights, latent), two.decode(weights, latent)
+            single, double = one.call_module(vae.request(latent)), two.call_module(vae.request(latent))
             if round_number:  # the first round warms up
-                times["1"].append(single.info.seconds)
-                times["2"].append(double.info.seconds)
+                times["1"].append(single.seconds)
+                times["2"].append(double.seconds)
                 processor["1"].append(_processor_seconds(one) - before[0])
                 processor["2"].append(_processor_seconds(two) - before[1])
     finally:
         one.stop()
         two.stop()
     seconds = {ranks: median(values) for ranks, values in times.items()}
-    difference = (double.image - single.image).abs().max() / single.image.abs().max()
+    difference = (double.value - single.value).abs().max() / single.value.abs().max()
     return {
         "seconds": seconds,
         "efficiency": round(seconds["1"] / (2 * seconds["2"]), 3),
         "cpu_efficiency": round(median(processor["1"]) / median(processor["2"]), 3),
         "difference": difference.item(),
-        "sent_bytes": list(double.info.bytes_sent),
+        "sent_bytes": list(double.bytes_sent),
     }
 
 
@@ -97,16 +96,16 @@ def _processor_seconds(sidecar: Sidecar) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _peak(weights: VaeWeights, sizes: VaeSizes, latent, ranks: int) -> list[int]:
+def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
     """Bytes by which each rank's resident memory grew at most."""
     sidecar = Sidecar(tuple(f"cpu:{rank}" for rank in range(ranks)))
     try:
-        sidecar.decode(weights, random_latent(sizes, ranks, 1))
+        sidecar.call_module(vae.request(random_latent(sizes, ranks, 1)))
         before = []
         for pid in sidecar.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the highest value so far
             before.append(_status(pid, "VmRSS"))
-        sidecar.decode(weights, latent)
+        sidecar.call_module(vae.request(latent))
         return [_status(pid, "VmHWM") - rss for pid, rss in zip(sidecar.pids, before, strict=True)]
     finally:
         sidecar.stop()

@@ -13,7 +13,7 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.options import AUTO, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import ModelSpec
-from ..parallel_backend.sidecar.other_requests import PLACEMENTS
+from ..parallel_backend.sidecar.module_requests import PLACEMENTS
 from .host.settings import default_settings, fingerprint
 from .job.catch import Catch, catch_calls
 from .job.encoder import Encoder, EncoderPatcher

@@ -15,14 +15,17 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..parallel_backend.errors import PlatformError
+from ..parallel_backend.job.pickling import CannotBeSent
 from ..parallel_backend.observability.prompt_phases import PHASES
 from ..parallel_backend.planner.rules import StrategySettings
-from .host.calls import errors_as_comfyuis, interrupted, report_progress, running_prompt_id
+from ..parallel_backend.sidecar.module_requests import ModuleAnswer
+from ..parallel_backend.sidecar.sidecar import Sidecar
+from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import ROWS, CannotBeSplit, choose_ranks, make_room, report_lines, splittable
+from .host.vae_ranks import ROWS, CannotBeSplit, check_splittable, choose_ranks, make_room, report_lines
+from .job.vae import VaeShipment, as_sent, check_decoder, check_encoder, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, devices_input
-from .model.vae import as_sent, cuts_tiles, decoder_weights, encoder_weights, refuse_other_kinds
 
 _TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
 
@@ -139,18 +142,15 @@ def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callab
     return io.NodeOutput(result, "\n".join(lines))
 
 
-def _ask(call: Callable[..., Any], *what: Any) -> Any:
+def _ask(shipment: VaeShipment, sidecar: Sidecar) -> ModuleAnswer:
     """Has ranks compute. Raises CannotBeSplit where they cannot, or have no memory for it: ComfyUI cuts what is too
     large into tiles."""
     progress = comfy.utils.ProgressBar(1)
     try:
         with errors_as_comfyuis():
-            return call(
-                *what,
-                on_step=lambda step, steps: progress.update_absolute(step, steps),
-                on_phase=report_progress,
-                should_cancel=interrupted,
-            )
+            return shipment.run(sidecar, lambda step, steps: progress.update_absolute(step, steps))
+    except CannotBeSent as error:
+        raise CannotBeSplit(f"the devices cannot be given it: {error.problem}") from error
     except PlatformError as error:
         raise CannotBeSplit(str(error)) from error
     except comfy.model_management.OOM_EXCEPTION as error:
@@ -161,16 +161,15 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
-    weights = splittable(decoder_weights, vae)
+    check_splittable(check_decoder, vae)
     sidecar, shares, notes = choose_ranks(settings)
     if latent.ndim == 2 + getattr(vae, "latent_dim", 2):  # the ranks refuse any other in words
         make_room(vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype), sidecar)
     sent = as_sent(vae, latent).cpu()
-    result = _ask(sidecar.decode, weights, sent, shares)
-    frames = len(result.image) // len(sent) if sent.ndim == 5 else 1
-    shared = _TILES if cuts_tiles(vae) else ROWS
-    lines = report_lines("decoded", sidecar.devices, result.info, len(sent), frames, shared)
-    return _as_comfyuis(vae, result.image), [*lines, *notes]
+    run = _ask(VaeShipment(vae, sent, shares, encodes=False), sidecar)
+    frames = len(run.value) // len(sent) if sent.ndim == 5 else 1
+    lines = report_lines("decoded", run, len(sent), frames, _TILES if cuts_tiles(vae) else ROWS)
+    return _as_comfyuis(vae, run.value), [*lines, *notes]
 
 
 def _decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
@@ -181,14 +180,14 @@ def _decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
 
 def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:
     """LATENT as VAE.encode gives it, and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
-    weights = splittable(encoder_weights, vae)
+    check_splittable(check_encoder, vae)
     inputs = _as_network_takes(vae, pixels)
     sidecar, shares, notes = choose_ranks(settings)
     make_room(vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype), sidecar)
-    result = _ask(sidecar.encode, weights, inputs, shares)
-    latent = result.latent.to(device=vae.output_device, dtype=_output_dtype(vae))
+    run = _ask(VaeShipment(vae, inputs, shares, encodes=True), sidecar)
+    latent = run.value.to(device=vae.output_device, dtype=_output_dtype(vae))
     frames = inputs.shape[2] if inputs.ndim == 5 else 1
-    lines = report_lines("encoded", sidecar.devices, result.info, len(inputs), frames, ROWS)
+    lines = report_lines("encoded", run, len(inputs), frames, ROWS)
     return {"samples": latent}, [*lines, *notes]
 
 

@@ -57,8 +57,6 @@ FLOORS = {
 UPWARDS_WITHIN = {
     ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.placing"),
     ("nodes.model.named_file", "nodes.demo_loader"),
-    ("parallel_backend.rank.joined.joined_worker", "parallel_backend.rank.vae_worker"),
-    ("parallel_backend.rank.work.worker", "parallel_backend.rank.vae_worker"),
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LONG_FILES: set[str] = set()

@@ -18,9 +18,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Class names that mean several things today, and how many.
 SEVERAL_MEANINGS = {
-    "AssigningPatcher": 2,
     "_Part": 2,
-    "_Run": 2,
 }
 
 # What the field, or plain English, has another word for: own (local), whole (full, unsplit), told and said (reported),
@@ -32,7 +30,6 @@ DIALECT = re.compile(
 SPEAK_DIALECT = {
     "ALIKE_AXES",
     "BEGUN",
-    "check_whole",
     "held_by_others",
     "is_kept_in_compute_dtype",
     "Kept",
@@ -66,7 +63,6 @@ SPEAK_DIALECT = {
     "show_own_colours",
     "together",
     "told",
-    "told_beside",
     "wanted",
     "whole",
     "WHOLE",

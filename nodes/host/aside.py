@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import comfy.model_management
+import comfy.model_patcher
 import torch
 from comfy.cli_args import args
 
@@ -46,6 +47,12 @@ def move_aside(plan: Plan) -> tuple[str, ...]:
     if short:
         release_cache()
     return tuple(notes)
+
+
+def unload(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Has ComfyUI unload a model where it has it loaded: the ranks compute with it."""
+    if any(one.model is not None and one.model.model is patcher.model for one in _loaded()):
+        comfy.model_management.unload_model_and_clones(patcher)
 
 
 def own_gpu(name: str) -> torch.device | None:

@@ -13,8 +13,8 @@ from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
+from ...parallel_backend.sidecar.module_requests import ModuleAnswer
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from ...parallel_backend.wire.decode_messages import DecodeInfo, VaeWeights
 from .aside import own_gpu, release_cache
 
 
@@ -43,10 +43,10 @@ def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...]
     return sidecar, shares, [note]
 
 
-def splittable(half_of: Callable[[comfy.sd.VAE], VaeWeights], vae: comfy.sd.VAE) -> VaeWeights:
-    """`half_of(vae)`. Raises CannotBeSplit where that refuses."""
+def check_splittable(check: Callable[[comfy.sd.VAE], None], vae: comfy.sd.VAE) -> None:
+    """Raises CannotBeSplit where `check(vae)` refuses."""
     try:
-        return half_of(vae)
+        check(vae)
     except RequestError as reason:
         raise CannotBeSplit(f"this VAE cannot be split: {reason}") from None
 
@@ -63,9 +63,7 @@ def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
 ROWS = "rows of the latent on each: {} (exact, no tiles)"
 
 
-def report_lines(
-    done: str, devices: tuple[str, ...], info: DecodeInfo, images: int, frames: int, shared: str
-) -> list[str]:
+def report_lines(done: str, run: ModuleAnswer, images: int, frames: int, shared: str) -> list[str]:
     """One line per fact, the first also for under the node; sizes in MiB, times in seconds.
 
     `done`: decoded or encoded; `frames`: of each of the images, which are videos where there are several; `shared`:
@@ -73,21 +71,21 @@ def report_lines(
     """
     kind = "video" if frames > 1 else "image"
     what = f"{images} {kind}{'s' if images > 1 else ''}" + (f" of {frames} frames" if frames > 1 else "")
-    busy = sum(1 for rows in info.rows if rows)
+    busy = sum(1 for rows in run.parts if rows)
     lines = [
-        f"{done} by: {busy} device{'s' if busy > 1 else ''}, {what} in {info.seconds:.3f} s",
-        f"devices: {', '.join(devices)}",
-        shared.format(", ".join(map(str, info.rows))),
+        f"{done} by: {busy} device{'s' if busy > 1 else ''}, {what} in {run.seconds:.3f} s",
+        f"devices: {', '.join(run.devices)}",
+        shared.format(", ".join(map(str, run.parts))),
     ]
-    size = f"{info.load.bytes / 2**20:.1f} MiB"
+    size = f"{max(run.bytes) / 2**20:.1f} MiB"
     lines.append(
-        f"VAE: {size}, was on the devices already"
-        if info.load.cached
-        else f"VAE: {size}, loaded by the devices in {info.load.seconds:.3f} s"
+        f"VAE: {size}, loaded by the devices in {run.load_seconds:.3f} s"
+        if run.is_new
+        else f"VAE: {size}, was on the devices already"
     )
-    lines.append(f"computed in: {info.compute_dtype}")
-    lines.append(f"moved between devices: {sum(info.bytes_sent) / 2**20:.2f} MiB")
-    if any(info.peak_bytes):
-        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in info.peak_bytes)
+    lines.append(f"computed in: {run.compute_dtype}")
+    lines.append(f"moved between devices: {sum(run.bytes_sent) / 2**20:.2f} MiB")
+    if any(run.peak_bytes):
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in run.peak_bytes)
         lines.append(f"peak memory for it on each: {peaks} MiB")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,45 +14,32 @@ from torch import Tensor, nn
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.job.payload import EncoderCall
+from ...parallel_backend.job.payload import EncoderCall, HeldTextEncoder
 from ...parallel_backend.job.pickling import CannotBeSent, Known
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ComfyUISource
-from ...parallel_backend.sidecar.other_requests import EncoderRequest
+from ...parallel_backend.sidecar.module_requests import ModuleKind, ModuleRequest
+from ..host.aside import unload
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.vae_ranks import choose_ranks
-from .outline import CaughtMethod, Outline, shadow_of
-from .ship import Shipment
+from .outline import CaughtMethod, Outline, unloaded
+from .ship import HeldByRanks, Shipment, held_numbers
 
 # Methods by which ComfyUI and packs have a text encoder compute, beside calls of its modules.
 _METHODS = ("encode_token_weights", "encode", "generate", "process_tokens", "forward")
-# What ComfyUI's memory manager notes on a model of where its weights lie.
-_NOTES = (
-    "current_patcher",
-    "current_weight_patches_uuid",
-    "dynamic_patchers",
-    "dynamic_pins",
-    "dynamic_vbars",
-    "lowvram_patch_counter",
-    "model_loaded_weight_memory",
-    "model_lowvram",
-    "model_offload_buffer_memory",
-)
-
-_numbers = itertools.count(1)
-_alive: weakref.WeakSet[Encoder] = weakref.WeakSet()
 
 
-class Encoder:
-    """The encoder under `source`, for all clones of its patcher. `placement`: one of other_requests.PLACEMENTS."""
+class Encoder(HeldByRanks):
+    """The encoder under `source`, for all clones of its patcher. `placement`: one of module_requests.PLACEMENTS."""
 
     def __init__(
         self, source: comfy.model_patcher.ModelPatcher, settings: StrategySettings, placement: str
     ) -> None:
-        self.number, self._source = next(_numbers), source
+        super().__init__()
+        self._source = source
         self._unload_stock()
-        self.outline = Outline(source, _snapshot, _stand_in)
+        self.outline = Outline(source, unloaded, _stand_in)
         self._settings, self._placement = settings, placement
         is_stock = type(source).__module__ == comfy.model_patcher.__name__
         self._kind = comfy.model_patcher.ModelPatcher if is_stock else type(source)
@@ -61,14 +47,11 @@ class Encoder:
         self._loaded: Callable[[], EncoderPatcher | None] = lambda: None
         self._clones: weakref.WeakSet[EncoderPatcher] = weakref.WeakSet()
         self._catch_calls()
-        _alive.add(self)
 
     def _unload_stock(self) -> None:
         """Has ComfyUI unload the encoder where it has it loaded itself: hooks of prompts write LoRAs into its weights,
         which are those of the stand-in too."""
-        loaded = comfy.model_management.current_loaded_models
-        if any(one.model is not None and one.model.model is self._source.model for one in loaded):
-            comfy.model_management.unload_model_and_clones(self._source)
+        unload(self._source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
         return self
@@ -166,17 +149,18 @@ class _EncoderShipment(Shipment):
         encoder = self._encoder
         sidecar, _, _ = choose_ranks(encoder._settings)
         self._is_elsewhere = any(map(machine_of, sidecar.devices))
-        alone = (encoder.outline.pristine, encoder._kind)
-        request = EncoderRequest(
+        alone = HeldTextEncoder(encoder.outline.pristine, encoder._kind)
+        request = ModuleRequest(
+            ModuleKind.TEXT,
             number=encoder.number,
-            keep=tuple(sorted(one.number for one in _alive)),
+            keep=held_numbers(),
             bytes=encoder._bytes,
             placement=encoder._placement,
             comfyui=ComfyUISource(comfyui_root(), numeric_flags()),
             tensors=lambda holdings, is_new: self._pack(holdings, alone if is_new else None),
         )
         with self._sending(), errors_as_comfyuis():
-            answer = sidecar.call_encoder(request, on_phase=report_progress, should_cancel=interrupted)
+            answer = sidecar.call_module(request, on_phase=report_progress, should_cancel=interrupted)
         report_progress(f"encoded in {answer.seconds:.2f} s on {', '.join(answer.devices)}")
         return answer.value
 
@@ -187,20 +171,8 @@ class _EncoderShipment(Shipment):
         )
 
 
-def _snapshot(model: nn.Module) -> nn.Module:
-    """Copies the modules as they are now, unloaded, for the ranks."""
-    return _unloaded(model, {id(module): () for module in model.modules()})
-
-
-def _unloaded(model: nn.Module, known: Known) -> nn.Module:
-    found = shadow_of(model, known)
-    for name in _NOTES:
-        found.__dict__.pop(name, None)
-    return found
-
-
 def _stand_in(model: nn.Module, known: Known) -> nn.Module:
-    found = _unloaded(model, known)
+    found = unloaded(model, known)
     host = torch.device("cpu")
     comfy.model_patcher.ModelPatcher(found, host, host)  # which notes anew that nothing is loaded
     return found

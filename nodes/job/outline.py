@@ -22,6 +22,18 @@ from ..model.on_meta import build_on_meta
 from ..model.unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"
+# What ComfyUI's memory manager notes on a model of where its weights lie.
+_NOTES = (
+    "current_patcher",
+    "current_weight_patches_uuid",
+    "dynamic_patchers",
+    "dynamic_pins",
+    "dynamic_vbars",
+    "lowvram_patch_counter",
+    "model_loaded_weight_memory",
+    "model_lowvram",
+    "model_offload_buffer_memory",
+)
 # What LoRAs have put beside the weights of a module that was loaded.
 _FUNCTIONS, _LOWVRAM = ("weight_function", "bias_function"), "_lowvram_function"
 
@@ -190,6 +202,15 @@ def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.mode
     for name in ("dynamic_vbars", "dynamic_pins", "dynamic_patchers"):
         base.__dict__.pop(name, None)
     return base
+
+
+def unloaded(model: nn.Module, known: Known | None = None) -> nn.Module:
+    """Returns a copy of the tree with the same parameters, as it was before ComfyUI loaded it onto a device. `known`:
+    the modules to take that back of, all of them unless told otherwise."""
+    found = shadow_of(model, {id(module): () for module in model.modules()} if known is None else known)
+    for name in _NOTES:
+        found.__dict__.pop(name, None)
+    return found
 
 
 def shadow_of(module: nn.Module, known: Known) -> nn.Module:

@@ -24,11 +24,14 @@ from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RankFailed, RequestError
 from ...parallel_backend.job.payload import (
     EncoderCall,
+    HalfVae,
     Head,
+    HeldTextEncoder,
     NetworkCall,
     PickledJob,
     ProcessFacts,
     SamplerRun,
+    VaeCall,
     digest_of_code,
     pack_facts,
     pack_payload,
@@ -102,17 +105,35 @@ def _plain(value: Any) -> Any:
     return {name: (list(paths), set(extensions)) for name, (paths, extensions) in value.items()}
 
 
+_numbers = itertools.count(1)
+_alive: weakref.WeakSet[HeldByRanks] = weakref.WeakSet()
+
+
+class HeldByRanks:
+    """A text encoder or half a VAE that ranks hold under its `number`, as long as anyone here has this object."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        _alive.add(self)
+
+
+def held_numbers() -> tuple[int, ...]:
+    """Returns the numbers of all that ranks may hold."""
+    return tuple(sorted(one.number for one in _alive))
+
+
 class Shipment:
-    """A job on its way to ranks. `outline`: of the model that it names; `device`: where ComfyUI would compute it."""
+    """A job on its way to ranks. `outline`: of the model that it names, None for one that names none; `device`: where
+    ComfyUI would compute it."""
 
     def __init__(
         self,
-        outline: Outline,
-        work: SamplerRun | NetworkCall | EncoderCall,
+        outline: Outline | None,
+        work: SamplerRun | NetworkCall | EncoderCall | VaeCall,
         device: torch.device,
         cache_threshold: float = 0.0,
     ) -> None:
-        self._outline = outline
+        self._known: Known = {} if outline is None else outline.known
         self._facts = _facts.refresh()
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # that the ranks have not imported yet
@@ -121,7 +142,7 @@ class Shipment:
         self._job = PickledJob(
             work=work,
             replaced=replaced_by(self._facts.packs, comfyui_root(), _OWN),
-            changes=outline.changes(),
+            changes=() if outline is None else outline.changes(),
             random_states=_random_states(device),
             cache_threshold=cache_threshold,
         )
@@ -156,7 +177,7 @@ class Shipment:
     def _find_in_file(self) -> FindInFile:
         return FileTensors(running_prompt() or {}, self._own_file()).find
 
-    def _pack(self, holdings: Any, alone: object = None) -> Tensors:
+    def _pack(self, holdings: Any, alone: HeldTextEncoder | HalfVae | None = None) -> Tensors:
         """The payload for the ranks of these holdings. `alone`: what they are to hold for this job and those to
         come."""
         # Until all goes well, nobody knows what the ranks have.
@@ -167,7 +188,7 @@ class Shipment:
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
         find_in_file = None if self._is_elsewhere else self._find_in_file
-        known = self._outline.known | words
+        known = self._known | words
         first = None
         try:
             if alone is not None:
@@ -189,7 +210,7 @@ class Shipment:
             facts=None if sent.facts == self._facts.packed else self._facts.packed,
             packs=self._packs,
             digests=digests if self._is_elsewhere else {},
-            encoder=None if first is None else first.data,
+            module=None if first is None else first.data,
             **self._head(sent),
         )
         sent.facts = self._facts.packed
@@ -211,6 +232,7 @@ class ShippedJob(Shipment):
         self, patcher: JobPatcher, work: SamplerRun | NetworkCall, cache_threshold: float = 0.0
     ) -> None:
         self._patcher, self._model = patcher, patcher.job_model
+        self._outline = self._model.outline
         super().__init__(self._model.outline, work, patcher.load_device, cache_threshold)
 
     def run(

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .changes import NetworkChange
 from .prints import Print
 from .restore import Replaced
 
 HEAD = "job"  # the name of the tensor of bytes
+INPUTS = "inputs"  # the name of what a VAE is given: large, and nothing that another job names
 ANSWER, DENOISED = "latent", "denoised"  # the names of tensors in the answer
 
 
@@ -53,11 +54,42 @@ class EncoderCall:
 
 
 @dataclass(frozen=True)
+class HeldTextEncoder:
+    """A text encoder as ranks hold it. `kind`: the class of its ModelPatcher."""
+
+    module: nn.Module
+    kind: type
+
+
+@dataclass(frozen=True)
+class HalfVae:
+    """The decoder of a VAE as ranks hold it, or its encoder. `module`: ComfyUI's network without the other half;
+    `latent_channels`, `latent_dims`: of the latent [B, C, (t,) h, w], 2 or 3; `dtype`: which it is computed in, but on
+    the CPU. Of an encoder, `scale`: pixels per position of the latent along each side; `in_channels`: of a pixel."""
+
+    module: nn.Module
+    encodes: bool
+    latent_channels: int
+    latent_dims: int
+    dtype: torch.dtype
+    scale: int = 1
+    in_channels: int = 3
+
+
+@dataclass(frozen=True)
+class VaeCall:
+    """One call of half a VAE with INPUTS, a latent [B, C, (t,) h, w] or pixels [B, C, (T,) H, W]. `shares`: how much of
+    each every rank takes; empty for equal shares."""
+
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class PickledJob:
     """`replaced`: in ComfyUI's modules; `changes`: of the network; `random_states`: of torch, Python, numpy and the
     GPU; `cache_threshold`: of the step cache, 0 without one."""
 
-    work: SamplerRun | NetworkCall | EncoderCall
+    work: SamplerRun | NetworkCall | EncoderCall | VaeCall
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
     random_states: tuple[Any, ...]
@@ -70,8 +102,8 @@ class Head:
     no job will name again; `facts`: pickled ProcessFacts, None where the ranks have them; `packs`: those whose code the
     job has; `mode`: a token mode, as far as the class is proven; `inputs`: the values of the model's InputShapes;
     `prints`: of the loader's parameters, None where the ranks have compared them; `digests`: of the code of `packs`,
-    for ranks on other machines; `encoder`: a pickled text encoder with the class of its patcher, where the job is the
-    first one with it."""
+    for ranks on other machines; `module`: a pickled HeldTextEncoder or HalfVae, where the job is the first one with
+    it."""
 
     job: bytes
     is_fresh: bool
@@ -82,7 +114,7 @@ class Head:
     inputs: tuple[Any, ...]
     prints: dict[str, Print] | None
     digests: dict[str, str]
-    encoder: bytes | None = None
+    module: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ def unpack_facts(data: bytes) -> ProcessFacts:
 
 
 def unpack_payload(tensors: Mapping[str, Tensor]) -> tuple[Head, dict[int, Tensor]]:
-    """The head, and copies of the tensors: those in `tensors` lie in memory of the sender's."""
+    """The head, and the tensors by number. They are copies, so that the sender's memory, which all ranks share, is free
+    again; with a module that comes for the first time they are in it, once for all ranks, as long as it is held."""
     head = Head(*pickle.loads(tensors[HEAD].numpy().tobytes()))
-    return head, {int(name): one.clone() for name, one in tensors.items() if name.isdecimal()}
+    found = {int(name): one for name, one in tensors.items() if name.isdecimal()}
+    return head, {number: one if head.module else one.clone() for number, one in found.items()}

@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# A decode or encode of one picture or video is counted in as many steps, whatever its length: enough to be interrupted
+# within a second or two.
+STEPS = 32
+
 
 class VaeHalf(Protocol):
-    """A VAE's decoder or encoder on one rank's device. `bytes`: of its tensors as they were sent.
+    """A VAE's decoder or encoder on one rank's device.
 
     `latent_dims`: 2 for images [B, C, h, w], 3 for videos [B, C, t, h, w]. `steps`: into which a decode or encode is
     counted.
@@ -19,7 +23,6 @@ class VaeHalf(Protocol):
 
     compute_dtype: torch.dtype
     device: torch.device
-    bytes: int
 
     @property
     def latent_channels(self) -> int: ...

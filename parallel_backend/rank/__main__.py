@@ -162,10 +162,9 @@ def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
 
 def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     from ..wire.deadlines import SEND
-    from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
-        CallEncoder,
+        CallModule,
         Cancel,
         Envelope,
         KeepModels,
@@ -183,10 +182,10 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker)
-    if isinstance(envelope.message, (Sample, RunJob, Decode, Encode, CallEncoder, KeepModels)):
+    if isinstance(envelope.message, (Sample, RunJob, CallModule, KeepModels)):
         # Before ComfyUI goes on, to a VAE of its own perhaps.
         give_back()
-    is_sender = worker.world.rank == 0 or isinstance(envelope.message, CallEncoder)
+    is_sender = worker.world.rank == 0 or isinstance(envelope.message, CallModule)
     if result is None or not is_sender:
         link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
     else:
@@ -203,17 +202,15 @@ def _answer(
     """(terminal message, result tensors or None) of one request."""
     from ..errors import TransportError
     from ..wire.deadlines import SEND
-    from ..wire.decode_messages import Decode, Encode
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         Calibrate,
-        CallEncoder,
+        CallModule,
         Compiling,
         Done,
         Envelope,
         KeepModels,
         Load,
-        LoadVae,
         RunJob,
         Sample,
         Sleep,
@@ -262,19 +259,9 @@ def _answer(
                 on_step = boundary(message.steps, message.previews, message.states)
                 result, run = worker.run_job(message, tensors, on_step, report_compiling)
                 return Done(run=run), result
-            case LoadVae():
-                return Done(load=worker.vae.load(message, tensors)), None
-            case Decode():
-                on_step = boundary(worker.vae.steps(tensors), previews=False)
-                image, decode = worker.vae.decode(message, tensors, on_step)
-                return Done(decode=decode), image
-            case Encode():
-                on_step = boundary(worker.vae.steps(tensors), previews=False)
-                latent, encode = worker.vae.encode(message, tensors, on_step)
-                return Done(decode=encode), latent
-            case CallEncoder():
-                on_step = boundary(1, previews=False)
-                found, call = worker.encoders.call(message, tensors, on_step.is_cancelled)
+            case CallModule():
+                on_step = boundary(message.steps, previews=False)
+                found, call = worker.modules.call(message, tensors, on_step)
                 return Done(call=call), found
             case Sleep():
                 return Done(sleep=worker.sleep(message), models=worker.models.report()), None

@@ -1,4 +1,4 @@
-"""The holdings of a group's ranks as ComfyUI's process knows them: models, prompts and VAE, awake or asleep."""
+"""The holdings of a group's ranks as ComfyUI's process knows them: models, text encoders and VAEs, awake or asleep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease
 from .group.phases import Phase, PhaseKind
-from .group.vae_client import VaeOnRanks
 from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,
@@ -39,12 +38,12 @@ T = TypeVar("T")
 
 class RankHoldings:
     """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `start`: another object
-    after each start, from which on they have nothing; `encoders`: text encoders by number, with the rank that computes
-    them (CallEncoder.rank)."""
+    after each start, from which on they have nothing; `modules`: text encoders and VAEs by number, with the rank that
+    computes them (CallModule.rank)."""
 
     asleep: int
     start: object
-    encoders: dict[int, int]
+    modules: dict[int, int]
     has_encoders_on_devices: bool
     _held: list[CountedModel]  # the least recently used first
     _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
@@ -56,7 +55,6 @@ class RankHoldings:
         self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
         self._one_by_one = False  # memory ended in a request while others were held
         self._untold: list[str] = []  # what was dropped, for the next request to tell
-        self.vae, self.vae_encoder = VaeOnRanks(ranks.devices), VaeOnRanks(ranks.devices)
         self.forget()
 
     @property
@@ -72,11 +70,11 @@ class RankHoldings:
     def forget(self) -> None:
         """The ranks are gone, and all that they held."""
         self.asleep, self._woken_with = 0, ()
-        self._forget_encoders()
+        self._forget_modules()
         self._forget_models()
 
-    def _forget_encoders(self) -> None:
-        self.start, self.encoders, self.has_encoders_on_devices = object(), {}, False
+    def _forget_modules(self) -> None:
+        self.start, self.modules, self.has_encoders_on_devices = object(), {}, False
 
     def _forget_models(self) -> None:
         self._held, self._certain = [], False
@@ -330,9 +328,7 @@ class RankHoldings:
         keys = tuple(held.key for held in self._held)
         info, dropped = self._move(Sleep(level), lease)
         self.asleep = level
-        self._forget_encoders()
-        self.vae.forget()
-        self.vae_encoder.forget()
+        self._forget_modules()
         if level == 2:
             self._woken_with = keys
         else:

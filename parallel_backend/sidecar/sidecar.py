@@ -30,7 +30,7 @@ from .group.phases import Phase, PhaseKind, ShowPhase
 from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
 from .model_requests import ModelRequests, sample_message
-from .other_requests import EncoderRequests, VaeRequests
+from .module_requests import ModuleRequests
 from .process.exit_status import BUS_ERROR
 from .resume import OnStep, ResumableJob, ShippedRequest
 from .status import GroupStatus, read_ranks
@@ -38,7 +38,7 @@ from .status import GroupStatus, read_ranks
 T = TypeVar("T")
 
 
-class Sidecar(VaeRequests, EncoderRequests):
+class Sidecar(ModuleRequests):
     """A group of ranks, one per device in `devices`, kept warm between requests.
 
     Requests are served one after another; any thread may call. When a rank crashes, the group is started again and its

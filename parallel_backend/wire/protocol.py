@@ -17,10 +17,9 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
-from .decode_messages import Decode, Encode, RankDecode
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 14
+VERSION = 15
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -134,26 +133,16 @@ class Calibrate:
 
 
 @dataclass(frozen=True)
-class LoadVae:
-    """Parent to all ranks: hold the VAE's decoder in the payload until another one comes, or its encoder beside it. The
-    rest as of VaeWeights."""
+class CallModule:
+    """Parent to all ranks: a call of what lies beside the models under this number, a text encoder or half a VAE, as
+    ComfyUI's process has it (job/payload.py). `keep`: the numbers of those that stay held; `rank`: the one that
+    computes, ALL_RANKS where all of them do; `steps`: in which its progress is told, 0 for a call without."""
 
-    identity: str
-    comfyui: ComfyUISource
-    metadata: str = ""
-    encodes: bool = False
-
-
-@dataclass(frozen=True)
-class CallEncoder:
-    """Parent to all ranks: a call of the text encoder of this number, as ComfyUI's process has it (job/payload.py).
-    `keep`: the numbers of those that stay held; `rank`: the one that computes, ALL_RANKS where its layers are shared
-    out."""
-
-    encoder: int
+    module: int
     keep: tuple[int, ...]
     rank: int
     comfyui: ComfyUISource
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,12 +210,18 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RankCall:
-    """The record of a text encoder's call on one rank. `bytes`: of the weights that it computes with; `bytes_sent`:
-    collective payload."""
+    """The record of a module's call on one rank. `seconds`: of the call, without those of `load_seconds`, which making
+    a new one ready took; `bytes`: of the weights that it computes with; `bytes_sent`: collective payload. Of a VAE,
+    `parts`: the rows of each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use
+    before, 0 on the CPU; `compute_dtype`: as torch names it."""
 
     seconds: float
     bytes: int
     bytes_sent: int
+    load_seconds: float = 0.0
+    parts: int = 0
+    peak_bytes: int = 0
+    compute_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,7 +233,6 @@ class Done:
     models: RankModels | None = None
     run: RankRun | None = None
     calibration: Calibration | None = None
-    decode: RankDecode | None = None
     call: RankCall | None = None
     sleep: SleepInfo | None = None
 
@@ -269,10 +263,7 @@ Message = (
     | Sample
     | RunJob
     | Calibrate
-    | LoadVae
-    | Decode
-    | Encode
-    | CallEncoder
+    | CallModule
     | Sleep
     | Wake
     | Cancel
@@ -284,8 +275,7 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((Sample, RunJob), (1,)),
-    **dict.fromkeys((LoadVae, Decode, Encode, CallEncoder), (1,)),
+    **dict.fromkeys((Sample, RunJob, CallModule), (1,)),
     **dict.fromkeys((Progress, Done), (0, 1)),
 }
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed, PromptInterrupted
 from graphs import Graph
-from parallel_backend.models.comfyui.rows.vae_halves import STEPS
+from parallel_backend.models.banded import STEPS
 from tests.closed_forms.vae_sizes import VaeSizes
 from tiny_vae import FLUX, SD, write_vae
 
@@ -127,6 +127,15 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
     _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
     assert "weights were warm" in report
     assert comfy.ranks() == ranks
+
+
+def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy):
+    name = _write(comfy, "to_be_mapped.safetensors", FLUX, 6)
+    graph = DecodeGraph()
+    decoded(comfy, graph, graph.ours(graph.drawn(draw=81), graph.vae(name)))
+    assert len(comfy.ranks()) == 2
+    for rank in comfy.ranks():
+        assert any(one.path.endswith(name) for one in rank.memory_maps())
 
 
 def test_the_report_says_what_was_done(comfy, vaes):

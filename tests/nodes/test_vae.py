@@ -1,5 +1,6 @@
 """Latents as they are sent to the ranks, and what of a VAE is said before anything is sent."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from parallel_backend.models.comfyui.tiny.weights import random
 @pytest.fixture(scope="module")
 def node():
     import_comfyui_here()
-    return import_node_module("nodes.model.vae")
+    return import_node_module("nodes.job.vae")
 
 
 def vae_of(case, network=None):
@@ -68,7 +69,7 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
     network = torch.nn.Module()
     network.__class__ = AudioVAE
     with pytest.raises(RequestError, match="sound is decoded on one device"):
-        node.decoder_weights(vae_of(TILED, network))
+        node.check_decoder(vae_of(TILED, network))
     node.refuse_other_kinds(vae_of(TILED, network))
 
 
@@ -83,17 +84,48 @@ class OnAGpu(torch.Tensor):
         return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
 
 
-def test_a_vae_of_which_comfyui_has_a_part_on_its_gpu_is_the_same_vae(node):
-    """As dynamic VRAM leaves it: small parameters there, in the dtype that they are computed with."""
-    import comfy.sd
+@pytest.fixture
+def marked(node, monkeypatch):
+    """Gives a shipment of a VAE; its number is another one where the ranks are to be sent it anew."""
+    from comfy.model_patcher import ModelPatcher
 
-    network, vae = build(BANDED["taesd"]), comfy.sd.VAE.__new__(comfy.sd.VAE)
-    vars(vae).update(vars(vae_of(BANDED["taesd"], network)), vae_dtype=torch.bfloat16)
-    vae.patcher = SimpleNamespace(patches={}, object_patches={})
-    before = node.decoder_weights(vae)
+    monkeypatch.setattr(
+        node.Shipment, "__init__", lambda self, *_: setattr(self, "_job", SimpleNamespace(replaced=[]))
+    )
+
+    def number(network, *, encodes=False):
+        vae = vae_of(BANDED["taesd"], network)
+        vae.vae_dtype, vae.patcher = torch.bfloat16, ModelPatcher(network, CPU, CPU)
+        shipment = node.VaeShipment(vae, torch.zeros(1), (), encodes=encodes)
+        return shipment._hold(node._half(network, ("taesd_encoder",))).number
+
+    return number
+
+
+def test_a_vae_of_which_comfyui_has_a_part_on_its_gpu_is_the_same_vae(marked):
+    """As dynamic VRAM leaves it: small parameters there, in the dtype that they are computed with."""
+    network = build(BANDED["taesd"])
+    before = marked(network)
     small = [module for module in network.modules() if getattr(module, "bias", None) is not None]
     for module in small:
         module.bias = torch.nn.Parameter(module.bias.detach().bfloat16().as_subclass(OnAGpu), False)
-    assert small and node.decoder_weights(vae).identity == before.identity
+    assert small and marked(network) == before
     small[-1].bias.data[0] += 1
-    assert node.decoder_weights(vae).identity != before.identity
+    assert marked(network) != before
+
+
+def test_ranks_keep_a_vae_as_long_as_comfyui_has_it(node, marked):
+    network, other = build(BANDED["taesd"]), build(BANDED["taesd"])
+    numbers = {marked(network), marked(network, encodes=True), marked(other)}
+    assert len(numbers) == 3 and numbers <= set(node.held_numbers())
+    del network
+    gc.collect()
+    assert len(numbers & set(node.held_numbers())) == 1
+
+
+def test_more_pixels_than_can_be_sent_are_refused_in_words_before_anything_is(node, marked):
+    vae = vae_of(BANDED["taesd"])
+    vae.patcher = SimpleNamespace(load_device=CPU)
+    pixels = torch.zeros(1, 1, 1, 1).expand(2**19, 3, 64, 64)  # 24 GiB, of which none is there
+    with pytest.raises(RequestError, match=r"take 24.0 GiB, and at most 8.0 GiB can be sent"):
+        node.VaeShipment(vae, pixels, (), encodes=True).run(SimpleNamespace(devices=("cpu:0",)), None)

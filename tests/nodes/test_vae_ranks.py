@@ -63,8 +63,10 @@ def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into
     def ends(*_, **__):
         raise OutOfMemory("Process 1 ran out of memory on cuda:1")
 
-    sidecar = SimpleNamespace(devices=CHOSEN, **{verb: ends})
-    monkeypatch.setattr(module, "splittable", lambda half, vae: None)
+    sidecar = SimpleNamespace(devices=CHOSEN)
+    monkeypatch.setattr(module.VaeShipment, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(module.VaeShipment, "run", ends)
+    monkeypatch.setattr(module, "check_splittable", lambda check, vae: None)
     monkeypatch.setattr(module, "choose_ranks", lambda settings: (sidecar, (), []))
     monkeypatch.setattr(module, "make_room", lambda *_: None)
     as_it_is = "as_sent" if verb == "decode" else "_as_network_takes"

@@ -1,4 +1,4 @@
-"""Modules of nodes/ that need nothing of ComfyUI, imported alone: the package around them is not."""
+"""Modules of nodes/ imported alone: the package around them is not, nor the nodes of ComfyUI."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import parallel_backend
 
@@ -24,4 +26,6 @@ def import_node_module(name: str) -> ModuleType:
             sys.modules[_PACK + package] = module
     for known in [key for key in sys.modules if key.partition(".")[0] == parallel_backend.__name__]:
         sys.modules[f"{_PACK}.{known}"] = sys.modules[known]
-    return importlib.import_module(f"{_PACK}.{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nodes", ModuleType("nodes"))  # else ours is found for ComfyUI's
+        return importlib.import_module(f"{_PACK}.{name}")

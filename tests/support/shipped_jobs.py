@@ -16,12 +16,16 @@ from torch import Tensor, nn
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU
 from parallel_backend.job.payload import (
+    INPUTS,
     EncoderCall,
+    HalfVae,
     Head,
+    HeldTextEncoder,
     NetworkCall,
     PickledJob,
     ProcessFacts,
     SamplerRun,
+    VaeCall,
     pack_facts,
     pack_payload,
 )
@@ -159,21 +163,26 @@ def ship_encoder_call(module: nn.Module, args: tuple[Any, ...], method: str = ""
     from comfy.model_patcher import ModelPatcher
 
     work = EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {})
-    return _pack(work, module, "", 0.0, alone=(module, ModelPatcher) if is_new else None)
+    return _pack(work, module, "", 0.0, alone=HeldTextEncoder(module, ModelPatcher) if is_new else None)
+
+
+def ship_vae_call(half: HalfVae, inputs: Tensor, shares: tuple[float, ...] = (), *, is_new: bool):
+    """The payload of a decode or encode; with half the VAE itself where it is new to the ranks."""
+    return _pack(VaeCall(shares), None, "", 0.0, alone=half if is_new else None) | {INPUTS: inputs}
 
 
 def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, threshold: float):
     return _pack(work, stock_model(spec).patcher.model, mode, threshold)
 
 
-def _pack(work, base: nn.Module, mode: str, threshold: float, alone: object = None):
+def _pack(work, base: nn.Module | None, mode: str, threshold: float, alone: object = None):
     from comfy.model_patcher import ModelPatcher
 
     states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), None)
     job = PickledJob(work, replaced=(), changes=(), random_states=states, cache_threshold=threshold)
     sent = SentTensors()
     first = None if alone is None else pickle_job(alone, {}, sent, ModelPatcher)
-    pickled = pickle_job(job, _known(base), sent, ModelPatcher)
+    pickled = pickle_job(job, {} if base is None else _known(base), sent, ModelPatcher)
     facts = ProcessFacts(import_comfyui_here().root, "", "the pack", {}, tuple(sys.path), {})
     head = Head(
         job=pickled.data,
@@ -185,7 +194,7 @@ def _pack(work, base: nn.Module, mode: str, threshold: float, alone: object = No
         inputs=astuple(ANYTHING),
         prints=None,
         digests={},
-        encoder=None if first is None else first.data,
+        module=None if first is None else first.data,
     )
     return pack_payload(head, pickled.tensors | ({} if first is None else first.tensors))
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from comfy_modules import CPU, import_comfyui_here
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import fill
-from parallel_backend.models.tokens.vae_networks import decoding_tensors
 from tests.closed_forms.vae_sizes import VaeSizes
 
 FLUX, SD = VaeSizes(), VaeSizes(channels=4, post_quant=True)
@@ -45,7 +44,10 @@ def banded(sizes: VaeSizes, dtype: torch.dtype = torch.float32) -> ComfyUIVae:
 @cache
 def vae_tensors(sizes: VaeSizes, seed: int = 0) -> dict[str, Tensor]:
     """Returns the tensors that a file has of its decoder, by name."""
-    return decoding_tensors(random_vae(sizes, seed))
+    state = random_vae(sizes, seed).state_dict()
+    return {
+        name: tensor for name, tensor in state.items() if not name.startswith(("encoder.", "quant_conv."))
+    }
 
 
 def write_vae(path: Path, sizes: VaeSizes, seed: int = 0, **more: Tensor) -> Path:

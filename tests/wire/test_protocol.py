@@ -12,21 +12,21 @@ from parallel_backend.options import CompileStats
 from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
-from parallel_backend.wire.decode_messages import Encode, RankDecode
 from parallel_backend.wire.protocol import (
+    ALL_RANKS,
     MAX_MESSAGE_BYTES,
     Calibrate,
+    CallModule,
     Cancel,
     Compiling,
-    Decode,
     Done,
     Envelope,
     Failed,
     Hello,
     KeepModels,
     Load,
-    LoadVae,
     Progress,
+    RankCall,
     RankModels,
     RankRun,
     Ready,
@@ -81,11 +81,9 @@ MESSAGES = [
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
-    (LoadVae("7-1f", ComfyUISource("/ComfyUI")), 1),
-    (LoadVae("7-1f", ComfyUISource("/ComfyUI"), "{}", encodes=True), 1),
-    (Encode("7-1f", (0.5, 1.0)), 1),
-    (Decode("7-1f", shares=(2.0, 1.5)), 1),
-    (Done(decode=RankDecode(1.5, rows=64, bytes_sent=10, peak_bytes=0, compute_dtype="bfloat16")), 1),
+    (CallModule(7, (3, 7), ALL_RANKS, ComfyUISource("/ComfyUI"), steps=64), 1),
+    (CallModule(7, (), 1, ComfyUISource("/ComfyUI")), 1),
+    (Done(call=RankCall(1.5, 10, 20, 0.5, parts=64, peak_bytes=0, compute_dtype="bfloat16")), 1),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),
 ]
 FRAME = json.loads(encode(Envelope(3, 4, Progress(step=1, steps=2, seconds=0.5))))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
-
-from torch import Tensor
 
 
 class Way(Enum):
@@ -122,25 +119,9 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
 _FRAMES_ARE_A_BATCH = {_SVD}
 # Whose latents may come as [B, C * frames, h, w].
 _FRAMES_AMONG_CHANNELS = {f"{_SEEDVR}.Decoder3D"}
-# What only one half of a network needs, and of that what ComfyUI looks for to see which network it is.
-_ENCODER = ("encoder.", "quant_conv.", "taesd_encoder.")
-_TELLING_OF_ENCODER = {
-    "encoder.conv1.weight",  # Wan 2.1
-    "encoder.conv_out.conv.weight",  # CogVideoX
-    "encoder.down.5.block.0.conv1.weight",  # MiniMax H3
-}
-_DECODER = ("decoder.", "post_quant_conv.", "conv2.")
-_TELLING_OF_DECODER = {
-    "decoder.conv_in.weight",
-    "decoder.conv_in.conv.weight",
-    "decoder.middle.0.residual.0.gamma",
-    "decoder.upsamples.0.upsamples.0.residual.2.weight",
-    "decoder.head.0.gamma",
-    "decoder.mid.block_1.mix_factor",  # SVD
-    "decoder.head.2.weight",
-    "post_quant_conv.weight",
-}
-_TELLING_BUFFERS = ("decoder.unpatcher3d.wavelets",)  # Cosmos; a state_dict() leaves it out
+# The parts of a network that only its encoder needs, and those that only its decoder does.
+ENCODER_ALONE = ("encoder", "quant_conv", "taesd_encoder")
+DECODER_ALONE = ("decoder", "post_quant_conv", "conv2")
 
 
 def known(network: Any) -> VaeNetwork | None:
@@ -181,34 +162,6 @@ def frames_are_a_batch(network: Any) -> bool:
 def frames_among_channels(network: Any) -> bool:
     """Whether a latent [B, C * frames, h, w] is one of videos."""
     return _class_name(decoder_of(network)) in _FRAMES_AMONG_CHANNELS
-
-
-def decoding_tensors(network: Any) -> dict[str, Tensor]:
-    """By name, what a file would have of such a network for decoding, and to see which network it is."""
-    buffers = dict(network.named_buffers(remove_duplicate=False))
-    telling = {name: buffers[name] for name in _TELLING_BUFFERS if name in buffers}
-    return _without(_ENCODER, telling | network.state_dict(), _TELLING_OF_ENCODER)
-
-
-def encoding_tensors(network: Any) -> dict[str, Tensor]:
-    """Likewise for encoding."""
-    return _without(_DECODER, network.state_dict(), _TELLING_OF_DECODER)
-
-
-def told_beside(network: Any, latent_channels: int) -> str:
-    """VaeWeights.metadata: what ComfyUI's detection read of this network's file beside names and shapes of tensors."""
-    told: dict[str, object] = {}
-    if isinstance(getattr(network, "config", None), dict):  # LTX
-        told["config"] = json.dumps({"vae": network.config})
-    if hasattr(network, "taesd_decoder"):
-        told["tae_latent_channels"] = latent_channels
-    if hasattr(network, "latent_format"):  # TAEHV, by the dtype in its file
-        told["latent_format"] = getattr(network.latent_format, "__name__", "")
-    return json.dumps(told) if told else ""
-
-
-def _without(half: tuple[str, ...], state: dict[str, Tensor], telling: set[str]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if not name.startswith(half) or name in telling}
 
 
 def _class_name(value: object) -> str:

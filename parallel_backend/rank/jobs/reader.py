@@ -32,8 +32,8 @@ _SHARDED = (
 
 
 class NamedModel(Protocol):
-    """A model that a rank holds, as jobs name what lies in it. `patcher`: ComfyUI's, over it; `originals`: its
-    file's weights; `is_sharded`: True if its weights are shared out."""
+    """A model that a rank holds, as jobs name what lies in it. `patcher`: ComfyUI's, over it, None for a VAE, of which
+    no job has one; `originals`: its file's weights; `is_sharded`: True if its weights are shared out."""
 
     patcher: Any
     is_sharded: bool
@@ -67,8 +67,8 @@ class JobReader:
         return self._packages
 
     def read(self, head: Head, new: Mapping[int, Tensor], hold: Callable[[Any], NamedModel]) -> PickledJob:
-        """Makes the job again. `hold(encoder)`: gives the model that it names, which a text encoder is that came with
-        the job. Raises ParallelError, on this rank alone."""
+        """Makes the job again. `hold(module)`: gives the model that it names; `module`: a text encoder or half a VAE
+        that came with the job, None for none. Raises ParallelError, on this rank alone."""
         if head.is_fresh:
             self._tensors.clear()
         for number in head.dropped:
@@ -89,8 +89,7 @@ class JobReader:
             raise RequestError("A job came before what the devices need to know of ComfyUI.")
         self._check_packs(self._facts, head)
         self._packages.import_packs(head.packs)
-        encoder = None if head.encoder is None else unpickle_job(head.encoder, self._objects(None))
-        held = hold(encoder)
+        held = hold(None if head.module is None else unpickle_job(head.module, self._objects(None)))
         if head.prints is not None:
             others = differing(held.originals, head.prints)
             if others:
@@ -104,13 +103,13 @@ class JobReader:
 
     def _objects(self, held: NamedModel | None) -> RankObjects:
         mapped = self._mapped
-        device = self._world.device if held is None else held.patcher.load_device
+        device = self._world.device
 
         def resolve(word: tuple[Any, ...]) -> Any:
             if word[0] == MAPPED:
                 return mapped.find(*word[1:])
             if held is None:
-                raise RequestError(f"A text encoder names {word[0]}, which no device has.")
+                raise RequestError(f"A text encoder or VAE names {word[0]}, which no device has.")
             return held.find(word)
 
         return RankObjects(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ...cluster.model_files import find_model
-from ...engine.comm.groups import World
 from ...errors import RequestError
 from ...job.payload import Head, ProcessFacts, digest_of_code
 from ...models.proof.installed import version_in
-from ...requests import ComfyUISource, LoadInfo, ModelSpec
-from ...wire.payloads import Tensors
-from ...wire.protocol import Load, LoadVae, Setup
+from ...requests import ComfyUISource, ModelSpec
+from ...wire.protocol import Load, Setup
 from ..outcome.errors import PeerFailed
-from ..vae_worker import VaeWorker
 from ..work.worker import RankWorker
 
 if TYPE_CHECKING:
@@ -81,7 +77,6 @@ class JoinedWorker(RankWorker):
     def __init__(self, setup: Setup, own: OwnFiles) -> None:
         super().__init__(setup)
         self._own = own
-        self.vae = _JoinedVae(self.world, self._all_good, own)
 
     def _make_reader(self) -> JobReader:
         from ..jobs.reader import JobReader
@@ -103,12 +98,3 @@ class JoinedWorker(RankWorker):
         if not self._all_good(error):
             raise error or PeerFailed("another machine does not have the model")
         return spec
-
-
-class _JoinedVae(VaeWorker):
-    def __init__(self, world: World, all_good: Callable[[Exception | None], bool], own: OwnFiles) -> None:
-        super().__init__(world, all_good)
-        self._own = own
-
-    def load(self, message: LoadVae, tensors: Tensors) -> LoadInfo:
-        return super().load(replace(message, comfyui=self._own.source(message.comfyui)), tensors)

@@ -17,7 +17,7 @@ from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
-from ...job.payload import EncoderCall, NetworkCall, PickledJob, SamplerRun, pack_answer
+from ...job.payload import EncoderCall, NetworkCall, PickledJob, SamplerRun, VaeCall, pack_answer
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.mapped import find_in
@@ -205,7 +205,7 @@ class _RunningJob:
 
     def _run(self, on_step: StepBoundary, forward: ModuleForward) -> Any:
         job, held, work = self._job, self._held, self._job.work
-        assert not isinstance(work, EncoderCall), "encoders are called elsewhere"
+        assert not isinstance(work, (EncoderCall, VaeCall)), "jobs/modules.py calls these"
         patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
         with contextlib.ExitStack() as undo:
             undo.callback(setattr, held, "last_patcher", patcher)

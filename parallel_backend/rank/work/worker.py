@@ -34,7 +34,6 @@ from ...wire.protocol import (
     Sleep,
 )
 from ..outcome.errors import PeerFailed, is_out_of_memory
-from ..vae_worker import VaeWorker
 from .device import MemoryMeter, allocated, device_of, weight_bytes
 from .held_models import HeldModel, HeldModels, collect, import_for
 from .run_record import run_record
@@ -45,7 +44,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
     from ...models.comfyui.model import ComfyUIModel
-    from ..jobs.encoders import Encoders
+    from ..jobs.modules import Modules
     from ..jobs.reader import JobReader
     from .job import Jobs
 
@@ -69,7 +68,6 @@ class RankWorker:
             store_path=setup.rendezvous,
             devices=tuple(device_of(name) for name in _seen_from(setup)),
         )
-        self.vae = VaeWorker(self.world, self._all_good)
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
@@ -199,10 +197,10 @@ class RankWorker:
         return Jobs(self._layouts, self._reader)
 
     @cached_property
-    def encoders(self) -> Encoders:
-        from ..jobs.encoders import Encoders
+    def modules(self) -> Modules:
+        from ..jobs.modules import Modules
 
-        return Encoders(self._layouts, self._reader, self._import_comfyui)
+        return Modules(self._layouts, self._reader, self._import_comfyui)
 
     @cached_property
     def _reader(self) -> JobReader:
@@ -218,9 +216,13 @@ class RankWorker:
 
         import_comfyui(source, self.world.device)
 
+    @property
+    def _holds_modules(self) -> bool:
+        return "modules" in vars(self) and self.modules.is_holding
+
     def _offload_encoders(self) -> None:
-        if "encoders" in vars(self):
-            self.encoders.offload()
+        if "modules" in vars(self):
+            self.modules.offload_encoders()
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -231,15 +233,14 @@ class RankWorker:
     def sleep(self, message: Sleep) -> SleepInfo:
         """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded.
 
-        The VAE and text encoders are discarded at both: ComfyUI's process has them in host memory already. A rank
-        that gives back one model alone keeps all else, and every rank joins the agreement on that.
+        VAEs and text encoders are discarded at both: ComfyUI's process has them in host memory already. A rank that
+        gives back one model alone keeps all else, and every rank joins the agreement on that.
         """
         begun, device = time.perf_counter(), self.world.device
         before = allocated(device)
-        if message.only is None:
-            self.vae.drop()
-            if vars(self).pop("encoders", None) is not None:
-                collect(device)
+        if message.only is None and self._holds_modules:
+            self.modules.drop()
+            collect(device)
         if message.level == 1:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):
@@ -315,7 +316,7 @@ class RankWorker:
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
-            import_for(spec, self.world.device, holds_nothing=not self.models and not self.vae.is_held)
+            import_for(spec, self.world.device, holds_nothing=not self.models and not self._holds_modules)
             model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
             heartbeat.loading(1.0)
             return HeldModel(model, inputs), None

@@ -9,19 +9,28 @@ import torch
 
 from parallel_backend.rank import __main__ as rank_main
 from parallel_backend.rank.work import held_models
-from parallel_backend.requests import Placement
+from parallel_backend.requests import ComfyUISource, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
-from parallel_backend.wire.decode_messages import Decode, Encode, RankDecode
-from parallel_backend.wire.protocol import Done, Envelope, KeepModels, RankModels, RankRun, Sample
+from parallel_backend.wire.protocol import (
+    ALL_RANKS,
+    CallModule,
+    Done,
+    Envelope,
+    KeepModels,
+    RankCall,
+    RankModels,
+    RankRun,
+    Sample,
+)
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
 
 RUN = RankRun("native", ParallelStrategy(), 0.1, 0, ())
 HELD = RankModels((1,))
 
 
-def _half_of_a_vae(message, tensors, on_step):
-    return {"image": torch.ones(1)}, RankDecode(0.1, 1, 0, 0, "float32")
+def _call(message, tensors, on_step):
+    return {"tree": torch.ones(1)}, RankCall(0.1, 1, 0)
 
 
 @pytest.fixture
@@ -34,7 +43,7 @@ def served(monkeypatch, no_leaks):
         meter=None,
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
-        vae=SimpleNamespace(steps=lambda tensors: 1, decode=_half_of_a_vae, encode=_half_of_a_vae),
+        modules=SimpleNamespace(call=_call),
     )
     ours, theirs = link_pair()
 
@@ -76,7 +85,10 @@ def _next(link):
 
 @pytest.mark.parametrize(
     "job",
-    [Sample(Placement(), 1.0, "euler", 0, previews=False), Decode("vae", ()), Encode("vae", ())],
+    [
+        Sample(Placement(), 1.0, "euler", 0, previews=False),
+        CallModule(1, (1,), ALL_RANKS, ComfyUISource("/ComfyUI")),
+    ],
     ids=lambda job: type(job).__name__,
 )
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):

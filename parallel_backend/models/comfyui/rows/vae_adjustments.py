@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,17 +35,6 @@ def adjust(network: nn.Module, dtype: torch.dtype) -> None:
     _pad_as_comfyui(network, dtype)
 
 
-def follow(network: Any, told: Mapping[str, Any]) -> None:
-    """`told`: as of VaeWeights.metadata, of which ComfyUI's detection does not take all."""
-    if "latent_format" not in told:
-        return
-    import comfy.latent_formats
-
-    name = told["latent_format"]
-    network.latent_format = getattr(comfy.latent_formats, name) if name else None
-    network.process_in = network.latent_format().process_in if name else _unchanged
-
-
 @contextmanager
 def reproducible(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, a network that draws noise within its layers draws the same on each rank and each time."""
@@ -59,7 +48,7 @@ def reproducible(network: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _ltx(network: Any) -> None:
     """Frames in as many chunks on each rank, whatever its rows and memory; noise of whole pictures."""
-    network.timestep_conditioning = False  # the latent's noise is there already (nodes/model/vae.py)
+    network.timestep_conditioning = False  # the latent's noise is there already (nodes/job/vae.py)
     decoder = network.decoder
     run_up = decoder.run_up
     if list(inspect.signature(run_up).parameters)[-1:] != ["max_chunk_size"]:
@@ -122,10 +111,6 @@ def _pad_as_comfyui(network: nn.Module, dtype: torch.dtype) -> None:
         for layer in network.modules():
             if isinstance(layer, nn.Conv3d):
                 layer.padding_mode = "zeros"
-
-
-def _unchanged(latent: Tensor) -> Tensor:
-    return latent
 
 
 def _minimax(network: Any) -> None:

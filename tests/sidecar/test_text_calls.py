@@ -13,15 +13,16 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
-from parallel_backend.sidecar import other_requests
+from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.other_requests import (
+from parallel_backend.sidecar.module_requests import (
     ALL_DEVICES,
     AUTO,
     ONE_DEVICE,
     PLACEMENTS,
-    EncoderRequest,
-    EncoderRequests,
+    ModuleKind,
+    ModuleRequest,
+    ModuleRequests,
 )
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.protocol import ALL_RANKS
@@ -39,18 +40,19 @@ def at(two_real_ranks, monkeypatch):
 
     def call(module, place, *, number=0, keep=(), **options):
         if place == SECOND:
-            monkeypatch.setattr(EncoderRequests, "_choose_rank", lambda *_: 1)
+            monkeypatch.setattr(ModuleRequests, "_choose_rank", lambda *_: 1)
         elif place in PLACEMENTS:
             monkeypatch.undo()
         number = number or next(_numbers)
         request = request_of(module, ONE_DEVICE if place == SECOND else place, number, keep)
-        return two_real_ranks.call_encoder(request, **options)
+        return two_real_ranks.call_module(request, **options)
 
     return call
 
 
 def request_of(module, place, number, keep=()):
-    return EncoderRequest(
+    return ModuleRequest(
+        ModuleKind.TEXT,
         number=number,
         keep=(number, *keep),
         bytes=sum(parameter.nbytes for parameter in module.parameters()),
@@ -126,10 +128,10 @@ def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks, place)
     sidecar, module = Sidecar(("cpu:0", "cpu:1")), ToyEncoder()
     try:
         request = request_of(module, place, next(_numbers))
-        before = sidecar.call_encoder(request)
+        before = sidecar.call_module(request)
         os.kill(sidecar.pids[1], signal.SIGKILL)
         phases = []
-        after = sidecar.call_encoder(request, on_phase=phases.append)
+        after = sidecar.call_module(request, on_phase=phases.append)
     finally:
         sidecar.stop()
         FAILING.clear()  # else the device is left out in other tests
@@ -141,11 +143,11 @@ def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
     held = two_real_ranks._holdings
     at(ToyEncoder(), ALL_DEVICES, number=200)
     at(ToyEncoder(), FIRST, number=201, keep=(200,))
-    assert held.encoders == {200: ALL_RANKS, 201: 0}
+    assert held.modules == {200: ALL_RANKS, 201: 0}
     at(ToyEncoder(), FIRST, number=202)
-    assert held.encoders == {202: 0}
+    assert held.modules == {202: 0}
     two_real_ranks.sleep()
-    assert held.encoders == {}
+    assert held.modules == {}
 
 
 def test_a_place_that_does_not_exist_is_refused(at):
@@ -160,7 +162,7 @@ def test_weights_that_are_too_many_to_be_sent_are_refused_before(at):
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(RequestError, match=r"lie in no \.safetensors file of its loader"),
     ):
-        patch.setattr(other_requests, "MOST_BYTES", 100)
+        patch.setattr(module_requests, "MOST_BYTES", 100)
         at(ToyEncoder(), FIRST)
     assert at(ToyEncoder(), FIRST).value
 
@@ -179,7 +181,7 @@ GIB = 2**30
     ],
 )
 def test_it_is_computed_where_there_is_room(placement, free, rank):
-    requests = EncoderRequests()
+    requests = ModuleRequests()
     requests.devices = tuple(f"cuda:{number}" for number in range(len(free)))
     requests._holdings = SimpleNamespace(free_devices=lambda lease: free)
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
@@ -190,16 +192,18 @@ def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
     """What is planned next has it moved to host memory all the same."""
     sent = []
 
-    def wait(budget):
+    def wait(budget, on_message):
         raise Cancelled("by hand")
 
-    requests = EncoderRequests()
+    requests = ModuleRequests()
     requests.devices = ("cuda:0",)
-    requests._holdings = SimpleNamespace(encoders={}, has_encoders_on_devices=False)
+    requests._holdings = SimpleNamespace(modules={}, has_encoders_on_devices=False)
     exchange = SimpleNamespace(send=lambda *message: sent.append(message), wait=wait)
     lease = SimpleNamespace(on_phase=lambda phase: None, exchange=lambda survivable: exchange)
-    request = EncoderRequest(1, (1,), 10, AUTO, import_comfyui_here(), lambda holdings, is_new: {})
+    request = ModuleRequest(
+        ModuleKind.TEXT, 1, (1,), 10, import_comfyui_here(), lambda holdings, is_new: {}, AUTO
+    )
     with pytest.raises(Cancelled):
-        requests._attempt(request, lease)
+        requests._attempt(request, lease, None)
     assert sent and requests._holdings.has_encoders_on_devices
-    assert requests._holdings.encoders == {}
+    assert requests._holdings.modules == {}

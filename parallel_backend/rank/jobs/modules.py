@@ -1,4 +1,5 @@
-"""The text encoders that a rank holds beside its models: ComfyUI's own modules, called as ComfyUI's process would."""
+"""The text encoders and VAEs that a rank holds beside its models: ComfyUI's own modules, called as ComfyUI's process
+would."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from ...engine.comm.groups import Layouts, World
 from ...engine.shared_layers import share_layers
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.answer_tree import pack_tree
-from ...job.payload import EncoderCall, PickledJob
+from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.encoders import call_encoder, offload_encoders
@@ -25,10 +27,14 @@ from ...models.comfyui.jobs.patchers import encoder_patcher
 from ...requests import ComfyUISource
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors
-from ...wire.protocol import ALL_RANKS, CallEncoder, RankCall
+from ...wire.protocol import ALL_RANKS, CallModule, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from .reader import JobReader, set_random_states
+from .vaes import HeldVae, StepCallback
+
+if TYPE_CHECKING:
+    from ...engine.bands.vae import RankGroups
 
 _LOOK = 0.05  # s between two looks for a cancel
 
@@ -54,43 +60,89 @@ class HeldEncoder:
         return self.module if word[0] == "base" else find_in(self.module, *word)
 
 
-class Encoders:
-    """The encoders that this rank holds, by their numbers in ComfyUI's process."""
+class Modules:
+    """The text encoders and VAEs that this rank holds, by their numbers in ComfyUI's process."""
 
     def __init__(
         self, layouts: Layouts, reader: JobReader, import_comfyui: Callable[[ComfyUISource], None]
     ) -> None:
         self._layouts, self._reader, self._import = layouts, reader, import_comfyui
-        self._held: dict[int, HeldEncoder] = {}
+        self._held: dict[int, HeldEncoder | HeldVae] = {}
         self._meeting = _Meeting(layouts.world, lambda: False)  # of the call that runs
+        self._groups: RankGroups = {}  # of VAEs: a new one takes over those of the one before
 
-    def offload(self) -> None:
-        """Moves weights to host memory, for what needs the device next."""
-        if self._held and self._layouts.world.device.type != "cpu":
-            offload_encoders(self._layouts.world.device, [held.module for held in self._held.values()])
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    def drop(self) -> None:
+        """Lets go of all of them."""
+        self._keep(())
+
+    def offload_encoders(self) -> None:
+        """Moves weights of text encoders to host memory, for what needs the device next."""
+        found = [held.module for held in self._held.values() if isinstance(held, HeldEncoder)]
+        if found and self._layouts.world.device.type != "cpu":
+            offload_encoders(self._layouts.world.device, found)
 
     def call(
-        self, message: CallEncoder, tensors: Tensors, is_cancelled: Callable[[], bool]
+        self, message: CallModule, tensors: Tensors, on_step: StepCallback
     ) -> tuple[Tensors | None, RankCall]:
-        """Makes a call; the answer is on one rank. `is_cancelled()`: whether this rank has heard so. Collective."""
+        """Makes a call; the answer is on one rank. Collective."""
         begun, world = time.perf_counter(), self._layouts.world
         self._keep(message.keep)
-        self._meeting = _Meeting(world, is_cancelled)
-        sent = self._layouts.traffic.bytes_sent
-        computes = message.rank in (world.rank, ALL_RANKS)
+        self._meeting = _Meeting(world, on_step.is_cancelled)
+        inputs = tensors.pop(INPUTS, None)
         error: Exception | None = None
-        try:
-            self._import(message.comfyui)
-            head, new = unpack_payload(tensors)
-            job = self._reader.read(head, new, lambda encoder: self._hold(message, encoder))
-        except Exception as failure:
-            error = failure
-        agree(world, error)
-        held = self._held[message.encoder]
+        with contextlib.ExitStack() as undo:
+            try:
+                self._import(message.comfyui)
+                head, new = unpack_payload(tensors)
+                job = self._reader.read(head, new, lambda module: self._hold(message, module))
+                set_replaced(job.replaced, self._reader.packages.find_module, undo)
+                held = self._held[message.module]
+                if isinstance(held, HeldVae):
+                    assert isinstance(job.work, VaeCall), "a VAE is called with one"
+                    inputs = held.check_call(inputs, job.work.shares)
+            except Exception as failure:
+                error = failure
+            agree(world, error)
+            if isinstance(held, HeldVae):
+                return self._call_vae(held, head.module is not None, job, inputs, on_step, begun)
+            return self._call_encoder(held, job, begun)
+
+    def _call_vae(
+        self,
+        held: HeldVae,
+        is_new: bool,
+        job: PickledJob,
+        inputs: Tensor | None,
+        on_step: StepCallback,
+        begun: float,
+    ) -> tuple[Tensors | None, RankCall]:
+        assert inputs is not None and isinstance(job.work, VaeCall), "the call was checked"
+        error: Exception | None = None
+        if is_new:
+            try:
+                held.check()
+            except Exception as failure:
+                error = failure
+            agree(self._layouts.world, error)
+        load_seconds = time.perf_counter() - begun
+        answer, record = held.call(inputs, job.work.shares, on_step)
+        return None if answer is None else pack_tree(answer), replace(record, load_seconds=load_seconds)
+
+    def _call_encoder(
+        self, held: HeldEncoder, job: PickledJob, begun: float
+    ) -> tuple[Tensors | None, RankCall]:
+        world, traffic = self._layouts.world, self._layouts.traffic
+        sent = traffic.bytes_sent
+        computes = held.rank in (world.rank, ALL_RANKS)
+        error: Exception | None = None
         answer = None
         try:
             if computes:
-                answer = self._call(held, job)
+                answer = self._run(held, job)
         except Exception as failure:
             is_known = isinstance(failure, ParallelError) or _is_fault(failure)
             error = failure if is_known else as_refusal(failure)
@@ -102,9 +154,9 @@ class Encoders:
         record = RankCall(
             seconds=time.perf_counter() - begun,
             bytes=sum(parameter.nbytes for parameter in weights),
-            bytes_sent=self._layouts.traffic.bytes_sent - sent,
+            bytes_sent=traffic.bytes_sent - sent,
         )
-        return (answer if world.rank == max(message.rank, 0) else None), record
+        return (answer if world.rank == max(held.rank, 0) else None), record
 
     def _keep(self, numbers: Sequence[int]) -> None:
         before, self._held = self._held, {n: held for n, held in self._held.items() if n in numbers}
@@ -113,28 +165,32 @@ class Encoders:
         if is_smaller:
             gc.collect()  # modules and the methods that stand for theirs refer to each other
 
-    def _hold(self, message: CallEncoder, encoder: Any) -> HeldEncoder:
-        """Returns the encoder of the call; one that came with it is held from now on."""
-        if encoder is not None:
-            module, kind = encoder
-            if message.rank == ALL_RANKS:
-                share_layers(module, self._layouts, lambda error: self._meeting.meet(error))
-            device = self._layouts.world.device
-            self._held[message.encoder] = HeldEncoder(module, kind, device, message.rank)
-        found = self._held.get(message.encoder)
+    def _hold(self, message: CallModule, module: HeldTextEncoder | HalfVae | None) -> HeldEncoder | HeldVae:
+        """Returns what the call is of; what came with it is held from now on."""
+        if module is not None:
+            self._held.pop(message.module, None)
+            self._held[message.module] = self._held_from(message.rank, module)
+        found = self._held.get(message.module)
         if found is None or found.rank != message.rank:
-            raise RequestError(f"the processes hold no text encoder {message.encoder}; send it first.")
+            raise RequestError(f"the processes hold no text encoder or VAE {message.module}; send it first.")
         return found
 
+    def _held_from(self, rank: int, module: HeldTextEncoder | HalfVae) -> HeldEncoder | HeldVae:
+        world = self._layouts.world
+        if isinstance(module, HalfVae):
+            return HeldVae(module, world, self._groups, rank)
+        if rank == ALL_RANKS:
+            share_layers(module.module, self._layouts, lambda error: self._meeting.meet(error))
+        return HeldEncoder(module.module, module.kind, world.device, rank)
+
     @torch.inference_mode()
-    def _call(self, held: HeldEncoder, job: PickledJob) -> Tensors:
+    def _run(self, held: HeldEncoder, job: PickledJob) -> Tensors:
         work = job.work
         assert isinstance(work, EncoderCall), "samplers run elsewhere"
         with contextlib.ExitStack() as undo:
             undo.callback(setattr, held, "last_patcher", work.patcher)
             set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(held.original.restored())
-            set_replaced(job.replaced, self._reader.packages.find_module, undo)
             make_changes(held.module, job.changes, undo, lambda kind: None)
             undo.callback(work.patcher.unpatch_model, unpatch_weights=False)
             if held.rank != ALL_RANKS:

@@ -1,0 +1,208 @@
+"""Half a VAE whose calls the ranks make; every VAE that they cannot share out is refused with the reason in words."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import comfy.sd
+import torch
+from torch import Tensor, nn
+
+from ...parallel_backend.devices import machine_of
+from ...parallel_backend.errors import RequestError
+from ...parallel_backend.job.payload import INPUTS, HalfVae, VaeCall
+from ...parallel_backend.models.banded import STEPS
+from ...parallel_backend.models.tokens.vae_networks import (
+    DECODER_ALONE,
+    ENCODER_ALONE,
+    Way,
+    decoder_of,
+    encoder_of,
+    encodes_in_bands,
+    frames_among_channels,
+    frames_are_a_batch,
+    known,
+)
+from ...parallel_backend.requests import ComfyUISource
+from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
+from ...parallel_backend.sidecar.sidecar import Sidecar
+from ...parallel_backend.wire.transport import MOST_BYTES
+from ..host.aside import unload
+from ..host.calls import interrupted, report_progress
+from ..host.comfyui_flags import comfyui_root, numeric_flags
+from .outline import unloaded
+from .ship import HeldByRanks, Shipment, held_numbers
+
+# Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
+_METHODS = ("forward", "_conv_forward", "decode", "encode")
+_CHANGED = "another node has changed how it computes"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+PIXELS_PER_POSITION = 64  # of a latent, in most VAEs; the others have more
+
+
+class _Held(HeldByRanks):
+    """Half a network that ranks were given. `mark`: equal as long as it computes the same."""
+
+    def __init__(self, mark: object) -> None:
+        super().__init__()
+        self.mark = mark
+
+
+# What ranks were given of each network, by whether it encodes.
+_held: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Held]] = weakref.WeakKeyDictionary()
+
+
+def check_decoder(vae: comfy.sd.VAE) -> None:
+    """Raises RequestError with the reason why the ranks cannot decode with the VAE."""
+    network = vae.first_stage_model
+    found = known(network)
+    if found is None:
+        raise RequestError(_not_known(network, decoder_of(network)))
+    if found.way is Way.ONE_DEVICE:
+        raise RequestError(found.reason)
+    _refuse_changes(vae, "decode")
+    if getattr(decoder_of(network), "tanh_out", False):
+        raise RequestError(_CHANGED)
+
+
+def check_encoder(vae: comfy.sd.VAE) -> None:
+    """Raises RequestError with the reason why the ranks cannot encode with it."""
+    network = vae.first_stage_model
+    if not encodes_in_bands(network):
+        raise RequestError(_not_known(network, encoder_of(network)))
+    _refuse_changes(vae, "encode")
+
+
+def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
+    """Raises RequestError for a VAE that makes no pictures."""
+    found = known(vae.first_stage_model)
+    if found is not None and found.way is Way.REFUSED:
+        raise RequestError(f"This VAE makes no pictures: {found.reason}")
+
+
+def cuts_tiles(vae: comfy.sd.VAE) -> bool:
+    """Whether its network decodes in tiles, whoever calls it."""
+    found = known(vae.first_stage_model)
+    return found is not None and found.way is Way.TILES
+
+
+def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
+    """The latent [B, C, …] as the ranks take it: with noise where the decoder goes by some, drawn here as its network
+    would draw it, and the frames of a video in a dimension of their own."""
+    network = vae.first_stage_model
+    if getattr(network, "timestep_conditioning", False):
+        placed = latent.to(vae.device, vae.vae_dtype)
+        part = network.decode_noise_scale
+        latent = torch.randn_like(placed) * part + (1.0 - part) * placed
+    if latent.ndim == 4 and frames_among_channels(network) and latent.shape[1] % vae.latent_channels == 0:
+        return latent.unflatten(1, (vae.latent_channels, -1))
+    return latent.movedim(0, 1)[None] if frames_are_a_batch(network) else latent
+
+
+def _refuse_changes(vae: comfy.sd.VAE, method: str) -> None:
+    """Raises RequestError for a VAE whose `method` no longer computes as its class does."""
+    own = getattr(type(vae), method) is getattr(comfy.sd.VAE, method) and method not in vars(vae)
+    if not own or _is_changed(vae.first_stage_model):
+        raise RequestError(_CHANGED)
+    if vae.patcher.patches or vae.patcher.object_patches:
+        raise RequestError("another node has patched it")
+
+
+class VaeShipment(Shipment):
+    """One decode or encode on its way to the ranks, for a VAE that check_decoder or check_encoder has passed.
+    `inputs`: as its network takes them."""
+
+    def __init__(
+        self, vae: comfy.sd.VAE, inputs: Tensor, shares: tuple[float, ...], *, encodes: bool
+    ) -> None:
+        super().__init__(None, VaeCall(shares), vae.patcher.load_device)
+        self._vae, self._inputs, self._encodes = vae, inputs, encodes
+
+    def run(self, sidecar: Sidecar, on_step: Callable[[int, int], None]) -> ModuleAnswer:
+        """Returns images [B, H, W, 3] in the compute dtype, about -1..1, of videos the frames, one after the other; or
+        the latent. Raises CannotBeSent, RequestError or PlatformError."""
+        inputs, vae = self._inputs, self._vae
+        if not inputs.numel():
+            raise RequestError(
+                f"the {'pixels have' if self._encodes else 'latent has'} shape {list(inputs.shape)}; expected at least "
+                "one picture, with sides no smaller than one position of the latent (8 or more pixels)."
+            )
+        if inputs.nbytes > MOST_BYTES:
+            raise RequestError(
+                f"the pixels take {inputs.nbytes / 2**30:.1f} GiB, and at most {MOST_BYTES / 2**30:.1f} GiB can be "
+                f"sent to the devices at once. Encode fewer images or frames at a time, or use VAE Encode."
+            )
+        self._is_elsewhere = any(map(machine_of, sidecar.devices))
+        unload(vae.patcher)
+        module = _half(vae.first_stage_model, ENCODER_ALONE if not self._encodes else DECODER_ALONE)
+        held = self._hold(module)
+        half = HalfVae(module, self._encodes, vae.latent_channels, vae.latent_dim, vae.vae_dtype)
+        if self._encodes:
+            half = replace(half, scale=vae.spacial_compression_encode(), in_channels=vae.output_channels)
+        request = ModuleRequest(
+            ModuleKind.ENCODER if self._encodes else ModuleKind.DECODER,
+            number=held.number,
+            keep=held_numbers(),
+            bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
+            comfyui=ComfyUISource(comfyui_root(), numeric_flags()),
+            tensors=lambda holdings, is_new: (
+                self._pack(holdings, half if is_new else None) | {INPUTS: inputs}
+            ),
+            images=len(inputs),
+            steps=STEPS * len(inputs),
+            positions=inputs[0, 0].numel() // (PIXELS_PER_POSITION if self._encodes else 1),
+        )
+        with self._sending():
+            return sidecar.call_module(request, on_step, report_progress, interrupted)
+
+    def _hold(self, module: nn.Module) -> _Held:
+        """Returns what ranks were given of this half; something else where it computes differently since."""
+        vae = self._vae
+        mark = _digest(module.state_dict().values(), vae), vae.vae_dtype, self._job.replaced
+        halves = _held.setdefault(vae.first_stage_model, {})
+        if self._encodes not in halves or halves[self._encodes].mark != mark:
+            halves[self._encodes] = _Held(mark)
+        return halves[self._encodes]
+
+
+def _half(network: nn.Module, without: tuple[str, ...]) -> nn.Module:
+    """Returns a network over the same parameters that lacks some of its parts."""
+    found = unloaded(network)
+    for part in without:
+        found._modules.pop(part, None)
+    return found
+
+
+def _not_known(network: nn.Module, half: nn.Module | None) -> str:
+    name = type(network).__name__ + (f" with {type(half).__name__}" if half is not None else "")
+    return f"its network is {name}, which the devices do not know how to share out exactly"
+
+
+def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
+    return vae.vae_dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _is_changed(network: nn.Module) -> bool:
+    """Whether any layer does what its class does not, or wraps its images round."""
+    for layer in network.modules():
+        own = vars(layer)
+        if any(name in own for name in _METHODS) or any(own.get(name) for name in _HOOKS):
+            return True
+        if getattr(layer, "padding_mode", "zeros") == "circular":
+            return True
+    return False
+
+
+def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:
+    """Tells the weights of one network from what they become when something writes into them. The same wherever they
+    lie: with dynamic VRAM ComfyUI takes small ones to its GPU, some in the dtype that they are computed with, and
+    leaves the others in the file's dtype in host memory."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for tensor in tensors:
+        computed = tensor.to(_dtype_of(tensor, vae))
+        sums.append(computed.view(integers[computed.element_size()]).sum(dtype=torch.int64).cpu())
+    return f"{hash(tuple(torch.stack(sums).tolist())):x}"

@@ -1,0 +1,130 @@
+"""Half a VAE that a rank holds beside its models: latents are decoded with it, or images encoded, by all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...engine.comm.groups import World
+from ...errors import RequestError
+from ...job.payload import HalfVae
+from ...wire.protocol import RankCall
+
+if TYPE_CHECKING:  # imported when they are first needed: they take seconds
+    from ...engine.bands.tiles import TiledDecoder
+    from ...engine.bands.vae import BandedNetwork, RankGroups
+
+
+class StepCallback(Protocol):
+    """Called after each step; raises Cancelled, on all ranks alike. `is_cancelled()`: True if this rank has heard that
+    the request is to end; `finish()`: waits for the last steps."""
+
+    def __call__(self, i: int, denoised: Tensor) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+    def finish(self) -> None: ...
+
+
+class HeldVae:
+    """The decoder or encoder of one VAE (reader.NamedModel). `groups`: shared by all that a rank holds."""
+
+    patcher = None
+    is_sharded = False
+    originals: Mapping[str, Tensor] = {}
+
+    def __init__(self, half: HalfVae, world: World, groups: RankGroups, rank: int) -> None:
+        self._world, self.rank = world, rank
+        self._encodes = half.encodes
+        self._bytes = sum(one.nbytes for one in (*half.module.parameters(), *half.module.buffers()))
+        self._network = _shared_out(half, world, groups)
+
+    def find(self, word: tuple[Any, ...]) -> Any:
+        raise RequestError(f"A VAE's call names {word[0]}, which no device has.")
+
+    def check(self) -> None:
+        """Raises PlatformError on the first rank where sharing out does not give what one rank computes. Collective."""
+        self._network.check()
+
+    def check_call(self, inputs: Tensor | None, shares: tuple[float, ...]) -> Tensor:
+        """Returns the inputs. Raises RequestError, alike on every rank, for those that cannot be shared out so."""
+        ranks = self._world.world_size
+        if shares and (len(shares) != ranks or min(shares) <= 0):
+            raise RequestError(
+                f"shares is {list(shares)}; expected {ranks} numbers above 0, one per process."
+            )
+        if inputs is None:
+            raise RequestError("a VAE's call came without a latent or pixels.")
+        self._network.check_input(inputs)
+        return inputs
+
+    def call(
+        self, inputs: Tensor, shares: tuple[float, ...], on_step: StepCallback
+    ) -> tuple[Tensor | None, RankCall]:
+        """Images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels, on the
+        first rank; one of the batch after the other, so that it needs no more memory."""
+        begun, device, network = time.perf_counter(), self._world.device, self._network
+        sent, before = network.bytes_sent, _start_peak(device)
+        step = 0
+
+        def after_layers() -> None:
+            nonlocal step
+            on_step(step, inputs)
+            step += 1
+
+        outputs: Tensor | None = None
+        for i, one in enumerate(inputs):
+            frames = network(one, shares, after_layers)
+            if frames is None:
+                continue
+            if outputs is None:
+                outputs = torch.empty(len(inputs), *frames.shape, dtype=frames.dtype)
+            outputs[i] = frames
+        on_step.finish()
+        record = RankCall(
+            seconds=time.perf_counter() - begun,
+            bytes=self._bytes,
+            bytes_sent=network.bytes_sent - sent,
+            parts=network.parts(inputs[0], shares)[self._world.rank],
+            peak_bytes=_peak(device) - before,
+            compute_dtype=str(network.vae.compute_dtype).removeprefix("torch."),
+        )
+        if outputs is not None and not self._encodes:
+            outputs = outputs.flatten(0, 1)
+        elif outputs is not None:
+            latent = outputs.movedim(-1, 1)  # [B, t, h, w, C] before
+            outputs = (latent if network.vae.latent_dims == 3 else latent[:, :, 0]).contiguous()
+        return outputs, record
+
+
+def _shared_out(half: HalfVae, world: World, groups: RankGroups) -> BandedNetwork | TiledDecoder:
+    from ...engine.bands.tiles import TiledDecoder
+    from ...engine.bands.vae import BandedDecoder, BandedEncoder
+    from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+    from ...models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
+    from ...models.tokens.vae_networks import Way, known
+
+    dtype = torch.float32 if world.device.type == "cpu" else half.dtype
+    latent = half.latent_channels, half.latent_dims
+    if half.encodes:
+        encoder = ComfyUIVaeEncoder(half.module, half.scale, half.in_channels, *latent, dtype, world.device)
+        return BandedEncoder(encoder, world, groups)
+    found = known(half.module)
+    if found is not None and found.way is Way.TILES:
+        return TiledDecoder(TiledComfyUIVae(half.module, *latent, dtype, world.device), world)
+    return BandedDecoder(ComfyUIVae(half.module, *latent, dtype, world.device), world, groups)
+
+
+def _start_peak(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,61 @@
+"""Halves of VAEs as ComfyUI's process sends them, and calls of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from comfy_modules import import_comfyui_here
+from parallel_backend.job.payload import HalfVae
+from parallel_backend.models.banded import STEPS
+from parallel_backend.models.tokens.vae_networks import DECODER_ALONE, ENCODER_ALONE
+from parallel_backend.sidecar.module_requests import ModuleKind, ModuleRequest
+from shipped_jobs import ship_vae_call
+
+_numbers = itertools.count(1000)
+
+
+class Half:
+    """The decoder of `network`, or its encoder, under a number of its own. `sent`: how often it was."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        channels: int,
+        dims: int,
+        *,
+        encodes: bool = False,
+        scale: int = 8,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        module = copy.deepcopy(network)
+        for part in DECODER_ALONE if encodes else ENCODER_ALONE:
+            if hasattr(module, part):
+                delattr(module, part)
+        self.half = HalfVae(module, encodes, channels, dims, dtype, scale)
+        self.number, self.sent = next(_numbers), 0
+        self.bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+
+    def request(
+        self, inputs: Tensor, shares: tuple[float, ...] = (), keep: tuple[int, ...] = ()
+    ) -> ModuleRequest:
+        """A call of it. `keep`: numbers of others that stay held."""
+        return ModuleRequest(
+            ModuleKind.ENCODER if self.half.encodes else ModuleKind.DECODER,
+            self.number,
+            (self.number, *keep),
+            self.bytes,
+            import_comfyui_here(),
+            lambda holdings, is_new: self.payload(inputs, shares, is_new),
+            images=len(inputs),
+            steps=STEPS * len(inputs),
+        )
+
+    def payload(
+        self, inputs: Tensor, shares: tuple[float, ...] = (), is_new: bool = True
+    ) -> dict[str, Tensor]:
+        self.sent += is_new
+        return ship_vae_call(self.half, inputs, shares, is_new=is_new)
