@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import comfy.model_management
-import comfy.model_patcher
 import torch
 from comfy.cli_args import args
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.planner.workload import in_use as memory_in_use
+from ...parallel_backend.planner.workload.fit import Capacity
 from ...parallel_backend.planner.workload.rank_memory import in_gib
+from ...parallel_backend.sidecar import pool
 from .memory import stands_for_ranks
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 # Modules of text encoders, by their names: no sampler needs one while it runs, nor a VAE. Whatever else ComfyUI has in
 # use (a ControlNet, another diffusion model) stays where it is, and counts.
@@ -25,12 +31,12 @@ def move_aside(plan: Plan) -> tuple[str, ...]:
 
     ComfyUI does so by itself on the device alone where it would load the model: a text encoder elsewhere would stay.
     """
-    notes, short = [], False
+    notes, short = list(_drop_modules(plan)), False
     for name in plan.devices[: plan.strategy.world_size]:
         device = own_gpu(name)
         if device is None:
             continue
-        missing = plan.memory.private_bytes - memory_in_use.held_by_ranks(name)
+        missing = plan.memory.private_bytes + pool.module_bytes(name) - memory_in_use.held_by_ranks(name)
         short |= missing > 0
         before = [(one, one.model_loaded_memory()) for one in _movable(device)]
         if missing <= 0 or not before:
@@ -49,7 +55,28 @@ def move_aside(plan: Plan) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def unload(patcher: comfy.model_patcher.ModelPatcher) -> None:
+def _drop_modules(plan: Plan) -> Iterator[str]:
+    """Text encoders and VAEs that ranks hold go where one of the plan's devices has no room for them beside it."""
+    devices = plan.devices[: plan.strategy.world_size]
+    held = [pool.module_bytes(name) for name in devices]
+    if not any(held):
+        return
+    capacity = Capacity.of(devices)
+    rooms = zip(capacity.sizes, capacity.others, held, strict=True)
+    if all(size >= plan.memory.private_bytes + others + mine for size, others, mine in rooms):
+        return
+    begun = time.perf_counter()
+    pool.drop_modules()
+    seconds = time.perf_counter() - begun
+    for name, size in zip(devices, held, strict=True):
+        if size:
+            yield (
+                f"text encoders and VAEs made room on {name}: {in_gib(size)} GiB of them left it in {seconds:.2f} s, "
+                "until they are called again"
+            )
+
+
+def unload(patcher: ModelPatcher) -> None:
     """Has ComfyUI unload a model where it has it loaded: the ranks compute with it."""
     if any(one.model is not None and one.model.model is patcher.model for one in _loaded()):
         comfy.model_management.unload_model_and_clones(patcher)

@@ -93,7 +93,6 @@ def plan_job(settings: StrategySettings, job: Job) -> Plan:
     """The plan for `job`, with the strategies that it tries on its way."""
     settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
     machine = _machine_of(settings)
-    pool.offload_encoders()
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
     job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
     tries = bool(setting("try_strategies"))

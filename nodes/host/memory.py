@@ -40,7 +40,7 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
     A node that runs needs memory on ComfyUI's own GPU, `device`, where one rank lies, and the others keep theirs; what
     asks between prompts is a person who wants all of it. What no prompt has used yet gives way with it.
     """
-    if args.highvram or args.gpu_only:
+    if not drop_modules():
         return False
     for one in (*_ahead, spec):
         if device.type == "cuda" and get_executing_context() is not None:
@@ -49,6 +49,19 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
         else:
             pool.put_to_sleep(one)
     return True
+
+
+def drop_modules() -> bool:
+    """Has the ranks let go of text encoders and VAEs, unless ComfyUI runs with --highvram."""
+    if args.highvram or args.gpu_only:
+        return False
+    pool.drop_modules()
+    return True
+
+
+def modules_on(device: torch.device, number: int) -> int:
+    """Bytes that ranks hold on one of ComfyUI's devices now of the text encoder with this number."""
+    return pool.module_bytes(_name(device), number) if device.type == "cuda" else 0
 
 
 def _note_taken(spec: ModelSpec, device: torch.device) -> None:

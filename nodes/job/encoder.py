@@ -22,6 +22,7 @@ from ...parallel_backend.sidecar.module_requests import ModuleKind, ModuleReques
 from ..host.aside import unload
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
+from ..host.memory import drop_modules, modules_on
 from ..host.vae_ranks import choose_ranks
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
@@ -93,7 +94,8 @@ class Encoder(HeldByRanks):
 
 
 class EncoderPatcher(comfy.model_patcher.ModelPatcher):
-    """To ComfyUI's memory manager a model that takes no memory; all else is ComfyUI's."""
+    """To ComfyUI's memory manager a model that takes what the ranks hold of it on ComfyUI's device, and gives it back
+    whole; all else is ComfyUI's."""
 
     encoder: Encoder
 
@@ -114,13 +116,14 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
         return 0
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> int:
-        return 0
+        freed = self.loaded_size()
+        return freed if drop_modules() else 0
 
     def model_size(self) -> int:
-        return 1  # a divisor
+        return max(1, self.loaded_size())  # a divisor
 
     def loaded_size(self) -> int:
-        return 0
+        return modules_on(self.load_device, self.encoder.number)
 
     def lowvram_patch_counter(self) -> int:
         return 0
@@ -129,6 +132,8 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
         return self.load_device
 
     def detach(self, unpatch_all: bool = True) -> Any:
+        if unpatch_all:
+            drop_modules()
         return self.model
 
     def patch_hooks(self, hooks: comfy.hooks.HookGroup) -> None:

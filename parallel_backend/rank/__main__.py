@@ -247,7 +247,7 @@ def _answer(
             close_all(descriptors)
         match message:
             case Load():
-                return Done(load=worker.load(message), models=worker.models.report()), None
+                return Done(load=worker.load(message), models=worker.report()), None
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
             case Sample():
@@ -261,12 +261,12 @@ def _answer(
                 return Done(run=run), result
             case CallModule():
                 on_step = boundary(message.steps, previews=False)
-                found, call = worker.modules.call(message, tensors, on_step)
+                found, call = worker.call_module(message, tensors, on_step)
                 return Done(call=call), found
             case Sleep():
-                return Done(sleep=worker.sleep(message), models=worker.models.report()), None
+                return Done(sleep=worker.sleep(message), models=worker.report()), None
             case Wake():
-                return Done(sleep=worker.wake(), models=worker.models.report()), None
+                return Done(sleep=worker.wake(), models=worker.report()), None
             case Calibrate():
                 return Done(calibration=worker.calibrate(message)), None
             case _:

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
-from ..wire.file_identity import FileIdentity, check_same, read_identity
+from ..wire.file_identity import FileIdentity, check_same
 from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
@@ -25,8 +25,11 @@ from .group.phases import Phase, PhaseKind
 from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,
+    CountedModules,
     ModelKey,
     Room,
+    absolute,
+    bytes_left,
     choose_to_drop,
     free_room,
     predict_room,
@@ -38,19 +41,16 @@ T = TypeVar("T")
 
 class RankHoldings:
     """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `start`: another object
-    after each start, from which on they have nothing; `modules`: text encoders and VAEs by number, with the rank that
-    computes them (CallModule.rank)."""
+    after each start, from which on they have nothing; `modules`: text encoders and VAEs."""
 
     asleep: int
     start: object
-    modules: dict[int, int]
-    has_encoders_on_devices: bool
     _held: list[CountedModel]  # the least recently used first
     _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
     _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
 
     def __init__(self, ranks: RankGroupRunner) -> None:
-        self._ranks = ranks
+        self._ranks, self.modules = ranks, CountedModules(ranks.devices)
         self._numbers = itertools.count(1)
         self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
         self._one_by_one = False  # memory ended in a request while others were held
@@ -74,7 +74,8 @@ class RankHoldings:
         self._forget_models()
 
     def _forget_modules(self) -> None:
-        self.start, self.modules, self.has_encoders_on_devices = object(), {}, False
+        self.start = object()
+        self.modules.forget()
 
     def _forget_models(self) -> None:
         self._held, self._certain = [], False
@@ -101,7 +102,7 @@ class RankHoldings:
     def _ensure_loaded(
         self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease, file: FileIdentity | None = None
     ) -> LoadInfo:
-        key = _make_key(spec, strategy, file)
+        key = ModelKey.of(spec, strategy, file)
         self.ensure_started(lease)
         self._ranks.working()
         if not self._certain and self._held:
@@ -122,7 +123,7 @@ class RankHoldings:
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Loads a model ahead of its first request, where that costs no other one. RequestError where it would."""
-        key = _make_key(spec, strategy)
+        key = ModelKey.of(spec, strategy)
         self.ensure_started(lease)
         self._ranks.working()
         free = free_room(self._keep(self._held, lease))
@@ -149,8 +150,11 @@ class RankHoldings:
         """Loads one more model. Others give way where there is no room for all."""
         check_same(key.spec.path, key.identity)
         dropped: list[tuple[CountedModel, str]] = []
-        if self._held:
-            dropped = self._in_the_way(key, free_room(self._keep(self._held, lease)))
+        if self._held or self.modules:
+            free = free_room(self._keep(self._held, lease))
+            if self.modules and free.lacks(self._room_for(key)):
+                free = self.drop_modules(lease)
+            dropped = self._in_the_way(key, free)
         return self._load_beside(key, dropped, lease)
 
     def _in_the_way(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
@@ -208,11 +212,13 @@ class RankHoldings:
         emit(Loaded(self._ranks.devices, key.spec, info))
         return info
 
-    def _keep(self, models: list[CountedModel], lease: Lease) -> list[RankModels]:
+    def _keep(
+        self, models: list[CountedModel], lease: Lease, *, keeps_modules: bool = True
+    ) -> list[RankModels]:
         """Has the ranks hold these models at most; what each of them holds then."""
-        self._certain = self.has_encoders_on_devices = False
+        self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(KeepModels(tuple(model.number for model in models)))
+        exchange.send(KeepModels(tuple(model.number for model in models), keeps_modules))
         return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
 
     def _take_models(self, done: list[Done], exchange: Exchange[Done]) -> list[RankModels]:
@@ -221,6 +227,7 @@ class RankHoldings:
         if len({rank.models for rank in ranks}) > 1:
             raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
         self._held = [model for model in self._held if model.number in ranks[0].models]
+        self.modules.keep(ranks[0].modules)
         self._certain = True
         return ranks
 
@@ -231,13 +238,13 @@ class RankHoldings:
         if self.asleep or device not in self._ranks.devices:
             return 0
         rank = self._ranks.devices.index(device)
-        return sum(model.bytes_on(rank) for model in self._held if model.key.spec == _absolute(spec))
+        return sum(model.bytes_on(rank) for model in self._held if model.key.spec == absolute(spec))
 
     def give_back(self, spec: ModelSpec, device: str, lease: Lease) -> None:
         """Gives back what the model takes of one device, whose rank keeps it in host memory: the other ranks' devices
         are not what somebody needs. Where the host has no room for it, all of them give it up."""
         rank = self._ranks.devices.index(device)
-        held = [model for model in self._held if model.key.spec == _absolute(spec) and model.bytes_on(rank)]
+        held = [model for model in self._held if model.key.spec == absolute(spec) and model.bytes_on(rank)]
         if not self._ranks.running or self.asleep or not held:
             return
         if free_room(()).host < sum(model.bytes_on(rank) for model in held):
@@ -255,18 +262,29 @@ class RankHoldings:
 
     def drop(self, spec: ModelSpec, lease: Lease) -> None:
         """Gives the memory of one model back, however it is split; the others stay."""
-        staying = [model for model in self._held if model.key.spec != _absolute(spec)]
+        staying = [model for model in self._held if model.key.spec != absolute(spec)]
         if self._ranks.running and not self.asleep and len(staying) < len(self._held):
             self._keep(staying, lease)
 
     def release_cache(self, lease: Lease) -> None:
         """As Sidecar.release_cache."""
-        if self._ranks.running and not self.asleep and (self._held or self.has_encoders_on_devices):
+        if self._ranks.running and not self.asleep and self._held:
             self._keep(self._held, lease)
 
-    def free_devices(self, lease: Lease) -> tuple[int, ...]:
-        """Asks the ranks for the bytes of each device that weights may take. Text encoders leave the devices."""
-        return free_room(self._keep(self._held, lease)).devices
+    def drop_modules(self, lease: Lease) -> Room:
+        """Has the ranks let go of text encoders and VAEs, which are sent again when they are called: most are mapped
+        from their file. Returns the room that there is then."""
+        return free_room(self._keep(self._held, lease, keeps_modules=False))
+
+    def free_devices(self, needed: int, lease: Lease) -> tuple[int, ...]:
+        """Asks the ranks for the bytes of each device that weights may take. Text encoders and VAEs go where what is
+        needed fits on one device without them, or not even in equal parts beside them."""
+        free, devices = free_room(self._keep(self._held, lease)).devices, self._ranks.devices
+        without = [size + self.modules.bytes_on(device) for size, device in zip(free, devices, strict=True)]
+        fits_without = max(free) < needed <= max(without)
+        if self.modules and (fits_without or min(free) < needed // len(devices)):
+            free = self.drop_modules(lease).devices
+        return free
 
     def beside_models(self, attempt: Callable[[], T], lease: Lease) -> T:
         """`attempt()` of what needs no model, on ranks that run; once more where ranks die on the way, or where memory
@@ -291,8 +309,8 @@ class RankHoldings:
     def give_way(self, spec: ModelSpec) -> bool:
         """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
         then on models are held one at a time."""
-        others = [model for model in self._held if model.key.spec != _absolute(spec)]
-        if not others or self._one_by_one:
+        others = [model for model in self._held if model.key.spec != absolute(spec)]
+        if self._one_by_one or not (others or self.modules):
             return False
         self._one_by_one = True
         self._untold += [
@@ -314,7 +332,7 @@ class RankHoldings:
         what is gone is killed, by no fault of a device, and would be again."""
         for held in self._held:
             size = held.identity.size
-            left = _bytes_now(held.key.spec.path, held.identity)
+            left = bytes_left(held.key.spec.path, held.identity)
             if left is not None and left < size:
                 raise CheckpointError(
                     f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
@@ -374,22 +392,3 @@ class RankHoldings:
         dropped = [f"dropped {held.key.name}: {LACK_OF_MEMORY}" for held in before if held not in self._held]
         info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
         return info, dropped
-
-
-def _bytes_now(path: str, pinned: FileIdentity) -> int | None:
-    """Of this very file; None where another one is there, or none: the ranks keep what they have mapped."""
-    try:
-        found = read_identity(path)
-    except CheckpointError:
-        return None
-    return found.size if found.is_place_of(pinned) else None
-
-
-def _make_key(spec: ModelSpec, strategy: ParallelStrategy, file: FileIdentity | None = None) -> ModelKey:
-    """The model of `file`, or of the one on disk now. Raises CheckpointError for a file that is not there."""
-    spec = _absolute(spec)
-    return ModelKey(spec, strategy.weights, file or read_identity(spec.path))
-
-
-def _absolute(spec: ModelSpec) -> ModelSpec:
-    return spec if Path(spec.path).is_absolute() else replace(spec, path=str(Path(spec.path).absolute()))

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..devices import is_cpu
+from ..errors import CheckpointError
 from ..host_memory import available_memory, host_memory
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
-from ..wire.file_identity import FileIdentity
+from ..wire.file_identity import FileIdentity, read_identity
 from ..wire.protocol import RankModels
 
 # Models that take no memory of their own, since on the CPU whole weights are the mapped file: their modules take some,
@@ -30,9 +32,20 @@ class ModelKey:
     weights: ParallelStrategy
     identity: FileIdentity
 
+    @classmethod
+    def of(cls, spec: ModelSpec, strategy: ParallelStrategy, file: FileIdentity | None = None) -> ModelKey:
+        """The model of `file`, or of the one on disk now. Raises CheckpointError for a file that is not there."""
+        spec = absolute(spec)
+        return cls(spec, strategy.weights, file or read_identity(spec.path))
+
     @property
     def name(self) -> str:
         return Path(self.spec.path).name
+
+
+def absolute(spec: ModelSpec) -> ModelSpec:
+    """The same model, by a path that holds in any folder."""
+    return spec if Path(spec.path).is_absolute() else replace(spec, path=str(Path(spec.path).absolute()))
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,55 @@ class CountedModel:
     def bytes_on(self, rank: int) -> int:
         """Of that rank's accelerator, now."""
         return 0 if rank in self.given_back else self.takes.devices[rank]
+
+
+class CountedModules:
+    """The text encoders and VAEs that ranks hold beside models. `ranks`: by number, the one that computes it
+    (CallModule.rank)."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self._devices = devices
+        self.ranks: dict[int, int] = {}
+        self._bytes: dict[int, tuple[int, ...]] = {}
+
+    def forget(self) -> None:
+        """They are gone."""
+        self.keep(())
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Notes that these stay, and that others are gone."""
+        self.ranks = {number: rank for number, rank in self.ranks.items() if number in numbers}
+        self._bytes = {number: sizes for number, sizes in self._bytes.items() if number in numbers}
+
+    def take_rank(self, number: int) -> int | None:
+        """Returns the rank that computes it (CallModule.rank), None for a new one; until `add`, nobody knows."""
+        return self.ranks.pop(number, None)
+
+    def add(self, number: int, rank: int | None, sizes: tuple[int, ...]) -> None:
+        """Notes the bytes of it that ranks hold. `rank`: the one that computes, None for a call that may yet fail."""
+        if rank is not None:
+            self.ranks[number] = rank
+        self._bytes[number] = sizes
+
+    def bytes_on(self, device: str, number: int | None = None) -> int:
+        """Of that accelerator. `number`: of the one that is asked for, None for all."""
+        if is_cpu(self._devices) or device not in self._devices:
+            return 0
+        rank = self._devices.index(device)
+        return sum(sizes[rank] for one, sizes in self._bytes.items() if number in (None, one))
+
+    def __bool__(self) -> bool:
+        """True if any lies on an accelerator."""
+        return any(map(self.bytes_on, self._devices))
+
+
+def bytes_left(path: str, pinned: FileIdentity) -> int | None:
+    """Of this very file; None where another one is there, or none: the ranks keep what they have mapped."""
+    try:
+        found = read_identity(path)
+    except CheckpointError:
+        return None
+    return found.size if found.is_place_of(pinned) else None
 
 
 def predict_room(key: ModelKey, file_bytes: int, world_size: int, on_cpu: bool) -> Room:

@@ -106,7 +106,7 @@ class ModuleRequests:
         self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None
     ) -> ModuleAnswer:
         holdings, kind = self._holdings, request.kind
-        placed = holdings.modules.pop(request.number, None)  # until all goes well, nobody knows
+        placed = holdings.modules.take_rank(request.number)
         is_new = placed is None
         rank = self._choose_rank(request, lease) if placed is None else placed
         where = self.devices if rank == ALL_RANKS else (self.devices[rank],)
@@ -129,20 +129,20 @@ class ModuleRequests:
 
         exchange = lease.exchange(kind.survivable)
         exchange.listener = max(rank, 0)
-        if kind is ModuleKind.TEXT:
-            holdings.has_encoders_on_devices = not is_cpu(self.devices)  # also where the call fails
+        # Also where the call fails.
+        holdings.modules.add(request.number, None, (request.bytes,) * len(self.devices))
         exchange.send(CallModule(request.number, request.keep, rank, request.comfyui, request.steps), tensors)
         budget = deadlines.decode_budget(request.positions, is_cpu(self.devices))
         budget += deadlines.load_budget(request.bytes) if is_new else 0.0
         calls = reports(exchange.wait(lambda: budget, show), lambda done: done.call)
-        holdings.modules = {
-            number: place for number, place in holdings.modules.items() if number in request.keep
-        } | {request.number: rank}
+        sizes = tuple(call.bytes for call in calls)
+        holdings.modules.keep(request.keep)
+        holdings.modules.add(request.number, rank, sizes)
         return ModuleAnswer(
             unpack_tree(exchange.result),
             where,
             seconds=max(call.seconds for call in calls),
-            bytes=tuple(call.bytes for call in calls),
+            bytes=sizes,
             bytes_sent=tuple(call.bytes_sent for call in calls),
             is_new=is_new,
             load_seconds=max(call.load_seconds for call in calls),
@@ -159,6 +159,6 @@ class ModuleRequests:
             return ALL_RANKS
         if is_cpu(self.devices):
             return 0
-        free = self._holdings.free_devices(lease)
+        free = self._holdings.free_devices(request.bytes, lease)
         roomiest = max(range(len(free)), key=free.__getitem__)
         return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS

@@ -95,11 +95,16 @@ def release_cache(spec: ModelSpec) -> None:
             _let_go(sidecar, sidecar.release_cache)
 
 
-def offload_encoders() -> None:
-    """Has idle ranks move text encoders to host memory: what is planned next may need the devices'."""
+def drop_modules() -> None:
+    """Has idle ranks let go of the text encoders and VAEs that they hold on GPUs."""
     for sidecar in all_sidecars():
-        if sidecar.has_encoders_on_devices and sidecar.state is State.READY:
-            _let_go(sidecar, sidecar.release_cache)
+        if any(map(sidecar.module_bytes, sidecar.devices)) and sidecar.state is State.READY:
+            _let_go(sidecar, sidecar.drop_modules)
+
+
+def module_bytes(device: str, number: int | None = None) -> int:
+    """Bytes of one device's memory that ranks hold for text encoders and VAEs now. `number`: of one of them alone."""
+    return sum(sidecar.module_bytes(device, number) for sidecar in all_sidecars())
 
 
 def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:

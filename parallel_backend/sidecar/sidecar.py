@@ -278,10 +278,15 @@ class Sidecar(ModuleRequests):
             waiting = False
             self._holdings.release_cache(lease)
 
-    @property
-    def has_encoders_on_devices(self) -> bool:
-        """True where text encoders lie in the devices' memory, which `release_cache` gives back."""
-        return self._holdings.has_encoders_on_devices
+    def drop_modules(self, should_cancel: ShouldCancel | None = None) -> None:
+        """Has the ranks let go of text encoders and VAEs; the next call of one sends it again."""
+        with self._ranks.lease("give back", should_cancel) as lease:
+            if self._ranks.running and not self._holdings.asleep:
+                self._holdings.drop_modules(lease)
+
+    def module_bytes(self, device: str, number: int | None = None) -> int:
+        """Bytes of that accelerator's memory that text encoders and VAEs take now. `number`: of one of them alone."""
+        return self._holdings.modules.bytes_on(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Of one device's memory that a model takes now."""

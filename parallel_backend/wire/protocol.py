@@ -75,19 +75,21 @@ class Load:
 @dataclass(frozen=True)
 class KeepModels:
     """Parent to all ranks: hold these models and no others, and give back what torch keeps of devices beside them; what
-    is held then is in the answer."""
+    is held then is in the answer. `keeps_modules`: False where text encoders and VAEs go too."""
 
     models: tuple[int, ...]
+    keeps_modules: bool = True
 
 
 @dataclass(frozen=True)
 class RankModels:
-    """The models that one rank holds. Of its accelerator, which all programs share, the free and all bytes; 0 on the
-    CPU."""
+    """What one rank holds: models, and `modules`, the text encoders and VAEs. Of its accelerator, which all programs
+    share, the free and all bytes; 0 on the CPU."""
 
     models: tuple[int, ...]
     free_bytes: int = 0
     total_bytes: int = 0
+    modules: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

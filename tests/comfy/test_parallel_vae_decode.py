@@ -295,6 +295,21 @@ def test_weights_that_change_in_place_are_sent_again(comfy):
     assert (after - expected).abs().max() <= TOLERANCE
 
 
+def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_too(comfy):
+    """The same VAE object before it, with it and without it again."""
+    name = _write(comfy, "other_swish.safetensors", FLUX, 7)
+    found = []
+    for replaced in (False, True, False):
+        graph = DecodeGraph()
+        vae = [graph.add("TestOtherSwish", vae=graph.vae(name), replaced=replaced), 0]
+        latent = graph.drawn(draw=91)
+        expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae))
+        assert (image - expected).abs().max() <= TOLERANCE
+        found.append(image)
+    before, amid, after = found
+    assert (amid - before).abs().max() > 100 * TOLERANCE and torch.equal(after, before)
+
+
 def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
     graph = DecodeGraph()
     output = graph.ours(graph.drawn(channels=4), graph.vae(vaes["flux"]))

@@ -277,9 +277,17 @@ def test_a_payload_is_plain_values_and_copies():
         {"a": ("torch.float32", (1,), b"1234")},
         {},
     )
-    found, tensors = unpack_payload(pack_payload(head, {"7": torch.ones(2)}))
+    payload = pack_payload(head, {"7": torch.ones(2)})
+    found, tensors = unpack_payload(payload)
     assert found == head
-    assert torch.equal(tensors[7], torch.ones(2))
+    assert torch.equal(tensors[7], torch.ones(2)) and tensors[7].data_ptr() != payload["7"].data_ptr()
+
+
+def test_the_weights_of_a_module_that_comes_along_stay_in_the_memory_that_all_ranks_share():
+    head = Head(b"job", True, (), None, (), "", (), None, {}, module=b"an encoder")
+    payload = pack_payload(head, {"7": torch.ones(2)})
+    _, tensors = unpack_payload(payload)
+    assert tensors[7].data_ptr() == payload["7"].data_ptr()
 
 
 def test_nothing_of_this_is_loaded_by_looking_at_it():

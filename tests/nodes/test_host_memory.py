@@ -12,6 +12,7 @@ from pack_nodes import import_node_module
 from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must meet these very ones
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload import in_use as memory_in_use
+from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy
@@ -62,7 +63,7 @@ def _free(seen, needed, device, keep_loaded):
 @pytest.fixture
 def host(monkeypatch):
     """nodes/host/memory.py and aside.py beside a ComfyUI of which they see a few names."""
-    seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[])
+    seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[], modules={})
     seen.free = lambda needed, device, keep_loaded: _free(seen, needed, device, keep_loaded)
     flags = SimpleNamespace(highvram=False, gpu_only=False, novram=False, lowvram=False)
 
@@ -93,6 +94,10 @@ def host(monkeypatch):
     seen.aside = import_node_module("nodes.host.aside")
     monkeypatch.setattr(pool, "give_back", lambda spec, device: seen.asked.append(device))
     monkeypatch.setattr(pool, "put_to_sleep", lambda spec: seen.asked.append("all"))
+    monkeypatch.setattr(pool, "drop_modules", lambda: seen.asked.append("modules"))
+    monkeypatch.setattr(
+        pool, "module_bytes", lambda device, number=None: seen.modules.get((device, number), 0)
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     yield seen
     for name in ("memory", "aside"):
@@ -133,18 +138,19 @@ def test_before_a_load_the_plan_tells_and_before_a_plan_the_settings(host, monke
 
 
 def test_a_node_that_needs_memory_gets_that_of_comfyuis_own_gpu_alone(host):
-    assert host.memory.make_room(SPEC, GPU) and host.asked == ["cuda:0"]
+    assert host.memory.make_room(SPEC, GPU) and host.asked == ["modules", "cuda:0"]
 
 
 def test_a_person_who_unloads_models_between_prompts_gets_all(host):
     host.node = None
-    assert host.memory.make_room(SPEC, GPU) and host.asked == ["all"]
+    assert host.memory.make_room(SPEC, GPU) and host.asked == ["modules", "all"]
 
 
 def test_on_the_cpu_and_under_highvram_it_is_as_before(host):
-    assert host.memory.make_room(SPEC, CPU) and host.asked == ["all"]
+    assert host.memory.make_room(SPEC, CPU) and host.asked == ["modules", "all"]
     host.flags.highvram = True
-    assert not host.memory.make_room(SPEC, GPU) and host.asked == ["all"]
+    assert not host.memory.make_room(SPEC, GPU) and not host.memory.drop_modules()
+    assert host.asked == ["modules", "all"]
 
 
 def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_the_model(host, monkeypatch):
@@ -193,6 +199,26 @@ def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, mo
     assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0")) == ()
     assert host.aside.move_aside(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
     assert host.loaded == [encoder]
+
+
+def test_text_encoders_and_vaes_of_the_ranks_go_where_the_plan_has_no_room_beside_them(host, monkeypatch):
+    ranks_with(monkeypatch, cuda_0=5 * GIB)
+    others = {"cuda:0": 0, "cuda:1": 3 * GIB}
+    monkeypatch.setattr(
+        Capacity, "of", staticmethod(lambda d: Capacity((24 * GIB,) * len(d), tuple(map(others.get, d))))
+    )
+    host.modules[("cuda:1", None)] = 5 * GIB
+    assert host.aside.move_aside(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
+    assert host.aside.move_aside(plan_of(17 * GIB, "cuda:0")) == ()  # none lies there
+    (note,) = host.aside.move_aside(plan_of(17 * GIB, "cuda:0", "cuda:1"))
+    assert note.startswith("text encoders and VAEs made room on cuda:1: 5.00 GiB of them left it in ")
+    assert host.asked == ["modules"]
+
+
+def test_a_text_encoder_of_the_ranks_counts_on_comfyuis_device_and_no_other(host):
+    host.modules |= {("cuda:0", 7): 6_000, ("cuda:1", 8): 1}
+    assert host.memory.modules_on(GPU, 7) == 6_000
+    assert host.memory.modules_on(CPU, 7) == host.memory.modules_on(OTHER, 7) == 0
 
 
 def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_move(host, monkeypatch):

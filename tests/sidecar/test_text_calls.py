@@ -15,6 +15,7 @@ from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
+from parallel_backend.sidecar.model_room import CountedModules
 from parallel_backend.sidecar.module_requests import (
     ALL_DEVICES,
     AUTO,
@@ -140,14 +141,17 @@ def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks, place)
 
 
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
-    held = two_real_ranks._holdings
+    held = two_real_ranks._holdings.modules
     at(ToyEncoder(), ALL_DEVICES, number=200)
     at(ToyEncoder(), FIRST, number=201, keep=(200,))
-    assert held.modules == {200: ALL_RANKS, 201: 0}
+    assert held.ranks == {200: ALL_RANKS, 201: 0}
     at(ToyEncoder(), FIRST, number=202)
-    assert held.modules == {202: 0}
+    assert held.ranks == {202: 0}
+    two_real_ranks.drop_modules()
+    assert held.ranks == {}
+    at(ToyEncoder(), FIRST, number=202)
     two_real_ranks.sleep()
-    assert held.modules == {}
+    assert held.ranks == {}
 
 
 def test_a_place_that_does_not_exist_is_refused(at):
@@ -183,13 +187,13 @@ GIB = 2**30
 def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests = ModuleRequests()
     requests.devices = tuple(f"cuda:{number}" for number in range(len(free)))
-    requests._holdings = SimpleNamespace(free_devices=lambda lease: free)
+    requests._holdings = SimpleNamespace(free_devices=lambda needed, lease: free)
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank
 
 
 def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
-    """What is planned next has it moved to host memory all the same."""
+    """What is planned next counts it all the same."""
     sent = []
 
     def wait(budget, on_message):
@@ -197,7 +201,8 @@ def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
 
     requests = ModuleRequests()
     requests.devices = ("cuda:0",)
-    requests._holdings = SimpleNamespace(modules={}, has_encoders_on_devices=False)
+    modules = CountedModules(requests.devices)
+    requests._holdings = SimpleNamespace(modules=modules)
     exchange = SimpleNamespace(send=lambda *message: sent.append(message), wait=wait)
     lease = SimpleNamespace(on_phase=lambda phase: None, exchange=lambda survivable: exchange)
     request = ModuleRequest(
@@ -205,5 +210,4 @@ def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
     )
     with pytest.raises(Cancelled):
         requests._attempt(request, lease, None)
-    assert sent and requests._holdings.has_encoders_on_devices
-    assert requests._holdings.modules == {}
+    assert sent and modules.bytes_on("cuda:0") == 10 and modules.ranks == {}

@@ -205,7 +205,8 @@ def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     vae, latent = flux(), random_latent(FLUX, 4, 4)
     ranks.call_module(vae.request(latent))
     lost = flux()
-    ranks._holdings.modules[lost.number] = ranks._holdings.modules[vae.number]
+    held = ranks._holdings.modules
+    held.ranks[lost.number] = held.ranks[vae.number]
     with pytest.raises(RequestError, match=f"hold no text encoder or VAE {lost.number}; send it first"):
         ranks.call_module(lost.request(latent, keep=(vae.number,)))
     ranks.call_module(vae.request(latent))

@@ -21,9 +21,9 @@ from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
-from ...models.comfyui.jobs.encoders import call_encoder, offload_encoders
 from ...models.comfyui.jobs.mapped import find_in
 from ...models.comfyui.jobs.patchers import encoder_patcher
+from ...models.comfyui.jobs.samplers import call_encoder
 from ...requests import ComfyUISource
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors
@@ -72,18 +72,13 @@ class Modules:
         self._groups: RankGroups = {}  # of VAEs: a new one takes over those of the one before
 
     @property
-    def is_holding(self) -> bool:
-        return bool(self._held)
+    def numbers(self) -> tuple[int, ...]:
+        """Those of all that is held."""
+        return tuple(self._held)
 
     def drop(self) -> None:
         """Lets go of all of them."""
         self._keep(())
-
-    def offload_encoders(self) -> None:
-        """Moves weights of text encoders to host memory, for what needs the device next."""
-        found = [held.module for held in self._held.values() if isinstance(held, HeldEncoder)]
-        if found and self._layouts.world.device.type != "cpu":
-            offload_encoders(self._layouts.world.device, found)
 
     def call(
         self, message: CallModule, tensors: Tensors, on_step: StepCallback

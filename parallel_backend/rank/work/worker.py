@@ -23,9 +23,11 @@ from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request, take_state
 from ...wire.protocol import (
     Calibrate,
+    CallModule,
     KeepModels,
     Load,
     RankAndModel,
+    RankCall,
     RankModels,
     RankRun,
     RunJob,
@@ -75,18 +77,20 @@ class RankWorker:
     def load(self, message: Load) -> LoadInfo:
         """Holds one more model on every rank or on none, split as `strategy` has it.
 
-        All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep one after the other
-        until it fits, unless the load yields to them.
+        All ranks agree on the outcome. Where one has no memory for it, all drop text encoders and VAEs, and then the
+        models to keep, one after the other, until it fits, unless the load yields to them.
         """
         begun, device = time.perf_counter(), self.world.device
-        self._offload_encoders()
         self.models.keep(message.keep)
         spec = self._locate(message)
         held, error = self._try_load(spec, message.strategy)
         worst = self._agree(error)
-        while worst == _NO_MEMORY and self.models and not message.yields:
+        while worst == _NO_MEMORY and (self.models or self._holds_modules) and not message.yields:
             held = error = None
-            self.models.drop_first()  # it was in the way
+            if self._holds_modules:
+                self._drop_modules()
+            else:
+                self.models.drop_first()  # it was in the way
             held, error = self._try_load(spec, message.strategy)
             worst = self._agree(error)
         if worst != _GOOD or held is None:
@@ -114,11 +118,24 @@ class RankWorker:
         return message.spec
 
     def keep_models(self, message: KeepModels) -> RankModels:
-        """Drops all others. Text encoders leave the devices."""
-        self._offload_encoders()
+        """Drops all others."""
+        if not message.keeps_modules:
+            self._drop_modules()
         self.models.keep(message.models)
         self._record_weights()
-        return self.models.report()
+        return self.report()
+
+    def report(self) -> RankModels:
+        """Returns what this rank holds."""
+        return replace(self.models.report(), modules=self.modules.numbers if self._holds_modules else ())
+
+    def call_module(
+        self, message: CallModule, tensors: Tensors, on_step: StepBoundary
+    ) -> tuple[Tensors | None, RankCall]:
+        """Makes a call of a text encoder or VAE."""
+        found = self.modules.call(message, tensors, on_step)
+        self.meter.publish()
+        return found
 
     def sample(
         self, message: Sample, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
@@ -218,11 +235,12 @@ class RankWorker:
 
     @property
     def _holds_modules(self) -> bool:
-        return "modules" in vars(self) and self.modules.is_holding
+        return "modules" in vars(self) and bool(self.modules.numbers)
 
-    def _offload_encoders(self) -> None:
-        if "modules" in vars(self):
-            self.modules.offload_encoders()
+    def _drop_modules(self) -> None:
+        if self._holds_modules:
+            self.modules.drop()
+            collect(self.world.device)
 
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
@@ -238,9 +256,8 @@ class RankWorker:
         """
         begun, device = time.perf_counter(), self.world.device
         before = allocated(device)
-        if message.only is None and self._holds_modules:
-            self.modules.drop()
-            collect(device)
+        if message.only is None:
+            self._drop_modules()
         if message.level == 1:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):

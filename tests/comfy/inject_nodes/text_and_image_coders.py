@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import comfy.sd
 import torch
+from comfy.ldm.modules.diffusionmodules import model as layers
 from comfy.ldm.modules.diffusionmodules.model import Decoder, Encoder
 from comfy.ldm.wan.vae import WanVAE
 from comfy.model_patcher import ModelPatcher
@@ -108,6 +109,30 @@ class TestCircularVAE(io.ComfyNode):
         for layer in vae.first_stage_model.modules():
             if isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (3, 3):
                 layer.padding_mode = "circular"
+        return io.NodeOutput(vae)
+
+
+def _other_swish(x):
+    return torch.nn.functional.gelu(x)
+
+
+class TestOtherSwish(io.ComfyNode):
+    """Replaces a function that ComfyUI's VAEs compute with, or puts it back, as packs that speed them up do."""
+
+    stock = staticmethod(layers.nonlinearity)
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestOtherSwish",
+            category=CATEGORY,
+            inputs=[io.Vae.Input("vae"), io.Boolean.Input("replaced")],
+            outputs=[io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, vae, replaced) -> io.NodeOutput:
+        layers.nonlinearity = _other_swish if replaced else cls.stock
         return io.NodeOutput(vae)
 
 

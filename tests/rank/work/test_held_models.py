@@ -16,7 +16,7 @@ from parallel_backend.requests import LoadInfo, ModelSpec
 from parallel_backend.sidecar import model_room as sidecar_held_models
 from parallel_backend.sidecar.model_room import ModelKey, Room, choose_to_drop, free_room
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import RankAndModel, RankModels, Sleep
+from parallel_backend.wire.protocol import Load, RankAndModel, RankModels, Sleep
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -110,6 +110,32 @@ def test_only_the_rank_that_is_named_moves_the_model_that_is(models, rank, moves
     assert [bool(one.moved_out) for one in models] == [False, moves, False] and len(models) == 3
     worker.wake()
     assert not any(one.moved_out for one in models)
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_text_encoders_and_vaes_go_before_a_model_does_where_memory_ends(models, monkeypatch, yields):
+    worker, gone = RankWorker.__new__(RankWorker), []
+    worker.world = SimpleNamespace(rank=0, device=CPU, control=None)
+    worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
+    modules = SimpleNamespace(numbers=(7,))
+    modules.drop = lambda: (gone.append(modules.numbers), setattr(modules, "numbers", ()))
+    worker.modules = modules
+    new = SimpleNamespace(
+        chunks=(), bytes=4, stored_dtype="float32", compute_dtype=torch.float32, byte_sharding=None
+    )
+
+    def try_load(spec, strategy):
+        return (HeldModel(new, None), None) if gone else (None, MemoryError())
+
+    monkeypatch.setattr(worker, "_try_load", try_load)
+    message = Load(ModelSpec("new.safetensors"), ParallelStrategy(), 4, (1, 2, 3), yields)
+    if yields:
+        with pytest.raises(MemoryError):
+            worker.load(message)
+        assert gone == [] and worker.report().modules == (7,) and len(models) == 3
+    else:
+        worker.load(message)
+        assert gone == [(7,)] and worker.report().modules == () and len(models) == 4
 
 
 def test_what_torch_keeps_is_given_back_on_a_gpu(monkeypatch):

@@ -1,4 +1,4 @@
-"""ComfyUI's guiders and samplers, as a job has them run in a rank."""
+"""ComfyUI's guiders, samplers and text encoders, as a job has them run in a rank."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def call_network(patcher: Any, network: Any, args: Sequence[Any], kwargs: dict[s
 
     load_models_gpu([patcher])
     return network(*args, **kwargs)
+
+
+def call_encoder(patcher: Any, path: str, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns the answer of `method` of the encoder's module at `path`, or of the module itself where it is "". Its
+    weights are as `patcher` has patched them, with the LoRAs of the prompt's hooks."""
+    from comfy.model_management import load_models_gpu
+
+    estimate = getattr(patcher.model, "memory_estimation_function", None)
+    memory = 0 if estimate is None or path or not args else estimate(args[0], device=patcher.load_device)
+    hooks, patcher.current_hooks = patcher.current_hooks, None  # loading puts in all that were forced
+    load_models_gpu([patcher], memory_required=memory)
+    patcher.patch_hooks(hooks)
+    try:
+        module = patcher.model.get_submodule(path)
+        return (getattr(module, method) if method else module)(*args, **kwargs)
+    finally:
+        patcher.unpatch_hooks()
 
 
 def sampler_of(function: Callable[..., Tensor]) -> Any:

@@ -1,0 +1,197 @@
+"""Text encoders and VAEs beside a model, on stand-ins for two cards of 16 GB: what is needed next stays there."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from comfy_modules import import_comfyui_here
+from pack_nodes import import_node_module
+from parallel_backend.errors import OutOfMemory
+from parallel_backend.job.answer_tree import pack_tree
+from parallel_backend.planner.workload.fit import Capacity
+from parallel_backend.requests import LoadInfo, ModelSpec
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group.lease import State
+from parallel_backend.sidecar.holdings import RankHoldings
+from parallel_backend.sidecar.model_room import CountedModules
+from parallel_backend.sidecar.module_requests import ALL_DEVICES, AUTO, ModuleKind, ModuleRequest
+from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.protocol import ALL_RANKS, CallModule, Done, KeepModels, Load, RankCall, RankModels
+
+GIB = 2**30
+CARDS = ("cuda:0", "cuda:1")
+CARD, MODEL, ENCODER, VAE = 16 * GIB, 12 * GIB, 11 * GIB, GIB
+WORKING = GIB  # of a job, on each card, beside the weights
+
+
+class Cards:
+    """Stands for the ranks on two cards: they hold what they are told to, as far as there is room, and count the bytes
+    that are copied onto the cards. What does not fit of a module is copied for each call, as ComfyUI does."""
+
+    devices, running, state = CARDS, True, State.READY
+
+    def __init__(self) -> None:
+        self.models: dict[int, int] = {}  # bytes on each card
+        self.modules: dict[int, list[int]] = {}  # bytes that lie on each card
+        self.copied = 0
+
+    @contextmanager
+    def lease(self, request, should_cancel=None, on_phase=None):
+        yield SimpleNamespace(exchange=self.exchange, on_phase=lambda phase: None, file=None)
+
+    def through_a_crash(self, attempt, lease, survive=None):
+        return attempt()
+
+    def working(self):
+        pass
+
+    def exchange(self, survivable=frozenset()):
+        return _Exchange(self)
+
+    def free(self, card):
+        return CARD - sum(self.models.values()) - sum(sizes[card] for sizes in self.modules.values())
+
+    def report(self):
+        modules = tuple(self.modules)
+        return [RankModels(tuple(self.models), self.free(card), CARD, modules) for card in (0, 1)]
+
+    def take(self, message):
+        if isinstance(message, Load):
+            self.models = {number: size for number, size in self.models.items() if number in message.keep}
+            size = MODEL // (2 if message.strategy.shards else 1)
+            if size > min(map(self.free, (0, 1))):
+                raise OutOfMemory("a card is full")
+            self.models[message.model] = size
+            self.copied += 2 * size
+            info = LoadInfo(1.0, MODEL, False, "float16", "float16", device_bytes=size)
+            return [Done(load=info, models=held) for held in self.report()]
+        if isinstance(message, KeepModels):
+            self.models = {number: size for number, size in self.models.items() if number in message.models}
+            if not message.keeps_modules:
+                self.modules.clear()
+            return [Done(models=held) for held in self.report()]
+        assert isinstance(message, CallModule)
+        size = SIZES[message.module]
+        sizes = [size // 2] * 2 if message.rank == ALL_RANKS else [0, 0]
+        if message.rank != ALL_RANKS:
+            sizes[message.rank] = size
+        there = self.modules.get(message.module, [0, 0])
+        self.copied += sum(sizes) - sum(there)
+        self.modules[message.module] = [there[card] or min(sizes[card], self.free(card)) for card in (0, 1)]
+        return [Done(call=RankCall(1.0, bytes, 0)) for bytes in sizes]
+
+
+class _Exchange:
+    def __init__(self, cards):
+        self._cards, self.result = cards, pack_tree("an answer")
+
+    def send(self, message, tensors=None):
+        self._message = message
+
+    def wait(self, budget, on_message=None):
+        return self._cards.take(self._message)
+
+
+SIZES = {1: ENCODER, 2: VAE}
+
+
+@pytest.fixture
+def cards():
+    return Cards()
+
+
+@pytest.fixture
+def sidecar(cards, monkeypatch):
+    found = Sidecar(CARDS)
+    found._ranks, found._holdings = cards, RankHoldings(cards)
+    monkeypatch.setattr(pool, "all_sidecars", lambda: (found,))
+    return found
+
+
+@pytest.fixture
+def prompt(sidecar, cards, monkeypatch, tmp_path):
+    """Runs a prompt with a new text, as nodes do: the text, the plan, the model, and with `decodes` a VAE. Returns the
+    GiB that were copied onto cards, and the notes of the plan."""
+    import_comfyui_here()
+    aside = import_node_module("nodes.host.aside")
+    monkeypatch.setattr(Capacity, "of", staticmethod(lambda devices: Capacity((CARD, CARD), (0, 0))))
+    monkeypatch.setattr(aside.memory_in_use, "held_by_ranks", lambda device: 0)
+    monkeypatch.setattr(aside, "_movable", lambda device: iter(()))
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(MODEL)  # of holes
+    spec = ModelSpec(path=str(path))
+
+    def run(strategy, *, decodes=False):
+        before = cards.copied
+        sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
+        own = MODEL // (2 if strategy.shards else 1)
+        plan = SimpleNamespace(
+            devices=CARDS, strategy=strategy, memory=SimpleNamespace(private_bytes=own + WORKING)
+        )
+        notes = aside.move_aside(plan)
+        sidecar.load(spec, strategy)
+        for card in (0, 1):
+            assert cards.free(card) >= WORKING
+        if decodes:
+            sidecar.call_module(request(2, ModuleKind.DECODER, ALL_DEVICES))
+        return (cards.copied - before) / GIB, notes
+
+    return run
+
+
+def request(number, kind, placement):
+    return ModuleRequest(kind, number, (1, 2), SIZES[number], import_comfyui_here(), lambda *_: {}, placement)
+
+
+SHARDED, WHOLE = ParallelStrategy(ulysses_degree=2, shard_weights=True), ParallelStrategy(ulysses_degree=2)
+
+
+def test_an_encoder_for_which_there_is_room_beside_the_model_stays_and_nothing_moves(prompt):
+    """11 GiB lie on one card as long as nothing else does; with 6 GiB of the model on each, half of them on each."""
+    copied, notes = zip(*(prompt(SHARDED) for _ in range(4)), strict=True)
+    assert copied == (11 + 12, 11, 0, 0)
+    assert len(notes[0]) == 1 and notes[1:] == ((), (), ())
+    assert "text encoders and VAEs made room on cuda:0: 11.0 GiB of them left it in" in notes[0][0]
+
+
+def test_a_model_that_fills_the_cards_stays_and_the_encoder_comes_once_for_each_text(prompt):
+    copied, notes = zip(*(prompt(WHOLE) for _ in range(3)), strict=True)
+    assert copied == (11 + 24, 11, 11)
+    assert [len(words) for words in notes] == [1, 2, 2]
+
+
+def test_a_vae_stays_where_there_is_room(prompt, cards):
+    assert [prompt(SHARDED, decodes=True)[0] for _ in range(3)] == [11 + 12 + 1, 11, 0]
+    assert {number: sum(sizes) for number, sizes in cards.modules.items()} == SIZES
+
+
+def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, cards, tmp_path):
+    """Where nothing was planned before the load."""
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(MODEL)
+    sidecar.call_module(request(1, ModuleKind.TEXT, ALL_DEVICES))
+    sidecar.load(ModelSpec(path=str(path)), WHOLE)
+    assert cards.modules == {} and list(cards.models.values()) == [MODEL]
+    assert not sidecar._holdings.modules
+
+
+def test_what_comfyui_is_told_of_an_encoder_is_what_lies_on_its_device(sidecar):
+    assert [pool.module_bytes(card, 1) for card in CARDS] == [0, 0]
+    sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
+    sidecar.call_module(request(2, ModuleKind.DECODER, ALL_DEVICES))
+    assert [pool.module_bytes(card, 1) for card in CARDS] == [ENCODER, 0]
+    assert [pool.module_bytes(card) for card in CARDS] == [ENCODER + VAE // 2, VAE // 2]
+    pool.drop_modules()
+    assert [pool.module_bytes(card) for card in CARDS] == [0, 0]
+
+
+def test_on_the_cpu_they_take_no_device():
+    modules = CountedModules(("cpu:0", "cpu:1"))
+    modules.add(1, 0, (ENCODER, 0))
+    assert not modules and modules.take_rank(1) == 0
