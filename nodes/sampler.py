@@ -11,6 +11,7 @@ from .link_checks import refuse_literals
 from .links import CATEGORY
 from .runs.report import summarise, write_report
 from .runs.run_ui import run_ui
+from .runs.speed import count_gain
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
 
 
@@ -47,6 +48,7 @@ class ParallelSampler(io.ComfyNode):
         record = RunRecord(cache_threshold=job.reuse_below, price_per_hour=price_per_gpu_hour())
         samples = job.run(settings, record)
         if record.runs:  # nothing runs at denoise 0
+            count_gain(record)
             report_progress(summarise(record))
         report = write_report(record)
         file = job.parallel_model.file

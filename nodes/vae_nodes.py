@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..parallel_backend.errors import PlatformError
 from ..parallel_backend.job.pickling import CannotBeSent
-from ..parallel_backend.observability.prompt_phases import PHASES
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar.module_requests import ModuleAnswer
 from ..parallel_backend.sidecar.sidecar import Sidecar
@@ -26,6 +25,8 @@ from .host.vae_ranks import ROWS, CannotBeSplit, check_splittable, choose_ranks,
 from .job.vae import VaeShipment, as_sent, check_decoder, check_encoder, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, devices_input
+from .runs.report import phases_in_words
+from .runs.stock_run import show_phases
 
 _TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
 
@@ -137,7 +138,8 @@ def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callab
         result = here()
         lines = [f"{stem}ed by: ComfyUI's own VAE {stem}e, on one device, because {reason}"]
     lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
-    lines += PHASES.in_words(running_prompt_id())
+    lines += phases_in_words(running_prompt_id())
+    show_phases(running_prompt_id())
     report_progress(lines[0])
     return io.NodeOutput(result, "\n".join(lines))
 

@@ -6,7 +6,7 @@ import { drawComparison } from "./lib/comparison.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
 import { forgetPhase, watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
-import { drawTimeline } from "./lib/timeline.js";
+import { drawPhases, drawTimeline } from "./lib/timeline.js";
 import { say } from "./lib/words.js";
 import { translate } from "./lib/said.js";
 
@@ -61,8 +61,11 @@ function mark(node, state, words) {
   panel.querySelector(".parallel-headline").textContent = translate(run?.parallel_headline?.[0] ?? "");
   panel.querySelector(".parallel-comparison")?.remove();
   panel.querySelector(".parallel-timeline")?.remove();
+  panel.querySelector(".parallel-phases")?.remove();
   const timeline = run?.parallel_timeline?.[0];
   const folded = panel.querySelector(".parallel-fold");
+  const phases = run?.parallel_phases?.[0];
+  if (phases?.phases.length) folded.before(drawPhases(phases));
   if (timeline) folded.before(drawTimeline(timeline));
   const told = node.comfyClass === COMPARE && run?.parallel_comparison?.[0];
   if (told) folded.before(drawComparison(told));

@@ -12,7 +12,7 @@ from ...parallel_backend.observability.timeline import in_words, joined, timelin
 from ...parallel_backend.options import APPROXIMATE_KERNELS
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import BUDGET, GAIN
-from .speed import as_shown, compared, step_seconds, tried_seconds
+from .speed import as_shown, compare_prompt, compared, step_seconds, tried_seconds
 
 if TYPE_CHECKING:
     from ..host.calls import RunRecord
@@ -47,12 +47,17 @@ def write_report(record: RunRecord) -> str:
     lines += _loras(record)
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
-    lines += PHASES.in_words(record.prompt_id)
+    lines += phases_in_words(record.prompt_id)
     lines += _cost(record)
     notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]
     lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped, *record.notes])]
     return "\n".join(lines)
+
+
+def phases_in_words(prompt_id: str) -> list[str]:
+    """Returns the lines on what a prompt had the devices for until now; none where it only sampled."""
+    return [*PHASES.in_words(prompt_id), *filter(None, [compare_prompt(prompt_id)])]
 
 
 def summarise(record: RunRecord) -> str:
@@ -81,11 +86,12 @@ def badge(record: RunRecord) -> Badge:
 
 def headline(record: RunRecord) -> str:
     """Returns the run in one short line, of a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
-    1.8 × as fast as one device · same picture as one device`."""
+    1.8 × as fast as one device · whole prompt so far: 1.4 × as fast as one device · same picture as one device`."""
     short = badge(record)
     is_exact = all(run.exact for run in record.runs)
     picture = CLOSE if not is_exact else "same picture as one device" if short.compared else ""
-    parts = (short.strategy, f"{short.seconds:g} s per step", short.compared, picture)
+    prompt = compare_prompt(record.prompt_id)
+    parts = (short.strategy, f"{short.seconds:g} s per step", short.compared, prompt, picture)
     return " · ".join(filter(None, parts))
 
 

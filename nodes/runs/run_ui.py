@@ -8,13 +8,14 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.observability.preview.form import SelectorInputs
 from ...parallel_backend.observability.preview.rank_diagram import assign_devices
+from ...parallel_backend.observability.prompt_phases import PHASES
 from ...parallel_backend.observability.timeline import joined, rows_of_timeline, timeline
 from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ..host.calls import RunRecord
 from .report import badge, headline
-from .speed import compared, step_seconds, tried_seconds
+from .speed import compare_prompt, compared, step_seconds, tried_seconds
 
 
 def run_ui(
@@ -27,11 +28,19 @@ def run_ui(
         shown["parallel_badge"] = [asdict(badge(record))]
         if spent := timeline(joined(record.runs)):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
+        shown["parallel_phases"] = [phases_of(record.prompt_id)]
     if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
         shown["parallel_candidates"] = rows
     if record.plans:
         shown["parallel_layout"] = [_layout(record, settings, file, images, has_cfg)]
     return shown
+
+
+def phases_of(prompt_id: str) -> dict[str, object]:
+    """{"prompt", "phases": [[name, seconds], …], "compared"}: of a prompt until now, for web/lib/timeline.js; no phase
+    where it only sampled."""
+    phases = [[phase, round(seconds, 4)] for phase, seconds in PHASES.spent(prompt_id).items()]
+    return {"prompt": prompt_id, "phases": phases, "compared": compare_prompt(prompt_id)}
 
 
 def _layout(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
+from ...parallel_backend.observability.prompt_phases import PHASES
 from ...parallel_backend.strategy import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -77,6 +78,22 @@ def one_device_seconds(record: RunRecord) -> float | None:
     if then is None or abs(now / then - 1) > AS_BUSY:
         return None
     return earlier.get(one)
+
+
+def count_gain(record: RunRecord) -> None:
+    """Counts by how much all steps of a record with a run took less than on one device, for its prompt; nothing where
+    that is not known."""
+    one = one_device_seconds(record)
+    if one is not None and record.strategy.world_size > 1:
+        steps = sum(len(run.step_seconds) for run in record.runs)
+        PHASES.add_gain(record.prompt_id, steps * (as_shown(one) - as_shown(step_seconds(record))))
+
+
+def compare_prompt(prompt_id: str) -> str:
+    """Says how a prompt until now compares with one whose steps run on one device, its other phases taken as they are;
+    "" where it only sampled, or nobody knows what one device takes."""
+    seconds, one_device = PHASES.with_and_without_gain(prompt_id)
+    return f"whole prompt so far: {compare_with_one_device(seconds, one_device)}" if seconds else ""
 
 
 def compared(record: RunRecord) -> str:

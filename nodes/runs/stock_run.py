@@ -15,9 +15,10 @@ from ..host.progress import rank_bars
 from ..host.settings import price_per_gpu_hour
 from ..host.shown_node import shown_node
 from .report import summarise, write_report
-from .run_ui import run_ui
+from .run_ui import phases_of, run_ui
+from .speed import count_gain
 
-EVENT = "parallel_sampling.run"
+EVENT, PHASES_EVENT = "parallel_sampling.run", "parallel_sampling.phases"
 PROMPTS_KEPT = 16  # as far back as the page looks into ComfyUI's history
 
 Output = dict[str, list]  # a node's `ui`
@@ -48,6 +49,7 @@ class StockRun:
         record = self.record
         if not whole or record.plan is None:
             return
+        count_gain(record)
         report_progress(summarise(record))
         job = record.plan.job
         shown = run_ui(
@@ -72,10 +74,19 @@ def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord
         run.end(whole=is_whole)
 
 
+def show_phases(prompt_id: str) -> None:
+    """Tells the page what the prompt had the devices for until now."""
+    shown = phases_of(prompt_id)
+    if not shown["phases"]:
+        return
+    with _lock:
+        for output in _kept.get(prompt_id, {}).values():
+            output["parallel_phases"] = [shown]
+    _send_event(PHASES_EVENT, shown)
+
+
 def _send(output: Output | None) -> None:
     """To the page that queued the prompt; None: the run begins."""
-    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
-
     shown = shown_node()
     if shown is None:
         return
@@ -85,8 +96,13 @@ def _send(output: Output | None) -> None:
             _kept.setdefault(prompt, {})[node] = output
             while len(_kept) > PROMPTS_KEPT:
                 _kept.popitem(last=False)
+    _send_event(EVENT, {"prompt_id": prompt, "node": node, "output": output})
+
+
+def _send_event(event: str, told: dict[str, object]) -> None:
+    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
+
     server = getattr(PromptServer, "instance", None)
     client = getattr(server, "client_id", None)
     if client is not None:
-        told = {"prompt_id": prompt, "node": node, "output": output}
-        server.send_sync(EVENT, told, client)
+        server.send_sync(event, told, client)

@@ -24,6 +24,7 @@ class PromptPhases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[str, dict[str, float]] = {}
+        self._gains: dict[str, float] = {}
 
     def on_event(self, event: Event) -> None:
         """Counts a request that has ended well. What it loaded is a phase of its own."""
@@ -38,19 +39,41 @@ class PromptPhases:
             spent["load"] = spent.get("load", 0.0) + loading
             spent[event.request] = spent.get(event.request, 0.0) + max(0.0, event.seconds - loading)
             while len(self._seconds) > MOST_PROMPTS:
-                del self._seconds[next(iter(self._seconds))]
+                oldest = next(iter(self._seconds))
+                del self._seconds[oldest]
+                self._gains.pop(oldest, None)
+
+    def add_gain(self, prompt_id: str, seconds: float) -> None:
+        """Counts by how much the steps of a sampler took less than on one device."""
+        with self._lock:
+            if prompt_id in self._seconds:
+                self._gains[prompt_id] = self._gains.get(prompt_id, 0.0) + seconds
+
+    def spent(self, prompt_id: str) -> dict[str, float]:
+        """Seconds by phase (text, encode, load, sample, decode), in that order; {} where the prompt only sampled."""
+        with self._lock:
+            spent = self._seconds.get(prompt_id, {})
+            if not spent.keys() - _ALONE:
+                return {}
+            return {phase: spent[phase] for phase in _PHASES if spent.get(phase)}
+
+    def with_and_without_gain(self, prompt_id: str) -> tuple[float, float]:
+        """Seconds of a prompt until now, and those that it would have taken with its steps on one device; (0, 0) where
+        it only sampled, or nobody knows what one device takes."""
+        whole = sum(self.spent(prompt_id).values())
+        with self._lock:
+            gain = self._gains.get(prompt_id, 0.0)
+        return (whole, whole + gain) if whole and gain else (0.0, 0.0)
 
     def in_words(self, prompt_id: str) -> list[str]:
         """A line on the phases of a prompt until now, with their shares; none where it only sampled."""
-        with self._lock:
-            spent = dict(self._seconds.get(prompt_id, {}))
+        spent = self.spent(prompt_id)
         whole = sum(spent.values())
-        if not spent.keys() - _ALONE or not whole:
+        if not whole:
             return []
         words = [
-            text.format(time=f"{seconds:.3g}", share=f"{seconds / whole:.0%}")
-            for request, text in _PHASES.items()
-            if (seconds := spent.get(request))
+            _PHASES[phase].format(time=f"{seconds:.3g}", share=f"{seconds / whole:.0%}")
+            for phase, seconds in spent.items()
         ]
         return [f"this prompt on the devices: {whole:.3g} s so far: {', '.join(words)}"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def _graph(kind: str) -> dict:
             "sigmas": [graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0],
         }
         latent = [graph.add(kind, **parts, latent_image=graph.latent()), 0]
-    image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+    image = [graph.add("ParallelVAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("PreviewImage", images=image)
     return graph.prompt
 
@@ -78,6 +79,9 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     page.evaluate("() => app.queuePrompt(0, 1)")
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
     page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached", timeout=20_000)
+    page.wait_for_function(
+        "() => Object.values(app.nodeOutputs).some(({ images }) => images)", timeout=60_000
+    )
     if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"stock_{drawn_by}.png")
 
@@ -94,6 +98,11 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert "2 devices (Ulysses) · " in words and "result: exact" in words
     assert report.locator(".parallel-timeline .row").count() == 2
     assert report.locator(".parallel-timeline .row").first.locator("g").count() == 3
+    phases = report.locator(
+        ".parallel-phases"
+    ).inner_text()  # the picture was decoded after the sampler's end
+    assert re.search(r"sampling [\d.]+ s \(\d+ %\)\s+decoding [\d.]+ s \(\d+ %\)", phases)
+    assert report.locator(".parallel-phases rect").count() == len(re.findall(r" s \(", phases)) >= 2
     report.get_by_role("button", name="Close").click()
     page.evaluate(CHOOSE, [kind, WORDS["open_report"]])
     report.get_by_role("button", name="Close").click(timeout=20_000)

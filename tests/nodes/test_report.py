@@ -8,8 +8,10 @@ import pytest
 
 from jobs import flux_job
 from pack_nodes import import_node_module
+from parallel_backend.observability.prompt_phases import PromptPhases
 from parallel_backend.planner.rules import Plan
 from parallel_backend.requests import LoadInfo, RunInfo
+from parallel_backend.sidecar.group.events import Ended
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
 
@@ -159,3 +161,36 @@ def test_a_step_cache_tells_what_it_did():
     changed = record(runs=runs, cache_threshold=0.1)
     assert "step cache: 1 of 2 model calls reused" in report.write_report(changed)
     assert report.summarise(changed) == "Ulysses 2: 0.5 s per step on average, 1 of 2 model calls reused"
+
+
+@pytest.fixture
+def a_prompt(monkeypatch):
+    """A prompt of 1 s of text and 3 s of steps, 4 of them."""
+    phases = PromptPhases()
+    for request, seconds in (("text", 1.0), ("sample", 3.0)):
+        phases.on_event(Ended((), request, "done", seconds, None, None, None, 1, prompt_id="one"))
+    monkeypatch.setattr(report, "PHASES", phases)
+    monkeypatch.setattr(speed, "PHASES", phases)
+    return phases
+
+
+def test_the_speed_of_the_whole_prompt_stands_beside_that_of_its_steps(a_prompt):
+    """Steps of 0.05 s in place of 1.05 s: 4 s won of 8."""
+    ran = record(plan=planned(one=1.05, ulysses=0.05), prompt_id="one")
+    speed.count_gain(ran)
+    told = report.headline(ran).split(" · ")
+    assert told[2:4] == [
+        "21.0 × as fast as one device",
+        "whole prompt so far: 2.0 × as fast as one device",
+    ]
+    assert report.phases_in_words("one") == [
+        "this prompt on the devices: 4 s so far: text 1 s (25%), sampling 3 s (75%)",
+        "whole prompt so far: 2.0 × as fast as one device",
+    ]
+
+
+def test_where_nobody_knows_what_one_device_takes_the_prompt_is_not_compared(a_prompt):
+    ran = record(prompt_id="one")
+    speed.count_gain(ran)
+    assert speed.compare_prompt("one") == "" and len(report.phases_in_words("one")) == 1
+    assert "whole prompt" not in report.headline(ran)

@@ -49,3 +49,18 @@ def test_a_prompt_that_only_samples_has_no_line_and_old_ones_are_forgotten():
     for number in range(MOST_PROMPTS):
         phases.on_event(ended("text", 1.0, prompt=str(number)))
     assert phases.in_words("one") == [] and phases.in_words("0")
+
+
+def test_what_the_steps_won_counts_against_the_whole_prompt():
+    phases = PromptPhases()
+    phases.add_gain("one", 100.0)  # of a prompt that nobody has heard of
+    for event in (ended("text", 1.0), ended("sample", 2.0, loading=0.5), ended("decode", 1.0)):
+        phases.on_event(event)
+    assert phases.spent("one") == {"text": 1.0, "load": 0.5, "sample": 1.5, "decode": 1.0}
+    assert phases.with_and_without_gain("one") == (0.0, 0.0)  # nobody knows what one device takes
+    phases.add_gain("one", 0.5)
+    phases.add_gain("one", 1.5)  # another sampler
+    assert phases.with_and_without_gain("one") == (4.0, 6.0)
+    phases.on_event(ended("sample", 2.0, prompt="two"))
+    phases.add_gain("two", 1.0)
+    assert phases.spent("two") == {} and phases.with_and_without_gain("two") == (0.0, 0.0)

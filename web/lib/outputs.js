@@ -9,6 +9,7 @@ const LOOK_BACK = 16; // prompts of the history
 const PHASE = "$$node-text-preview"; // ComfyUI's widget
 const ENDS = { execution_error: "failed", execution_interrupted: "cancelled", execution_success: "done" };
 const RUN = "parallel_sampling.run";
+const PHASES = "parallel_sampling.phases";
 export const STOCK = null; // in the place of a class: any sampler that is not the pack's and ran on the devices
 const watchers = []; // [class, show, mark]
 const stock = new WeakSet(); // nodes of that kind
@@ -101,6 +102,16 @@ function hear({ prompt_id: prompt, node: id, output }) {
   tellStock(id, output);
 }
 
+// What a prompt had the devices for after its sampler: a picture was decoded.
+function takePhases(phases) {
+  const outputs = [...Object.entries(app.nodeOutputs ?? {}), ...(told.get(rootGraph()?.id) ?? [])];
+  for (const [id, output] of outputs) {
+    if (output?.parallel_phases?.[0].prompt !== phases.prompt) continue;
+    output.parallel_phases = [phases];
+    tell(id, output);
+  }
+}
+
 let times = 0; // times that anybody was told something, so that an older answer does not follow a newer one
 
 function tellAll(outputs) {
@@ -159,6 +170,7 @@ app.registerExtension({
   name: "parallel_sampling.outputs",
   setup() {
     api.addEventListener(RUN, ({ detail }) => hear(detail));
+    api.addEventListener(PHASES, ({ detail }) => takePhases(detail));
     api.addEventListener("executed", ({ detail }) => {
       if (!detail) return;
       const id = detail.display_node ?? detail.node;

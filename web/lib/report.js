@@ -1,7 +1,7 @@
 // The report of a node's latest run in a dialog, for nodes that have no panel of ours.
 import { openDialog } from "./dialog.js";
 import { element } from "./dom.js";
-import { drawTimeline } from "./timeline.js";
+import { drawPhases, drawTimeline } from "./timeline.js";
 import { say } from "./words.js";
 import { translate } from "./said.js";
 
@@ -9,6 +9,8 @@ import { translate } from "./said.js";
 export function openReport(node, output) {
   const { text } = openDialog(`${say("open_report")}: ${node.title}`, translate(output.text.join("\n\n")));
   text.before(element("h3", "parallel-headline", translate(output.parallel_headline?.[0] ?? "")));
+  const phases = output.parallel_phases?.[0];
+  if (phases?.phases.length) text.before(drawPhases(phases));
   const timeline = output.parallel_timeline?.[0] && drawTimeline(output.parallel_timeline[0]);
   if (!timeline) return;
   timeline.open = true;

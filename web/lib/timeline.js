@@ -1,18 +1,28 @@
-// Where the time of a run's steps went: for each device a row, for each step a bar of computing, sending and waiting.
+// Where the time of a run's steps went: for each device a row, for each step a bar of computing, sending and waiting. And
+// what its whole prompt had the devices for: one row of texts, loading, sampling and pictures.
 import { addStyle, element } from "./dom.js";
+import { translate } from "./said.js";
 import { say } from "./words.js";
 
 const PARTS = ["computing", "sending", "waiting"]; // as a step's numbers are, in observability/timeline.py
 const COLOURS = { computing: "#4f8fd0", sending: "#d0a04f", waiting: "#8a8a8a" };
+// By phase its words and its colour.
+const PHASES = {
+  text: ["phase_text", "#7a6fc9"],
+  encode: ["phase_encode", "#b06fb5"],
+  load: ["phase_load", "#8a8a8a"],
+  sample: ["phase_sample", "#4f8fd0"],
+  decode: ["phase_decode", "#5fa86a"],
+};
 const ROW = 18; // pixels
 addStyle(`
-.parallel-timeline { flex: 0 0 auto; padding: 2px 4px; }
+.parallel-timeline, .parallel-phases { flex: 0 0 auto; padding: 2px 4px; }
 .parallel-timeline summary { cursor: pointer; }
 .parallel-timeline .row { display: flex; gap: 6px; align-items: center; }
 .parallel-timeline .row > span { flex: 0 0 5em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-.parallel-timeline svg { flex: 1 1 0; min-width: 0; height: ${ROW}px; }
-.parallel-timeline .legend { display: flex; flex-wrap: wrap; gap: 8px; }
-.parallel-timeline .legend i { display: inline-block; width: 9px; height: 9px; margin-right: 3px; }
+.parallel-timeline svg, .parallel-phases svg { flex: 1 1 0; min-width: 0; width: 100%; height: ${ROW}px; }
+.parallel-timeline .legend, .parallel-phases .legend { display: flex; flex-wrap: wrap; gap: 8px; }
+.parallel-timeline .legend i, .parallel-phases .legend i { display: inline-block; width: 9px; height: 9px; margin-right: 3px; }
 `);
 
 const inSvg = (name, attributes) => {
@@ -24,17 +34,36 @@ const inSvg = (name, attributes) => {
 // { ranks: [{ device, steps: [[seconds of each part], ...] }, ...] }
 export function drawTimeline({ ranks }) {
   const longest = Math.max(...ranks.flatMap(({ steps }) => steps.map(total)));
-  const legend = element("div", "legend", ...PARTS.map(named));
+  const legend = element("div", "legend", ...PARTS.map((part) => named(COLOURS[part], say(part))));
   const rows = ranks.map(({ device, steps }) => element("div", "row", element("span", "", device), bars(steps, longest)));
   return element("details", "parallel-timeline", element("summary", "", say("timeline")), ...rows, legend);
 }
 
 const total = (step) => step.reduce((sum, seconds) => sum + seconds, 0);
 
-function named(part) {
-  const colour = element("i", "");
-  colour.style.background = COLOURS[part];
-  return element("span", "", colour, say(part));
+// { phases: [[name, seconds], ...], compared }
+export function drawPhases({ phases, compared }) {
+  const whole = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
+  const svg = inSvg("svg", { viewBox: `0 0 ${whole} 1`, preserveAspectRatio: "none", role: "img" });
+  const told = phases.map(([name, seconds]) => `${say(PHASES[name][0])} ${seconds.toFixed(2)} s (${((100 * seconds) / whole).toFixed(0)} %)`);
+  svg.setAttribute("aria-label", `${say("phases")}: ${told.join(", ")}`);
+  let left = 0;
+  phases.forEach(([name, seconds], at) => {
+    const bar = inSvg("rect", { x: left, y: 0.05, width: seconds, height: 0.9, fill: PHASES[name][1] });
+    bar.append(inSvg("title", {}));
+    bar.lastChild.textContent = told[at];
+    svg.append(bar);
+    left += seconds;
+  });
+  const legend = element("div", "legend", ...phases.map(([name], at) => named(PHASES[name][1], told[at])));
+  const words = compared ? [element("div", "", translate(compared))] : [];
+  return element("div", "parallel-phases", element("div", "", say("phases")), svg, legend, ...words);
+}
+
+function named(colour, words) {
+  const mark = element("i", "");
+  mark.style.background = colour;
+  return element("span", "", mark, words);
 }
 
 function bars(steps, longest) {
