@@ -35,8 +35,8 @@ app.registerExtension({
       "Some steps of a first run use other exact strategies, and auto keeps the fastest. Off: it gives the same bits as the next ones.",
     ),
     setting(
-      "make_encoders_parallel", "Devices", "Make text encoders parallel too", "boolean", false,
-      "Make this workflow parallel then puts Parallel CLIP behind each loader of a text encoder as well.",
+      "make_encoders_parallel", "Devices", "Make text encoders and VAEs parallel too", "boolean", false,
+      "Make this workflow parallel then puts Parallel CLIP behind each loader of a text encoder, and the parallel nodes of VAEs in the place of ComfyUI's.",
     ),
     setting(
       "start_at_launch", "Processes", "Start the processes with ComfyUI", "boolean", false,

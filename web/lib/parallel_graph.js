@@ -1,25 +1,33 @@
-// Parallel Model behind every loader of the graph that does without, Parallel CLIP too where the user's settings say so, and out
-// again: links and values stay as they are.
+// Parallel Model behind every loader of the graph that does without, and out again: links and values stay as they are. Where the
+// user's settings say so, Parallel CLIP too, and the parallel nodes of VAEs in the place of ComfyUI's.
 import { app } from "../../../scripts/app.js";
-import { captureState, nodesOf, rootGraph } from "./graph.js";
+import { nodesOf, rootGraph } from "./graph.js";
+import { ACTIVE, activeOf, change, exchange, freePlace, GAP, graphs, linkOf, linksOf, move, OUTSIDE, titleHeight } from "./graph_changes.js";
 
 const MODELS = { parallel: "ParallelModel", type: "MODEL" };
 const ENCODERS = { parallel: "ParallelCLIP", type: "CLIP" };
+const VAES = { VAEDecode: ["ParallelVAEDecode", "IMAGE"], VAEEncode: ["ParallelVAEEncode", "LATENT"] }; // what each gives
 const ENCODERS_TOO = "parallel_sampling.make_encoders_parallel";
 const SLOT = 0; // of what both take and give
 const FOR_SAMPLERS = 1; // of Parallel Model's other output
-const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
-export const ACTIVE = 0; // neither muted nor bypassed
-export const GAP = 40; // pixels
-
-export const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
+const REPORT = 1; // of a VAE's
 const isOurs = (node) => node.constructor.nodeData?.python_module === parallelModule();
 const parallelModule = () => globalThis.LiteGraph.registered_node_types[MODELS.parallel]?.nodeData?.python_module;
-const kinds = () => (app.extensionManager.setting.get(ENCODERS_TOO) ? [MODELS, ENCODERS] : [MODELS]);
-
-export function linksOf(graph, node, slot) {
-  return (node.outputs[slot]?.links ?? []).map((id) => graph.links.get?.(id) ?? graph.links[id]).filter(Boolean);
-}
+const withEncoders = () => Boolean(app.extensionManager.setting.get(ENCODERS_TOO));
+const kinds = () => (withEncoders() ? [MODELS, ENCODERS] : [MODELS]);
+// [graph, node, class in its place, type of its output]
+const stockVaes = () =>
+  Object.entries(withEncoders() ? VAES : {}).flatMap(([stock, [parallel, type]]) =>
+    graphs().flatMap((graph) => activeOf(graph, stock).map((node) => [graph, node, parallel, type])),
+  );
+const parallelVaes = () =>
+  Object.entries(withEncoders() ? VAES : {}).flatMap(([stock, [parallel, type]]) =>
+    graphs().flatMap((graph) =>
+      activeOf(graph, parallel)
+        .filter((node) => !linksOf(graph, node, REPORT).length)
+        .map((node) => [graph, node, stock, type]),
+    ),
+  );
 
 const slotsOf = (node, { type }) => node.outputs.flatMap((output, slot) => (output.type === type ? [slot] : []));
 
@@ -58,44 +66,8 @@ const parallelNodes = () =>
   );
 const isNeeded = (node) => Boolean(node.outputs[FOR_SAMPLERS]?.links?.length);
 
-// Gives a link's end to another node.
-export function move(graph, link, origin, slot) {
-  if (Number(link.target_id) === OUTSIDE) graph.outputs[link.target_slot].connect(origin.outputs[slot], origin);
-  else origin.connect(slot, graph.getNodeById(link.target_id), link.target_slot, link.parentId);
-}
-
-// The first free place at or below `pos`.
-export function freePlace(graph, [x, top], [width, height], title) {
-  let y = top + title;
-  for (let tries = 0; tries < 100; tries++) {
-    const over = graph.nodes.find(
-      (node) =>
-        node.pos[0] < x + width + GAP / 2 &&
-        node.pos[0] + node.size[0] + GAP / 2 > x &&
-        node.pos[1] - title < y + height &&
-        node.pos[1] + node.size[1] > y - title,
-    );
-    if (!over) break;
-    y = over.pos[1] + over.size[1] + GAP / 2 + title;
-  }
-  return [x, y];
-}
-
-// One step of undo.
-export function change(act) {
-  const canvas = app.canvas;
-  canvas.emitBeforeChange?.();
-  try {
-    return act();
-  } finally {
-    canvas.emitAfterChange?.();
-    canvas.setDirty(true, true);
-    captureState();
-  }
-}
-
-export const canMakeParallel = () => kinds().some((kind) => stockOf(kind).length > 0);
-export const canTakeOut = () => parallelNodes().some(([, node]) => !isNeeded(node));
+export const canMakeParallel = () => kinds().some((kind) => stockOf(kind).length > 0) || stockVaes().length > 0;
+export const canTakeOut = () => parallelNodes().some(([, node]) => !isNeeded(node)) || parallelVaes().length > 0;
 export const givesStockModel = (node) => kinds().some((kind) => stockOf(kind).some(([, loader]) => loader === node));
 
 // The nodes whose inside a subgraph is, also those of the subgraphs around them.
@@ -113,18 +85,20 @@ export function makeParallel() {
     const added = [];
     for (const [graph, loader, slot, links, parallel] of found) {
       const node = globalThis.LiteGraph.createNode(parallel);
-      const title = globalThis.LiteGraph.NODE_TITLE_HEIGHT;
       graph.add(node);
       node.pos = [-1e6, -1e6]; // not in its own way
-      node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, title);
+      node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, titleHeight());
       // First what gives it its type: Parallel CLIP takes several.
       loader.connect(slot, node, SLOT);
       for (const link of links) move(graph, link, node, SLOT);
       added.push(node.id);
     }
-    const inside = new Set(found.filter(([graph]) => graph !== rootGraph()).map(([graph]) => titleOf({ graph, title: graph.name })));
-    const areThere = () => parallelNodes().some(([, node]) => added.includes(node.id));
-    return { count: found.length, inside: [...inside], areThere };
+    const vaes = stockVaes();
+    for (const [graph, node, parallel, type] of vaes) added.push(exchange(graph, node, parallel, {}, [type]).id);
+    const every = [...found, ...vaes];
+    const inside = new Set(every.filter(([graph]) => graph !== rootGraph()).map(([graph]) => titleOf({ graph, title: graph.name })));
+    const areThere = () => [...parallelNodes(), ...parallelVaes()].some(([, node]) => added.includes(node.id));
+    return { count: every.length, inside: [...inside], areThere };
   });
 }
 
@@ -136,11 +110,13 @@ export function takeOut() {
     for (const [graph, node] of all) {
       if (isNeeded(node)) continue;
       const incoming = node.inputs[SLOT].link;
-      const link = incoming == null ? null : (graph.links.get?.(incoming) ?? graph.links[incoming]);
+      const link = linkOf(graph, incoming);
       const origin = link && graph.getNodeById(link.origin_id);
       if (origin) for (const own of linksOf(graph, node, SLOT)) move(graph, own, origin, link.origin_slot);
       graph.remove(node);
     }
-    return { out: all.length - needed.length, stay: needed.length };
+    const vaes = parallelVaes();
+    for (const [graph, node, stock, type] of vaes) exchange(graph, node, stock, {}, [type]);
+    return { out: all.length - needed.length + vaes.length, stay: needed.length };
   });
 }

@@ -2,64 +2,23 @@
 // places stay. Where something changes the model on its way, or others need its loader's, Parallel Model stands before the
 // sampler instead, which takes no model that is parallel already.
 import { followersOf, loaderOf, originOf } from "./graph.js";
-import { ACTIVE, change, freePlace, GAP, graphs, linksOf, move } from "./parallel_graph.js";
+import {
+  ACTIVE, activeOf, bring, change, exchange, freePlace, GAP, graphs, linkOf, linksOf, slotOf, slotOfType, titleHeight, widgetOf,
+} from "./graph_changes.js";
 
 const STOCK = { loader: "UNETLoader", sampler: "KSampler" };
 const OURS = { loader: "ParallelModelLoader", sampler: "ParallelSampler", model: "ParallelModel" };
 const MODEL = "MODEL";
 const PARALLEL = "PARALLEL_MODEL";
-const FROM_OUTSIDE = -10; // what a link of a subgraph begins at that comes from without
 const FILE = { UNETLoader: "unet_name", ParallelModelLoader: "model_name" }; // the input with the file's name
 
-const titleHeight = () => globalThis.LiteGraph.NODE_TITLE_HEIGHT;
-const linkOf = (graph, id) => (id == null ? null : (graph.links.get?.(id) ?? graph.links[id]));
-const slotOf = (slots, name) => slots?.findIndex((slot) => slot.name === name) ?? -1;
-const slotOfType = (node, type) => node?.outputs?.findIndex((output) => output.type === type) ?? -1;
-const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name);
-const activeOf = (graph, kind) => graph.nodes.filter((node) => node.comfyClass === kind && node.mode === ACTIVE);
 const isUsed = (graph, node, type) => linksOf(graph, node, slotOfType(node, type)).length > 0;
-
-// Gives a node's input what another link brings.
-function bring(graph, { origin_id: origin, origin_slot: slot, parentId }, node, name) {
-  const into = slotOf(node.inputs, name);
-  if (into < 0) return;
-  if (Number(origin) === FROM_OUTSIDE) graph.inputs[slot].connect(node.inputs[into], node);
-  else graph.getNodeById(origin).connect(slot, node, into, parentId);
-}
 
 // Whether a node of that kind can have this one's file, of which it lists those that it loads.
 function takesFile(kind, node) {
   const { required } = globalThis.LiteGraph.registered_node_types[kind].nodeData.input;
   const [options, more] = required[FILE[kind]];
   return (Array.isArray(options) ? options : more.options).includes(widgetOf(node, FILE[node.comfyClass])?.value);
-}
-
-// Puts a node of another kind in its place, under its id, so that what a subgraph shows of it stays. `names`: of inputs that
-// are called otherwise there; `types`: of outputs whose links go on.
-function exchange(graph, old, kind, names, types) {
-  const incoming = old.inputs
-    .map(({ name, link }) => [name, linkOf(graph, link)])
-    .filter(([, link]) => link)
-    .map(([name, { origin_id, origin_slot, parentId }]) => [name, { origin_id, origin_slot, parentId }]);
-  const outgoing = types.flatMap((type) =>
-    linksOf(graph, old, slotOfType(old, type)).map(({ target_id, target_slot, parentId }) => [type, { target_id, target_slot, parentId }]),
-  );
-  const node = globalThis.LiteGraph.createNode(kind);
-  graph.remove(old);
-  node.id = old.id;
-  graph.add(node);
-  for (const widget of old.widgets ?? []) {
-    const own = widgetOf(node, names[widget.name] ?? widget.name);
-    if (own && widget.serialize !== false) own.value = widget.value;
-  }
-  if (old.title !== old.constructor.title) node.title = old.title;
-  Object.assign(node, { color: old.color, bgcolor: old.bgcolor });
-  node.setSize([Math.max(old.size[0], node.size[0]), node.size[1]]);
-  node.pos = [-1e6, -1e6]; // not in its own way
-  node.pos = freePlace(graph, [old.pos[0], old.pos[1] - titleHeight()], node.size, titleHeight());
-  for (const [name, link] of incoming) bring(graph, link, node, names[name] ?? name);
-  for (const [type, link] of outgoing) move(graph, link, node, slotOfType(node, type));
-  return node;
 }
 
 // Whether all that this loader's model goes to, directly, are samplers to be exchanged.

@@ -1,0 +1,92 @@
+// Changes of a graph that keep its links and values: a node's links go to another one, or it takes another one's place.
+import { app } from "../../../scripts/app.js";
+import { captureState, rootGraph } from "./graph.js";
+
+export const OUTSIDE = -20; // what a link of a subgraph ends at that leaves it
+const FROM_OUTSIDE = -10; // what one begins at that comes from without
+export const ACTIVE = 0; // neither muted nor bypassed
+export const GAP = 40; // pixels
+
+export const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
+export const activeOf = (graph, kind) => graph.nodes.filter((node) => node.comfyClass === kind && node.mode === ACTIVE);
+export const titleHeight = () => globalThis.LiteGraph.NODE_TITLE_HEIGHT;
+export const linkOf = (graph, id) => (id == null ? null : (graph.links.get?.(id) ?? graph.links[id]));
+export const slotOf = (slots, name) => slots?.findIndex((slot) => slot.name === name) ?? -1;
+export const slotOfType = (node, type) => node?.outputs?.findIndex((output) => output.type === type) ?? -1;
+export const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name);
+
+export function linksOf(graph, node, slot) {
+  return (node.outputs[slot]?.links ?? []).map((id) => linkOf(graph, id)).filter(Boolean);
+}
+
+// Gives a link's end to another node.
+export function move(graph, link, origin, slot) {
+  if (Number(link.target_id) === OUTSIDE) graph.outputs[link.target_slot].connect(origin.outputs[slot], origin);
+  else origin.connect(slot, graph.getNodeById(link.target_id), link.target_slot, link.parentId);
+}
+
+// The first free place at or below `pos`.
+export function freePlace(graph, [x, top], [width, height], title) {
+  let y = top + title;
+  for (let tries = 0; tries < 100; tries++) {
+    const over = graph.nodes.find(
+      (node) =>
+        node.pos[0] < x + width + GAP / 2 &&
+        node.pos[0] + node.size[0] + GAP / 2 > x &&
+        node.pos[1] - title < y + height &&
+        node.pos[1] + node.size[1] > y - title,
+    );
+    if (!over) break;
+    y = over.pos[1] + over.size[1] + GAP / 2 + title;
+  }
+  return [x, y];
+}
+
+// One step of undo.
+export function change(act) {
+  const canvas = app.canvas;
+  canvas.emitBeforeChange?.();
+  try {
+    return act();
+  } finally {
+    canvas.emitAfterChange?.();
+    canvas.setDirty(true, true);
+    captureState();
+  }
+}
+
+// Gives a node's input what another link brings.
+export function bring(graph, { origin_id: origin, origin_slot: slot, parentId }, node, name) {
+  const into = slotOf(node.inputs, name);
+  if (into < 0) return;
+  if (Number(origin) === FROM_OUTSIDE) graph.inputs[slot].connect(node.inputs[into], node);
+  else graph.getNodeById(origin).connect(slot, node, into, parentId);
+}
+
+// Puts a node of another kind in its place, under its id, so that what a subgraph shows of it stays. `names`: of inputs that
+// are called otherwise there; `types`: of outputs whose links go on.
+export function exchange(graph, old, kind, names, types) {
+  const incoming = old.inputs
+    .map(({ name, link }) => [name, linkOf(graph, link)])
+    .filter(([, link]) => link)
+    .map(([name, { origin_id, origin_slot, parentId }]) => [name, { origin_id, origin_slot, parentId }]);
+  const outgoing = types.flatMap((type) =>
+    linksOf(graph, old, slotOfType(old, type)).map(({ target_id, target_slot, parentId }) => [type, { target_id, target_slot, parentId }]),
+  );
+  const node = globalThis.LiteGraph.createNode(kind);
+  graph.remove(old);
+  node.id = old.id;
+  graph.add(node);
+  for (const widget of old.widgets ?? []) {
+    const own = widgetOf(node, names[widget.name] ?? widget.name);
+    if (own && widget.serialize !== false) own.value = widget.value;
+  }
+  if (old.title !== old.constructor.title) node.title = old.title;
+  Object.assign(node, { color: old.color, bgcolor: old.bgcolor });
+  node.setSize([Math.max(old.size[0], node.size[0]), node.size[1]]);
+  node.pos = [-1e6, -1e6]; // not in its own way
+  node.pos = freePlace(graph, [old.pos[0], old.pos[1] - titleHeight()], node.size, titleHeight());
+  for (const [name, link] of incoming) bring(graph, link, node, names[name] ?? name);
+  for (const [type, link] of outgoing) move(graph, link, node, slotOfType(node, type));
+  return node;
+}
