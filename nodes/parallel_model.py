@@ -3,7 +3,6 @@ them keep working."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import comfy.model_patcher
@@ -16,7 +15,7 @@ from ..parallel_backend.requests import ModelSpec
 from ..parallel_backend.sidecar.module_requests import PLACEMENTS
 from .host.settings import default_settings, fingerprint
 from .job.catch import Catch, catch_calls
-from .job.encoder import Encoder, EncoderPatcher
+from .job.encoder import Encoder, EncoderPatcher, stand_in_of
 from .job.model import JobPatcher, make_job_patcher
 from .link_checks import check_links, refuse_literals
 from .links import (
@@ -29,6 +28,7 @@ from .links import (
     strategy_input,
 )
 from .model.source import spec_of
+from .preload.next_texts import remember
 from .runs.stock_run import stock_run
 
 
@@ -100,10 +100,6 @@ class ParallelModelNode(io.ComfyNode):
         return io.NodeOutput(parallel.patcher, parallel)
 
 
-# What text encoders, and those of pictures and of sound, keep their modules under.
-_MODULES = ("cond_stage_model", "model")
-
-
 class ParallelCLIPNode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -162,8 +158,6 @@ class ParallelCLIPNode(io.ComfyNode):
         if isinstance(clip.patcher, EncoderPatcher):
             raise RequestError("This CLIP is parallel already. Connect a loader's, or take this node out.")
         encoder = Encoder(clip.patcher, strategy or default_settings(), placement)
-        found = clip.clone() if hasattr(clip, "clone") else copy.copy(clip)
-        found.patcher = encoder.patcher_of(clip.patcher)
-        found.load_device = found.patcher.load_device
-        setattr(found, next(name for name in _MODULES if hasattr(clip, name)), encoder.outline.base)
+        found = stand_in_of(clip, encoder)
+        remember(found)
         return io.NodeOutput(found)

@@ -43,8 +43,8 @@ app.registerExtension({
       "Starts processes on the default devices when ComfyUI starts. They load a model with the first prompt.",
     ),
     setting(
-      "preload_next", "Processes", "Load the next prompt's model early", "boolean", true,
-      "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held.",
+      "preload_next", "Processes", "Prepare the next prompt early", "boolean", true,
+      "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held, and idle devices encode its texts.",
     ),
     setting(
       "sleep_after_minutes", "Processes", "Minutes until idle processes sleep (0: never)", "number", 0,

@@ -78,8 +78,13 @@ def _drop_modules(plan: Plan) -> Iterator[str]:
 
 def unload(patcher: ModelPatcher) -> None:
     """Has ComfyUI unload a model where it has it loaded: the ranks compute with it."""
-    if any(one.model is not None and one.model.model is patcher.model for one in _loaded()):
+    if is_loaded(patcher):
         comfy.model_management.unload_model_and_clones(patcher)
+
+
+def is_loaded(patcher: ModelPatcher) -> bool:
+    """True if ComfyUI has the model, or a clone of it, on a device itself."""
+    return any(one.model is not None and one.model.model is patcher.model for one in _loaded())
 
 
 def own_gpu(name: str) -> torch.device | None:

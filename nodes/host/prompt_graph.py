@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +29,22 @@ def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
             found.add(node)
             waiting += [origin for _, origin, _ in links(prompt[node]["inputs"])]
     return [node for node in prompt if node in found]
+
+
+def ancestry(prompt: Prompt, node: str) -> str:
+    """A digest of a node with all that leads to it: equal for nodes of two prompts that ComfyUI computes once."""
+    found: dict[str, str] = {}
+
+    def digest(one: str) -> str:
+        if one not in found:
+            found[one] = ""  # of a circle, which ComfyUI refuses
+            inputs: dict[str, Any] = dict(inputs_of(prompt, one))
+            inputs |= {name: [digest(origin), slot] for name, origin, slot in links(inputs)}
+            text = json.dumps([prompt.get(one, {}).get("class_type"), inputs], sort_keys=True, default=str)
+            found[one] = hashlib.sha256(text.encode()).hexdigest()
+        return found[one]
+
+    return digest(node)
 
 
 def value_of(prompt: Prompt, node: str, name: str) -> object:

@@ -2,33 +2,83 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import comfy.hooks
 import comfy.model_management
 import comfy.model_patcher
 import torch
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.job.payload import EncoderCall, HeldTextEncoder
-from ...parallel_backend.job.pickling import CannotBeSent, Known
+from ...parallel_backend.job.pickling import CannotBeSent, Known, SentTensors, pickle_job
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ComfyUISource
-from ...parallel_backend.sidecar.module_requests import ModuleKind, ModuleRequest
-from ..host.aside import unload
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.group.lease import State
+from ...parallel_backend.sidecar.group.phases import ShowPhase
+from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
+from ...parallel_backend.sidecar.sidecar import Sidecar
+from ..host.aside import is_loaded, unload
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.memory import drop_modules, modules_on
 from ..host.vae_ranks import choose_ranks
+from .mapped import mapped_words
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 
+# The method whose answers a waiting prompt may be given ahead. Others may draw random numbers.
+_EARLY = "encode_token_weights"
+_LOOK = 0.05  # s between two looks for an interrupt
+MOST_EARLY = 16  # answers that wait for their calls
+
 # Methods by which ComfyUI and packs have a text encoder compute, beside calls of its modules.
 _METHODS = ("encode_token_weights", "encode", "generate", "process_tokens", "forward")
+
+
+class NotNow(Exception):
+    """The devices that hold the encoder are at work, or none holds it: its text waits for its prompt."""
+
+
+class EarlyAnswers:
+    """Answers that devices give ahead of the calls of waiting prompts, each for one call. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tensors = SentTensors()
+        self._answers: OrderedDict[bytes, Future[Any]] = OrderedDict()
+
+    def begin(self, shipment: _EncoderShipment) -> tuple[Future[Any], bool]:
+        """Returns the place for the answer of a call, and True if it is a new one."""
+        with self._lock:
+            key = shipment.key(self._tensors)
+            if key in self._answers:
+                return self._answers[key], False
+            while len(self._answers) >= MOST_EARLY:
+                self._answers.popitem(last=False)
+            found = self._answers[key] = Future()
+            return found, True
+
+    def forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._answers = OrderedDict((key, one) for key, one in self._answers.items() if one is not future)
+
+    def take(self, shipment: _EncoderShipment) -> Future[Any] | None:
+        """Returns the answer of a call that was made ahead, or is being made."""
+        with self._lock:
+            return self._answers.pop(shipment.key(self._tensors), None) if self._answers else None
 
 
 class Encoder(HeldByRanks):
@@ -38,6 +88,12 @@ class Encoder(HeldByRanks):
         self, source: comfy.model_patcher.ModelPatcher, settings: StrategySettings, placement: str
     ) -> None:
         super().__init__()
+        self.early = EarlyAnswers()
+        self._stand_for(source, settings, placement)
+
+    def _stand_for(
+        self, source: comfy.model_patcher.ModelPatcher, settings: StrategySettings, placement: str
+    ) -> None:
         self._source = source
         self._unload_stock()
         self.outline = Outline(source, unloaded, _stand_in)
@@ -89,8 +145,52 @@ class Encoder(HeldByRanks):
         patcher = self._loaded() or next(iter(self._clones), None)
         assert patcher is not None, "its modules live no longer than a patcher"
         self._unload_stock()
-        device = comfy.model_management.intermediate_device()
-        return _on(device, _EncoderShipment(self, EncoderCall(patcher, path, method, args, kwargs)).run())
+        shipment = _EncoderShipment(self, EncoderCall(patcher, path, method, args, kwargs))
+        return _on(comfy.model_management.intermediate_device(), self._answer(shipment, method))
+
+    def _answer(self, shipment: _EncoderShipment, method: str) -> Any:
+        early = self.early.take(shipment) if method == _EARLY else None
+        return shipment.run() if early is None else _wait_for(early, shipment)
+
+
+class EarlyEncoder(Encoder):
+    """A second stand-in for the same encoder, on which nodes of a waiting prompt run in a thread of their own: it
+    shares no module with the first. Its calls are made while the devices are idle, and their answers kept."""
+
+    def __init__(self, first: Encoder, should_cancel: Callable[[], bool]) -> None:
+        self.number, self.early, self._should_cancel = first.number, first.early, should_cancel
+        self._stand_for(first._source, first._settings, first._placement)
+
+    def _unload_stock(self) -> None:
+        if is_loaded(self._source):  # by the prompt that runs, whose thread alone may unload it
+            raise NotNow
+
+    def _answer(self, shipment: _EncoderShipment, method: str) -> Any:
+        if method != _EARLY:
+            raise NotNow
+        future, is_new = self.early.begin(shipment)
+        if not is_new:
+            return future.result()
+        try:
+            future.set_result(shipment.run_early(self._should_cancel))
+        except BaseException as error:
+            self.early.forget(future)
+            future.set_exception(error)
+            raise
+        return future.result()
+
+
+# What text encoders, and those of pictures and of sound, keep their modules under.
+_MODULES = ("cond_stage_model", "model")
+
+
+def stand_in_of(clip: Any, encoder: Encoder) -> Any:
+    """Returns a CLIP like `clip`, of which `encoder` is in the place of its own."""
+    found = clip.clone() if hasattr(clip, "clone") else copy.copy(clip)
+    found.patcher = encoder.patcher_of(clip.patcher)
+    found.load_device = found.patcher.load_device
+    setattr(found, next(name for name in _MODULES if hasattr(clip, name)), encoder.outline.base)
+    return found
 
 
 class EncoderPatcher(comfy.model_patcher.ModelPatcher):
@@ -150,9 +250,37 @@ class _EncoderShipment(Shipment):
         super().__init__(encoder.outline, work, work.patcher.load_device)
         self._encoder = encoder
 
+    def key(self, tensors: SentTensors) -> bytes:
+        """A digest of the call: equal for calls that give the same answer. `tensors`: by which it names them."""
+        words, _held = mapped_words()
+        job = replace(self._job, random_states=())
+        return hashlib.sha256(pickle_job(job, self._known | words, tensors, ModelPatcher).data).digest()
+
     def run(self) -> Any:
+        sidecar, _, _ = choose_ranks(self._encoder._settings)
+        with errors_as_comfyuis():
+            answer = self._ask(sidecar, report_progress, interrupted)
+        report_progress(f"encoded in {answer.seconds:.2f} s on {', '.join(answer.devices)}")
+        return answer.value
+
+    def run_early(self, should_cancel: Callable[[], bool]) -> Any:
+        """Makes the call on ranks that hold the encoder and are idle. Raises NotNow or ParallelError."""
+        sidecar = idle_holder(self._encoder.number)
+        if sidecar is None or not sidecar.jobs.acquire(blocking=False):
+            raise NotNow
+        try:
+            return self._ask(sidecar, None, should_cancel, waits=False).value
+        finally:
+            sidecar.jobs.release()
+
+    def _ask(
+        self,
+        sidecar: Sidecar,
+        on_phase: ShowPhase | None,
+        should_cancel: Callable[[], bool],
+        waits: bool = True,
+    ) -> ModuleAnswer:
         encoder = self._encoder
-        sidecar, _, _ = choose_ranks(encoder._settings)
         self._is_elsewhere = any(map(machine_of, sidecar.devices))
         alone = HeldTextEncoder(encoder.outline.pristine, encoder._kind)
         request = ModuleRequest(
@@ -164,16 +292,31 @@ class _EncoderShipment(Shipment):
             comfyui=ComfyUISource(comfyui_root(), numeric_flags()),
             tensors=lambda holdings, is_new: self._pack(holdings, alone if is_new else None),
         )
-        with self._sending(), errors_as_comfyuis():
-            answer = sidecar.call_module(request, on_phase=report_progress, should_cancel=interrupted)
-        report_progress(f"encoded in {answer.seconds:.2f} s on {', '.join(answer.devices)}")
-        return answer.value
+        with self._sending(sidecar):
+            return sidecar.call_module(request, on_phase=on_phase, should_cancel=should_cancel, waits=waits)
 
     def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
         return RequestError(
             f"The devices cannot be given what a node has put on this CLIP: {error.problem}. It is held by "
             f"{error.held_by}. Take that node out, or connect its CLIP without Parallel CLIP."
         )
+
+
+def idle_holder(number: int) -> Sidecar | None:
+    """Returns idle ranks that hold the text encoder with this number; None where there are none."""
+    idle = (one for one in pool.all_sidecars() if one.state is State.READY and one.holds_module(number))
+    return next(idle, None)
+
+
+def _wait_for(early: Future[Any], shipment: _EncoderShipment) -> Any:
+    """Returns an answer that was given ahead, or makes the call where that has failed."""
+    while True:
+        try:
+            return early.result(timeout=_LOOK)
+        except TimeoutError:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+        except Exception:
+            return shipment.run()
 
 
 def _stand_in(model: nn.Module, known: Known) -> nn.Module:

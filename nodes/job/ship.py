@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
@@ -41,6 +42,7 @@ from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import RunInfo, SampleResult
 from ...parallel_backend.sidecar.resume import OnStep, ShippedRequest
+from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.file_identity import read_identity
 from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import interrupted, ranks_for, report_progress
@@ -77,11 +79,16 @@ class _Facts:
     """The facts of this process, made anew when a module has been imported."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # texts of waiting prompts are encoded in a thread of their own
         self._modules = -1
         self.packs: Packs = {}
         self.packed = b""
 
     def refresh(self) -> _Facts:
+        with self._lock:
+            return self._refresh()
+
+    def _refresh(self) -> _Facts:
         if self._modules != len(sys.modules):
             self._modules, self.packs = len(sys.modules), loaded_packs()
             packs = {name: file for name, file in self.packs.items() if name != _OWN}
@@ -148,8 +155,12 @@ class Shipment:
         )
 
     @contextlib.contextmanager
-    def _sending(self) -> Iterator[None]:
+    def _sending(self, sidecar: Sidecar) -> Iterator[None]:
         """Around a request: afterwards the ranks have what it was sent with. Errors name the packs of its code."""
+        with sidecar.jobs:
+            yield from self._counted()
+
+    def _counted(self) -> Iterator[None]:
         try:
             yield
         except (RankFailed, RequestError) as error:
@@ -268,7 +279,7 @@ class ShippedJob(Shipment):
             is_call=steps == 0,
             imports=lambda: self._new_packs,
         )
-        with self._sending(), ranks_for(plan) as (sidecar, placement):
+        with ranks_for(plan) as (sidecar, placement), self._sending(sidecar):
             return sidecar.sample(
                 self._model.spec,
                 request,

@@ -155,7 +155,7 @@ class VaeShipment(Shipment):
             steps=STEPS * len(inputs),
             positions=inputs[0, 0].numel() // (PIXELS_PER_POSITION if self._encodes else 1),
         )
-        with self._sending():
+        with self._sending(sidecar):
             return sidecar.call_module(request, on_step, report_progress, interrupted)
 
     def _hold(self, module: nn.Module) -> _Held:

@@ -1,4 +1,5 @@
-"""Loads the next waiting prompt's model while the one that runs is in its tail and leaves the ranks idle."""
+"""Loads the next waiting prompt's model while the one that runs is in its tail and leaves the ranks idle, and encodes
+its texts as soon as those that hold the text encoder are."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from comfy_execution.progress import NodeState, get_progress_state
@@ -16,13 +18,14 @@ from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.sidecar.group.events import Ended, Event
 from ..host.prompt_graph import Prompt
 from .named_model import preload
+from .next_texts import NextTexts
 from .tail import in_tail, loaders, nodes_on_ranks
 
 if TYPE_CHECKING:
     from execution import PromptQueue  # ComfyUI's
 
 _LOOK_AGAIN = 0.02  # s; a small picture is decoded in twice that
-_COMPUTING = ("sample", "decode", "encode")  # requests after which the tail may have begun
+_COMPUTING = ("text", "sample", "decode", "encode")  # requests of a prompt that is looked at from then on
 
 log = logging.getLogger(__name__)
 
@@ -34,40 +37,55 @@ def uses_ranks(queue: PromptQueue) -> bool:
 
 
 class NextPrompt:
-    """`on_event` is a listener of events.py; a thread looks from a prompt's first request to its end."""
+    """`on_event` is a listener of events.py; a thread looks from a prompt's first request until no prompts are left."""
 
     def __init__(self, queue: PromptQueue, wanted: Callable[[], bool]) -> None:
         self._queue, self._wanted = queue, wanted
         self._lock = threading.Lock()
-        self._watched = ""  # the prompt that a thread looks at
+        self._is_looking = False
 
     def on_event(self, event: Event) -> None:
         """Starts to look, where that is wished."""
         if not (isinstance(event, Ended) and event.prompt_id and event.request in _COMPUTING):
             return
         with self._lock:
-            if event.prompt_id == self._watched:
+            if self._is_looking:
                 return
-            self._watched = event.prompt_id
-        threading.Thread(
-            target=self._watch, args=(event.prompt_id,), name="parallel-next-prompt", daemon=True
-        ).start()
+            self._is_looking = True
+        threading.Thread(target=self._watch, name="parallel-next-prompt", daemon=True).start()
 
-    def _watch(self, prompt_id: str) -> None:
-        tried, on_ranks = "", None
+    def _watch(self) -> None:
+        running_id = loaded = ""
+        on_ranks: set[str] = set()
+        texts: NextTexts | None = None
         while True:
             running, waiting = self._queue.get_current_queue_volatile()
-            item = next((item for item in running if item[1] == prompt_id), None)
-            if item is None or self._watched != prompt_id:
+            if not running and not waiting and self._has_ended():
                 return
-            if on_ranks is None:
-                on_ranks = _on_ranks(item)
             following = min(waiting, key=lambda item: item[:2], default=None)
-            is_new = following is not None and following[1] != tried
-            if is_new and _in_tail(item, on_ranks) and self._wanted():
-                tried = following[1]
-                _preload_all(following[2], following[4])
+            if running and following is not None and self._wanted():
+                item = running[0]
+                if item[1] != running_id:
+                    running_id, on_ranks = item[1], _on_ranks(item)
+                if texts is None or texts.prompt_id != following[1]:
+                    texts = NextTexts(following, partial(self._is_gone, following[1]))
+                in_tail = _in_tail(item, on_ranks)
+                texts.encode(in_tail=in_tail)
+                if in_tail and following[1] != loaded:
+                    loaded = following[1]
+                    _preload_all(following[2], following[4])
             time.sleep(_LOOK_AGAIN)
+
+    def _has_ended(self) -> bool:
+        """Stops to look, unless a prompt has come meanwhile."""
+        with self._lock:
+            self._is_looking = any(self._queue.get_current_queue_volatile())
+            return not self._is_looking
+
+    def _is_gone(self, prompt_id: str) -> bool:
+        """True for a prompt that neither waits nor runs."""
+        running, waiting = self._queue.get_current_queue_volatile()
+        return all(item[1] != prompt_id for item in (*running, *waiting))
 
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:

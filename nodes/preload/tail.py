@@ -8,8 +8,10 @@ from ..host.prompt_graph import LOADERS, Prompt, links, needed
 
 TypesOf = Callable[[str], tuple[str, ...]]  # of a node class's outputs; of one that nobody knows, none
 
-# Nodes that use the ranks without a model of theirs.
-WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode")
+ENCODER = "ParallelCLIP"
+# Nodes that use the ranks without a model of theirs, or give an encoder that does.
+WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode", ENCODER)
+_ENCODERS = (("CLIP",), ("CLIP_VISION",), ("AUDIO_ENCODER",))
 # Links on which no model of the ranks travels. Any other may: packs have types of their own.
 _NO_MODEL = frozenset(
     (
@@ -31,12 +33,15 @@ _NO_MODEL = frozenset(
 
 
 def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> set[str]:
-    """Of the needed nodes, those that use the ranks or may: all that a model of theirs reaches."""
+    """Of the needed nodes, those that use the ranks or may: all that a model or text encoder of theirs reaches."""
     nodes = needed(prompt, outputs)
     found = {n for n in nodes if prompt[n]["class_type"] in (*LOADERS, *WITHOUT_A_MODEL)}
     while more := {n for n in nodes if n not in found and found & set(_models(prompt, n, types_of))}:
         found |= more
-    return found
+    encoders = {n for n in nodes if prompt[n]["class_type"] == ENCODER}
+    while more := {n for n in nodes if n not in encoders and encoders & set(_encoders(prompt, n, types_of))}:
+        encoders |= more
+    return found | encoders
 
 
 def loaders(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> list[str]:
@@ -44,6 +49,14 @@ def loaders(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> list[s
     nodes = needed(prompt, outputs)
     used = {origin for node in nodes for origin in _models(prompt, node, types_of)}
     return [node for node in nodes if node in used and prompt[node]["class_type"] in LOADERS]
+
+
+def _encoders(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
+    """The nodes that give this one a text encoder."""
+    for _, origin, slot in links(prompt[node]["inputs"]):
+        kind = prompt[origin]["class_type"] if origin in prompt else ""
+        if kind == ENCODER or types_of(kind)[slot : slot + 1] in _ENCODERS:
+            yield origin
 
 
 def _models(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:

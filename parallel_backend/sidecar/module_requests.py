@@ -90,15 +90,23 @@ class ModuleRequests:
         on_step: Callable[[int, int], None] | None = None,
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
+        waits: bool = True,
     ) -> ModuleAnswer:
         """Makes a call of a module. It is sent to the ranks with its first one, and to those that were started anew.
+        `waits`: False for a call that is not worth it: it raises Cancelled where another request has the ranks.
 
         The models they hold stay loaded, unless memory ends beside them. Raises PlatformError for a VAE's network that
         is not exact in bands.
         """
         if request.placement not in PLACEMENTS:
             raise RequestError(f"placement is {request.placement}; choose one of {', '.join(PLACEMENTS)}.")
-        with self._ranks.lease(request.kind.request, should_cancel, on_phase) as lease:
+        is_waiting = not waits
+
+        def cancelled() -> bool:
+            return is_waiting or (should_cancel is not None and should_cancel())
+
+        with self._ranks.lease(request.kind.request, cancelled, on_phase) as lease:
+            is_waiting = False
             lease.images = request.images
             return self._holdings.beside_models(lambda: self._attempt(request, lease, on_step), lease)
 

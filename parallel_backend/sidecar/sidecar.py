@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,8 @@ class Sidecar(ModuleRequests):
         self._resumes = resumes
         self._holdings = RankHoldings(self._ranks)
         self._requests = ModelRequests(self._holdings, self.devices)
+        # Held while a job is on its way to the ranks: what they have of it is counted when it has ended.
+        self.jobs = threading.RLock()
 
     def _forget(self) -> None:
         self._holdings.forget()
@@ -283,6 +286,10 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("give back", should_cancel) as lease:
             if self._ranks.running and not self._holdings.asleep:
                 self._holdings.drop_modules(lease)
+
+    def holds_module(self, number: int) -> bool:
+        """True if the ranks hold the text encoder or VAE with this number."""
+        return number in self._holdings.modules.ranks
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
         """Bytes of that accelerator's memory that text encoders and VAEs take now. `number`: of one of them alone."""

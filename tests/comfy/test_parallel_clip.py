@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -267,3 +268,39 @@ def test_what_is_no_clip_is_refused_by_name(comfy, clip, words):
     }[clip]()
     with pytest.raises(PromptFailed, match=words):
         tensors(comfy, graph, graph.text(graph.ours(wrong)))
+
+
+def _texts_encoded(comfy) -> list[str | None]:
+    """The prompts of the texts that devices have encoded, None for one that was encoded ahead."""
+    path = comfy.server.base_directory / "ranks.jsonl"
+    events = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [one["prompt_id"] for one in events if one["event"] == "ended" and one["request"] == "text"]
+
+
+def test_the_texts_of_a_waiting_prompt_are_encoded_in_the_tail_of_the_one_before(comfy):
+    """Each waits until those of the next one are there, as a decode of a large picture would."""
+    texts = [f"a red cat under the tree number {number}" for number in range(3)]
+    graph = TextGraph()
+    clip = graph.encoder("clip_l", draw=41)
+    skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
+    stock = tensors(comfy, graph, *(graph.text(one, text) for text in texts for one in (clip, skipped)))
+    before, names, paths = len(_texts_encoded(comfy)), [], []
+    for number, text in enumerate(texts):
+        graph = TextGraph()
+        clip = graph.ours(graph.encoder("clip_l", draw=41), "cpu:2", "all devices")
+        skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
+        found = [graph.text(clip, text), graph.text(skipped, text)]
+        both = [graph.add("ConditioningCombine", conditioning_1=found[0], conditioning_2=found[1]), 0]
+        if number < 2:
+            both = [graph.add("TestUntilEarly", conditioning=both, count=2), 0]
+        graph.add("TestSaveTensors", value=both, path=f"early-{number}-both.safetensors")
+        for place, one in enumerate(found):
+            paths.append(f"early-{number}-{place}.safetensors")
+            graph.add("TestSaveTensors", value=one, path=paths[-1])
+        names.append(comfy.client.queue(graph.prompt))
+    for name in names:
+        assert comfy.client.wait(name)["status"]["status_str"] == "success"
+    assert difference(stock[0], stock[2]) > 0.001 < difference(stock[0], stock[1])
+    for path, expected in zip(paths, stock, strict=True):
+        assert difference(load_file(comfy.output(path)), expected) <= 1e-5
+    assert _texts_encoded(comfy)[before:] == [names[0]] * 2 + [None] * 4

@@ -21,6 +21,9 @@ TYPES = {
     "VAEDecode": ("IMAGE",),
     "ParallelVAEDecode": ("IMAGE",),
     "UNETLoader": ("MODEL",),
+    "CLIPLoader": ("CLIP",),
+    "CLIPSetLastLayer": ("CLIP",),
+    "CLIPTextEncode": ("CONDITIONING",),
 }
 
 
@@ -44,6 +47,16 @@ def test_a_sampler_is_on_them_and_what_follows_is_the_tail():
         graph.parallel_loader("a", "cpu:2"), graph.text(1), graph.text(2), graph.latent()
     )
     assert _on_ranks(graph, _picture(graph, latent)) == {"ParallelFluxLoader", "ParallelSampler"}
+
+
+def test_texts_of_an_encoder_of_theirs_are_on_them_past_what_changes_it():
+    graph = Graph()
+    clip = [graph.add("ParallelCLIP", clip=[graph.add("CLIPLoader"), 0]), 0]
+    skipped = [graph.add("CLIPSetLastLayer", clip=clip), 0]
+    texts = [[graph.add("CLIPTextEncode", clip=one), 0] for one in (clip, skipped)]
+    latent = graph.ksampler([graph.add("UNETLoader"), 0], *texts, graph.latent())
+    names = {"ParallelCLIP", "CLIPSetLastLayer", "CLIPTextEncode"}
+    assert _on_ranks(graph, _picture(graph, latent)) == names and not _loaders(graph, latent[0])
 
 
 def test_models_go_on_through_links_of_any_type_and_the_demo_s_text_and_pictures_do_not():

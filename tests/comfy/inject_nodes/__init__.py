@@ -29,6 +29,7 @@ from .ranks import (
     TestOtherPlatform,
     TestRankStates,
     TestUnload,
+    TestUntilEarly,
     TestUntilHeld,
     fork_ranks,
 )
@@ -73,6 +74,7 @@ class InjectExtension(ComfyExtension):
             TestAttentionMask,
             TestRankStates,
             TestUnload,
+            TestUntilEarly,
             TestUntilHeld,
             TestWanVAE,
             TestImageVAE,

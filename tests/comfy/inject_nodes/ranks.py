@@ -122,6 +122,28 @@ class TestUntilHeld(io.ComfyNode):
         return io.NodeOutput(latent)
 
 
+class TestUntilEarly(io.ComfyNode):
+    """Passes a CONDITIONING on once so many texts of waiting prompts were encoded ahead by the devices."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestUntilEarly",
+            category=CATEGORY,
+            inputs=[io.Conditioning.Input("conditioning"), io.Int.Input("count")],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning, count) -> io.NodeOutput:
+        deadline = time.monotonic() + PATIENCE
+        while sum(answer.done() for early in _early() for answer in list(early._answers.values())) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{count} texts were not encoded ahead after {PATIENCE:g} s")
+            time.sleep(0.01)
+        return io.NodeOutput(conditioning)
+
+
 def rank_states() -> list[str]:
     """Of the pack's groups of ranks in this process."""
     return [sidecar.state.value for sidecar in _sidecars()]
@@ -135,6 +157,12 @@ def _held(spec) -> str:
 def _sidecars() -> tuple:
     (pool,) = (m for name, m in list(sys.modules.items()) if name.endswith("parallel_backend.sidecar.pool"))
     return pool.all_sidecars()
+
+
+def _early() -> list:
+    """What the pack's text encoders have been asked ahead."""
+    (ship,) = (m for name, m in list(sys.modules.items()) if name.endswith(".nodes.job.ship"))
+    return [one.early for one in list(ship._alive) if hasattr(one, "early")]
 
 
 def fork_ranks(prompt: dict) -> dict:

@@ -1,0 +1,114 @@
+"""Encodes the next waiting prompt's texts while the devices that hold its text encoder are idle."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import nodes
+
+from ...parallel_backend.errors import Cancelled, ParallelError
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.group.lease import State
+from ..host.prompt_graph import Prompt, ancestry, inputs_of, links, needed
+from ..host.prompt_links import current_node
+from ..job.encoder import EarlyEncoder, NotNow, idle_holder, stand_in_of
+from .tail import ENCODER
+
+log = logging.getLogger(__name__)
+_made: dict[str, weakref.ref[Any]] = {}  # the CLIPs of prompts that have run, by where they come from
+
+
+def remember(clip: Any) -> None:
+    """Notes the CLIP that the running node gives: ComfyUI has it in its cache for prompts in which nothing before it is
+    different."""
+    current = current_node()
+    if current is not None:
+        for gone in [key for key, one in _made.items() if one() is None]:
+            del _made[gone]
+        _made[ancestry(*current)] = weakref.ref(clip)
+
+
+class NextTexts:
+    """The texts of one waiting prompt. `item`: of ComfyUI's queue; `is_gone()`: True once somebody has taken it out."""
+
+    def __init__(self, item: tuple[Any, ...], is_gone: Callable[[], bool]) -> None:
+        _, self.prompt_id, self._prompt, _, outputs, *_ = item
+        self._is_gone = is_gone
+        self._left = [
+            node
+            for node in needed(self._prompt, outputs)
+            if _gives(_kind(self._prompt, node)) == {"CONDITIONING"}
+        ]
+        self._clips: dict[str, Any] = {}  # by node
+
+    def encode(self, *, in_tail: bool) -> None:
+        """Encodes the next text if it can be now; call it again for the rest. `in_tail`: True if the prompt that runs
+        will not ask the devices for anything more; else only devices that compute nothing while others do are asked."""
+        if not self._left:
+            return
+        try:
+            self._run(self._left[0], in_tail)
+        except (NotNow, Cancelled):
+            if not self._is_gone():
+                return
+        except ParallelError as error:
+            log.info("parallel sampling: a waiting prompt's text waits for its prompt: %s", error)
+        except Exception:  # a prompt that is not as it should be fails when it runs, and says so then
+            log.debug("parallel sampling: a waiting prompt's text is not known", exc_info=True)
+        self._left.pop(0)
+
+    def _run(self, node: str, in_tail: bool) -> Any:
+        """Returns what a node gives. Raises LookupError for one that only a run of the prompt can tell."""
+        kind, inputs = _kind(self._prompt, node), dict(inputs_of(self._prompt, node))
+        for name, origin, slot in links(inputs):
+            if slot:
+                raise LookupError(origin)
+            inputs[name] = self._clip(origin, in_tail)
+        with torch.inference_mode():
+            return _execute(kind, inputs)
+
+    def _clip(self, node: str, in_tail: bool) -> Any:
+        if self._prompt[node]["class_type"] != ENCODER:
+            if _gives(_kind(self._prompt, node)) != {"CLIP"}:
+                raise LookupError(node)
+            return self._run(node, in_tail)
+        clip = _made.get(ancestry(self._prompt, node), lambda: None)()
+        if clip is None:
+            raise LookupError(node)
+        holder = idle_holder(clip.patcher.encoder.number)
+        if holder is None or not (in_tail or _others_compute(holder)):
+            raise NotNow
+        if node not in self._clips:
+            encoder = EarlyEncoder(clip.patcher.encoder, self._is_gone)
+            found = self._clips[node] = stand_in_of(clip, encoder)
+            # ComfyUI's memory manager is the running prompt's.
+            found.load_model = lambda *_, **__: (found.patcher.partially_load(), found.patcher)[1]
+        return self._clips[node]
+
+
+def _others_compute(idle: Any) -> bool:
+    """True if the running prompt computes on other devices."""
+    return any(one.state is State.RUNNING for one in pool.all_sidecars() if one is not idle)
+
+
+def _kind(prompt: Prompt, node: str) -> Any:
+    """The class of a node of ComfyUI's own, None for any other."""
+    kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node]["class_type"])
+    module = getattr(kind, "__module__", "")
+    return kind if module == "nodes" or module.startswith("comfy_extras.") else None
+
+
+def _gives(kind: Any) -> set[str]:
+    return set(getattr(kind, "RETURN_TYPES", ()))
+
+
+def _execute(kind: Any, inputs: Mapping[str, Any]) -> Any:
+    """Returns the first output."""
+    if hasattr(kind, "define_schema"):
+        return kind.execute(**inputs).args[0]
+    return getattr(kind(), kind.FUNCTION)(**inputs)[0]

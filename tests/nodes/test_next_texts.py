@@ -1,0 +1,204 @@
+"""Texts of waiting prompts: which are encoded ahead, when, and for which call an answer is kept."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from comfy_modules import import_comfyui_here
+from graphs import Graph
+from pack_nodes import import_node_module
+from parallel_backend.errors import Cancelled
+from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group.lease import State
+
+PROMPT = "the prompt's id"
+
+
+@pytest.fixture(scope="module")
+def module():
+    import_comfyui_here()
+    return import_node_module("nodes.preload.next_texts")
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    import_comfyui_here()
+    return import_node_module("nodes.job.encoder")
+
+
+class TextNode:
+    """One of ComfyUI's own; `encoded`: the texts that were."""
+
+    RETURN_TYPES, FUNCTION = ("CONDITIONING",), "encode"
+    encoded: ClassVar[list[str]] = []
+
+    def encode(self, clip, text):
+        clip.encode(text)
+        self.encoded.append(text)
+        return (text,)
+
+
+class SkipNode:
+    RETURN_TYPES, FUNCTION = ("CLIP",), "skip"
+
+    def skip(self, clip):
+        return (clip,)
+
+
+class CombineNode:
+    RETURN_TYPES, FUNCTION = ("CONDITIONING",), "combine"
+
+    def combine(self, one, other):
+        TextNode.encoded.append("combined")
+        return (one,)
+
+
+class PackNode(TextNode):
+    pass
+
+
+TextNode.__module__ = SkipNode.__module__ = CombineNode.__module__ = "nodes"
+CLASSES = {
+    "CLIPTextEncode": TextNode,
+    "CLIPSetLastLayer": SkipNode,
+    "ConditioningCombine": CombineNode,
+    "TextOfSomePack": PackNode,
+}
+
+
+class Clip:
+    """What a Parallel CLIP has given to a prompt before."""
+
+    def __init__(self):
+        self.patcher = SimpleNamespace(encoder=SimpleNamespace(number=7))
+
+    def encode(self, text):
+        if text == "busy":
+            raise Cancelled("The request was cancelled before it reached the processes.")
+
+
+def sidecar(state, *numbers):
+    return SimpleNamespace(state=state, holds_module=numbers.__contains__)
+
+
+@pytest.fixture
+def prompt(module, monkeypatch):
+    """A graph whose Parallel CLIP an earlier prompt had, and `encode(graph, …)`: the texts that are encoded ahead."""
+    monkeypatch.setattr(module.nodes, "NODE_CLASS_MAPPINGS", CLASSES, raising=False)
+    monkeypatch.setattr(module, "EarlyEncoder", lambda encoder, is_gone: encoder)
+    monkeypatch.setattr(module, "stand_in_of", lambda clip, encoder: clip)
+    monkeypatch.setattr(TextNode, "encoded", [])
+    graph = Graph()
+    graph.clip = [graph.add("ParallelCLIP", clip=[graph.add("CLIPLoader", clip_name="a"), 0]), 0]
+    made = Clip()
+    monkeypatch.setattr(module, "current_node", lambda: (graph.prompt, graph.clip[0]))
+    module.remember(made)
+    graph.made = made
+    return graph
+
+
+def texts(module, graph, is_gone=lambda: False):
+    ends = [graph.add("PreviewAny", source=[node, 0]) for node in list(graph.prompt)]
+    return module.NextTexts((0, PROMPT, graph.prompt, {}, ends), is_gone)
+
+
+def idle(monkeypatch, *sidecars):
+    monkeypatch.setattr(pool, "all_sidecars", lambda: sidecars)
+
+
+def test_in_the_tail_all_of_them_are_that_comfyuis_own_nodes_make(module, prompt, monkeypatch):
+    idle(monkeypatch, sidecar(State.READY, 7))
+    skipped = [prompt.add("CLIPSetLastLayer", clip=prompt.clip), 0]
+    both = [
+        [prompt.add("CLIPTextEncode", clip=clip, text=f"text {number}"), 0]
+        for number, clip in enumerate((prompt.clip, skipped))
+    ]
+    prompt.add("ConditioningCombine", one=both[0], other=both[1])
+    prompt.add("TextOfSomePack", clip=prompt.clip, text="of a pack")
+    prompt.add("CLIPTextEncode", clip=[prompt.add("CLIPLoader", clip_name="a"), 0], text="of stock")
+    other = [prompt.add("ParallelCLIP", clip=[prompt.add("CLIPLoader", clip_name="b"), 0]), 0]
+    prompt.add("CLIPTextEncode", clip=other, text="of an encoder that no prompt had")
+    prompt.add("CLIPTextEncode", clip=prompt.clip, text=[prompt.add("PrimitiveString"), 0])
+    found = texts(module, prompt)
+    for _ in range(10):
+        found.encode(in_tail=True)
+    assert TextNode.encoded == ["text 0", "text 1"] and found.prompt_id == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("sidecars", "encoded"),
+    [
+        ([sidecar(State.READY, 7), sidecar(State.RUNNING)], True),  # the prompt samples on other devices
+        ([sidecar(State.READY, 7)], False),  # which the prompt may ask at any moment
+        ([sidecar(State.RUNNING, 7)], False),
+        ([sidecar(State.READY), sidecar(State.RUNNING)], False),  # none holds the encoder: it would take room
+    ],
+)
+def test_while_a_prompt_runs_only_devices_that_it_leaves_idle_are_asked(
+    module, prompt, monkeypatch, sidecars, encoded
+):
+    idle(monkeypatch, *sidecars)
+    prompt.add("CLIPTextEncode", clip=prompt.clip, text="a text")
+    found = texts(module, prompt)
+    found.encode(in_tail=False)
+    assert TextNode.encoded == ["a text"] * encoded
+    idle(monkeypatch, sidecar(State.READY, 7))
+    found.encode(in_tail=True)  # what could not be is tried again
+    assert TextNode.encoded == ["a text"]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_text_that_was_cancelled_goes_with_its_prompt_and_else_is_tried_again(
+    module, prompt, monkeypatch, is_gone
+):
+    idle(monkeypatch, sidecar(State.READY, 7))
+    prompt.add("CLIPTextEncode", clip=prompt.clip, text="busy")
+    found = texts(module, prompt, lambda: is_gone)
+    found.encode(in_tail=True)
+    monkeypatch.setattr(Clip, "encode", lambda self, text: None)
+    found.encode(in_tail=True)
+    assert TextNode.encoded == ([] if is_gone else ["busy"])
+
+
+def test_a_clip_that_comfyui_has_dropped_is_not_known_any_more(module, prompt, monkeypatch):
+    idle(monkeypatch, sidecar(State.READY, 7))
+    prompt.add("CLIPTextEncode", clip=prompt.clip, text="a text")
+    prompt.made = None
+    texts(module, prompt).encode(in_tail=True)
+    assert TextNode.encoded == []
+
+
+def call(key):
+    return SimpleNamespace(key=lambda tensors: key)
+
+
+def test_an_answer_is_for_one_call_that_is_the_same(encoder):
+    answers = encoder.EarlyAnswers()
+    assert answers.take(call(b"a")) is None
+    future, is_new = answers.begin(call(b"a"))
+    assert is_new and answers.begin(call(b"a")) == (future, False)
+    assert answers.take(call(b"b")) is None
+    assert answers.take(call(b"a")) is future and answers.take(call(b"a")) is None
+    failed, _ = answers.begin(call(b"c"))
+    answers.forget(failed)
+    assert answers.take(call(b"c")) is None
+
+
+def test_the_oldest_answers_go_where_nobody_calls_for_them(encoder):
+    answers = encoder.EarlyAnswers()
+    for number in range(encoder.MOST_EARLY + 1):
+        answers.begin(call(bytes([number])))
+    assert answers.take(call(bytes([0]))) is None
+    assert answers.take(call(bytes([encoder.MOST_EARLY]))) is not None
+
+
+def test_an_answer_that_could_not_be_given_ahead_is_asked_for_again(encoder):
+    ahead, failed, asked = Future(), Future(), SimpleNamespace(run=lambda: "asked for again")
+    ahead.set_result("given ahead")
+    failed.set_exception(Cancelled("by hand"))
+    assert encoder._wait_for(ahead, asked) == "given ahead"
+    assert encoder._wait_for(failed, asked) == "asked for again"
