@@ -175,6 +175,19 @@ def _looks_far():
     return vae
 
 
+class _Raises(nn.Module):
+    """What a network of another release may do that its sharing out does not expect."""
+
+    def forward(self, pixels):
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+
+def _does_not_work():
+    vae = flux()
+    vae.half.module.decoder.conv_in = _Raises()
+    return vae
+
+
 @pytest.mark.parametrize(
     ("make", "latent", "shares", "words"),
     [
@@ -183,6 +196,7 @@ def _looks_far():
         (flux, torch.zeros(1, 16, 6, 6), (1.0,), "one per process"),
         (flux, torch.zeros(1, 16, 6, 6), (1.0, 0.0), "above 0"),
         (_looks_far, torch.zeros(1, 16, 6, 6), (), "bands of rows are off by"),
+        (_does_not_work, torch.zeros(1, 16, 6, 6), (), "than the pack knows: Cannot copy out of meta tensor"),
         (
             lambda: Half(other_vae(BANDED["ltx"]), 128, 3),
             torch.zeros(1, 128, 1, 1, 3),

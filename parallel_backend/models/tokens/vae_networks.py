@@ -78,6 +78,9 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
     ),
     "comfy.taesd.taehv.TAEHV": (_banded("TAEHV, TAEW, LightTAE", "torch.nn.modules.container.Sequential"),),
     "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE": (VaeNetwork("MiniMax H3", Way.TILES),),
+    "comfy.ldm.lightricks.vae.na_diffusion_decoder.CausalDiffusionVAE": (
+        VaeNetwork("LTX 2.4", Way.ONE_DEVICE, reason="its attention looks at windows that bands would cut"),
+    ),
     "comfy.ldm.mage_flow.vae.MageVAE": (
         VaeNetwork("MageFlow", Way.ONE_DEVICE, reason="its attention looks at windows that bands would cut"),
     ),
@@ -98,6 +101,9 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
     "comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE": (
         VaeNetwork("MiniMax H3, sound", Way.ONE_DEVICE, reason=_SOUND),
     ),
+    "comfy.ldm.minimax_music.dav.MiniMaxMusic3DAV": (
+        VaeNetwork("MiniMax Music 3", Way.ONE_DEVICE, reason=_SOUND),
+    ),
     "comfy.ldm.audio.autoencoder.AudioOobleckVAE": (
         VaeNetwork("Stable Audio 1, ACE-Step 1.5", Way.ONE_DEVICE, reason=_SOUND),
     ),
@@ -110,6 +116,14 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
     ),
     "comfy.ldm.hunyuan3d.vae.ShapeVAE": (
         VaeNetwork("Hunyuan3D", Way.REFUSED, reason="it makes 3D shapes; use VAE Decode Hunyuan3D."),
+    ),
+    "comfy.ldm.trellis2.vae.ShapeVae": (
+        VaeNetwork("Trellis 2, shapes", Way.REFUSED, reason="it makes 3D shapes; use VaeDecodeShapeTrellis."),
+    ),
+    "comfy.ldm.trellis2.vae.TextureVae": (
+        VaeNetwork(
+            "Trellis 2, textures", Way.REFUSED, reason="it makes textures; use VaeDecodeTextureTrellis."
+        ),
     ),
     "comfy.ldm.triposplat.vae.OctreeGaussianDecoder": (
         VaeNetwork("TripoSplat", Way.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...engine.comm.groups import World
-from ...errors import RequestError
+from ...errors import PlatformError, RequestError
 from ...job.payload import HalfVae
 from ...wire.protocol import RankCall
+from ..outcome.errors import is_device_failure, is_out_of_memory
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.bands.tiles import TiledDecoder
@@ -41,14 +43,17 @@ class HeldVae:
         self._world, self.rank = world, rank
         self._encodes = half.encodes
         self._bytes = sum(one.nbytes for one in (*half.module.parameters(), *half.module.buffers()))
-        self._network = _shared_out(half, world, groups)
+        with _other_version_as_refusal():
+            self._network = _shared_out(half, world, groups)
 
     def find(self, word: tuple[Any, ...]) -> Any:
         raise RequestError(f"A VAE's call names {word[0]}, which no device has.")
 
     def check(self) -> None:
-        """Raises PlatformError on the first rank where sharing out does not give what one rank computes. Collective."""
-        self._network.check()
+        """Raises PlatformError on the first rank where sharing out does not give what one rank computes, and on any
+        where the network does not work so. Collective."""
+        with _other_version_as_refusal():
+            self._network.check()
 
     def check_call(self, inputs: Tensor | None, shares: tuple[float, ...]) -> Tensor:
         """Returns the inputs. Raises RequestError, alike on every rank, for those that cannot be shared out so."""
@@ -99,6 +104,20 @@ class HeldVae:
             latent = outputs.movedim(-1, 1)  # [B, t, h, w, C] before
             outputs = (latent if network.vae.latent_dims == 3 else latent[:, :, 0]).contiguous()
         return outputs, record
+
+
+@contextlib.contextmanager
+def _other_version_as_refusal() -> Iterator[None]:
+    """Inside, an error of a network that another ComfyUI has changed is a PlatformError, with which ComfyUI's process
+    computes by itself."""
+    try:
+        yield
+    except Exception as failure:
+        if isinstance(failure, PlatformError) or is_out_of_memory(failure) or is_device_failure(failure):
+            raise
+        raise PlatformError(
+            f"this version of ComfyUI computes its VAE in another way than the pack knows: {failure}"
+        ) from failure
 
 
 def _shared_out(half: HalfVae, world: World, groups: RankGroups) -> BandedNetwork | TiledDecoder:

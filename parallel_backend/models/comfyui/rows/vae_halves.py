@@ -101,8 +101,14 @@ class TiledComfyUIVae(ComfyUIVae):
             found.append(tile)
             return torch.empty(self.tile_shape(tile), dtype=tile.dtype, device="meta")
 
-        self._with_tiles(note, latent)
+        self._with_tiles(note, latent, **self._nowhere(latent))
         return found
+
+    def _nowhere(self, latent: Tensor) -> dict[str, Tensor]:
+        """The argument for a network that writes its frames into a buffer (ComfyUI 0.33): one without memory."""
+        if not hasattr(self._network, "decode_output_shape"):
+            return {}
+        return {"output_buffer": torch.empty(self._network.decode_output_shape(latent.shape), device="meta")}
 
     def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
         decoder = self._network.decoder
@@ -123,11 +129,11 @@ class TiledComfyUIVae(ComfyUIVae):
         tiles = iter(computed)
         return self._with_tiles(lambda tile: next(tiles).to(tile.device), latent)
 
-    def _with_tiles(self, made: Callable[[Tensor], Tensor], latent: Tensor) -> Tensor:
+    def _with_tiles(self, made: Callable[[Tensor], Tensor], latent: Tensor, **more: Tensor) -> Tensor:
         """The network's own decode, in which `made` gives what becomes of each tile."""
         network = self._network
         network._decode_pixels = made
         try:
-            return network.decode(latent)
+            return network.decode(latent, **more)
         finally:
             del network._decode_pixels
