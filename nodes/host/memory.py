@@ -60,7 +60,7 @@ def drop_modules() -> bool:
 
 
 def modules_on(device: torch.device, number: int) -> int:
-    """Bytes that ranks hold on one of ComfyUI's devices now of the text encoder with this number."""
+    """Returns the bytes of one of ComfyUI's devices that ranks hold now for the text encoder with this number."""
     return pool.module_bytes(_name(device), number) if device.type == "cuda" else 0
 
 

@@ -32,7 +32,7 @@ def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
 
 
 def ancestry(prompt: Prompt, node: str) -> str:
-    """A digest of a node with all that leads to it: equal for nodes of two prompts that ComfyUI computes once."""
+    """Returns a digest of a node and all that leads to it: equal where ComfyUI computes it once for two prompts."""
     found: dict[str, str] = {}
 
     def digest(one: str) -> str:

@@ -49,7 +49,7 @@ _METHODS = ("encode_token_weights", "encode", "generate", "process_tokens", "for
 
 
 class NotNow(Exception):
-    """The devices that hold the encoder are at work, or none holds it: its text waits for its prompt."""
+    """A text cannot be encoded ahead now: the devices that hold its encoder are at work, or none holds it."""
 
 
 class EarlyAnswers:
@@ -194,8 +194,8 @@ def stand_in_of(clip: Any, encoder: Encoder) -> Any:
 
 
 class EncoderPatcher(comfy.model_patcher.ModelPatcher):
-    """To ComfyUI's memory manager a model that takes what the ranks hold of it on ComfyUI's device, and gives it back
-    whole; all else is ComfyUI's."""
+    """A patcher that to ComfyUI's memory manager takes what the ranks hold of the encoder on ComfyUI's device, and
+    gives it back whole; all else is ComfyUI's."""
 
     encoder: Encoder
 
@@ -251,7 +251,7 @@ class _EncoderShipment(Shipment):
         self._encoder = encoder
 
     def key(self, tensors: SentTensors) -> bytes:
-        """A digest of the call: equal for calls that give the same answer. `tensors`: by which it names them."""
+        """Returns a digest of the call: equal for calls that give the same answer. `tensors`: names the tensors."""
         words, _held = mapped_words()
         job = replace(self._job, random_states=())
         return hashlib.sha256(pickle_job(job, self._known | words, tensors, ModelPatcher).data).digest()

@@ -44,7 +44,7 @@ PIXELS_PER_POSITION = 64  # of a latent, in most VAEs; the others have more
 
 
 class _Held(HeldByRanks):
-    """Half a network that ranks were given. `mark`: equal as long as it computes the same."""
+    """Half a network that ranks were given. `mark`: equal to a later one as long as it computes the same."""
 
     def __init__(self, mark: object) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
 
 
 def cuts_tiles(vae: comfy.sd.VAE) -> bool:
-    """Whether its network decodes in tiles, whoever calls it."""
+    """Returns True if its network decodes in tiles, whoever calls it."""
     found = known(vae.first_stage_model)
     return found is not None and found.way is Way.TILES
 
 
 def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
-    """The latent [B, C, …] as the ranks take it: with noise where the decoder goes by some, drawn here as its network
-    would draw it, and the frames of a video in a dimension of their own."""
+    """Returns the latent [B, C, …] as the ranks take it: with noise where the decoder goes by some, drawn here as its
+    network would draw it, and the frames of a video in a dimension of their own."""
     network = vae.first_stage_model
     if getattr(network, "timestep_conditioning", False):
         placed = latent.to(vae.device, vae.vae_dtype)
@@ -186,7 +186,7 @@ def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
 
 
 def _is_changed(network: nn.Module) -> bool:
-    """Whether any layer does what its class does not, or wraps its images round."""
+    """Returns True if any layer does what its class does not, or wraps its images round."""
     for layer in network.modules():
         own = vars(layer)
         if any(name in own for name in _METHODS) or any(own.get(name) for name in _HOOKS):
@@ -197,8 +197,8 @@ def _is_changed(network: nn.Module) -> bool:
 
 
 def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:
-    """Tells the weights of one network from what they become when something writes into them. The same wherever they
-    lie: with dynamic VRAM ComfyUI takes small ones to its GPU, some in the dtype that they are computed with, and
+    """Returns a digest of a network's weights: another one when something has written into them, and the same wherever
+    they lie. With dynamic VRAM ComfyUI takes small ones to its GPU, some in the dtype that they are computed with, and
     leaves the others in the file's dtype in host memory."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []

@@ -77,7 +77,7 @@ class NextPrompt:
             time.sleep(_LOOK_AGAIN)
 
     def _has_ended(self) -> bool:
-        """Stops to look, unless a prompt has come meanwhile."""
+        """Returns True, and looks no more, unless a prompt has come meanwhile."""
         with self._lock:
             self._is_looking = any(self._queue.get_current_queue_volatile())
             return not self._is_looking

@@ -97,7 +97,7 @@ def _others_compute(idle: Any) -> bool:
 
 
 def _kind(prompt: Prompt, node: str) -> Any:
-    """The class of a node of ComfyUI's own, None for any other."""
+    """Returns the class of a node of ComfyUI's own, None for any other."""
     kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node]["class_type"])
     module = getattr(kind, "__module__", "")
     return kind if module == "nodes" or module.startswith("comfy_extras.") else None
@@ -108,7 +108,7 @@ def _gives(kind: Any) -> set[str]:
 
 
 def _execute(kind: Any, inputs: Mapping[str, Any]) -> Any:
-    """Returns the first output."""
+    """Runs a node and returns its first output."""
     if hasattr(kind, "define_schema"):
         return kind.execute(**inputs).args[0]
     return getattr(kind(), kind.FUNCTION)(**inputs)[0]

@@ -33,7 +33,7 @@ _NO_MODEL = frozenset(
 
 
 def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> set[str]:
-    """Of the needed nodes, those that use the ranks or may: all that a model or text encoder of theirs reaches."""
+    """Returns the needed nodes that use the ranks or may: all that a model or text encoder of theirs reaches."""
     nodes = needed(prompt, outputs)
     found = {n for n in nodes if prompt[n]["class_type"] in (*LOADERS, *WITHOUT_A_MODEL)}
     while more := {n for n in nodes if n not in found and found & set(_models(prompt, n, types_of))}:
@@ -52,7 +52,7 @@ def loaders(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> list[s
 
 
 def _encoders(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
-    """The nodes that give this one a text encoder."""
+    """Yields the nodes that give this one a text encoder."""
     for _, origin, slot in links(prompt[node]["inputs"]):
         kind = prompt[origin]["class_type"] if origin in prompt else ""
         if kind == ENCODER or types_of(kind)[slot : slot + 1] in _ENCODERS:

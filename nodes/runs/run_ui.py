@@ -37,8 +37,8 @@ def run_ui(
 
 
 def phases_of(prompt_id: str) -> dict[str, object]:
-    """{"prompt", "phases": [[name, seconds], …], "compared"}: of a prompt until now, for web/lib/timeline.js; no phase
-    where it only sampled."""
+    """Returns {"prompt", "phases": [[name, seconds], …], "compared"} of a prompt until now, for web/lib/timeline.js; no
+    phase where it only sampled."""
     phases = [[phase, round(seconds, 4)] for phase, seconds in PHASES.spent(prompt_id).items()]
     return {"prompt": prompt_id, "phases": phases, "compared": compare_prompt(prompt_id)}
 

@@ -34,7 +34,7 @@ class ModelKey:
 
     @classmethod
     def of(cls, spec: ModelSpec, strategy: ParallelStrategy, file: FileIdentity | None = None) -> ModelKey:
-        """The model of `file`, or of the one on disk now. Raises CheckpointError for a file that is not there."""
+        """Returns the key of `file`'s model, or of the file that is there now. Raises CheckpointError for none."""
         spec = absolute(spec)
         return cls(spec, strategy.weights, file or read_identity(spec.path))
 
@@ -44,7 +44,7 @@ class ModelKey:
 
 
 def absolute(spec: ModelSpec) -> ModelSpec:
-    """The same model, by a path that holds in any folder."""
+    """Returns the same model, by a path that holds in any folder."""
     return spec if Path(spec.path).is_absolute() else replace(spec, path=str(Path(spec.path).absolute()))
 
 
@@ -105,7 +105,7 @@ class CountedModules:
         self._bytes: dict[int, tuple[int, ...]] = {}
 
     def forget(self) -> None:
-        """They are gone."""
+        """Notes that all are gone."""
         self.keep(())
 
     def keep(self, numbers: Sequence[int]) -> None:
@@ -118,13 +118,13 @@ class CountedModules:
         return self.ranks.pop(number, None)
 
     def add(self, number: int, rank: int | None, sizes: tuple[int, ...]) -> None:
-        """Notes the bytes of it that ranks hold. `rank`: the one that computes, None for a call that may yet fail."""
+        """Notes the bytes that each rank holds of one. `rank`: that computes, None for a call that may yet fail."""
         if rank is not None:
             self.ranks[number] = rank
         self._bytes[number] = sizes
 
     def bytes_on(self, device: str, number: int | None = None) -> int:
-        """Of that accelerator. `number`: of the one that is asked for, None for all."""
+        """Returns the bytes that they take of an accelerator. `number`: of one of them alone."""
         if is_cpu(self._devices) or device not in self._devices:
             return 0
         rank = self._devices.index(device)
@@ -136,7 +136,7 @@ class CountedModules:
 
 
 def bytes_left(path: str, pinned: FileIdentity) -> int | None:
-    """Of this very file; None where another one is there, or none: the ranks keep what they have mapped."""
+    """Returns the bytes of this very file, None where it is gone: the ranks keep what they have mapped."""
     try:
         found = read_identity(path)
     except CheckpointError:

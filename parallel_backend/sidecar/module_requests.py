@@ -26,8 +26,8 @@ AUTO, ONE_DEVICE, ALL_DEVICES = PLACEMENTS = ("auto", "one device", "all devices
 
 
 class ModuleKind(Enum):
-    """What is called. `request`: its name for events; `sending`, `calling`: the phases of its first call and of others;
-    `survivable`: the errors that leave the ranks usable: those of a VAE do not agree on each layer."""
+    """The kind of a module. `request`: its name in events; `sending`, `calling`: the phases of its first call and of
+    others; `survivable`: the errors that leave the ranks usable. Ranks do not agree on each layer of a VAE."""
 
     TEXT = ("text", PhaseKind.SENDING_ENCODER, PhaseKind.ENCODING_TEXT, AGREED_ERRORS)
     DECODER = ("decode", PhaseKind.SENDING_VAE, PhaseKind.DECODING, USER_ERRORS)
@@ -43,9 +43,8 @@ class ModuleKind(Enum):
 class ModuleRequest:
     """A call of a module. `number`: of the module in ComfyUI's process; `keep`: the numbers of all that it has;
     `bytes`: of its weights; `placement`: one of PLACEMENTS; `tensors(holdings, is_new)`: the payload for the ranks of
-    these RankHoldings, with the module itself where it is new to them. Of a VAE, `images`: of its batch; `steps`: in
-    which its progress is told; `positions`: of the latent of each, which is at least what one of its pixels stands
-    for."""
+    these RankHoldings, with the module itself where it is new to them. Of a VAE, `images`: how many; `steps`: in
+    which its progress is told; `positions`: of the latent of each image, by which the time limit of a step goes."""
 
     kind: ModuleKind
     number: int

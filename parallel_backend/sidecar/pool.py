@@ -103,7 +103,7 @@ def drop_modules() -> None:
 
 
 def module_bytes(device: str, number: int | None = None) -> int:
-    """Bytes of one device's memory that ranks hold for text encoders and VAEs now. `number`: of one of them alone."""
+    """Returns the bytes of a device that ranks hold for text encoders and VAEs now. `number`: for one of them alone."""
     return sum(sidecar.module_bytes(device, number) for sidecar in all_sidecars())
 
 

@@ -288,11 +288,11 @@ class Sidecar(ModuleRequests):
                 self._holdings.drop_modules(lease)
 
     def holds_module(self, number: int) -> bool:
-        """True if the ranks hold the text encoder or VAE with this number."""
+        """Returns True if the ranks hold the text encoder or VAE with this number."""
         return number in self._holdings.modules.ranks
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
-        """Bytes of that accelerator's memory that text encoders and VAEs take now. `number`: of one of them alone."""
+        """Returns the bytes of an accelerator that text encoders and VAEs take now. `number`: for one of them alone."""
         return self._holdings.modules.bytes_on(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:

@@ -73,7 +73,7 @@ class Modules:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of all that is held."""
+        """The numbers of all that is held."""
         return tuple(self._held)
 
     def drop(self) -> None:
@@ -83,7 +83,7 @@ class Modules:
     def call(
         self, message: CallModule, tensors: Tensors, on_step: StepCallback
     ) -> tuple[Tensors | None, RankCall]:
-        """Makes a call; the answer is on one rank. Collective."""
+        """Makes a call; returns its answer, None on all ranks but one, and how it went. Collective."""
         begun, world = time.perf_counter(), self._layouts.world
         self._keep(message.keep)
         self._meeting = _Meeting(world, on_step.is_cancelled)

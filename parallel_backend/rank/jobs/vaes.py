@@ -70,8 +70,8 @@ class HeldVae:
     def call(
         self, inputs: Tensor, shares: tuple[float, ...], on_step: StepCallback
     ) -> tuple[Tensor | None, RankCall]:
-        """Images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels, on the
-        first rank; one of the batch after the other, so that it needs no more memory."""
+        """Returns images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels,
+        None on all ranks but the first. It computes one of the batch after the other, which needs less memory."""
         begun, device, network = time.perf_counter(), self._world.device, self._network
         sent, before = network.bytes_sent, _start_peak(device)
         step = 0
@@ -108,8 +108,8 @@ class HeldVae:
 
 @contextlib.contextmanager
 def _other_version_as_refusal() -> Iterator[None]:
-    """Inside, an error of a network that another ComfyUI has changed is a PlatformError, with which ComfyUI's process
-    computes by itself."""
+    """Inside, an error of a network that another ComfyUI has changed becomes a PlatformError, upon which ComfyUI's
+    process computes by itself."""
     try:
         yield
     except Exception as failure:
