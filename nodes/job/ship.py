@@ -79,7 +79,7 @@ class _Facts:
     """The facts of this process, made anew when a module has been imported."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # texts of waiting prompts are encoded in a thread of their own
+        self._lock = threading.Lock()
         self._modules = -1
         self.packs: Packs = {}
         self.packed = b""
@@ -114,6 +114,7 @@ def _plain(value: Any) -> Any:
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakSet[HeldByRanks] = weakref.WeakSet()
+_alive_lock = threading.Lock()  # texts of waiting prompts are encoded in a thread of their own
 
 
 class HeldByRanks:
@@ -121,12 +122,14 @@ class HeldByRanks:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        _alive.add(self)
+        with _alive_lock:
+            _alive.add(self)
 
 
 def held_numbers() -> tuple[int, ...]:
     """Returns the numbers of all that ranks may hold."""
-    return tuple(sorted(one.number for one in _alive))
+    with _alive_lock:
+        return tuple(sorted(one.number for one in _alive))
 
 
 class Shipment:
