@@ -34,7 +34,9 @@ from ..host.aside import is_loaded, unload
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.memory import drop_modules, modules_on
+from ..host.prompt_links import running_prompt
 from ..host.vae_ranks import choose_ranks
+from .file_tensors import FileTensors
 from .mapped import mapped_words
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
@@ -89,6 +91,8 @@ class Encoder(HeldByRanks):
     ) -> None:
         super().__init__()
         self.early = EarlyAnswers()
+        unload(source)
+        FileTensors(running_prompt() or {}, "").map_into(source.model)
         self._stand_for(source, settings, placement)
 
     def _stand_for(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import folder_paths
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel_backend.errors import CheckpointError
@@ -64,6 +64,14 @@ class FileTensors:
             return None
         return place
 
+    def map_into(self, model: nn.Module) -> None:
+        """Has the weights of `model` that lie in a file be its pages, which devices map too: the loader's copy of them
+        is freed. What is written to them later becomes this process's own."""
+        for parameter in model.parameters():
+            place = self.find(parameter)
+            if place is not None:
+                parameter.data = self._open(place.path).get_tensor(place.name)
+
     def _place_of(self, tensor: Tensor) -> PlaceInFile | None:
         if tensor.nbytes < LEAST or tensor.device.type != "cpu":
             return None
@@ -109,13 +117,16 @@ class FileTensors:
         """True if what the file has under `name` is `tensor`: a few values first, then all of them."""
         if contents.prints.get(name, mark) != mark:
             return False
-        if path not in self._opened:
-            self._opened[path] = safe_open(path, framework="pt")
-        stored: Tensor = self._opened[path].get_tensor(name)
+        stored: Tensor = self._open(path).get_tensor(name)
         if name not in contents.prints:
             contents.prints[name] = print_of(stored)
         same = contents.prints[name] == mark
         return same and torch.equal(stored.view(torch.uint8), tensor.detach().view(torch.uint8))
+
+    def _open(self, path: str) -> Any:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
 
 
 def _named_files(prompt: Prompt) -> Iterator[str]:

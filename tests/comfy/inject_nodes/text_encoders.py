@@ -185,6 +185,25 @@ class TestEncoderLora(io.ComfyNode):
         return io.NodeOutput(comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1])
 
 
+class TestMapped(io.ComfyNode):
+    """How many bytes of a CLIP's weights are pages of a file, and how many there are in all."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Clip.Input("clip"), io.String.Input("file")]
+        return io.Schema(node_id="TestMapped", category=CATEGORY, inputs=inputs, outputs=[io.String.Output()])
+
+    @classmethod
+    def execute(cls, clip, file) -> io.NodeOutput:
+        lines = [
+            line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)
+        ]
+        ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+        weights = list(clip.cond_stage_model.parameters())
+        mapped = [w for w in weights if any(begin <= w.data_ptr() < end for begin, end in ranges)]
+        return io.NodeOutput(f"{sum(w.nbytes for w in mapped)} {sum(w.nbytes for w in weights)}")
+
+
 class TestWrittenInto(io.ComfyNode):
     """A CLIP whose first encoder answers with the half of what it found: a pack's function in place of a method."""
 
@@ -241,6 +260,7 @@ NODES = [
     TestEncoder,
     TestEncoderLora,
     TestHearing,
+    TestMapped,
     TestSaveTensors,
     TestVision,
     TestWrittenInto,
