@@ -146,14 +146,9 @@ def known(network: Any) -> VaeNetwork | None:
     )
 
 
-def decodes_in_bands(network: Any) -> bool:
-    """Whether ranks decode in bands of rows with it."""
-    found = known(network)
-    return found is not None and found.way is Way.BANDS
-
-
 def encodes_in_bands(network: Any) -> bool:
-    """Whether they encode so too; not with one that gives a sample of what it encodes in place of the mean."""
+    """Returns True if ranks encode in bands of rows with it; not with one that gives a sample of what it encodes in
+    place of the mean."""
     found = known(network)
     if found is None or getattr(getattr(network, "regularization", None), "sample", False):
         return False

@@ -40,10 +40,6 @@ class RankMemory:
         """The same beyond the process itself: what a job adds to an idle rank."""
         return self.private_bytes - self.base
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.mapped
-
     def in_short(self, where: str) -> str:
         """Returns one sentence: what each `where`, GPU or process, needs, and what the machine needs once."""
         each = f"Needs about {in_gib(self.private_bytes)} GiB per {where}"

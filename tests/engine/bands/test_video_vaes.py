@@ -11,7 +11,7 @@ from parallel_backend.engine.bands.vae import BandedDecoder
 from parallel_backend.models.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.tokens.vae_networks import decodes_in_bands
+from parallel_backend.models.tokens.vae_networks import Way, known
 from ranks import run_ranks
 from video_vaes import CASES, build
 
@@ -90,7 +90,7 @@ def test_one_rank_alone_decodes_as_comfyui_does():
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
-    assert decodes_in_bands(CASES[name].build())
+    assert known(CASES[name].build()).way is Way.BANDS
 
 
 def test_a_network_of_another_class_stays_with_comfyui():
@@ -99,4 +99,4 @@ def test_a_network_of_another_class_stays_with_comfyui():
 
     changed = build("wan 2.1")
     changed.__class__ = Changed
-    assert not decodes_in_bands(changed) and not decodes_in_bands(None)
+    assert known(changed) is None is known(None)

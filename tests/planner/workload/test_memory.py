@@ -186,7 +186,7 @@ def test_fp8_halves_the_blocks_and_says_so_in_words():
 def test_on_the_cpu_weights_stay_in_the_file_that_all_ranks_share():
     (alone,) = predict_memory(file_of(FLUX_DEV, "float32"), ParallelStrategy(), SQUARE, on_cpu=True)
     assert alone.weights == 0
-    assert alone.shared_bytes == 4 * numbers(FLUX_DEV)
+    assert alone.mapped == 4 * numbers(FLUX_DEV)
     assert "; once for all processes, " in alone.describe()
 
 
