@@ -43,7 +43,7 @@ def served(monkeypatch, no_leaks):
         meter=None,
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
-        modules=SimpleNamespace(call=_call),
+        call_module=_call,
     )
     ours, theirs = link_pair()
 
