@@ -1,5 +1,5 @@
-// "Make this workflow parallel", by Parallel Model (and Parallel CLIP, where the settings say so) or by our loader and sampler in the place of ComfyUI's, and back again: in
-// the menus of the canvas and of nodes, and as commands.
+// "Make this workflow parallel": Parallel Model behind its loaders (text encoders and VAEs too, where the settings say so), or
+// our loader and sampler in the place of ComfyUI's, and back again: in the menus of the canvas and of nodes, and as commands.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } from "./lib/parallel_graph.js";

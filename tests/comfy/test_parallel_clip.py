@@ -71,6 +71,9 @@ def pieces(comfy):
         minloglevel=2,
     )
     path.write_bytes(model.getvalue())
+    yield
+    # Tests of other files take the first LoRA that there is.
+    (comfy.server.base_directory / "models" / "loras" / LORA).unlink(missing_ok=True)
 
 
 def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
