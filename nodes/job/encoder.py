@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,7 @@ class EarlyAnswers:
             return found, True
 
     def forget(self, future: Future[Any]) -> None:
+        """Drops the place of an answer that could not be given."""
         with self._lock:
             self._answers = OrderedDict((key, one) for key, one in self._answers.items() if one is not future)
 
@@ -314,13 +315,10 @@ def idle_holder(number: int) -> Sidecar | None:
 
 def _wait_for(early: Future[Any], shipment: _EncoderShipment) -> Any:
     """Returns an answer that was given ahead, or makes the call where that has failed."""
-    while True:
-        try:
-            return early.result(timeout=_LOOK)
-        except TimeoutError:
-            comfy.model_management.throw_exception_if_processing_interrupted()
-        except Exception:
-            return shipment.run()
+    while not early.done():
+        wait([early], timeout=_LOOK)
+        comfy.model_management.throw_exception_if_processing_interrupted()
+    return shipment.run() if early.exception() is not None else early.result()
 
 
 def _stand_in(model: nn.Module, known: Known) -> nn.Module:

@@ -143,7 +143,7 @@ class VaeShipment(Shipment):
         if self._encodes:
             half = replace(half, scale=vae.spacial_compression_encode(), in_channels=vae.output_channels)
         request = ModuleRequest(
-            ModuleKind.ENCODER if self._encodes else ModuleKind.DECODER,
+            ModuleKind.VAE_ENCODER if self._encodes else ModuleKind.VAE_DECODER,
             number=held.number,
             keep=held_numbers(),
             bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),

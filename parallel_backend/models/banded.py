@@ -12,6 +12,7 @@ from torch import Tensor, nn
 # A decode or encode of one picture or video is counted in as many steps, whatever its length: enough to be interrupted
 # within a second or two.
 STEPS = 32
+OTHER_VERSION = "this version of ComfyUI computes its VAE in another way than the pack knows"
 
 
 class VaeHalf(Protocol):

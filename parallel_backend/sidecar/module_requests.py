@@ -30,8 +30,8 @@ class ModuleKind(Enum):
     others; `survivable`: the errors that leave the ranks usable. Ranks do not agree on each layer of a VAE."""
 
     TEXT = ("text", PhaseKind.SENDING_ENCODER, PhaseKind.ENCODING_TEXT, AGREED_ERRORS)
-    DECODER = ("decode", PhaseKind.SENDING_VAE, PhaseKind.DECODING, USER_ERRORS)
-    ENCODER = ("encode", PhaseKind.SENDING_VAE, PhaseKind.ENCODING, USER_ERRORS)
+    VAE_DECODER = ("decode", PhaseKind.SENDING_VAE, PhaseKind.DECODING, USER_ERRORS)
+    VAE_ENCODER = ("encode", PhaseKind.SENDING_VAE, PhaseKind.ENCODING, USER_ERRORS)
 
     def __init__(
         self, request: str, sending: PhaseKind, calling: PhaseKind, survivable: frozenset[str]
@@ -121,11 +121,7 @@ class ModuleRequests:
         tensors = request.tensors(holdings, is_new)
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > MOST_BYTES:
-            raise RequestError(
-                f"The text encoder has {size / 2**30:.1f} GiB of weights that lie in no .safetensors file of its "
-                f"loader, and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load it from "
-                f".safetensors files, or connect its CLIP without Parallel CLIP."
-            )
+            raise RequestError(_too_large(size, kind))
 
         def show(rank: int, message: Message, tensors: Tensors | None) -> None:
             step = expect(rank, message, Progress)
@@ -169,3 +165,17 @@ class ModuleRequests:
         free = self._holdings.free_devices(request.bytes, lease)
         roomiest = max(range(len(free)), key=free.__getitem__)
         return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS
+
+
+def _too_large(size: int, kind: ModuleKind) -> str:
+    """Says what cannot be sent at once, and what to do."""
+    limit = f"at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once"
+    if kind is ModuleKind.TEXT:
+        return (
+            f"The text encoder has {size / 2**30:.1f} GiB of weights that lie in no .safetensors file of its loader, "
+            f"and {limit}. Load it from .safetensors files, or connect its CLIP without Parallel CLIP."
+        )
+    return (
+        f"The VAE and its pictures take {size / 2**30:.1f} GiB, and {limit}. Take fewer images or frames at a time, or "
+        f"use VAE Encode and VAE Decode."
+    )

@@ -83,8 +83,8 @@ class KeepModels:
 
 @dataclass(frozen=True)
 class RankModels:
-    """What one rank holds: models, and `modules`, the text encoders and VAEs. Of its accelerator, which all programs
-    share, the free and all bytes; 0 on the CPU."""
+    """The numbers of the models that one rank holds, and of its `modules`, text encoders and VAEs. `free_bytes`,
+    `total_bytes`: of its accelerator, which all programs share; 0 on the CPU."""
 
     models: tuple[int, ...]
     free_bytes: int = 0

@@ -71,7 +71,7 @@ CLASSES = {
 
 
 class Clip:
-    """What a Parallel CLIP has given to a prompt before."""
+    """Stands for the CLIP that a Parallel CLIP gave to an earlier prompt."""
 
     def __init__(self):
         self.patcher = SimpleNamespace(encoder=SimpleNamespace(number=7))

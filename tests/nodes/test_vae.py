@@ -103,7 +103,7 @@ def marked(node, monkeypatch):
 
 
 def test_a_vae_of_which_comfyui_has_a_part_on_its_gpu_is_the_same_vae(marked):
-    """As dynamic VRAM leaves it: small parameters there, in the dtype that they are computed with."""
+    """Dynamic VRAM leaves small parameters there, in the dtype that they are computed with."""
     network = build(BANDED["taesd"])
     before = marked(network)
     small = [module for module in network.modules() if getattr(module, "bias", None) is not None]

@@ -138,7 +138,7 @@ def prompt(sidecar, cards, monkeypatch, tmp_path):
         for card in (0, 1):
             assert cards.free(card) >= WORKING
         if decodes:
-            sidecar.call_module(request(2, ModuleKind.DECODER, ALL_DEVICES))
+            sidecar.call_module(request(2, ModuleKind.VAE_DECODER, ALL_DEVICES))
         return (cards.copied - before) / GIB, notes
 
     return run
@@ -184,7 +184,7 @@ def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, c
 def test_what_comfyui_is_told_of_an_encoder_is_what_lies_on_its_device(sidecar):
     assert [pool.module_bytes(card, 1) for card in CARDS] == [0, 0]
     sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
-    sidecar.call_module(request(2, ModuleKind.DECODER, ALL_DEVICES))
+    sidecar.call_module(request(2, ModuleKind.VAE_DECODER, ALL_DEVICES))
     assert [pool.module_bytes(card, 1) for card in CARDS] == [ENCODER, 0]
     assert [pool.module_bytes(card) for card in CARDS] == [ENCODER + VAE // 2, VAE // 2]
     pool.drop_modules()

@@ -20,6 +20,7 @@ from other_vaes import build as other_vae
 from parallel_backend.errors import Cancelled, OutOfMemory, PlatformError, RankFailed, RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.holdings import RankHoldings
 from parallel_backend.sidecar.module_requests import ModuleRequests
@@ -225,6 +226,15 @@ def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
         ranks.call_module(lost.request(latent, keep=(vae.number,)))
     ranks.call_module(vae.request(latent))
     assert vae.sent == 1
+
+
+def test_a_vae_and_pictures_that_are_too_large_together_are_refused_before(ranks, monkeypatch):
+    vae, latent = flux(), random_latent(FLUX, 4, 4)
+    monkeypatch.setattr(module_requests, "MOST_BYTES", 100)
+    with pytest.raises(RequestError, match=r"The VAE and its pictures take .* Take fewer images or frames"):
+        ranks.call_module(vae.request(latent))
+    monkeypatch.undo()
+    assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
 
 
 def test_a_cancel_ends_it_within_an_image_and_the_group_lives_on(ranks):

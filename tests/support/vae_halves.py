@@ -44,7 +44,7 @@ class Half:
     ) -> ModuleRequest:
         """A call of it. `keep`: numbers of others that stay held."""
         return ModuleRequest(
-            ModuleKind.ENCODER if self.half.encodes else ModuleKind.DECODER,
+            ModuleKind.VAE_ENCODER if self.half.encodes else ModuleKind.VAE_DECODER,
             self.number,
             (self.number, *keep),
             self.bytes,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
-from ...models.banded import TiledVae
+from ...models.banded import OTHER_VERSION, TiledVae
 from ..comm.collectives import all_to_all
 from ..comm.groups import Axis, World
 from ..comm.traffic_counter import Traffic
@@ -75,9 +75,7 @@ class TiledDecoder:
         while len(vae.tiles(self._placed(torch.zeros(vae.latent_channels, *frames, height, 2)))) < 2:
             height *= 2
             if height > _MAX_SIDE:
-                raise PlatformError(
-                    "this version of ComfyUI computes its VAE in another way than the pack knows: it cuts no tiles"
-                )
+                raise PlatformError(f"{OTHER_VERSION}: it cuts no tiles")
         latent = torch.randn(
             vae.latent_channels, *frames, height, 2, generator=torch.Generator().manual_seed(0)
         )

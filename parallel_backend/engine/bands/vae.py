@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import PlatformError, RequestError
 from ...layout import slice_of, split_sizes
-from ...models.banded import BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
+from ...models.banded import OTHER_VERSION, BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
 from ..comm.collectives import all_gather, all_to_all
 from ..comm.groups import PATIENCE, Axis, World
 from ..comm.traffic_counter import Traffic
@@ -216,8 +216,7 @@ def check_limit(found: Tensor, whole: Tensor, dtype: torch.dtype, what: str) -> 
     limit = _CHECK_LIMIT if dtype == torch.float32 else _CHECK_LIMIT_HALF
     if not difference <= limit:
         raise PlatformError(
-            f"this version of ComfyUI computes its VAE in another way than the pack knows: {what} off by "
-            f"{difference:.1e} of the largest value, over {limit:g}"
+            f"{OTHER_VERSION}: {what} off by {difference:.1e} of the largest value, over {limit:g}"
         )
 
 

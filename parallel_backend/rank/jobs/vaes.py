@@ -13,6 +13,7 @@ from torch import Tensor
 from ...engine.comm.groups import World
 from ...errors import PlatformError, RequestError
 from ...job.payload import HalfVae
+from ...models.banded import OTHER_VERSION
 from ...wire.protocol import RankCall
 from ..outcome.errors import is_device_failure, is_out_of_memory
 
@@ -115,9 +116,7 @@ def _other_version_as_refusal() -> Iterator[None]:
     except Exception as failure:
         if isinstance(failure, PlatformError) or is_out_of_memory(failure) or is_device_failure(failure):
             raise
-        raise PlatformError(
-            f"this version of ComfyUI computes its VAE in another way than the pack knows: {failure}"
-        ) from failure
+        raise PlatformError(f"{OTHER_VERSION}: {failure}") from failure
 
 
 def _shared_out(half: HalfVae, world: World, groups: RankGroups) -> BandedNetwork | TiledDecoder:

@@ -160,7 +160,7 @@ def _sidecars() -> tuple:
 
 
 def _early() -> list:
-    """What the pack's text encoders have been asked ahead."""
+    """Returns the answers that the pack's text encoders were given ahead, by encoder."""
     (ship,) = (m for name, m in list(sys.modules.items()) if name.endswith(".nodes.job.ship"))
     return [one.early for one in list(ship._alive) if hasattr(one, "early")]
 

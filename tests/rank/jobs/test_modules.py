@@ -1,4 +1,4 @@
-"""What a rank holds beside its models: taken by all ranks or by none, and without a descriptor more each time."""
+"""Text encoders and VAEs are held by all ranks or by none, and a new one takes no more descriptors than the last."""
 
 from __future__ import annotations
 

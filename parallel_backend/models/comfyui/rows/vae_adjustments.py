@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import PlatformError
-from ...banded import RowSpan
+from ...banded import OTHER_VERSION, RowSpan
 
 # Bytes of whole pictures that LTX's decoder hands from block to block at once. ComfyUI takes 32 MiB on a card of 6 GiB
 # and 128 on one of 24; ours do not go by the number of ranks, on which noise within layers would depend.
 _CHUNK_BYTES = 64 * 2**20
-_OTHER_VERSION = "this version of ComfyUI computes its VAE in another way than the pack knows"
 # Of noise that a network draws within its layers. ComfyUI draws it anew for each decode.
 _NOISE_SEED = 0
 
@@ -31,7 +30,7 @@ def adjust(network: nn.Module, dtype: torch.dtype) -> None:
         try:
             change(network)
         except AttributeError as error:
-            raise PlatformError(f"{_OTHER_VERSION}: {error}") from error
+            raise PlatformError(f"{OTHER_VERSION}: {error}") from error
     _pad_as_comfyui(network, dtype)
 
 
@@ -52,7 +51,7 @@ def _ltx(network: Any) -> None:
     decoder = network.decoder
     run_up = decoder.run_up
     if list(inspect.signature(run_up).parameters)[-1:] != ["max_chunk_size"]:
-        raise PlatformError(f"{_OTHER_VERSION}: it cuts frames otherwise")
+        raise PlatformError(f"{OTHER_VERSION}: it cuts frames otherwise")
     span = decoder.row_span = RowSpan()
 
     def alike(idx: int, sample_ref: list[Tensor], *args: Any) -> None:
