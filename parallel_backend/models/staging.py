@@ -7,6 +7,7 @@ more. On the CPU weights stay in the mapping (decision 004), and nothing of this
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors import safe_open
@@ -17,6 +18,8 @@ from .checkpoint import read_header
 
 # Bytes of one read, two of which are on their way at once: large for a disk and a bus, small beside a model.
 PIECE = 32 * 1024**2
+# Threads that read a piece together: one copies 5 GB/s out of the page cache, a fraction of what the bus takes.
+_READERS, _READ = 4, 1024**2
 
 
 class StagedReader:
@@ -42,6 +45,7 @@ class StagedReader:
         self._buffers = [torch.empty(piece, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._readers = ThreadPoolExecutor(_READERS, "weights")
 
     def __enter__(self) -> StagedReader:
         return self
@@ -49,6 +53,7 @@ class StagedReader:
     def __exit__(self, *error: object) -> None:
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()  # it may still copy from the buffers
+        self._readers.shutdown()
         os.close(self._file)
         self._buffers.clear()
 
@@ -75,7 +80,15 @@ class StagedReader:
         return found
 
     def _fill(self, piece: Tensor, position: int) -> None:
-        target, done = memoryview(piece.numpy().data), 0
+        target = memoryview(piece.numpy().data)
+        part = max(_READ, -(-len(target) // _READERS))
+        starts = range(0, len(target), part)
+        parts = [target[start : start + part] for start in starts]
+        for got in self._readers.map(self._read, parts, [position + start for start in starts]):
+            self.bytes_read += got
+
+    def _read(self, target: memoryview, position: int) -> int:
+        done = 0
         while done < len(target):
             got = os.preadv(self._file, [target[done:]], position + done)
             if got == 0:
@@ -83,7 +96,7 @@ class StagedReader:
                     f"{self._name} became shorter while it was read. Wait until it is written, and try again."
                 )
             done += got
-        self.bytes_read += done
+        return done
 
 
 def staged_reader(

@@ -20,12 +20,15 @@ from safetensors.torch import load_file
 from comfyui_client import ComfyUIClient, Events, Prompt
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
+from graphs import ON_GPU
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # A name that breaks a pack which builds module names or command lines from its folder.
 PACK_FOLDER = "My Pack v1.0"
+
+FORKED_RANKS = "PARALLEL_TEST_FORKED_RANKS"
 
 
 @dataclass
@@ -134,14 +137,18 @@ def start_comfyui(
 ) -> ComfyUIServer:
     """A ComfyUI (not started yet) with this pack and the inject nodes; for tests that need one of their own.
     `comfyui`: its folder, where it is not the real one's."""
+    on_gpu = ON_GPU in os.environ
     packs = {pack_folder: ROOT, "parallel_test_nodes": ROOT / "tests" / "comfy" / "inject_nodes"}
     arguments = ["--preview-method", "latent2rgb", *options.pop("arguments", [])]
     environment = {"OMP_NUM_THREADS": "1", **options.pop("environment", {})}
+    if on_gpu:
+        arguments += os.environ[ON_GPU].split()
+        environment.pop(FORKED_RANKS, None)  # a fork sees no GPU
     return ComfyUIServer(
         comfyui or require_comfyui(),
         base_directory,
         packs,
-        cpu=True,
+        cpu=not on_gpu,
         arguments=arguments,
         environment=environment,
         **options,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+ON_GPU = "PARALLEL_TEST_GPU"  # where it is set ComfyUI computes on the GPU, with the arguments that it holds
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
 SAMPLING = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
@@ -10,6 +13,15 @@ OURS, STOCK = "ours", "stock"
 
 def node(class_type: str, **inputs) -> dict:
     return {"class_type": class_type, "inputs": inputs}
+
+
+def devices_here(devices: str) -> str:
+    """`devices`, which name ranks on the CPU; as many GPUs where tests compute on those."""
+    if ON_GPU not in os.environ or not devices.startswith("cpu"):
+        return devices
+    if "," in devices:
+        return devices.replace("cpu:", "")
+    return ",".join(str(index) for index in range(int(devices.removeprefix("cpu:"))))
 
 
 class Graph:
@@ -47,6 +59,7 @@ class Graph:
         for name, value in settings.items():
             inputs[f"{name}_degree" if name in AXES else name] = value
         mode = "manual" if set(settings) - {"device_shares"} else "auto"
+        devices = devices_here(devices)
         return [self.add("StrategySelector", mode=mode, devices=devices, engine=engine, **inputs), 0]
 
     def parallel_loader(self, unet: str, devices: str, **choice) -> str:

@@ -1,0 +1,108 @@
+"""Several ranks on one GPU, over real NCCL: what Python imports at its start where this folder is on PYTHONPATH.
+
+TORCH_TEST_CARDS=4 has the pack see four GPUs, cuda:0 to cuda:3, that are all the first one. NCCL refuses two ranks of
+one host on one device, so each process takes a host name of its own, and data goes over the loopback interface. Such
+ranks take turns on the card: they show that results are right, never how fast several cards are.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from unittest.mock import patch
+
+VARIABLE = "TORCH_TEST_CARDS"  # with a prefix of torch's: ranks are given such variables
+
+
+def _see_all(devices: ModuleType) -> None:
+    resolve = devices.resolve_devices
+
+    def resolve_devices(text: str) -> tuple[str, ...]:
+        with patch("torch.cuda.device_count", lambda: int(os.environ[VARIABLE])):
+            return resolve(text)
+
+    devices.resolve_devices = resolve_devices
+
+
+def _name_all(probe: ModuleType) -> None:
+    read = probe.read_topology
+
+    def read_topology(*args: object, **options: object) -> object:
+        found = read(*args, **options)
+        if not found.devices:
+            return found
+        card = found.devices[0]
+        # NVML knows the first by its name, and tells nothing about the others.
+        others = [
+            replace(card, index=index, uuid=f"GPU-{index}-{card.uuid}")
+            for index in range(1, int(os.environ[VARIABLE]))
+        ]
+        devices = (card, *others)
+        return replace(found, devices=devices, pairs=probe._all_pairs(devices, None))
+
+    probe.read_topology = read_topology
+
+
+def _compute_on_the_first(device: ModuleType) -> None:
+    import torch
+
+    device.device_of = lambda name: torch.device("cpu" if name.startswith("cpu") else "cuda:0")
+
+
+def _check_the_first(checks: ModuleType) -> None:
+    serve = checks.serve
+
+    def serve_here(make: Callable[..., object]) -> None:
+        def make_here(subject: object, *rest: object) -> object:
+            return make(replace(subject, devices=("cuda:0",) * len(subject.devices)), *rest)
+
+        is_rank = make.__code__.co_filename.endswith("rank/checks/gpu.py")
+        serve(make_here if is_rank else make)
+
+    checks.serve = serve_here
+
+
+def _free_of_the_first(aside: ModuleType) -> None:
+    can_free = aside.can_free
+    aside.can_free = lambda name: can_free("cuda:0" if name.startswith("cuda") else name)
+    aside.memory_in_use.OWN[-1] = aside.can_free
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "parallel_backend.devices": _see_all,
+    "parallel_backend.machine.probe": _name_all,
+    "nodes.host.aside": _free_of_the_first,
+    "parallel_backend.rank.work.device": _compute_on_the_first,
+    "parallel_backend.wire.checks.gpu_check": _check_the_first,
+}
+
+
+class _Changed:
+    """Finds the modules above as usual, also under the name that ComfyUI gives the pack, and changes each once it is
+    loaded."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> object:
+        change = next((change for end, change in _CHANGES.items() if ("." + name).endswith("." + end)), None)
+        if change is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if VARIABLE in os.environ:
+    os.environ["NCCL_HOSTID"] = str(os.getpid())
+    sys.meta_path.insert(0, _Changed)
