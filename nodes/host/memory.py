@@ -68,7 +68,7 @@ def _note_taken(spec: ModelSpec, device: torch.device) -> None:
     if held := held_on(device, spec):
         _taken.append(
             f"before this run ComfyUI took the room of {Path(spec.path).name} on {_name(device)} for other work: "
-            f"{in_gib(held)} GiB went to host memory until it was needed again"
+            f"{in_gib(held)} GiB left the device until they were needed again"
         )
 
 

@@ -125,6 +125,11 @@ class ModuleModel(Protocol):
     def attention(self) -> str:
         """What its blocks call as ComfyUI's optimized attention, by ComfyUI's name for it."""
 
+    def leave_device(self) -> None:
+        """Gives back the memory of weights that come_back() reads from the file again. Others stay on the device."""
+
+    def come_back(self) -> None: ...
+
     def begin_call(self) -> None:
         """Forgets what the module keeps of its last call by where that lay in memory."""
 

@@ -37,7 +37,12 @@ def make_checks(subject, rank, rendezvous):
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(3600)
 
-    checks = (pid, raises, crash, leave, hang, garbage, other_rank_dies)
+    def other_rank_raises():
+        if rank == 1:
+            raise RuntimeError("no such device")
+        time.sleep(3600)
+
+    checks = (pid, raises, crash, leave, hang, garbage, other_rank_dies, other_rank_raises)
     return {check.__name__: check for check in checks}
 
 

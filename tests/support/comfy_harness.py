@@ -137,18 +137,18 @@ def start_comfyui(
 ) -> ComfyUIServer:
     """A ComfyUI (not started yet) with this pack and the inject nodes; for tests that need one of their own.
     `comfyui`: its folder, where it is not the real one's."""
-    on_gpu = ON_GPU in os.environ
     packs = {pack_folder: ROOT, "parallel_test_nodes": ROOT / "tests" / "comfy" / "inject_nodes"}
     arguments = ["--preview-method", "latent2rgb", *options.pop("arguments", [])]
     environment = {"OMP_NUM_THREADS": "1", **options.pop("environment", {})}
-    if on_gpu:
-        arguments += os.environ[ON_GPU].split()
+    arguments += os.environ.get(ON_GPU, "").split()
+    cpu = options.pop("cpu", ON_GPU not in os.environ)
+    if not cpu:
         environment.pop(FORKED_RANKS, None)  # a fork sees no GPU
     return ComfyUIServer(
         comfyui or require_comfyui(),
         base_directory,
         packs,
-        cpu=not on_gpu,
+        cpu=cpu,
         arguments=arguments,
         environment=environment,
         **options,

@@ -21,11 +21,17 @@ from ...sidecar.process.environment import interpreter_flags
 from ...sidecar.process.exit_status import describe_exit
 from ...sidecar.process.rank_process import OUTPUT_KEPT
 from ...wire import deadlines
-from ...wire.checks.gpu_check import SHOW_STACK, Answer, Subject
+from ...wire.checks.gpu_check import SHOW_STACK, Answer, Finding, Subject
 from ...wire.strict_json import from_json, parse, to_json
 
 _READ = 64 * 1024  # bytes at once
 _FAREWELL = 15.0  # s for a process to end its ranks by itself, once it is told
+_AFTER_AN_ERROR = 10.0  # s for the other processes, which may wait for the one that raised it
+
+
+_WAITED = Answer(
+    (Finding("error", "skipped", "it gave no answer after the error in the other process"),), raised=True
+)
 
 
 class CheckProcesses:
@@ -45,18 +51,22 @@ class CheckProcesses:
         self._tell(json.dumps(to_json(subject)))
 
     def ask(self, check: str, limit_s: float) -> tuple[Answer, ...]:
-        """The answer of each process. Raises RankFailed where one ended, or not all answered within `limit_s`."""
+        """Returns the answer of each process. One that raised an error may leave the others waiting for it, which
+        have some seconds then. Raises RankFailed where one ended, or not all answered within `limit_s`."""
         self._tell(check)
-        lines: dict[int, bytes] = {}
+        answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
                 assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(lines) < self.ranks:
+            while len(answers) < self.ranks:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise self._hung(min(set(range(self.ranks)) - set(lines)), limit_s)
+                silent = set(range(self.ranks)) - set(answers)
+                if not ready and any(answer.raised for answer in answers.values()):
+                    answers |= dict.fromkeys(silent, _WAITED)
+                elif not ready:
+                    raise self._hung(min(silent), limit_s)
                 for key, _ in ready:
                     read = os.read(key.fd, _READ)
                     if not read:
@@ -64,8 +74,11 @@ class CheckProcesses:
                     self._unread[key.data] += read
                     line, found, rest = self._unread[key.data].partition(b"\n")
                     if found:
-                        lines[key.data], self._unread[key.data] = line, rest
-        return tuple(self._read(rank, lines[rank]) for rank in range(self.ranks))
+                        self._unread[key.data] = rest
+                        answers[key.data] = answer = self._read(key.data, line)
+                        if answer.raised:
+                            deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR)
+        return tuple(answers[rank] for rank in range(self.ranks))
 
     def close(self) -> None:
         """All processes and what they started are gone when it returns."""

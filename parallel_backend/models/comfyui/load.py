@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,10 +23,11 @@ from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
 from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
-from ..staging import staged_reader
+from ..staging import StagedReader, staged_reader
 from ..tokens.table import stage_lists
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
+from .file_weights import FileWeights
 from .formats import gguf
 from .formats.key_layouts import from_diffusers, without_prefix
 from .model import ComfyUIModel
@@ -55,11 +57,15 @@ def load(
     absent = _absent(module, part)
     # Before they leave the mapping: views of it cost nothing.
     originals = {f"diffusion_model.{name}": value for name, value in module.named_parameters()}
-    reader = None if read.opened is None else staged_reader(spec.path, read.opened, device)
-    with reader or nullcontext() as staged:
+    with read.open_reader(spec.path, device) as staged:
         place(read.patcher.model, device, read.dtypes, sharding, absent, staged)
     read.patcher.model.device = device
-    return ComfyUIModel(read.patcher, device, read.bytes, read.stored_dtype, originals, sharding)
+    files = None
+    if part is None:
+        dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}
+        open_reader = partial(read.open_reader, spec.path, device)
+        files = FileWeights(read.patcher.model, originals, device, dtypes, open_reader)
+    return ComfyUIModel(read.patcher, device, read.bytes, read.stored_dtype, originals, sharding, files)
 
 
 def map_model(spec: ModelSpec) -> Any:
@@ -78,6 +84,13 @@ class _Read:
     bytes: int
     stored_dtype: str
     dtypes: dict[str, torch.dtype]
+
+    def open_reader(
+        self, path: str, device: torch.device
+    ) -> StagedReader | AbstractContextManager[StagedReader | None]:
+        """Returns what reads the weights of the file at `path` to `device`; of None where they stay in the mapping."""
+        reader = None if self.opened is None else staged_reader(path, self.opened, device)
+        return reader or nullcontext()
 
 
 def _source_of(spec: ModelSpec) -> ComfyUISource:

@@ -14,11 +14,13 @@ from ..base import AttentionCall, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE
 from .attention_router import attention_by, attention_kernel
+from .file_weights import FileWeights
 
 
 class ComfyUIModel:
     """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file;
-    `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes."""
+    `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes; `files`:
+    reads them again, None where the rank has a part of the model."""
 
     splits_layers = False
 
@@ -30,6 +32,7 @@ class ComfyUIModel:
         stored_dtype: str,
         originals: Mapping[str, Tensor],
         byte_sharding: WeightSharding | None,
+        files: FileWeights | None,
     ) -> None:
         self.patcher = patcher
         self.device = device
@@ -37,6 +40,7 @@ class ComfyUIModel:
         self.stored_dtype = stored_dtype
         self.originals = originals
         self.byte_sharding = byte_sharding
+        self.files = files
         entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions
         self.rows_together = entry is not None and entry.rows_together
@@ -65,6 +69,14 @@ class ComfyUIModel:
         from comfy.ldm.modules import attention
 
         return str(attention.optimized_attention.__name__).removeprefix("attention_")
+
+    def leave_device(self) -> None:
+        if self.files is not None:
+            self.files.leave()
+
+    def come_back(self) -> None:
+        if self.files is not None:
+            self.files.come_back()
 
     def begin_call(self) -> None:
         if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:

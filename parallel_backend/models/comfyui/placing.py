@@ -36,16 +36,21 @@ def place(
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if name in dtypes
     }
-    moved: dict[int, nn.Parameter] = {}  # a parameter may be several modules'
+    there: dict[int, nn.Parameter] = {}  # a parameter may be several modules'
     for owner in model.modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            if id(parameter) not in moved:
-                value = _moved(parameter, device, staged)
-                value = as_built(value, wanted.get(id(parameter)))
-                moved[id(parameter)] = as_parameter(value)
-            setattr(owner, name, moved[id(parameter)])
+            if id(parameter) not in there:
+                there[id(parameter)] = moved(parameter, device, wanted.get(id(parameter)), staged)
+            setattr(owner, name, there[id(parameter)])
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = as_built(buffer.to(device), wanted.get(id(buffer)))
+
+
+def moved(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None, staged: StagedReader | None
+) -> nn.Parameter:
+    """Returns the parameter on `device`, in `dtype` where one is given and it is not quantised."""
+    return as_parameter(as_built(_moved(parameter, device, staged), dtype))
 
 
 def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader | None) -> Tensor:

@@ -42,6 +42,12 @@ class DiffusersModel:
         assert entry is not None, "the table has a row for it"
         return entry.regions
 
+    def leave_device(self) -> None:
+        pass
+
+    def come_back(self) -> None:
+        pass
+
     def begin_call(self) -> None:
         pass
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 class HeldModel:
     """One model. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks of it
-    that sleep in host memory."""
+    that sleep in host memory or in the mapped file."""
 
     def __init__(self, model: ModuleModel, inputs: InputShapes | None) -> None:
         self.model = model
@@ -39,6 +39,8 @@ class HeldModel:
             for chunk in self.model.chunks
             if id(chunk) in gone or next(chunk.parameters()).device.type == device.type
         ]
+        if self.moved_out:
+            self.model.leave_device()
 
 
 class HeldModels:

@@ -249,10 +249,10 @@ class RankWorker:
         return calibrate(self.world, self._layouts.get(message.strategy), message)
 
     def sleep(self, message: Sleep) -> SleepInfo:
-        """Gives device memory back: at level 1 weights go to host memory, at level 2 they are discarded.
+        """Gives device memory back: at level 1 weights that are not the file's go to host memory, at level 2 all go.
 
-        VAEs and text encoders are discarded at both: ComfyUI's process has them in host memory already. A rank that
-        gives back one model alone keeps all else, and every rank joins the agreement on that.
+        VAEs and text encoders go at both: ComfyUI's process has them in host memory already. A rank that gives back one
+        model alone keeps all else, and every rank joins the agreement on that.
         """
         begun, device = time.perf_counter(), self.world.device
         before = allocated(device)
@@ -262,7 +262,7 @@ class RankWorker:
             for number in self.models.report().models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):
                     self.models.get(number).move_out(device)
-            self._move(torch.device("cpu"))
+            self._move(torch.device("cpu"), is_waking=False)
         else:
             self.models.clear()
         self._record_weights()
@@ -271,7 +271,7 @@ class RankWorker:
     def wake(self) -> SleepInfo:
         """Takes the weights back from host memory, bit for bit."""
         begun, before = time.perf_counter(), allocated(self.world.device)
-        self._move(self.world.device)
+        self._move(self.world.device, is_waking=True)
         for held in self.models:
             held.moved_out = []
         self._record_weights()
@@ -280,24 +280,26 @@ class RankWorker:
     def _record_weights(self) -> None:
         self.meter.record_weights(self.models.chunks)
 
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device, *, is_waking: bool) -> None:
         """Moves what sleeps at level 1, on every rank. Where one has no room, all drop a model after the other, and the
         last one with the error."""
-        error = self._try_move(device)
+        error = self._try_move(device, is_waking)
         worst = self._agree(error)
         while worst == _NO_MEMORY and len(self.models) > 1:
             error = None
             self.models.drop_first()
-            error = self._try_move(device)
+            error = self._try_move(device, is_waking)
             worst = self._agree(error)
         if worst != _GOOD:
             self.models.clear()
             raise error or PeerFailed("another process could not move its weights")
         collect(self.world.device)
 
-    def _try_move(self, device: torch.device) -> Exception | None:
+    def _try_move(self, device: torch.device, is_waking: bool) -> Exception | None:
         try:
             for held in self.models:
+                if held.moved_out and is_waking:
+                    held.model.come_back()
                 for chunk in held.moved_out:
                     chunk.to(device)
         except Exception as error:

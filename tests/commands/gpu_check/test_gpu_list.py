@@ -15,6 +15,7 @@ import pytest
 
 from parallel_backend.commands import doctor_command as command
 from parallel_backend.commands.gpu_check import __main__ as with_ranks
+from parallel_backend.commands.gpu_check import processes
 from parallel_backend.commands.gpu_check.checks import Check, Group
 from parallel_backend.commands.gpu_check.groups import GROUPS
 from parallel_backend.commands.gpu_check.run import choose, make_subject, run_checks
@@ -126,6 +127,14 @@ def test_where_one_rank_dies_the_others_are_not_waited_for(no_leaks):
     check = Check("other_rank_dies", ranks=2, limit_s=240.0)
     (result,) = _run(make_subject(CPU), (Group("Ends", (check,)),)).results
     assert "process 1" in result.verdicts[0].finding and "SIGSEGV" in result.verdicts[0].finding
+
+
+def test_where_one_rank_raises_the_others_are_not_waited_for_to_the_end(no_leaks, monkeypatch):
+    monkeypatch.setattr(processes, "_AFTER_AN_ERROR", 1.0)
+    check = Check("other_rank_raises", ranks=2, limit_s=240.0)
+    (result,) = _run(make_subject(CPU), (Group("Ends", (check,)),)).results
+    waits, raises = result.verdicts
+    assert (waits.status, raises.status) == ("skipped", "broken") and "no such device" in raises.finding
 
 
 def test_each_rank_answers_under_its_name(no_leaks):

@@ -1,6 +1,7 @@
 """Decoding Flux's and SD's latents in bands on real gloo ranks: ComfyUI's unsplit image, for any size and share."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch.profiler import ProfilerActivity
 from banded_vaes import TOLERANCE, difference, go_without
 from parallel_backend.engine.bands import row_bands as bands_module
 from parallel_backend.engine.bands.row_bands import Bands, split_rows
-from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.bands.vae import BandedDecoder, check_limit
 from parallel_backend.engine.comm.collectives import Traffic
-from parallel_backend.errors import RequestError
+from parallel_backend.errors import PlatformError, RequestError
 from parallel_backend.layout import split_sizes
 from parallel_backend.models.banded import STEPS
 from ranks import run_ranks
@@ -140,3 +141,19 @@ def test_a_rank_needs_its_share_of_the_memory(monkeypatch):
     (one,) = run_ranks(peak, 1, FLUX, latent)
     for ranks in (2, 4):
         assert max(run_ranks(peak, ranks, FLUX, latent)) <= 1.15 * one / ranks
+
+
+class OnGpu(torch.Tensor):
+    device = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("is_coarse", [True, False])
+def test_what_tf32_rounds_is_no_fault_where_convolutions_are_computed_in_it(monkeypatch, is_coarse):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", is_coarse)
+    whole = torch.ones(2, 2)
+    rounded, wrong = ((whole + difference).as_subclass(OnGpu) for difference in (2.2e-3, 0.5))
+    allowed = nullcontext() if is_coarse else pytest.raises(PlatformError, match=r"over 0\.001")
+    with allowed:
+        check_limit(rounded, whole, torch.float32, "bands of rows are")
+    with pytest.raises(PlatformError, match=r"off by 5\.0e-01"):
+        check_limit(wrong, whole, torch.float32, "bands of rows are")

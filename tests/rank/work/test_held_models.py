@@ -23,7 +23,12 @@ CPU = torch.device("cpu")
 
 
 def held(width=4):
-    return HeldModel(SimpleNamespace(chunks=(nn.Linear(width, width),)), None)
+    return _held_of(nn.Linear(width, width))
+
+
+def _held_of(*chunks):
+    model = SimpleNamespace(chunks=chunks, leave_device=lambda: None, come_back=lambda: None)
+    return HeldModel(model, None)
 
 
 @pytest.fixture
@@ -93,7 +98,7 @@ def known_model(number, gib):
 
 
 def test_weights_move_out_once_and_those_that_are_elsewhere_stay():
-    one = HeldModel(SimpleNamespace(chunks=(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), None)
+    one = _held_of(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     here, elsewhere = one.model.chunks
     one.move_out(CPU)
     assert one.moved_out == [here]

@@ -13,6 +13,7 @@ from ....errors import RequestError
 from ..formats.gguf import is_packed, unpacked
 
 if TYPE_CHECKING:
+    from ..file_weights import FileWeights
     from ..model import ComfyUIModel
 
 _OWNED = ("weight", "bias")
@@ -33,7 +34,8 @@ def root_patcher(model: ComfyUIModel) -> Any:
     base: Any = model.patcher.model
     packed = any(is_packed(parameter) for parameter in base.parameters())
     is_sharded = model.byte_sharding is not None
-    kind: Any = _kind_of(ModelPatcher, _in_place(is_sharded=is_sharded, has_packed=packed))
+    members = _in_place(is_sharded=is_sharded, has_packed=packed)
+    kind: Any = _kind_of(ModelPatcher, members, model.files)
     found = kind(model.patcher.model, model.patcher.load_device, model.patcher.offload_device)
     found.offload_device = found.load_device
     return found
@@ -74,13 +76,14 @@ def other_patcher(device: torch.device) -> Any:
     return found
 
 
-def _kind_of(base: type, members: Mapping[str, Any]) -> type:
-    """A patcher of `base` for a rank, with `members` beside what all of them have."""
+def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None = None) -> type:
+    """A patcher of `base` for a rank, with `members` beside what all of them have. `files`: of a model whose weights
+    can be read again."""
     found: dict[str, Any] = {
         "__module__": base.__module__,
         "load": _outside_inference_mode(base, "load"),
-        "unpatch_model": _outside_inference_mode(base, "unpatch_model"),
-        "patch_weight_to_device": partialmethod(_patch_weight, base),
+        "unpatch_model": partialmethod(_unpatch_model, _outside_inference_mode(base, "unpatch_model"), files),
+        "patch_weight_to_device": partialmethod(_patch_weight, base, files),
         "patch_hook_weight_to_device": partialmethod(_patch_hook_weight, base),
         "model_state_dict": _outside_inference_mode(base, "model_state_dict"),
         **members,
@@ -113,8 +116,26 @@ def _outside_inference_mode(base: type, name: str) -> Callable[..., Any]:
     return method
 
 
-def _patch_weight(self: Any, base: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-    """A packed weight (GGUF) is unpacked to be changed, since nothing packs it again; the packed one comes back. What
+def _unpatch_model(
+    self: Any,
+    unpatch: Callable[..., Any],
+    files: FileWeights | None,
+    device_to: Any = None,
+    unpatch_weights: bool = True,
+) -> Any:
+    if unpatch_weights and files is not None:
+        again = [key for key, backup in self.backup.items() if files.is_original(key, backup.weight)]
+        files.put(again)
+        for key in again:
+            del self.backup[key]
+    return unpatch(self, device_to, unpatch_weights)
+
+
+def _patch_weight(
+    self: Any, base: Any, files: FileWeights | None, key: str, *args: Any, **kwargs: Any
+) -> Any:
+    """A packed weight (GGUF) is unpacked to be changed, since nothing packs it again; the packed one comes back. Of
+    what the file has, that is what comes back: a backup on the device would take as much memory as the weight. What
     another rank has is changed there."""
     from comfy.utils import get_attr, set_attr_param
 
@@ -124,6 +145,8 @@ def _patch_weight(self: Any, base: Any, key: str, *args: Any, **kwargs: Any) -> 
     if key in self.patches and is_packed(weight):
         self.backup.setdefault(key, _Backup(weight, False))
         set_attr_param(self.model, key, unpacked(weight))
+    elif key in self.patches and files is not None and (original := files.original(key)) is not None:
+        self.backup.setdefault(key, _Backup(original, False))
     return base.patch_weight_to_device(self, key, *args, **kwargs)
 
 

@@ -1,0 +1,86 @@
+"""Weights that are read from the file again: after a LoRA, and after a device's memory was given back.
+
+On the CPU weights stay in the mapping; where the device is to have another dtype than the file they are copies, as they
+are on a GPU.
+"""
+
+import pytest
+import torch
+
+from comfy_modules import CPU, import_comfyui_here
+from mapped_files import mapped_ranges
+from parallel_backend.models.comfyui.jobs.patchers import root_patcher
+from parallel_backend.models.comfyui.load import load
+from parallel_backend.requests import ModelSpec
+from tiny_flux import write_tiny_flux
+
+LAYER = "diffusion_model.single_blocks.0.linear2.weight"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_tiny_flux(tmp_path / "flux.safetensors", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def model(path):
+    return load(ModelSpec(str(path), "comfyui", "float32", import_comfyui_here()), CPU)
+
+
+def _values(model):
+    return {name: parameter.clone() for name, parameter in model.module.named_parameters()}
+
+
+def _lies_in(path, tensor):
+    return any(begin <= tensor.data_ptr() < end for begin, end in mapped_ranges(path))
+
+
+def _assert_same(found, expected):
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def test_weights_that_leave_the_device_lie_in_the_file_and_come_back_to_the_bit(model, path):
+    expected = _values(model)
+    assert not any(_lies_in(path, parameter) for parameter in model.module.parameters())
+    model.leave_device()
+    assert all(_lies_in(path, parameter) for parameter in model.module.parameters())
+    model.come_back()
+    assert not any(_lies_in(path, parameter) for parameter in model.module.parameters())
+    _assert_same(_values(model), expected)
+
+
+def test_a_weight_that_has_changed_stays_where_it_is(model):
+    changed = torch.nn.Parameter(model.patcher.model.get_parameter(LAYER) + 1, requires_grad=False)
+    model.module.single_blocks[0].linear2.weight = changed
+    assert model.files.original(LAYER) is None
+    model.leave_device()
+    assert model.patcher.model.get_parameter(LAYER) is changed
+    model.come_back()
+    assert model.patcher.model.get_parameter(LAYER) is changed
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves the device meanwhile"])
+def test_a_patched_weight_is_kept_nowhere_and_read_again(model, path, leaves):
+    expected = _values(model)
+    patcher = root_patcher(model)
+    change = torch.full_like(model.patcher.model.get_parameter(LAYER), 0.5)
+    patcher.add_patches({LAYER: ("diff", (change,))})
+    patcher.patch_model(CPU)
+    (backup,) = patcher.backup.values()
+    assert _lies_in(path, backup.weight)
+    if leaves:
+        model.leave_device()
+        model.come_back()
+    assert torch.equal(model.patcher.model.get_parameter(LAYER), expected[LAYER.partition(".")[2]] + 0.5)
+    patcher.unpatch_model(CPU)
+    assert not patcher.backup
+    _assert_same(_values(model), expected)
+
+
+def test_where_weights_stay_in_the_mapping_nothing_is_read_again(path):
+    model = load(ModelSpec(str(path), "comfyui", "auto", import_comfyui_here()), CPU)
+    before = dict(model.module.named_parameters())
+    model.leave_device()
+    model.come_back()
+    assert all(parameter is before[name] for name, parameter in model.module.named_parameters())
