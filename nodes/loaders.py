@@ -33,6 +33,7 @@ from .model.files import GGUF_FOLDER, model_names, model_path
 from .model.header_model import open_model
 from .model.source import make_spec
 from .parallel_model import over_devices
+from .preload.early_start import start_early
 
 # By the choices of ComfyUI's Load Diffusion Model: its model_options.
 _OPTIONS: dict[str, dict[str, object]] = {
@@ -113,7 +114,9 @@ class ParallelModelLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
-        parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), compile)
+        settings = strategy or default_settings()
+        parallel = name_model(folder, model_name, weight_dtype, settings, compile)
+        start_early(parallel, settings)
         return io.NodeOutput(parallel.patcher, parallel)
 
 
@@ -196,7 +199,9 @@ class ParallelFluxLoader(io.ComfyNode):
         check_links(strategy=strategy)
         path = model_path("diffusion_models", unet_name)
         computing = ComputeOptions(compile, attention)
-        parallel = load_parallel_model(path, weight_dtype, strategy or default_settings(), computing)
+        settings = strategy or default_settings()
+        parallel = load_parallel_model(path, weight_dtype, settings, computing)
+        start_early(parallel, settings)
         return io.NodeOutput(parallel, parallel.patcher)
 
 

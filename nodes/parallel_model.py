@@ -28,6 +28,7 @@ from .links import (
     strategy_input,
 )
 from .model.source import spec_of
+from .preload.early_start import start_early
 from .preload.next_texts import remember
 from .runs.stock_run import stock_run
 
@@ -94,9 +95,9 @@ class ParallelModelNode(io.ComfyNode):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
-        parallel = over_devices(
-            model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
-        )
+        settings = strategy or default_settings()
+        parallel = over_devices(model, spec_of(model), settings, ComputeOptions(compile))
+        start_early(parallel, settings)
         return io.NodeOutput(parallel.patcher, parallel)
 
 

@@ -44,7 +44,7 @@ app.registerExtension({
     ),
     setting(
       "preload_next", "Processes", "Prepare the next prompt early", "boolean", true,
-      "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held, and idle devices encode its texts.",
+      "While a prompt decodes its image, the next waiting one's model is loaded, if it fits beside those that are held, and idle devices encode its texts. On GPUs, processes start when a prompt names its model.",
     ),
     setting(
       "sleep_after_minutes", "Processes", "Minutes until idle processes sleep (0: never)", "number", 0,

@@ -211,6 +211,7 @@ def _answer(
         Envelope,
         KeepModels,
         Load,
+        Prepare,
         RunJob,
         Sample,
         Sleep,
@@ -218,6 +219,7 @@ def _answer(
     )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
     from .outcome.errors import failure
+    from .work.held_models import import_for
     from .work.step_boundary import StepBoundary
 
     message, world = envelope.message, worker.world
@@ -248,6 +250,9 @@ def _answer(
         match message:
             case Load():
                 return Done(load=worker.load(message), models=worker.report()), None
+            case Prepare():
+                import_for(message.spec, world.device, holds_nothing=not len(worker.models))
+                return Done(), None
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
             case Sample():

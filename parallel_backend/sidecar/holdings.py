@@ -241,8 +241,8 @@ class RankHoldings:
         return sum(model.bytes_on(rank) for model in self._held if model.key.spec == absolute(spec))
 
     def give_back(self, spec: ModelSpec, device: str, lease: Lease) -> None:
-        """Gives back what the model takes of one device, whose rank keeps it in host memory: the other ranks' devices
-        are not what somebody needs. Where the host has no room for it, all of them give it up."""
+        """Gives back what the model takes of one device: the other ranks' devices are not what somebody needs. Where
+        the host has no room for what is not in the file, which may be all, all ranks give it up."""
         rank = self._ranks.devices.index(device)
         held = [model for model in self._held if model.key.spec == absolute(spec) and model.bytes_on(rank)]
         if not self._ranks.running or self.asleep or not held:

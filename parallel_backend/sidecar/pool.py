@@ -63,6 +63,16 @@ def preload(devices: tuple[str, ...], spec: ModelSpec, strategy: ParallelStrateg
     return sidecar.preload(spec, strategy)
 
 
+def prepare(devices: tuple[str, ...], spec: ModelSpec) -> None:
+    """As Sidecar.prepare, on these devices; where ranks run, or have failed, on one of them, nothing starts."""
+    with _lock:
+        for key, other in _sidecars.items():
+            if set(key) & set(devices) and other.state is not State.DOWN:
+                return
+        sidecar = get_sidecar(devices)
+    sidecar.prepare(spec)
+
+
 def all_sidecars() -> tuple[Sidecar, ...]:
     """Every sidecar of the registry, started or not."""
     with _lock:

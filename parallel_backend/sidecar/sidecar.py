@@ -23,7 +23,7 @@ from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
 from ..wire.calibration import Calibration
 from ..wire.file_identity import FileIdentity, result_note
-from ..wire.protocol import Calibrate
+from ..wire.protocol import Calibrate, Prepare
 from .group.exchange import reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, ShouldCancel, State
@@ -248,11 +248,23 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("start", None, on_phase) as lease:
             return self._holdings.ensure_started(lease)
 
+    def prepare(self, spec: ModelSpec) -> None:
+        """Starts the ranks and has them import what loading `spec` will need; ranks that run are left alone. Raises
+        what a start raises."""
+        with self._ranks.lease("start", None) as lease:
+            if self._ranks.running:
+                return
+            self._holdings.ensure_started(lease)
+            self._ranks.working()
+            exchange = lease.exchange()
+            exchange.send(Prepare(spec))
+            exchange.wait(lambda: deadlines.LOAD_BASE)
+
     def sleep(self, level: int = 1, should_cancel: ShouldCancel | None = None) -> SleepInfo:
         """Gives the ranks' device memory back and leaves them running; the next request wakes them.
 
-        Level 1 moves the weights to host memory; level 2 discards them, and waking loads them again. Ranks that do not
-        run have nothing to give back.
+        Level 1 keeps weights that are not the file's in host memory; level 2 discards all, and waking loads them again.
+        Ranks that do not run have nothing to give back.
         """
         if level not in (1, 2):
             raise RequestError(
@@ -268,8 +280,8 @@ class Sidecar(ModuleRequests):
             self._holdings.drop(spec, lease)
 
     def give_back(self, spec: ModelSpec, device: str, should_cancel: ShouldCancel | None = None) -> None:
-        """Gives back what one model takes of one device's memory; its rank keeps the weights in host memory, and the
-        next request that needs them takes them back."""
+        """Gives back what one model takes of one device's memory; its rank keeps in host memory what the file does not
+        have, and the next request that needs the weights takes them back."""
         with self._ranks.lease("give back", should_cancel) as lease:
             self._holdings.give_back(spec, device, lease)
 

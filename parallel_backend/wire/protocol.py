@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 15
+VERSION = 16
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -79,6 +79,13 @@ class KeepModels:
 
     models: tuple[int, ...]
     keeps_modules: bool = True
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Parent to all ranks: import what loading this model will need. Nothing is read or held."""
+
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -262,6 +269,7 @@ Message = (
     | Ready
     | Load
     | KeepModels
+    | Prepare
     | Sample
     | RunJob
     | Calibrate

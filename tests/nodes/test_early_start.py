@@ -1,0 +1,96 @@
+"""Processes that start when a prompt names its model, before its sampler asks for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from comfy_modules import import_comfyui_here
+from pack_nodes import import_node_module
+from parallel_backend.errors import DeviceError
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.planner.rules import StrategySettings
+from parallel_backend.requests import ModelSpec
+from parallel_backend.sidecar import pool
+from tiny_flux import write_tiny_flux
+from waiting import wait_until
+
+CPUS = ("cpu:0", "cpu:1")
+TWO = StrategySettings(devices="cpu:2")
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    """The module, in a prompt that runs on a machine whose CPU counts as two GPUs; `asked`: what pool.prepare was."""
+    import_comfyui_here()
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
+    module = import_node_module("nodes.preload.early_start")
+    found = SimpleNamespace(module=module, asked=[], node=object(), allowed=True)
+    monkeypatch.setattr(module, "get_executing_context", lambda: found.node)
+    monkeypatch.setattr(module, "setting", lambda name: found.allowed)
+    monkeypatch.setattr(module, "has_cores", lambda devices: True)
+    monkeypatch.setattr(pool, "prepare", lambda devices, spec: found.asked.append((devices, spec)))
+    path = write_tiny_flux(tmp_path / "flux.safetensors")
+    found.model = SimpleNamespace(spec=ModelSpec(str(path)), file=inspect_flux(str(path)))
+    return found
+
+
+def _started(found):
+    threads = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found.module.threading.Thread, "start", lambda thread: threads.append(thread))
+        found.module.start_early(found.model, TWO)
+    for thread in threads:
+        thread.run()
+    return found.asked
+
+
+def test_a_prompt_that_names_a_model_starts_its_processes(seen):
+    assert _started(seen) == [(CPUS, seen.model.spec)]
+
+
+def test_it_starts_in_a_thread_of_its_own(seen):
+    seen.module.start_early(seen.model, TWO)
+    wait_until(lambda: len(seen.asked) == 1, 20.0)
+
+
+def test_nothing_starts_outside_a_prompt_or_against_the_setting_or_without_cores(seen, monkeypatch):
+    seen.node = None  # Preload names models too
+    assert _started(seen) == []
+    seen.node, seen.allowed = object(), False
+    assert _started(seen) == []
+    seen.allowed = True
+    monkeypatch.setattr(seen.module, "has_cores", lambda devices: False)
+    assert _started(seen) == []
+
+
+def test_what_goes_wrong_is_left_to_the_sampler_to_tell(seen, monkeypatch, caplog):
+    def fail(devices, spec):
+        raise DeviceError("GPU 0 is another process's.")
+
+    monkeypatch.setattr(pool, "prepare", fail)
+    with caplog.at_level(logging.INFO):
+        assert _started(seen) == []
+    assert "GPU 0 is another process's" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "enough"),
+    [
+        (("cuda:0",), 3, True),
+        (("cuda:0", "cuda:1"), 3, False),
+        (("cuda:0", "cuda:1"), 4, True),
+        (CPUS, 64, False),
+        (("cuda:0@lab/one", "cuda:0@lab/two"), 64, False),
+    ],
+)
+def test_each_process_imports_on_a_core_that_comfyui_can_spare(monkeypatch, devices, cores, enough):
+    import_comfyui_here()
+    module = import_node_module("nodes.preload.early_start")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert module.has_cores(devices) is enough
