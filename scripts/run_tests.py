@@ -20,8 +20,9 @@ from comfyui_source import find_comfyui
 from environment import ROOT, Environment, become, prepare
 from steps import SetupError, exit_on_setup_error
 
-# Tests start processes of their own (ranks, ComfyUI); more workers than this only make them wait for each other.
-_MOST_WORKERS = 4
+# Tests start processes of their own (ranks, ComfyUI); more workers than this only make them wait for each other. They
+# wait for those a third of the time, so two cores serve three workers.
+_FEWEST_WORKERS, _MOST_WORKERS = 3, 4
 
 
 def main() -> NoReturn:
@@ -59,7 +60,7 @@ def _environment(comfyui: str | None, python: str | None) -> Environment:
 
 
 def _workers() -> int:
-    return min(_MOST_WORKERS, max(2, (os.cpu_count() or 2) // 2))
+    return min(_MOST_WORKERS, max(_FEWEST_WORKERS, (os.cpu_count() or 2) // 2))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def _start(model: ParallelModel, settings: StrategySettings) -> None:
             pool.prepare(devices, model.spec)
     except ParallelError as error:  # which the sampler will meet, and tell
         log.info("parallel sampling: no process was started early: %s", error)
+    except Exception:
+        log.warning("parallel sampling: no process was started early", exc_info=True)
 
 
 def has_cores(devices: Sequence[str]) -> bool:
