@@ -28,7 +28,6 @@ _READ = 64 * 1024  # bytes at once
 _FAREWELL = 15.0  # s for a process to end its ranks by itself, once it is told
 _AFTER_AN_ERROR = 10.0  # s for the other processes, which may wait for the one that raised it
 
-
 _WAITED = Answer(
     (Finding("error", "skipped", "it gave no answer after the error in the other process"),), raised=True
 )

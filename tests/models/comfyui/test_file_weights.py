@@ -78,6 +78,19 @@ def test_a_patched_weight_is_kept_nowhere_and_read_again(model, path, leaves):
     _assert_same(_values(model), expected)
 
 
+def test_hooks_of_prompts_give_way_before_a_weight_is_read_again(model):
+    """They put back what they found, a patched weight."""
+    expected = _values(model)
+    patcher = root_patcher(model)
+    patcher.add_patches({LAYER: ("diff", (torch.full_like(model.patcher.model.get_parameter(LAYER), 0.5),))})
+    patcher.patch_model(CPU)
+    patched = model.patcher.model.get_parameter(LAYER)
+    patcher.hook_backup[LAYER] = (patched.detach().clone(), CPU)
+    patched.data.add_(1)
+    patcher.unpatch_model(CPU)
+    _assert_same(_values(model), expected)
+
+
 def test_where_weights_stay_in_the_mapping_nothing_is_read_again(path):
     model = load(ModelSpec(str(path), "comfyui", "auto", import_comfyui_here()), CPU)
     before = dict(model.module.named_parameters())

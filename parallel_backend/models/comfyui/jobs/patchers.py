@@ -124,6 +124,7 @@ def _unpatch_model(
     unpatch_weights: bool = True,
 ) -> Any:
     if unpatch_weights and files is not None:
+        self.unpatch_hooks()  # they hold what weights were with the patches of the whole job
         again = [key for key, backup in self.backup.items() if files.is_original(key, backup.weight)]
         files.put(again)
         for key in again:
