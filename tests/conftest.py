@@ -17,6 +17,7 @@ from comfyui_source import comfyui_version, find_comfyui
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar.group import supervisor
+from parallel_backend.sidecar.group.events import listen
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
@@ -119,6 +120,15 @@ def sidecar(no_leaks):
     with_ranks = scripted_sidecar()
     yield with_ranks
     with_ranks.stop()
+
+
+@pytest.fixture
+def events():
+    """What the sidecars of this process tell while the test runs."""
+    found = []
+    stop = listen(found.append)
+    yield found
+    stop()
 
 
 def _snapshot() -> dict[str, set]:

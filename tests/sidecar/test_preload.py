@@ -10,7 +10,7 @@ import torch
 from parallel_backend.errors import CheckpointError, RankFailed, RequestError
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import holdings, pool
-from parallel_backend.sidecar.group.events import Ended, Loaded, listen
+from parallel_backend.sidecar.group.events import Ended, Loaded
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
@@ -19,14 +19,6 @@ from waiting import wait_until
 
 X = torch.ones(1, 4, 6, 6)
 WHOLE = ParallelStrategy()
-
-
-@pytest.fixture
-def events():
-    found = []
-    stop = listen(found.append)
-    yield found
-    stop()
 
 
 @pytest.fixture

@@ -8,19 +8,11 @@ import torch
 from parallel_backend.errors import RequestError
 from parallel_backend.requests import ComfyUISource, ModelSpec
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.group.events import Ended, listen
+from parallel_backend.sidecar.group.events import Ended
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from scripted import call_model, scripted_sidecar, scripted_weights
 
 X = torch.ones(1, 4, 6, 6)
-
-
-@pytest.fixture
-def events():
-    found = []
-    stop = listen(found.append)
-    yield found
-    stop()
 
 
 @pytest.fixture
