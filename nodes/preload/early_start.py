@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def start_early(model: ParallelModel, settings: StrategySettings) -> None:
     """Starts the processes that a usual job of `model` takes, in a thread, where the node of a running prompt names it
-    and the setting allows it. Weights are loaded when the sampler asks for them."""
+    and the setting allows it. Weights are loaded when the sampler asks for them; text encoders leave room for them."""
     if get_executing_context() is not None and setting("preload_next"):
         threading.Thread(
             target=_start, args=(model, settings), name="parallel-early-start", daemon=True
@@ -36,9 +36,10 @@ def start_early(model: ParallelModel, settings: StrategySettings) -> None:
 
 def _start(model: ParallelModel, settings: StrategySettings) -> None:
     try:
-        devices = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype))).devices
-        if has_cores(devices):
-            pool.prepare(devices, model.spec)
+        plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
+        pool.leave_room_for(plan.devices, model.spec, plan.memory.weights)
+        if has_cores(plan.devices):
+            pool.prepare(plan.devices, model.spec)
     except ParallelError as error:  # which the sampler will meet, and tell
         log.info("parallel sampling: no process was started early: %s", error)
     except Exception:

@@ -10,7 +10,7 @@ from typing import Any
 from ..devices import is_cpu
 from ..errors import RequestError
 from ..job.answer_tree import unpack_tree
-from ..requests import ComfyUISource
+from ..requests import ComfyUISource, ModelSpec
 from ..wire import deadlines
 from ..wire.payloads import Tensors
 from ..wire.protocol import ALL_RANKS, CallModule, Message, Progress
@@ -20,6 +20,7 @@ from .group.group import RankGroupRunner
 from .group.lease import Lease, ShouldCancel
 from .group.phases import Phase, PhaseKind, ShowPhase
 from .holdings import RankHoldings
+from .model_room import absolute
 
 # Where a text encoder is computed: on one device, or its layers on all of them; auto goes by memory.
 AUTO, ONE_DEVICE, ALL_DEVICES = PLACEMENTS = ("auto", "one device", "all devices")
@@ -82,6 +83,12 @@ class ModuleRequests:
     devices: tuple[str, ...]
     _ranks: RankGroupRunner
     _holdings: RankHoldings
+    _awaited: tuple[ModelSpec, int] | None = None
+
+    def leave_room_for(self, spec: ModelSpec, size: int) -> None:
+        """Has text encoders that are sent from now on leave `size` bytes of each device to this model, which a prompt
+        has named and not asked for yet."""
+        self._awaited = absolute(spec), size
 
     def call_module(
         self,
@@ -162,9 +169,15 @@ class ModuleRequests:
             return ALL_RANKS
         if is_cpu(self.devices):
             return 0
-        free = self._holdings.free_devices(request.bytes, lease)
+        awaited = self._awaited_bytes()
+        free = [size - awaited for size in self._holdings.free_devices(request.bytes + awaited, lease)]
         roomiest = max(range(len(free)), key=free.__getitem__)
         return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS
+
+    def _awaited_bytes(self) -> int:
+        """Returns the bytes of each device that the awaited model will take, 0 once the ranks hold it."""
+        is_there = self._awaited is None or self._awaited[0] in self._holdings.models
+        return 0 if is_there or self._awaited is None else self._awaited[1]
 
 
 def _too_large(size: int, kind: ModuleKind) -> str:

@@ -63,14 +63,27 @@ def preload(devices: tuple[str, ...], spec: ModelSpec, strategy: ParallelStrateg
     return sidecar.preload(spec, strategy)
 
 
+def leave_room_for(devices: tuple[str, ...], spec: ModelSpec, size: int) -> None:
+    """As Sidecar.leave_room_for, on these devices; where other ranks run on one of them, nothing changes."""
+    with _lock:
+        if not any(key != devices for key in _running_on(devices)):
+            get_sidecar(devices).leave_room_for(spec, size)
+
+
 def prepare(devices: tuple[str, ...], spec: ModelSpec) -> None:
     """As Sidecar.prepare, on these devices; where ranks run, or have failed, on one of them, nothing starts."""
     with _lock:
-        for key, other in _sidecars.items():
-            if set(key) & set(devices) and other.state is not State.DOWN:
-                return
+        if _running_on(devices):
+            return
         sidecar = get_sidecar(devices)
     sidecar.prepare(spec)
+
+
+def _running_on(devices: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns the devices of each sidecar that has started, or tried to, on one of these."""
+    return [
+        key for key, other in _sidecars.items() if set(key) & set(devices) and other.state is not State.DOWN
+    ]
 
 
 def all_sidecars() -> tuple[Sidecar, ...]:

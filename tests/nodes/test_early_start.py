@@ -30,11 +30,12 @@ def seen(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
     module = import_node_module("nodes.preload.early_start")
-    found = SimpleNamespace(module=module, asked=[], node=object(), allowed=True)
+    found = SimpleNamespace(module=module, asked=[], rooms=[], node=object(), allowed=True)
     monkeypatch.setattr(module, "get_executing_context", lambda: found.node)
     monkeypatch.setattr(module, "setting", lambda name: found.allowed)
     monkeypatch.setattr(module, "has_cores", lambda devices: True)
     monkeypatch.setattr(pool, "prepare", lambda devices, spec: found.asked.append((devices, spec)))
+    monkeypatch.setattr(pool, "leave_room_for", lambda *room: found.rooms.append(room))
     path = write_tiny_flux(tmp_path / "flux.safetensors")
     found.model = SimpleNamespace(spec=ModelSpec(str(path)), file=inspect_flux(str(path)))
     return found
@@ -52,6 +53,13 @@ def _started(found):
 
 def test_a_prompt_that_names_a_model_starts_its_processes(seen):
     assert _started(seen) == [(CPUS, seen.model.spec)]
+
+
+def test_text_encoders_leave_room_for_its_weights(seen, monkeypatch):
+    plan = SimpleNamespace(devices=CPUS, memory=SimpleNamespace(weights=12 * 2**30))
+    monkeypatch.setattr(seen.module, "plan_by_rule", lambda settings, job: plan)
+    _started(seen)
+    assert seen.rooms == [(CPUS, seen.model.spec, 12 * 2**30)]
 
 
 def test_it_starts_in_a_thread_of_its_own(seen):

@@ -109,6 +109,7 @@ def sidecar(cards, monkeypatch):
     found = Sidecar(CARDS)
     found._ranks, found._holdings = cards, RankHoldings(cards)
     monkeypatch.setattr(pool, "all_sidecars", lambda: (found,))
+    monkeypatch.setattr(pool, "_sidecars", {CARDS: found})
     return found
 
 
@@ -126,10 +127,12 @@ def prompt(sidecar, cards, monkeypatch, tmp_path):
         file.truncate(MODEL)  # of holes
     spec = ModelSpec(path=str(path))
 
-    def run(strategy, *, decodes=False):
+    def run(strategy, *, decodes=False, is_named=False):
         before = cards.copied
-        sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
         own = MODEL // (2 if strategy.shards else 1)
+        if is_named:
+            pool.leave_room_for(CARDS, spec, own)
+        sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
         plan = SimpleNamespace(
             devices=CARDS, strategy=strategy, memory=SimpleNamespace(private_bytes=own + WORKING)
         )
@@ -157,6 +160,16 @@ def test_an_encoder_for_which_there_is_room_beside_the_model_stays_and_nothing_m
     assert copied == (11 + 12, 11, 0, 0)
     assert len(notes[0]) == 1 and notes[1:] == ((), (), ())
     assert "text encoders and VAEs made room on cuda:0: 11.0 GiB of them left it in" in notes[0][0]
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_an_encoder_leaves_room_to_a_model_that_the_prompt_has_named_and_nothing_moves_twice(prompt, decodes):
+    copied, notes = zip(*(prompt(SHARDED, decodes=decodes, is_named=True) for _ in range(3)), strict=True)
+    assert copied == (11 + 12 + decodes, 0, 0) and notes == ((), (), ())
+
+
+def test_a_model_that_leaves_no_room_is_named_in_vain(prompt):
+    assert [prompt(WHOLE, is_named=True)[0] for _ in range(3)] == [11 + 24, 11, 11]
 
 
 def test_a_model_that_fills_the_cards_stays_and_the_encoder_comes_once_for_each_text(prompt):
