@@ -2,6 +2,7 @@
 // our loader and sampler in the place of ComfyUI's, and back again: in the menus of the canvas and of nodes, and as commands.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { offerEncoders } from "./lib/offer.js";
 import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } from "./lib/parallel_graph.js";
 import { canSwapIn, canSwapOut, swapIn, swapOut } from "./lib/swap_nodes.js";
 import { say } from "./lib/words.js";
@@ -20,7 +21,8 @@ function tell(severity, words) {
 }
 
 // It stays until somebody closes it, or undoes what it tells of.
-function make() {
+async function make() {
+  if (!(await offerEncoders())) return;
   const { count, inside, areThere } = makeParallel();
   if (!count) return tell("info", say("nothing_to_make"));
   const where = inside.length ? say("inside", { names: inside.join(", ") }) : "";

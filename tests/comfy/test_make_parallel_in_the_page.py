@@ -175,6 +175,90 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
         )
 
 
+def _coders() -> Graph:
+    """A model that is sampled, the text for it, and a picture of another VAE."""
+    graph = Graph()
+    clip = [graph.add("TestEncoder", kind="clip_l", clip_name="made.safetensors", draw=0, scale=1), 0]
+    text = [graph.add("CLIPTextEncode", clip=clip, text="a red cat"), 0]
+    graph.add("TestSaveTensors", value=text, path="offered-text.safetensors")
+    latent = [graph.add("TestShapedLatent", shape="1,16,8,8", draw=1), 0]
+    image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+    graph.add("TestSaveImage", image=image, path="offered-image.safetensors")
+    model = graph.ksampler(graph.model(STOCK, UNET), graph.text(1), graph.text(2), graph.latent())
+    graph.save(model, "offered.safetensors")
+    return graph
+
+
+OPEN = "name => { app.extensionManager.command.execute(name) }"  # not awaited: it waits for an answer
+SETTING = "() => app.extensionManager.setting.get('parallel_sampling.make_encoders_parallel')"
+OFFER = "dialog.parallel-doctor"
+# What ComfyUI tells of its device and of files, in place of a machine with a GPU: sizes in GiB.
+LARGE = {
+    "**/system_stats": {"devices": [{"type": "cuda", "vram_total": 16 * 2**30}]},
+    "**/experiment/models/text_encoders": [{"name": "made.safetensors", "size": 9 * 2**30}],
+    "**/experiment/models/diffusion_models": [{"name": UNET, "size": 12 * 2**30}],
+}
+
+
+@pytest.mark.parametrize("reason", ["time", "memory"])
+def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, reason):
+    _show(page, _coders().prompt)
+    links = page.evaluate(LINKS)
+    if reason == "memory":
+        for address, answer in LARGE.items():
+            page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
+        sizes = {"encoder": "9.0", "model": "12.0", "device": "16.0"}
+        expected = _words()["too_by_memory"].format(**sizes)
+    else:
+        # As ComfyUI tells of a prompt: the text for a second, the sampler for two.
+        page.evaluate(
+            """async () => {
+              const { api } = await import('/scripts/api.js');
+              const id = kind => String(app.graph.nodes.find(n => n.type === kind).id);
+              const wait = ms => new Promise(done => setTimeout(done, ms));
+              api.dispatchCustomEvent('execution_start', { prompt_id: 'one' });
+              for (const [kind, ms] of [['CLIPTextEncode', 1000], ['KSampler', 2000]]) {
+                api.dispatchCustomEvent('executing', id(kind));
+                await wait(ms);
+              }
+              api.dispatchCustomEvent('executing', null);
+            }"""
+        )
+        expected = _words()["too_by_time"].partition("{share}")[0]
+    page.evaluate(OPEN, "parallel_sampling.make_parallel")
+    dialog = page.locator(OFFER)
+    dialog.get_by_text(expected).wait_for(timeout=10_000)
+    dialog.get_by_role("button", name="Close").click()  # nothing is made, and it will be offered again
+    assert page.evaluate(LINKS) == links and page.evaluate(SETTING) is False
+    page.evaluate(OPEN, "parallel_sampling.make_parallel")
+    try:
+        dialog.get_by_role("button", name=_words()["too_go"]).click()
+        page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'ParallelVAEDecode')")
+        (made,) = page.evaluate(LINKS)
+        assert ["ParallelCLIP", "CLIPTextEncode", "clip"] in made
+        assert ["UNETLoader", "ParallelModel", "model"] in made
+        assert page.evaluate(SETTING) is True
+    finally:
+        page.evaluate(
+            "() => app.extensionManager.setting.set('parallel_sampling.make_encoders_parallel', false)"
+        )
+
+
+def test_who_wants_the_model_alone_is_not_asked_again(page):
+    for address, answer in LARGE.items():
+        page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
+    for asked in (True, False):
+        _show(page, _coders().prompt)
+        page.evaluate(OPEN, "parallel_sampling.make_parallel")
+        if asked:
+            page.locator(OFFER).get_by_role("checkbox").uncheck()
+            page.locator(OFFER).get_by_role("button", name=_words()["too_go"]).click()
+        page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'ParallelModel')")
+        assert page.locator(OFFER).count() == 0
+        (made,) = page.evaluate(LINKS)
+        assert ["TestEncoder", "CLIPTextEncode", "clip"] in made and page.evaluate(SETTING) is False
+
+
 def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone(page):
     graph = _graph()
     parallel = [graph.add("ParallelModel", model=graph.model(STOCK, UNET)), 0]

@@ -7,7 +7,8 @@ import { ACTIVE, activeOf, change, exchange, freePlace, GAP, graphs, linkOf, lin
 const MODELS = { parallel: "ParallelModel", type: "MODEL" };
 const ENCODERS = { parallel: "ParallelCLIP", type: "CLIP" };
 const VAES = { VAEDecode: ["ParallelVAEDecode", "IMAGE"], VAEEncode: ["ParallelVAEEncode", "LATENT"] }; // what each gives
-const ENCODERS_TOO = "parallel_sampling.make_encoders_parallel";
+export const ENCODERS_TOO = "parallel_sampling.make_encoders_parallel";
+export const STOCK_VAES = Object.keys(VAES);
 const SLOT = 0; // of what both take and give
 const FOR_SAMPLERS = 1; // of Parallel Model's other output
 const REPORT = 1; // of a VAE's
@@ -67,6 +68,8 @@ const parallelNodes = () =>
 const isNeeded = (node) => Boolean(node.outputs[FOR_SAMPLERS]?.links?.length);
 
 export const canMakeParallel = () => kinds().some((kind) => stockOf(kind).length > 0) || stockVaes().length > 0;
+export const hasStockEncoders = () =>
+  stockOf(ENCODERS).length > 0 || graphs().some((graph) => STOCK_VAES.some((kind) => activeOf(graph, kind).length > 0));
 export const canTakeOut = () => parallelNodes().some(([, node]) => !isNeeded(node)) || parallelVaes().length > 0;
 export const givesStockModel = (node) => kinds().some((kind) => stockOf(kind).some(([, loader]) => loader === node));
 
