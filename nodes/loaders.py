@@ -33,7 +33,6 @@ from .model.files import GGUF_FOLDER, model_names, model_path
 from .model.header_model import open_model
 from .model.source import make_spec
 from .parallel_model import over_devices
-from .preload.early_start import start_early
 
 # By the choices of ComfyUI's Load Diffusion Model: its model_options.
 _OPTIONS: dict[str, dict[str, object]] = {
@@ -114,9 +113,7 @@ class ParallelModelLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
-        settings = strategy or default_settings()
-        parallel = name_model(folder, model_name, weight_dtype, settings, compile)
-        start_early(parallel, settings)
+        parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), compile)
         return io.NodeOutput(parallel.patcher, parallel)
 
 
@@ -135,7 +132,7 @@ def load_parallel_model(
     settings: StrategySettings,
     computing: ComputeOptions = DEFAULT_COMPUTE,
 ) -> ParallelModel:
-    """The model of a Flux.1 file. Reads its header and starts no ranks. Raises CheckpointError for other files,
+    """Returns the model of a Flux.1 file, of which it reads the header. Raises CheckpointError for other files,
     RequestError or StrategyError."""
     inspect_flux(path)
     devices_of_a_run(settings.devices)
@@ -199,9 +196,7 @@ class ParallelFluxLoader(io.ComfyNode):
         check_links(strategy=strategy)
         path = model_path("diffusion_models", unet_name)
         computing = ComputeOptions(compile, attention)
-        settings = strategy or default_settings()
-        parallel = load_parallel_model(path, weight_dtype, settings, computing)
-        start_early(parallel, settings)
+        parallel = load_parallel_model(path, weight_dtype, strategy or default_settings(), computing)
         return io.NodeOutput(parallel, parallel.patcher)
 
 

@@ -39,11 +39,13 @@ def over_devices(
     settings: StrategySettings,
     computing: ComputeOptions,
 ) -> ParallelModel:
-    """`source`, whose weights are `spec`'s, over the devices. Reads no weights and starts no ranks. Raises
-    RequestError, StrategyError or CheckpointError."""
+    """Returns `source`, whose weights are `spec`'s, over the devices. Reads no weights and waits for no ranks: a prompt
+    that runs has them start meanwhile. Raises RequestError, StrategyError or CheckpointError."""
     patcher = make_job_patcher(source, spec, settings, computing, Catch(stock_run))
     catch_calls(patcher)
-    return ParallelModel(spec, patcher.job_model.file, patcher)
+    made = ParallelModel(spec, patcher.job_model.file, patcher)
+    start_early(made, settings)
+    return made
 
 
 class ParallelModelNode(io.ComfyNode):
@@ -95,9 +97,9 @@ class ParallelModelNode(io.ComfyNode):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
-        settings = strategy or default_settings()
-        parallel = over_devices(model, spec_of(model), settings, ComputeOptions(compile))
-        start_early(parallel, settings)
+        parallel = over_devices(
+            model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
+        )
         return io.NodeOutput(parallel.patcher, parallel)
 
 

@@ -124,7 +124,7 @@ def sidecar(no_leaks):
 
 @pytest.fixture
 def events():
-    """What the sidecars of this process tell while the test runs."""
+    """Collects what the sidecars of this process tell while the test runs."""
     found = []
     stop = listen(found.append)
     yield found

@@ -47,7 +47,7 @@ def _start(model: ParallelModel, settings: StrategySettings) -> None:
 
 
 def has_cores(devices: Sequence[str]) -> bool:
-    """True for GPUs of this computer with a core for each process. On the CPU processes would take what the nodes
-    before the sampler compute with."""
+    """Returns True for GPUs of this computer with a core for each process. On the CPU processes would take what the
+    nodes before the sampler compute with."""
     is_local_gpu = not is_cpu(devices) and not any(map(machine_of, devices))
     return is_local_gpu and len(os.sched_getaffinity(0)) >= len(devices) + _SPARE_CORES

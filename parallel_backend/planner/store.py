@@ -6,9 +6,9 @@ that cannot be written to is no error. Nothing in it names a person, a machine, 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +23,6 @@ FORMAT = 4  # of other versions nothing is read, and the next run writes over th
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
 
 log = logging.getLogger(__name__)
-
-_latest: dict[
-    Path, tuple[tuple[int, int, int], Measurements]
-] = {}  # by file: its version, and what that holds
 
 
 class MeasurementStore:
@@ -43,21 +39,15 @@ class MeasurementStore:
         )
 
     def read(self) -> Measurements:
-        """The measurements that are kept; empty where there is nothing, or nothing that can be read. A file is decoded
-        once for as long as it stays the same."""
+        """The measurements that are kept; empty where there is nothing, or nothing that can be read."""
         if self.path is None:
             return Measurements()
         try:
             with self.path.open("rb") as file:
-                version = _version(os.fstat(file.fileno()))
-                known = _latest.get(self.path)
-                if known is not None and known[0] == version:
-                    return known[1]
-                found = _decode(file.read(MAX_BYTES + 1))
+                data = file.read(MAX_BYTES + 1)
         except OSError:
             return Measurements()
-        _latest[self.path] = version, found
-        return found
+        return _decode(data)
 
     def update(self, change: Callable[[Measurements], Measurements]) -> bool:
         """Replaces what is kept by `change` of it; whether that reached the disk. Never raises for the disk's sake."""
@@ -66,9 +56,7 @@ class MeasurementStore:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(self.path.with_suffix(".lock")):
-                known = change(self.read())
-                replace_whole(self.path, self._encode(known))
-                _latest[self.path] = _version(self.path.stat()), known
+                replace_whole(self.path, self._encode(change(self.read())))
         except OSError as error:  # read-only, full, not ours, or locked by a process that hangs
             log.debug("measurements are not kept: %s", error)
             return False
@@ -87,10 +75,7 @@ class MeasurementStore:
         return json.dumps(frame, allow_nan=False).encode()
 
 
-def _version(file: os.stat_result) -> tuple[int, int, int]:
-    return file.st_ino, file.st_mtime_ns, file.st_size
-
-
+@functools.lru_cache(maxsize=2)
 def _decode(data: bytes) -> Measurements:
     """Entry by entry, so that one which this version does not know costs only itself."""
     try:

@@ -276,14 +276,15 @@ class RankHoldings:
         from their file. Returns the room that there is then."""
         return free_room(self._keep(self._held, lease, keeps_modules=False))
 
-    def free_devices(self, needed: int, lease: Lease) -> tuple[int, ...]:
-        """Asks the ranks for the bytes of each device that weights may take. Text encoders and VAEs go where what is
-        needed fits on one device without them, or not even in equal parts beside them."""
-        free, devices = free_room(self._keep(self._held, lease)).devices, self._ranks.devices
+    def free_devices(self, needed: int, reserved: int, lease: Lease) -> tuple[int, ...]:
+        """Asks the ranks for the bytes of each device that weights may take beside `reserved` ones. Text encoders and
+        VAEs go where what is needed fits on one device without them, or not even in equal parts beside them."""
+        devices = self._ranks.devices
+        free = _less(free_room(self._keep(self._held, lease)), reserved)
         without = [size + self.modules.bytes_on(device) for size, device in zip(free, devices, strict=True)]
         fits_without = max(free) < needed <= max(without)
         if self.modules and (fits_without or min(free) < needed // len(devices)):
-            free = self.drop_modules(lease).devices
+            free = _less(self.drop_modules(lease), reserved)
         return free
 
     def beside_models(self, attempt: Callable[[], T], lease: Lease) -> T:
@@ -392,3 +393,7 @@ class RankHoldings:
         dropped = [f"dropped {held.key.name}: {LACK_OF_MEMORY}" for held in before if held not in self._held]
         info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
         return info, dropped
+
+
+def _less(room: Room, reserved: int) -> tuple[int, ...]:
+    return tuple(size - reserved for size in room.devices)

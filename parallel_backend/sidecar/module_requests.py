@@ -169,15 +169,15 @@ class ModuleRequests:
             return ALL_RANKS
         if is_cpu(self.devices):
             return 0
-        awaited = self._awaited_bytes()
-        free = [size - awaited for size in self._holdings.free_devices(request.bytes + awaited, lease)]
+        free = self._holdings.free_devices(request.bytes, self._awaited_bytes(), lease)
         roomiest = max(range(len(free)), key=free.__getitem__)
         return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS
 
     def _awaited_bytes(self) -> int:
         """Returns the bytes of each device that the awaited model will take, 0 once the ranks hold it."""
-        is_there = self._awaited is None or self._awaited[0] in self._holdings.models
-        return 0 if is_there or self._awaited is None else self._awaited[1]
+        if self._awaited is None or self._awaited[0] in self._holdings.models:
+            return 0
+        return self._awaited[1]
 
 
 def _too_large(size: int, kind: ModuleKind) -> str:

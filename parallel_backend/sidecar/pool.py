@@ -64,14 +64,14 @@ def preload(devices: tuple[str, ...], spec: ModelSpec, strategy: ParallelStrateg
 
 
 def leave_room_for(devices: tuple[str, ...], spec: ModelSpec, size: int) -> None:
-    """As Sidecar.leave_room_for, on these devices; where other ranks run on one of them, nothing changes."""
+    """Calls Sidecar.leave_room_for on these devices, unless other ranks run on one of them."""
     with _lock:
         if not any(key != devices for key in _running_on(devices)):
             get_sidecar(devices).leave_room_for(spec, size)
 
 
 def prepare(devices: tuple[str, ...], spec: ModelSpec) -> None:
-    """As Sidecar.prepare, on these devices; where ranks run, or have failed, on one of them, nothing starts."""
+    """Calls Sidecar.prepare on these devices, unless ranks run, or have failed, on one of them."""
     with _lock:
         if _running_on(devices):
             return
@@ -96,7 +96,7 @@ def put_to_sleep(spec: ModelSpec) -> None:
     """Discards `spec` on ranks that hold it and are idle; they stay, and load it again when they are asked for it.
     Other models that they hold stay as well.
 
-    Level 2 and not 1: the file is mapped once for all ranks, and a copy in host memory for each would be many.
+    Level 2 and not 1: shares of weights, and those that LoRAs have changed, would be copied to host memory.
     """
     for sidecar in all_sidecars():
         if spec in sidecar.models and sidecar.state is State.READY:

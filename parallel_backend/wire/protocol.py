@@ -164,8 +164,9 @@ class RankAndModel:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Parent to all ranks: give device memory back. `level` 1: all models' weights go to host memory; 2: they are
-    discarded. `only`: at level 1, the rank and the model that do, and no others."""
+    """Parent to all ranks: give device memory back. `level` 1: of all models, weights that are not the file's go to
+    host memory, and the others are read again; 2: all are discarded. `only`: at level 1, the rank and the model that
+    do, and no others."""
 
     level: int
     only: RankAndModel | None = None
@@ -173,7 +174,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class Wake:
-    """Parent to all ranks: take the weights back from host memory, of all models that have room there."""
+    """Parent to all ranks: take the weights back that went at level 1, of all models that have room on the device."""
 
 
 @dataclass(frozen=True)

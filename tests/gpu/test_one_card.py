@@ -10,21 +10,34 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none"),
-]
 ROOT = Path(__file__).resolve().parents[2]
 ONE_CARD = ROOT / "tests" / "support" / "one_card"
 # Not "out of memory": a rank that fills the card takes the other's memory too.
 CHECKS = ("device", "several gpus", "cancel", "kill")
+# What a rank and ComfyUI's process would take for devices.
+NAMES = """
+from parallel_backend.devices import resolve_devices
+from parallel_backend.rank.work.device import device_of
+print(*resolve_devices("all"), device_of("cuda:2"), device_of("cpu:1"))
+"""
 
 
+def _environment(cards):
+    search = os.pathsep.join(filter(None, [str(ONE_CARD), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": search, "TORCH_TEST_CARDS": str(cards)}
+
+
+def test_the_pack_sees_several_gpus_and_computes_on_the_first():
+    command = [sys.executable, "-c", NAMES]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(3), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cuda:0", "cuda:1", "cuda:2", "cuda:0", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none")
 @pytest.mark.timeout(600)
 def test_ranks_that_share_a_card_find_nothing_broken(tmp_path, no_leaks):
-    search = os.pathsep.join(filter(None, [str(ONE_CARD), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": search, "TORCH_TEST_CARDS": "2"}
     command = [sys.executable, "-m", "parallel_backend", "doctor", "--gpu", "--devices", "0,1"]
     command += ["--report", str(tmp_path), *(word for name in CHECKS for word in ("--only", name))]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_environment(2), capture_output=True, text=True)
     assert done.returncode == 0, (tmp_path / "gpu-check.md").read_text()

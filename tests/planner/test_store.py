@@ -39,27 +39,6 @@ def store(tmp_path):
     return MeasurementStore(BOX, tmp_path / "cache")
 
 
-class Forgetful(dict):
-    def __setitem__(self, key, value):
-        pass
-
-
-@pytest.fixture(autouse=True)
-def every_read_decodes(monkeypatch):
-    monkeypatch.setattr(module, "_latest", Forgetful())
-
-
-def test_a_file_is_decoded_once_for_as_long_as_it_stays_the_same(store, monkeypatch):
-    decoded, decode = [], module._decode
-    monkeypatch.setattr(module, "_latest", {})
-    monkeypatch.setattr(module, "_decode", lambda data: decoded.append(data) or decode(data))
-    store.update(lambda known: full())
-    assert store.read() == store.read() == full() and decoded == []  # this process wrote it
-    more = record(full(), kind("other"), 0.5, NOW)
-    cache_files.replace_whole(store.path, store._encode(more))  # as another process does
-    assert store.read() == store.read() == more and len(decoded) == 1
-
-
 def test_what_is_kept_comes_back_whole(store, tmp_path):
     assert store.read() == Measurements()
     assert store.update(lambda known: full())

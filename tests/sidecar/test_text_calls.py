@@ -187,7 +187,7 @@ GIB = 2**30
 def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests = ModuleRequests()
     requests.devices = tuple(f"cuda:{number}" for number in range(len(free)))
-    requests._holdings = SimpleNamespace(free_devices=lambda needed, lease: free)
+    requests._holdings = SimpleNamespace(free_devices=lambda needed, reserved, lease: free)
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank
 

@@ -28,8 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # A name that breaks a pack which builds module names or command lines from its folder.
 PACK_FOLDER = "My Pack v1.0"
 
-FORKED_RANKS = "PARALLEL_TEST_FORKED_RANKS"
-
 
 @dataclass
 class Comfy:
@@ -143,7 +141,7 @@ def start_comfyui(
     arguments += os.environ.get(ON_GPU, "").split()
     cpu = options.pop("cpu", ON_GPU not in os.environ)
     if not cpu:
-        environment.pop(FORKED_RANKS, None)  # a fork sees no GPU
+        environment.pop("PARALLEL_TEST_FORKED_RANKS", None)  # a fork sees no GPU
     return ComfyUIServer(
         comfyui or require_comfyui(),
         base_directory,

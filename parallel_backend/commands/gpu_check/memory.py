@@ -40,7 +40,7 @@ def check_sleep(ranks: Ranks) -> Sequence[Finding]:
     """Both levels of sleep, and the same picture after each."""
     expected = ranks.sample()
     found = []
-    for level, where in ((1, "weights kept in host memory"), (2, "weights discarded")):
+    for level, where in ((1, "weights left to the file and host memory"), (2, "weights discarded")):
         sidecar = ranks.group(1)
         slept = sidecar.sleep(level)
         awake = sidecar.wake() if level == 1 else None

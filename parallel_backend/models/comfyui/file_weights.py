@@ -7,6 +7,7 @@ file stays mapped, and the large reads that brought the weights once bring them 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
@@ -41,9 +42,11 @@ class FileWeights:
         self._open_reader = open_reader
         # Weakly: a parameter that something else has taken the place of gives its memory back.
         self._placed: dict[str, weakref.ref[Tensor]] = {}
+        owners = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
         for name, original in originals.items():
             parameter = model.get_parameter(name)
-            if parameter is not original and parameter.shape == original.shape:
+            is_read = parameter is not original and parameter.shape == original.shape
+            if is_read and owners[id(parameter)] == 1:  # what several modules share stays one
                 self._placed[name] = weakref.ref(parameter)
 
     def original(self, name: str) -> nn.Parameter | None:

@@ -269,7 +269,7 @@ class RankWorker:
         return SleepInfo(time.perf_counter() - begun, before - allocated(device))
 
     def wake(self) -> SleepInfo:
-        """Takes the weights back from host memory, bit for bit."""
+        """Takes back the weights that went at level 1, bit for bit."""
         begun, before = time.perf_counter(), allocated(self.world.device)
         self._move(self.world.device, is_waking=True)
         for held in self.models:

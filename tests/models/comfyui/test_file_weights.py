@@ -4,11 +4,15 @@ On the CPU weights stay in the mapping; where the device is to have another dtyp
 are on a GPU.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import nn
 
 from comfy_modules import CPU, import_comfyui_here
 from mapped_files import mapped_ranges
+from parallel_backend.models.comfyui.file_weights import FileWeights
 from parallel_backend.models.comfyui.jobs.patchers import root_patcher
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import ModelSpec
@@ -58,6 +62,21 @@ def test_a_weight_that_has_changed_stays_where_it_is(model):
     assert model.patcher.model.get_parameter(LAYER) is changed
     model.come_back()
     assert model.patcher.model.get_parameter(LAYER) is changed
+
+
+def test_a_weight_that_two_modules_share_stays_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other, self.alone = (nn.Linear(2, 2, bias=False) for _ in range(3))
+            self.other.weight = self.one.weight
+
+    tied = Tied()
+    originals = {name: nn.Parameter(value.detach().clone()) for name, value in tied.named_parameters()}
+    files = FileWeights(tied, originals, CPU, {}, nullcontext)
+    files.leave()
+    assert tied.one.weight is tied.other.weight and files.original("one.weight") is None
+    assert tied.alone.weight is originals["alone.weight"]
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves the device meanwhile"])

@@ -123,6 +123,7 @@ def _unpatch_model(
     device_to: Any = None,
     unpatch_weights: bool = True,
 ) -> Any:
+    """Reads weights whose backup is the file from there, and leaves all else to ComfyUI."""
     if unpatch_weights and files is not None:
         self.unpatch_hooks()  # they hold what weights were with the patches of the whole job
         again = [key for key, backup in self.backup.items() if files.is_original(key, backup.weight)]
