@@ -11,6 +11,7 @@ Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_t
 
 # Nodes that name a model for the ranks.
 LOADERS = ("ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader")
+ENCODER = "ParallelCLIP"  # gives what it is given: a CLIP, CLIP_VISION or AUDIO_ENCODER
 
 
 def links(inputs: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:

@@ -11,7 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 import nodes
 
-from .prompt_graph import LOADERS, Prompt, inputs_of, links, needed
+from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -64,15 +64,25 @@ def models_before(prompt: Prompt, node: str) -> list[str]:
         origins = [
             (name, one)
             for name, one, output in links(inputs_of(prompt, node))
-            if _gives_model(prompt, one, output)
+            if _type_of(prompt, one, output) == "MODEL"
         ]
         node = next((one for _, one in sorted(origins, key=lambda item: item[0] != "model")), "")
     return found[:-1]
 
 
-def _gives_model(prompt: Prompt, node: str, output: int) -> bool:
+def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
+    """The node, and its output, that gives `node` a CLIP; None where none does, or several."""
+    found = [
+        (one, output)
+        for _, one, output in links(inputs_of(prompt, node))
+        if prompt.get(one, {}).get("class_type") == ENCODER or _type_of(prompt, one, output) == "CLIP"
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _type_of(prompt: Prompt, node: str, output: int) -> str | None:
     kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
-    return list(getattr(kind, "RETURN_TYPES", ()))[output : output + 1] == ["MODEL"]
+    return next(iter(list(getattr(kind, "RETURN_TYPES", ()))[output : output + 1]), None)
 
 
 def running_prompt() -> Prompt | None:

@@ -34,7 +34,8 @@ from ..host.aside import is_loaded, unload
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.memory import drop_modules, modules_on
-from ..host.prompt_links import running_prompt
+from ..host.prompt_graph import Prompt, ancestry
+from ..host.prompt_links import clip_before, current_node, running_prompt
 from ..host.vae_ranks import choose_ranks
 from .file_tensors import FileTensors
 from .mapped import mapped_words
@@ -207,6 +208,7 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> EncoderPatcher:
         if kwargs.get("force_deepcopy"):
             raise refusal("a copy of a text encoder's weights", "train it without Parallel CLIP")
+        _note_place(self)
         found: EncoderPatcher = super().clone(*args, **kwargs)
         found.encoder = self.encoder
         self.encoder.add(found)
@@ -216,6 +218,7 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
         return False
 
     def partially_load(self, *args: Any, **kwargs: Any) -> int:
+        _note_place(self)
         self.encoder.load(self)
         self.current_hooks = self.forced_hooks
         return 0
@@ -246,6 +249,27 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         self.current_hooks = None
+
+
+# By the output that has given it to a node: what a CLIP has on it. ComfyUI gives later prompts the same one, as long as
+# nothing before that output is different.
+_by_place: dict[tuple[str, int], weakref.ref[EncoderPatcher]] = {}
+
+
+def _note_place(patcher: EncoderPatcher) -> None:
+    """Notes the output that has given the running node this patcher's CLIP."""
+    current = current_node()
+    place = None if current is None else clip_before(*current)
+    if current is None or place is None:
+        return
+    for gone in [key for key, one in _by_place.items() if one() is None]:
+        del _by_place[gone]
+    _by_place[ancestry(current[0], place[0]), place[1]] = weakref.ref(patcher)
+
+
+def patcher_given_by(prompt: Prompt, node: str, slot: int) -> EncoderPatcher | None:
+    """Returns the patcher of the CLIP that an output has given to a node of an earlier prompt."""
+    return _by_place.get((ancestry(prompt, node), slot), lambda: None)()
 
 
 class _EncoderShipment(Shipment):

@@ -14,10 +14,9 @@ import nodes
 from ...parallel_backend.errors import Cancelled, ParallelError
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
-from ..host.prompt_graph import Prompt, ancestry, inputs_of, links, needed
-from ..host.prompt_links import current_node
-from ..job.encoder import EarlyEncoder, NotNow, idle_holder, stand_in_of
-from .tail import ENCODER
+from ..host.prompt_graph import ENCODER, Prompt, ancestry, inputs_of, links, needed
+from ..host.prompt_links import clip_before, current_node
+from ..job.encoder import EarlyEncoder, NotNow, idle_holder, patcher_given_by, stand_in_of
 
 log = logging.getLogger(__name__)
 _made: dict[str, weakref.ref[Any]] = {}  # the CLIPs of prompts that have run, by where they come from
@@ -66,16 +65,14 @@ class NextTexts:
         """Returns what a node gives. Raises LookupError for one that only a run of the prompt can tell."""
         kind, inputs = _kind(self._prompt, node), dict(inputs_of(self._prompt, node))
         for name, origin, slot in links(inputs):
-            if slot:
-                raise LookupError(origin)
-            inputs[name] = self._clip(origin, in_tail)
+            inputs[name] = self._clip(origin, slot, in_tail)
         with torch.inference_mode():
             return _execute(kind, inputs)
 
-    def _clip(self, node: str, in_tail: bool) -> Any:
+    def _clip(self, node: str, slot: int, in_tail: bool) -> Any:
         if self._prompt[node]["class_type"] != ENCODER:
-            if _gives(_kind(self._prompt, node)) != {"CLIP"}:
-                raise LookupError(node)
+            if slot or _gives(_kind(self._prompt, node)) != {"CLIP"}:
+                return self._clip_given_before(node, slot, in_tail)
             return self._run(node, in_tail)
         clip = _made.get(ancestry(self._prompt, node), lambda: None)()
         if clip is None:
@@ -85,10 +82,27 @@ class NextTexts:
             raise NotNow
         if node not in self._clips:
             encoder = EarlyEncoder(clip.patcher.encoder, self._is_gone)
-            found = self._clips[node] = stand_in_of(clip, encoder)
-            # ComfyUI's memory manager is the running prompt's.
-            found.load_model = lambda *_, **__: (found.patcher.partially_load(), found.patcher)[1]
+            self._clips[node] = _without_manager(stand_in_of(clip, encoder))
         return self._clips[node]
+
+    def _clip_given_before(self, node: str, slot: int, in_tail: bool) -> Any:
+        """Returns the CLIP of a node that is not run here, such as a LoRA's loader: with what is on the one that it has
+        given to an earlier prompt. Should that differ, its texts are encoded again."""
+        before = clip_before(self._prompt, node)
+        patcher = patcher_given_by(self._prompt, node, slot)
+        if before is None or patcher is None:
+            raise LookupError(node)
+        found = self._clip(*before, in_tail).clone()
+        found.patcher = found.patcher.encoder.patcher_of(patcher)
+        return found
+
+
+def _without_manager(clip: Any) -> Any:
+    """Has a CLIP and its clones do without ComfyUI's memory manager, which is the running prompt's."""
+    clone = clip.clone
+    clip.load_model = lambda *_, **__: (clip.patcher.partially_load(), clip.patcher)[1]
+    clip.clone = lambda *args, **kwargs: _without_manager(clone(*args, **kwargs))
+    return clip
 
 
 def _others_compute(idle: Any) -> bool:

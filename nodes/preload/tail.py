@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..host.prompt_graph import LOADERS, Prompt, links, needed
+from ..host.prompt_graph import ENCODER, LOADERS, Prompt, links, needed
 
 TypesOf = Callable[[str], tuple[str, ...]]  # of a node class's outputs; of one that nobody knows, none
 
-ENCODER = "ParallelCLIP"
 # Nodes that use the ranks without a model of theirs, or give an encoder that does.
 WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode", ENCODER)
 _ENCODERS = (("CLIP",), ("CLIP_VISION",), ("AUDIO_ENCODER",))

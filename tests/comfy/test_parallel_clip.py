@@ -285,19 +285,19 @@ def _texts_encoded(comfy) -> list[str | None]:
     return [one["prompt_id"] for one in events if one["event"] == "ended" and one["request"] == "text"]
 
 
-def test_the_texts_of_a_waiting_prompt_are_encoded_in_the_tail_of_the_one_before(comfy):
+@pytest.mark.parametrize("changed", [_skip, _lora])
+def test_the_texts_of_a_waiting_prompt_are_encoded_in_the_tail_of_the_one_before(comfy, changed):
     """Each waits until those of the next one are there, as a decode of a large picture would."""
     texts = [f"a red cat under the tree number {number}" for number in range(3)]
     graph = TextGraph()
     clip = graph.encoder("clip_l", draw=41)
-    skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
-    stock = tensors(comfy, graph, *(graph.text(one, text) for text in texts for one in (clip, skipped)))
+    other = changed(graph, clip)
+    stock = tensors(comfy, graph, *(graph.text(one, text) for text in texts for one in (clip, other)))
     before, names, paths = len(_texts_encoded(comfy)), [], []
     for number, text in enumerate(texts):
         graph = TextGraph()
         clip = graph.ours(graph.encoder("clip_l", draw=41), "cpu:2", "all devices")
-        skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
-        found = [graph.text(clip, text), graph.text(skipped, text)]
+        found = [graph.text(clip, text), graph.text(changed(graph, clip), text)]
         both = [graph.add("ConditioningCombine", conditioning_1=found[0], conditioning_2=found[1]), 0]
         if number < 2:
             both = [graph.add("TestUntilEarly", conditioning=both, count=2), 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -35,6 +36,7 @@ class TextNode:
 
     RETURN_TYPES, FUNCTION = ("CONDITIONING",), "encode"
     encoded: ClassVar[list[str]] = []
+    loras: ClassVar[list[tuple[str, ...]]] = []
 
     def encode(self, clip, text):
         clip.encode(text)
@@ -47,6 +49,10 @@ class SkipNode:
 
     def skip(self, clip):
         return (clip,)
+
+
+class LoraNode:
+    RETURN_TYPES, FUNCTION = ("MODEL", "CLIP"), "load"
 
 
 class CombineNode:
@@ -66,19 +72,32 @@ CLASSES = {
     "CLIPTextEncode": TextNode,
     "CLIPSetLastLayer": SkipNode,
     "ConditioningCombine": CombineNode,
+    "LoraOfSomePack": LoraNode,
     "TextOfSomePack": PackNode,
 }
+
+
+@dataclass(eq=False)
+class Patcher:
+    encoder: SimpleNamespace
+    loras: tuple[str, ...] = ()
 
 
 class Clip:
     """Stands for the CLIP that a Parallel CLIP gave to an earlier prompt."""
 
     def __init__(self):
-        self.patcher = SimpleNamespace(encoder=SimpleNamespace(number=7))
+        self.patcher = Patcher(SimpleNamespace(number=7, patcher_of=lambda patcher: patcher))
+
+    def clone(self):
+        found = Clip()
+        found.patcher = self.patcher
+        return found
 
     def encode(self, text):
         if text == "busy":
             raise Cancelled("The request was cancelled before it reached the processes.")
+        TextNode.loras.append(self.patcher.loras)
 
 
 def sidecar(state, *numbers):
@@ -92,6 +111,7 @@ def prompt(module, monkeypatch):
     monkeypatch.setattr(module, "EarlyEncoder", lambda encoder, is_gone: encoder)
     monkeypatch.setattr(module, "stand_in_of", lambda clip, encoder: clip)
     monkeypatch.setattr(TextNode, "encoded", [])
+    monkeypatch.setattr(TextNode, "loras", [])
     graph = Graph()
     graph.clip = [graph.add("ParallelCLIP", clip=[graph.add("CLIPLoader", clip_name="a"), 0]), 0]
     made = Clip()
@@ -127,6 +147,43 @@ def test_in_the_tail_all_of_them_are_that_comfyuis_own_nodes_make(module, prompt
     for _ in range(10):
         found.encode(in_tail=True)
     assert TextNode.encoded == ["text 0", "text 1"] and found.prompt_id == PROMPT
+
+
+def test_a_lora_is_what_its_loader_gave_to_an_earlier_prompt(module, encoder, prompt, monkeypatch):
+    """Loaders of any pack; whoever reads a LoRA ahead would do so twice."""
+    idle(monkeypatch, sidecar(State.READY, 7))
+    with_lora = [prompt.add("LoraOfSomePack", clip=prompt.clip, lora_name="seen"), 1]
+    other = [prompt.add("LoraOfSomePack", clip=prompt.clip, lora_name="never seen"), 1]
+    earlier = prompt.add("CLIPTextEncode", clip=with_lora, text="of the earlier prompt")
+    prompt.add("CLIPTextEncode", clip=other, text="with a LoRA that no prompt had")
+    skipped = [prompt.add("CLIPSetLastLayer", clip=with_lora), 0]
+    prompt.add("CLIPTextEncode", clip=skipped, text="skipped")
+    patcher = Patcher(prompt.made.patcher.encoder, ("seen",))
+    monkeypatch.setattr(encoder, "current_node", lambda: (prompt.prompt, earlier))
+    encoder._note_place(patcher)
+    found = texts(module, prompt)
+    for _ in range(4):
+        found.encode(in_tail=True)
+    assert TextNode.encoded == ["of the earlier prompt", "skipped"] and TextNode.loras == [("seen",)] * 2
+    encoder._by_place.clear()
+    found = texts(module, prompt)
+    for _ in range(4):
+        found.encode(in_tail=True)
+    assert len(TextNode.encoded) == 2
+
+
+def test_a_text_ahead_asks_comfyuis_memory_manager_for_nothing(module, prompt, monkeypatch):
+    """It is the running prompt's; nodes clone the CLIP that they are given."""
+    idle(monkeypatch, sidecar(State.READY, 7))
+    loaded = []
+    monkeypatch.setattr(Clip, "load_model", lambda self: pytest.fail("the memory manager's"), raising=False)
+    monkeypatch.setattr(Clip, "encode", lambda self, text: loaded.append(self.load_model()))
+    prompt.made.patcher.partially_load = lambda: None
+    monkeypatch.setattr(SkipNode, "skip", lambda self, clip: (clip.clone().clone(),))
+    skipped = [prompt.add("CLIPSetLastLayer", clip=prompt.clip), 0]
+    prompt.add("CLIPTextEncode", clip=skipped, text="a text")
+    texts(module, prompt).encode(in_tail=True)
+    assert loaded == [prompt.made.patcher]
 
 
 @pytest.mark.parametrize(
