@@ -16,18 +16,20 @@ from torch import Tensor
 
 from ..parallel_backend.errors import PlatformError
 from ..parallel_backend.job.pickling import CannotBeSent
+from ..parallel_backend.observability.prompt_phases import PHASES
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar.module_requests import ModuleAnswer
-from ..parallel_backend.sidecar.sidecar import Sidecar
 from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import ROWS, CannotBeSplit, check_splittable, choose_ranks, make_room, report_lines
+from .host.vae_ranks import ROWS, CannotBeSplit, SharedOut, check_splittable, report_lines
 from .job.vae import VaeShipment, as_sent, check_decoder, check_encoder, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, devices_input
 from .runs.report import phases_in_words
+from .runs.speed import as_shown, compare_with_one_device
 from .runs.stock_run import show_phases
 
+_TRIED = "tried on one device, to know what sharing it out gains; the next ones go the faster way"
 _TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
 
 
@@ -144,19 +146,40 @@ def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callab
     return io.NodeOutput(result, "\n".join(lines))
 
 
-def _ask(shipment: VaeShipment, sidecar: Sidecar) -> ModuleAnswer:
+def _ask(vae: comfy.sd.VAE, inputs: Tensor, out: SharedOut, *, encodes: bool) -> ModuleAnswer:
     """Has ranks compute. Raises CannotBeSplit where they cannot, or have no memory for it: ComfyUI cuts what is too
     large into tiles."""
+    shipment = VaeShipment(vae, inputs, out.shares, encodes=encodes)
     progress = comfy.utils.ProgressBar(1)
     try:
         with errors_as_comfyuis():
-            return shipment.run(sidecar, lambda step, steps: progress.update_absolute(step, steps))
+            return shipment.run(out.sidecar, lambda step, steps: progress.update_absolute(step, steps))
     except CannotBeSent as error:
         raise CannotBeSplit(f"the devices cannot be given it: {error.problem}") from error
     except PlatformError as error:
         raise CannotBeSplit(str(error)) from error
     except comfy.model_management.OOM_EXCEPTION as error:
+        if out.give_up_alone():
+            return _ask(vae, inputs, out, encodes=encodes)
         raise CannotBeSplit(f"memory ended on the devices: {error}") from error
+
+
+def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
+    """Records what each picture took, and returns lines on how that compares with one device; none where nobody timed
+    both."""
+    choice, seconds = out.choice, run.seconds / pictures
+    choice.record(seconds, is_alone=out.is_alone)
+    alone, shared = choice.alone_seconds, choice.shared_seconds
+    if len(out.sidecar.devices) == 1:
+        return []
+    if not out.is_alone:
+        if alone is None:
+            return []
+        PHASES.add_gain(running_prompt_id(), pictures * (as_shown(alone) - as_shown(seconds)))
+        return [f"each: {seconds:.3g} s, {compare_with_one_device(seconds, alone)}"]
+    if alone is None or shared is None or alone >= shared:
+        return [_TRIED]
+    return [f"each: {seconds:.3g} s; the rows stay together, since shared out they took {shared:.3g} s"]
 
 
 def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
@@ -164,14 +187,14 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
     check_splittable(check_decoder, vae)
-    sidecar, shares, notes = choose_ranks(settings)
-    if latent.ndim == 2 + getattr(vae, "latent_dim", 2):  # the ranks refuse any other in words
-        make_room(vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype), sidecar)
+    is_taken = latent.ndim == 2 + getattr(vae, "latent_dim", 2)  # the ranks refuse any other in words
+    needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) if is_taken else 0.0
     sent = as_sent(vae, latent).cpu()
-    run = _ask(VaeShipment(vae, sent, shares, encodes=False), sidecar)
+    out = SharedOut(settings, vae, sent, needed, encodes=False)
+    run = _ask(vae, sent, out, encodes=False)
     frames = len(run.value) // len(sent) if sent.ndim == 5 else 1
     lines = report_lines("decoded", run, len(sent), frames, _TILES if cuts_tiles(vae) else ROWS)
-    return _as_comfyuis(vae, run.value), [*lines, *notes]
+    return _as_comfyuis(vae, run.value), [*lines, *_speed(run, len(sent), out), *out.notes]
 
 
 def _decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
@@ -184,13 +207,13 @@ def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tu
     """LATENT as VAE.encode gives it, and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
     check_splittable(check_encoder, vae)
     inputs = _as_network_takes(vae, pixels)
-    sidecar, shares, notes = choose_ranks(settings)
-    make_room(vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype), sidecar)
-    run = _ask(VaeShipment(vae, inputs, shares, encodes=True), sidecar)
+    needed = vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype)
+    out = SharedOut(settings, vae, inputs, needed, encodes=True)
+    run = _ask(vae, inputs, out, encodes=True)
     latent = run.value.to(device=vae.output_device, dtype=_output_dtype(vae))
     frames = inputs.shape[2] if inputs.ndim == 5 else 1
     lines = report_lines("encoded", run, len(inputs), frames, ROWS)
-    return {"samples": latent}, [*lines, *notes]
+    return {"samples": latent}, [*lines, *_speed(run, len(inputs), out), *out.notes]
 
 
 def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:

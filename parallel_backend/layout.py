@@ -82,7 +82,7 @@ def crosses_machines(strategy: ParallelStrategy, devices: Sequence[str]) -> bool
 def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:
     """Sizes of `parts` contiguous shares of `total`, as even as whole numbers allow; the first are the larger.
 
-    With `weights`, in proportion to them (largest remainders), but at least 1 each while there is enough for all.
+    With `weights`, in proportion to them (largest remainders), but at least 1 for each above 0 while there is enough.
     """
     if not weights:
         return tuple(total // parts + (i < total % parts) for i in range(parts))
@@ -91,9 +91,10 @@ def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tupl
     by_remainder = sorted(range(parts), key=lambda i: sizes[i] - exact[i])
     for i in by_remainder[: total - sum(sizes)]:
         sizes[i] += 1
-    while total >= parts and 0 in sizes:
+    taking = [i for i in range(parts) if weights[i]]
+    while total >= len(taking) and (empty := [i for i in taking if not sizes[i]]):
         sizes[sizes.index(max(sizes))] -= 1
-        sizes[sizes.index(0)] += 1
+        sizes[empty[0]] += 1
     return tuple(sizes)
 
 

@@ -23,7 +23,14 @@ def test_weighted_shares_are_complete_and_give_everyone_something(total, weights
 
 @pytest.mark.parametrize(
     ("total", "weights", "sizes"),
-    [(57, (24, 16), (34, 23)), (10, (3, 1), (8, 2)), (3, (100, 1, 1), (1, 1, 1)), (1, (1, 5), (0, 1))],
+    [
+        (57, (24, 16), (34, 23)),
+        (10, (3, 1), (8, 2)),
+        (3, (100, 1, 1), (1, 1, 1)),
+        (1, (1, 5), (0, 1)),
+        (5, (1, 0), (5, 0)),
+        (2, (9, 0, 1), (1, 0, 1)),
+    ],
 )
 def test_weighted_shares_are_in_proportion(total, weights, sizes):
     assert split_sizes(total, len(weights), weights) == sizes

@@ -1,21 +1,30 @@
-"""What Parallel VAE Decode and Encode share: which ranks take a VAE, and the lines of a report on what they did."""
+"""What Parallel VAE Decode and Encode share: which ranks take a VAE and how much of it each, and the lines of a report
+on what they did."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import comfy.model_management
 import comfy.sd
+from torch import Tensor
 
-from ...parallel_backend.devices import devices_of_a_run
+from ...parallel_backend.devices import devices_of_a_run, is_cpu
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
+from ...parallel_backend.planner.history import open_history
 from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.vae_choice import VaeChoice
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from .aside import own_gpu, release_cache
+from .settings import setting
+
+# Of what ComfyUI expects a whole picture to take, free memory that one device must have to compute it alone.
+_SPARE = 1.5
 
 
 class CannotBeSplit(Exception):
@@ -41,6 +50,55 @@ def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...]
         f"note: {used} of the {len(chosen)} devices chosen had running processes; they stay, with their model"
     )
     return sidecar, shares, [note]
+
+
+class SharedOut:
+    """The ranks that take the pictures of one call, and `shares`, how much of each: chosen by hand, or the faster of
+    all and one of them. `inputs`: as the ranks take them; `bytes_alone`: what one device needs for one of them."""
+
+    def __init__(
+        self,
+        settings: StrategySettings,
+        vae: comfy.sd.VAE,
+        inputs: Tensor,
+        bytes_alone: float,
+        *,
+        encodes: bool,
+    ) -> None:
+        self.sidecar, self._shares, self.notes = choose_ranks(settings)
+        devices = self.sidecar.devices
+        make_room(bytes_alone, self.sidecar)
+        is_free = settings.mode == "auto" and not self._shares and not settings.compared and len(devices) > 1
+        self.choice = VaeChoice(
+            open_history(devices),
+            f"{type(vae.first_stage_model).__name__} {'encode' if encodes else 'decode'} {vae.vae_dtype}",
+            tuple(inputs.shape[1:]),
+            tries=bool(setting("try_strategies")),
+        )
+        has_room = is_free and _free_bytes(devices[0]) >= _SPARE * bytes_alone
+        self.is_alone = len(devices) == 1 or (is_free and has_room and self.choice.is_alone())
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """How much of each picture every rank takes; empty for equal shares."""
+        others = len(self.sidecar.devices) - 1
+        return (1.0, *(0.0,) * others) if self.is_alone and others else self._shares
+
+    def give_up_alone(self) -> bool:
+        """Takes all ranks in place of one that has failed; False where that one was all."""
+        if not self.is_alone or len(self.sidecar.devices) == 1:
+            return False
+        self.choice.give_up()
+        self.is_alone = False
+        return True
+
+
+def _free_bytes(device: str) -> float:
+    """Returns what is free of a rank's device; of the CPU, which computes as much at once in any case, no limit."""
+    gpu = own_gpu(device)
+    if gpu is None:
+        return math.inf if is_cpu((device,)) else 0.0
+    return float(comfy.model_management.get_free_memory(gpu))
 
 
 def check_splittable(check: Callable[[comfy.sd.VAE], None], vae: comfy.sd.VAE) -> None:

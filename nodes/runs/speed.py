@@ -90,8 +90,8 @@ def count_gain(record: RunRecord) -> None:
 
 
 def compare_prompt(prompt_id: str) -> str:
-    """Says how a prompt until now compares with one whose steps run on one device, its other phases taken as they are;
-    "" where it only sampled, or nobody knows what one device takes."""
+    """Says how a prompt until now compares with one on one device, where phases count as they were that nobody timed
+    there; "" where it only sampled, or nobody knows what one device takes."""
     seconds, one_device = PHASES.with_and_without_gain(prompt_id)
     return f"whole prompt so far: {compare_with_one_device(seconds, one_device)}" if seconds else ""
 

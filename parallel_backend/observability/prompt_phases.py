@@ -44,7 +44,7 @@ class PromptPhases:
                 self._gains.pop(oldest, None)
 
     def add_gain(self, prompt_id: str, seconds: float) -> None:
-        """Counts by how much the steps of a sampler took less than on one device."""
+        """Counts by how much the steps of a sampler, or pictures of a VAE, took less than on one device."""
         with self._lock:
             if prompt_id in self._seconds:
                 self._gains[prompt_id] = self._gains.get(prompt_id, 0.0) + seconds
@@ -58,8 +58,8 @@ class PromptPhases:
             return {phase: spent[phase] for phase in _PHASES if spent.get(phase)}
 
     def with_and_without_gain(self, prompt_id: str) -> tuple[float, float]:
-        """Seconds of a prompt until now, and those that it would have taken with its steps on one device; (0, 0) where
-        it only sampled, or nobody knows what one device takes."""
+        """Seconds of a prompt until now, and those that it would have taken with what was timed there on one device;
+        (0, 0) where it only sampled, or nobody knows what one device takes."""
         whole = sum(self.spent(prompt_id).values())
         with self._lock:
             gain = self._gains.get(prompt_id, 0.0)

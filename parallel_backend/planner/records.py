@@ -108,6 +108,13 @@ def measured(
     return found
 
 
+def median_of(known: Measurements, kind: RunKind, now: float) -> float | None:
+    """The median of the recent runs of one kind, None without one."""
+    observed = next((o for o in known.observed if o.kind == kind), Observed(kind, (), ()))
+    recent = [s for s, t in zip(observed.seconds, observed.at, strict=True) if _is_recent(t, now)]
+    return median(recent) if recent else None
+
+
 def _is_recent(then: float, now: float) -> bool:
     # A clock that was set back makes a time lie in the future; a day of that is forgiven.
     return -86400.0 < now - then < MAX_AGE_S

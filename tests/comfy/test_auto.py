@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from any_graphs import MODELS, AnyGraph
 from graphs import Graph
+from tiny_vae import FLUX, write_vae
 
 TIME = r"((?:[A-Z][A-Za-z]+|data|one) (?:\d|device)) ([\d.]+) s"
 STEPS = 20
@@ -118,6 +120,36 @@ def test_jobs_with_a_reference_image_are_measured_apart_from_those_without(measu
         )
     added = [observed["kind"] for observed in _observed(kept) if observed not in before]
     assert sorted(kind["reference_tokens"] for kind in added) == [0, tokens]
+
+
+def test_a_size_that_is_decoded_again_is_tried_on_one_device_and_then_goes_the_faster_way(measuring):
+    comfy, kept = measuring
+    folder = comfy.server.base_directory / "models" / "vae"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_vae(folder / "tried.safetensors", FLUX)
+    size = {"width": 17, "height": 13, "batch": 1, "channels": FLUX.channels, "frames": 0}
+    reports = []
+    for draw in range(5):
+        graph = Graph()
+        vae = [graph.add("VAELoader", vae_name="tried.safetensors"), 0]
+        latent = [graph.add("TestLatent", draw=200 + draw, batch_index="", noise_mask=False, **size), 0]
+        stock = [graph.add("VAEDecode", samples=latent, vae=vae), 0]
+        ours = graph.add("ParallelVAEDecode", samples=latent, vae=vae, strategy=graph.strategy("cpu:2"))
+        for name, image in (("stock", stock), ("ours", [ours, 0])):
+            graph.add("TestSaveImage", image=image, path=f"{name}.safetensors")
+        graph.add("TestSaveText", text=[ours, 1], path="report.txt")
+        comfy.run(graph.prompt)
+        expected, image = (
+            load_file(comfy.output(f"{name}.safetensors"))["image"] for name in ("stock", "ours")
+        )
+        assert (image - expected).abs().max() <= 1e-5
+        reports.append(comfy.output("report.txt").read_text())
+    ways = [re.match(r"decoded by: (\d)", one)[1] for one in reports]
+    assert ways[:4] == ["2", "2", "1", "1"] and "tried on one device" in reports[2]
+    ending = "than|as one device" if ways[4] == "2" else "the rows stay together, since shared out they took"
+    assert re.search(ending, reports[4])
+    kinds = [one["kind"] for one in _observed(kept) if one["kind"]["engine"] == "rows"]
+    assert [kind["strategy"]["ulysses_degree"] for kind in kinds] in ([2, 1], [1, 2])
 
 
 def _runs(kept: Path) -> int:

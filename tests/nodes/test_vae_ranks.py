@@ -13,6 +13,7 @@ from parallel_backend.errors import OutOfMemory
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.lease import State
+from parallel_backend.strategy import ParallelStrategy
 
 CHOSEN = ("cpu:0", "cpu:1")
 
@@ -50,6 +51,120 @@ def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(monke
     assert freed == [(4.0, "cuda:2")], "ComfyUI's own cuda:0 is none of theirs"
 
 
+def given_to(monkeypatch, vae_ranks, *, devices=CHOSEN, shares=(), tries=True):
+    """Has a VAE's pictures go to ranks on these devices."""
+    sidecar = SimpleNamespace(devices=devices)
+    monkeypatch.setattr(vae_ranks, "choose_ranks", lambda settings: (sidecar, shares, []))
+    monkeypatch.setattr(vae_ranks, "make_room", lambda *_: None)
+    monkeypatch.setattr(vae_ranks, "setting", {"try_strategies": tries}.__getitem__)
+
+
+def vae_of(**methods):
+    return SimpleNamespace(
+        latent_dim=2, vae_dtype=torch.float32, first_stage_model=SimpleNamespace(), **methods
+    )
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """`timed(module)`: puts a choice into it that knows these `seconds`, and keeps what is recorded."""
+
+    class Timed:
+        alone_seconds, shared_seconds, kept, gave_up = 0.4, 0.1, [], False
+
+        def __init__(self, history, network, size, *, tries):
+            self.network, self.size, self.tries = network, size, tries
+
+        def is_alone(self):
+            return True
+
+        def record(self, seconds, *, is_alone):
+            self.kept.append((seconds, is_alone))
+
+        def give_up(self):
+            Timed.gave_up = True
+
+    monkeypatch.setattr(import_node_module("nodes.host.vae_ranks"), "VaeChoice", Timed)
+    return Timed
+
+
+MANUAL = StrategySettings(mode="manual", strategy=ParallelStrategy(ulysses_degree=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "free", "shares"),
+    [
+        (StrategySettings(), {}, 3.0, (1.0, 0.0)),
+        (StrategySettings(), {}, 2.9, ()),  # one device has no room for the whole
+        (StrategySettings(compared=True), {}, 3.0, ()),
+        (StrategySettings(device_shares="2,1"), {"shares": (2.0, 1.0)}, 3.0, (2.0, 1.0)),
+        (MANUAL, {}, 3.0, ()),
+        (StrategySettings(), {"devices": CHOSEN[:1]}, 3.0, ()),
+    ],
+    ids=["auto", "little memory", "a comparison", "shares by hand", "degrees by hand", "one device"],
+)
+def test_one_device_computes_where_that_is_faster_and_nobody_has_chosen(
+    monkeypatch, timed, settings, options, free, shares
+):
+    import_comfyui_here()
+    vae_ranks = import_node_module("nodes.host.vae_ranks")
+    given_to(monkeypatch, vae_ranks, **options)
+    monkeypatch.setattr(vae_ranks, "_free_bytes", lambda device: free)
+    out = vae_ranks.SharedOut(settings, vae_of(), torch.zeros(2, 4, 8, 6), 2.0, encodes=False)
+    assert out.shares == shares and out.choice.size == (4, 8, 6) and out.choice.tries
+    assert out.choice.network == "SimpleNamespace decode torch.float32"
+
+
+def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(monkeypatch, timed):
+    import_comfyui_here()
+    module = import_node_module("nodes.vae_nodes")
+    given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
+    asked = []
+
+    class Shipment:
+        def __init__(self, vae, inputs, shares, *, encodes):
+            self.shares = shares
+
+        def run(self, sidecar, on_step):
+            asked.append(self.shares)
+            if self.shares:
+                raise OutOfMemory("Process 0 ran out of memory on cuda:0")
+            return "the answer"
+
+    monkeypatch.setattr(module, "VaeShipment", Shipment)
+    inputs = torch.zeros(1, 4, 8, 8)
+    out = module.SharedOut(StrategySettings(), vae_of(), inputs, 0.0, encodes=False)
+    assert module._ask(vae_of(), inputs, out, encodes=False) == "the answer"
+    assert asked == [(1.0, 0.0), ()] and timed.gave_up and not out.is_alone
+
+
+@pytest.mark.parametrize(
+    ("alone", "alone_s", "shared_s", "gain", "line"),
+    [
+        (False, 0.4, 0.1, 0.6, "each: 0.1 s, 4.0 × as fast as one device"),
+        (False, None, 0.1, None, None),
+        (True, None, 0.1, None, "tried on one device, to know what sharing it out gains"),
+        (True, 0.4, 0.1, None, "tried on one device, to know what sharing it out gains"),
+        (True, 0.1, 0.4, None, "each: 0.1 s; the rows stay together, since shared out they took 0.4 s"),
+    ],
+)
+def test_what_sharing_out_gains_counts_for_the_prompt_where_both_were_timed(
+    monkeypatch, timed, alone, alone_s, shared_s, gain, line
+):
+    import_comfyui_here()
+    module = import_node_module("nodes.vae_nodes")
+    given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
+    timed.alone_seconds, timed.shared_seconds, timed.kept = alone_s, shared_s, []
+    gains = []
+    monkeypatch.setattr(module.PHASES, "add_gain", lambda prompt_id, seconds: gains.append(seconds))
+    out = module.SharedOut(StrategySettings(), vae_of(), torch.zeros(2, 4, 8, 8), 0.0, encodes=False)
+    out.is_alone = alone
+    lines = module._speed(SimpleNamespace(seconds=0.2), 2, out)
+    assert timed.kept == [(0.1, alone)]
+    assert gains == ([] if gain is None else [pytest.approx(gain)])
+    assert [one.startswith(line) for one in lines] == ([] if line is None else [True])
+
+
 @pytest.mark.parametrize(
     ("verb", "given"),
     [("decode", (1, 4, 8, 8)), ("encode", (1, 64, 64, 3))],
@@ -63,19 +178,12 @@ def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into
     def ends(*_, **__):
         raise OutOfMemory("Process 1 ran out of memory on cuda:1")
 
-    sidecar = SimpleNamespace(devices=CHOSEN)
     monkeypatch.setattr(module.VaeShipment, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(module.VaeShipment, "run", ends)
     monkeypatch.setattr(module, "check_splittable", lambda check, vae: None)
-    monkeypatch.setattr(module, "choose_ranks", lambda settings: (sidecar, (), []))
-    monkeypatch.setattr(module, "make_room", lambda *_: None)
+    given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
     as_it_is = "as_sent" if verb == "decode" else "_as_network_takes"
     monkeypatch.setattr(module, as_it_is, lambda vae, tensor: tensor)
-    vae = SimpleNamespace(
-        latent_dim=2,
-        vae_dtype=torch.float32,
-        memory_used_decode=lambda *_: 0.0,
-        memory_used_encode=lambda *_: 0.0,
-    )
+    vae = vae_of(memory_used_decode=lambda *_: 0.0, memory_used_encode=lambda *_: 0.0)
     with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Process 1 ran out"):
         getattr(module, f"_{verb}")(vae, torch.zeros(given), StrategySettings())

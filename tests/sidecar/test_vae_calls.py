@@ -128,6 +128,17 @@ def test_shares_give_a_rank_more_rows(ranks):
     assert is_right(run.value, image_of(vae, latent))
 
 
+def test_one_rank_computes_all_to_the_last_bit_where_the_others_have_no_share(ranks):
+    vae, latent = flux(), random_latent(FLUX, 8, 4)
+    run = ranks.call_module(vae.request(latent, shares=(1.0, 0.0)))
+    alone = Sidecar(("cpu:0",))
+    try:
+        expected = alone.call_module(flux().request(latent))
+    finally:
+        alone.stop()
+    assert run.parts == (8, 0) and torch.equal(run.value, expected.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32_on_the_cpu(ranks, dtype):
     vae, latent = Half(random_vae(FLUX).to(dtype), 16, 2, dtype=dtype), random_latent(FLUX, 4, 4)
@@ -195,7 +206,8 @@ def _does_not_work():
         (flux, torch.zeros(1, 4, 6, 6), (), "has 4 channels and the VAE decodes 16"),
         (flux, torch.zeros(1, 16, 2, 6, 6), (), "expected \\[batch, channels"),
         (flux, torch.zeros(1, 16, 6, 6), (1.0,), "one per process"),
-        (flux, torch.zeros(1, 16, 6, 6), (1.0, 0.0), "above 0"),
+        (flux, torch.zeros(1, 16, 6, 6), (0.0, 0.0), "one above it"),
+        (flux, torch.zeros(1, 16, 6, 6), (2.0, -1.0), "none below 0"),
         (_looks_far, torch.zeros(1, 16, 6, 6), (), "bands of rows are off by"),
         (_does_not_work, torch.zeros(1, 16, 6, 6), (), "than the pack knows: Cannot copy out of meta tensor"),
         (

@@ -59,9 +59,9 @@ class HeldVae:
     def check_call(self, inputs: Tensor | None, shares: tuple[float, ...]) -> Tensor:
         """Returns the inputs. Raises RequestError, alike on every rank, for those that cannot be shared out so."""
         ranks = self._world.world_size
-        if shares and (len(shares) != ranks or min(shares) <= 0):
+        if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
             raise RequestError(
-                f"shares is {list(shares)}; expected {ranks} numbers above 0, one per process."
+                f"shares is {list(shares)}; expected {ranks} numbers, one per process, none below 0 and one above it."
             )
         if inputs is None:
             raise RequestError("a VAE's call came without a latent or pixels.")

@@ -1,0 +1,85 @@
+"""Chooses by measured times whether the rows of a VAE's pictures are shared out, or one device computes all of them."""
+
+from __future__ import annotations
+
+import time
+
+from ..machine.fingerprint import device_key
+from ..strategy import ParallelStrategy
+from .history import MeasurementHistory
+from .records import RunKind, median_of, record
+
+# s that a picture may be expected to take on one device for `auto` to try it there; the second of two tries is timed.
+LONGEST_TRY = 10.0
+_ONE = ParallelStrategy()
+# Of this process. _WARM: whose first call, which pays for what is done once, it has seen.
+_WARM: set[RunKind] = set()
+_GIVEN_UP: set[RunKind] = set()
+
+
+class VaeChoice:
+    """Of pictures of one size. `history`: of the devices, None where it cannot be opened; `network`: in words that tell
+    it from others; `size`: of one picture's latent or pixels [C, (t,) h, w]; `tries`: True if one device may be tried.
+    """
+
+    def __init__(
+        self, history: MeasurementHistory | None, network: str, size: tuple[int, ...], *, tries: bool
+    ) -> None:
+        self._history, self._network, self._size, self._tries = history, network, size, tries
+
+    @property
+    def shared_seconds(self) -> float | None:
+        """Seconds of one picture over all devices, None where nobody timed one."""
+        return self._seconds(is_alone=False)
+
+    @property
+    def alone_seconds(self) -> float | None:
+        """Seconds of one picture on one device, None where nobody timed one."""
+        return self._seconds(is_alone=True)
+
+    def is_alone(self) -> bool:
+        """True if one device shall compute: it is faster, or is to be tried."""
+        shared, alone = self.shared_seconds, self.alone_seconds
+        if self._history is None or shared is None or self._kind(is_alone=True) in _GIVEN_UP:
+            return False
+        if alone is not None:
+            return alone < shared
+        return self._tries and shared * len(self._history.devices) <= LONGEST_TRY
+
+    def record(self, seconds: float, *, is_alone: bool) -> None:
+        """Keeps the time of a picture, but not of the first in this process."""
+        if self._history is None:
+            return
+        kind = self._kind(is_alone=is_alone)
+        if kind in _WARM:
+            self._history.store.update(lambda known: record(known, kind, seconds, time.time()))
+        _WARM.add(kind)
+
+    def give_up(self) -> None:
+        """Has one device tried no more in this process, which had no memory for it."""
+        if self._history is not None:
+            _GIVEN_UP.add(self._kind(is_alone=True))
+
+    def _seconds(self, *, is_alone: bool) -> float | None:
+        if self._history is None:
+            return None
+        return median_of(self._history.read(), self._kind(is_alone=is_alone), time.time())
+
+    def _kind(self, *, is_alone: bool) -> RunKind:
+        assert self._history is not None
+        ids = self._history.ids
+        *_, frames, height, width = (1, *self._size[1:])
+        return RunKind(
+            model=self._network,
+            width=width,
+            height=height,
+            frames=frames,
+            batch=1,
+            prompts=0,
+            text_tokens=0,
+            reference_tokens=0,
+            model_calls=1,
+            strategy=_ONE if is_alone else ParallelStrategy(ulysses_degree=len(ids)),
+            engine="rows",
+            devices=device_key(ids[:1] if is_alone else ids),
+        )
