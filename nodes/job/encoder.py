@@ -319,7 +319,8 @@ class _EncoderShipment(Shipment):
             bytes=encoder._bytes,
             placement=encoder._placement,
             comfyui=ComfyUISource(comfyui_root(), numeric_flags()),
-            tensors=lambda holdings, is_new: self._pack(holdings, alone if is_new else None),
+            module=lambda holdings: self._pack_module(holdings, alone),
+            tensors=self._pack,
         )
         with self._sending(sidecar):
             return sidecar.call_module(request, on_phase=on_phase, should_cancel=should_cancel, waits=waits)

@@ -41,6 +41,7 @@ from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, Known, Se
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import RunInfo, SampleResult
+from ...parallel_backend.sidecar.model_room import new_number
 from ...parallel_backend.sidecar.resume import OnStep, ShippedRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.file_identity import read_identity
@@ -112,7 +113,6 @@ def _plain(value: Any) -> Any:
     return {name: (list(paths), set(extensions)) for name, (paths, extensions) in value.items()}
 
 
-_numbers = itertools.count(1)
 _alive: weakref.WeakSet[HeldByRanks] = weakref.WeakSet()
 _alive_lock = threading.Lock()  # texts of waiting prompts are encoded in a thread of their own
 
@@ -121,7 +121,7 @@ class HeldByRanks:
     """A text encoder or half a VAE that ranks hold under its `number`, as long as anyone here has this object."""
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        self.number = new_number()
         with _alive_lock:
             _alive.add(self)
 
@@ -191,9 +191,17 @@ class Shipment:
     def _find_in_file(self) -> FindInFile:
         return FileTensors(running_prompt() or {}, self._own_file()).find
 
-    def _pack(self, holdings: Any, alone: HeldTextEncoder | HalfVae | None = None) -> Tensors:
-        """The payload for the ranks of these holdings. `alone`: what they are to hold for this job and those to
-        come."""
+    def _pack_module(self, holdings: Any, module: HeldTextEncoder | HalfVae) -> Tensors:
+        """The payload by which the ranks of these holdings load `module`, for this job and those to come."""
+        return self._pack_one(holdings, replace(self._job, work=module, changes=()), {})
+
+    def _pack(self, holdings: Any, follows: bool = False) -> Tensors:
+        """The payload of the job for the ranks of these holdings. `follows`: they have just loaded a module for it."""
+        if follows and self._sent_now is not None:
+            _sent[holdings] = (holdings.start, self._sent_now[1])
+        return self._pack_one(holdings, self._job, self._known)
+
+    def _pack_one(self, holdings: Any, job: PickledJob, known: Known) -> Tensors:
         # Until all goes well, nobody knows what the ranks have.
         start, sent = _sent.pop(holdings, (None, None))
         is_fresh = sent is None or start is not holdings.start
@@ -202,17 +210,12 @@ class Shipment:
         # Another machine has files of its own, by other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
         find_in_file = None if self._is_elsewhere else self._find_in_file
-        known = self._known | words
-        first = None
+        known = known | words
         try:
-            if alone is not None:
-                first = pickle_job(alone, words, sent.tensors, ModelPatcher, find_in_file)
-            pickled = pickle_job(self._job, known, sent.tensors, ModelPatcher, find_in_file)
+            pickled = pickle_job(job, known, sent.tensors, ModelPatcher, find_in_file)
         except CannotBeSent as error:
             raise self._refused(error, known) from error
-        tensors = pickled.tensors if first is None else first.tensors | pickled.tensors
-        modules = pickled.modules if first is None else first.modules | pickled.modules
-        used = set(_with_parents(modules))
+        used = set(_with_parents(pickled.modules))
         self._packs = tuple(name for name in self._facts.packs if name != _OWN and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
         sent.packs |= set(self._packs)
@@ -224,12 +227,11 @@ class Shipment:
             facts=None if sent.facts == self._facts.packed else self._facts.packed,
             packs=self._packs,
             digests=digests if self._is_elsewhere else {},
-            module=None if first is None else first.data,
             **self._head(sent),
         )
         sent.facts = self._facts.packed
         self._sent_now = (holdings, sent)
-        return pack_payload(head, tensors)
+        return pack_payload(head, pickled.tensors)
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         """The fields of the head that the ranks need to know of the model."""

@@ -148,9 +148,8 @@ class VaeShipment(Shipment):
             keep=held_numbers(),
             bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
             comfyui=ComfyUISource(comfyui_root(), numeric_flags()),
-            tensors=lambda holdings, is_new: (
-                self._pack(holdings, half if is_new else None) | {INPUTS: inputs}
-            ),
+            module=lambda holdings: self._pack_module(holdings, half),
+            tensors=lambda holdings, is_new: self._pack(holdings, is_new) | {INPUTS: inputs},
             images=len(inputs),
             steps=STEPS * len(inputs),
             positions=inputs[0, 0].numel() // (PIXELS_PER_POSITION if self._encodes else 1),

@@ -84,12 +84,16 @@ class VaeCall:
     shares: tuple[float, ...]
 
 
+Work = SamplerRun | NetworkCall | EncoderCall | VaeCall | HeldTextEncoder | HalfVae
+
+
 @dataclass(frozen=True)
 class PickledJob:
-    """`replaced`: in ComfyUI's modules; `changes`: of the network; `random_states`: of torch, Python, numpy and the
-    GPU; `cache_threshold`: of the step cache, 0 without one."""
+    """`work`: what to run, or the module that a load brings; `replaced`: in ComfyUI's modules; `changes`: of the
+    network; `random_states`: of torch, Python, numpy and the GPU; `cache_threshold`: of the step cache, 0 without one.
+    """
 
-    work: SamplerRun | NetworkCall | EncoderCall | VaeCall
+    work: Work
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
     random_states: tuple[Any, ...]
@@ -102,8 +106,7 @@ class Head:
     no job will name again; `facts`: pickled ProcessFacts, None where the ranks have them; `packs`: those whose code the
     job has; `mode`: a token mode, as far as the class is proven; `inputs`: the values of the model's InputShapes;
     `prints`: of the loader's parameters, None where the ranks have compared them; `digests`: of the code of `packs`,
-    for ranks on other machines; `module`: a pickled HeldTextEncoder or HalfVae, where the job is the first one with
-    it."""
+    for ranks on other machines."""
 
     job: bytes
     is_fresh: bool
@@ -114,7 +117,6 @@ class Head:
     inputs: tuple[Any, ...]
     prints: dict[str, Print] | None
     digests: dict[str, str]
-    module: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,11 @@ def unpack_facts(data: bytes) -> ProcessFacts:
     return ProcessFacts(*pickle.loads(data))
 
 
-def unpack_payload(tensors: Mapping[str, Tensor]) -> tuple[Head, dict[int, Tensor]]:
-    """The head, and the tensors by number. They are copies, so that the sender's memory, which all ranks share, is free
-    again; with a module that comes for the first time they are in it, once for all ranks, as long as it is held."""
+def unpack_payload(
+    tensors: Mapping[str, Tensor], *, are_kept: bool = False
+) -> tuple[Head, dict[int, Tensor]]:
+    """Returns the head, and the tensors by number. They are copies, so that the sender's memory, which all ranks share,
+    is free again. `are_kept`: they stay there, once for all ranks, as long as somebody has them."""
     head = Head(*pickle.loads(tensors[HEAD].numpy().tobytes()))
     found = {int(name): one for name, one in tensors.items() if name.isdecimal()}
-    return head, {number: one if head.module else one.clone() for number, one in found.items()}
+    return head, {number: one if are_kept else one.clone() for number, one in found.items()}

@@ -164,7 +164,6 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
-        CallModule,
         Cancel,
         Envelope,
         KeepModels,
@@ -182,11 +181,10 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     if isinstance(envelope.message, Cancel):
         return  # its request ended before it came
     answer, result = _answer(link, envelope, descriptors, worker)
-    if isinstance(envelope.message, (Sample, RunJob, CallModule, KeepModels)):
+    if isinstance(envelope.message, (Sample, RunJob, KeepModels)):
         # Before ComfyUI goes on, to a VAE of its own perhaps.
         give_back()
-    is_sender = worker.world.rank == 0 or isinstance(envelope.message, CallModule)
-    if result is None or not is_sender:
+    if result is None:
         link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
     else:
         payload = (pack_tensors(result),)
@@ -205,13 +203,13 @@ def _answer(
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import (
         Calibrate,
-        CallModule,
         Compiling,
         Done,
         Envelope,
         KeepModels,
         Load,
         Prepare,
+        RankCall,
         RunJob,
         Sample,
         Sleep,
@@ -249,7 +247,7 @@ def _answer(
             close_all(descriptors)
         match message:
             case Load():
-                return Done(load=worker.load(message), models=worker.report()), None
+                return Done(load=worker.load(message, tensors), models=worker.models.report()), None
             case Prepare():
                 import_for(message.spec, world.device, holds_nothing=not len(worker.models))
                 return Done(), None
@@ -259,19 +257,17 @@ def _answer(
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
                 on_step = boundary(steps, message.previews, message.states)
                 result, run = worker.sample(message, tensors, on_step, report_compiling)
-                return Done(run=run), result
+                return Done(run=run), result if world.rank == 0 else None
             case RunJob():
                 on_step = boundary(message.steps, message.previews, message.states)
-                result, run = worker.run_job(message, tensors, on_step, report_compiling)
-                return Done(run=run), result
-            case CallModule():
-                on_step = boundary(message.steps, previews=False)
-                found, call = worker.call_module(message, tensors, on_step)
-                return Done(call=call), found
+                answer, record = worker.run_job(message, tensors, on_step, report_compiling)
+                if isinstance(record, RankCall):
+                    return Done(call=record), answer
+                return Done(run=record), answer
             case Sleep():
-                return Done(sleep=worker.sleep(message), models=worker.report()), None
+                return Done(sleep=worker.sleep(message), models=worker.models.report()), None
             case Wake():
-                return Done(sleep=worker.wake(), models=worker.report()), None
+                return Done(sleep=worker.wake(), models=worker.models.report()), None
             case Calibrate():
                 return Done(calibration=worker.calibrate(message)), None
             case _:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
 from ..errors import CheckpointError, OutOfMemory, RequestError
-from ..requests import LoadInfo, ModelSpec, SleepInfo
+from ..requests import ComfyUISource, LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.file_identity import FileIdentity, check_same
+from ..wire.payloads import Tensors
 from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
@@ -25,6 +24,7 @@ from .group.phases import Phase, PhaseKind
 from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,
+    CountedModule,
     CountedModules,
     ModelKey,
     Room,
@@ -32,11 +32,10 @@ from .model_room import (
     bytes_left,
     choose_to_drop,
     free_room,
+    new_number,
     predict_room,
     slowest,
 )
-
-T = TypeVar("T")
 
 
 class RankHoldings:
@@ -46,12 +45,11 @@ class RankHoldings:
     asleep: int
     start: object
     _held: list[CountedModel]  # the least recently used first
-    _certain: bool  # the ranks hold these; after a load that failed they may have dropped some, and are asked
+    _certain: bool  # False after a load that failed: the ranks may have dropped models, so they are asked
     _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks, self.modules = ranks, CountedModules(ranks.devices)
-        self._numbers = itertools.count(1)
         self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
         self._one_by_one = False  # memory ended in a request while others were held
         self._untold: list[str] = []  # what was dropped, for the next request to tell
@@ -68,7 +66,7 @@ class RankHoldings:
         return self._held[-1]
 
     def forget(self) -> None:
-        """The ranks are gone, and all that they held."""
+        """Notes that the ranks are gone, and all that they held."""
         self.asleep, self._woken_with = 0, ()
         self._forget_modules()
         self._forget_models()
@@ -114,10 +112,8 @@ class RankHoldings:
             return self._load(key, lease)
         switched = held is not self.current
         if switched:
-            self._held = [
-                *(model for model in self._held if model is not held),
-                held,
-            ]  # others look meanwhile
+            others = [model for model in self._held if model is not held]
+            self._held = [*others, held]  # in one step: others look meanwhile
             lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
         return replace(held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_untold())
 
@@ -180,22 +176,15 @@ class RankHoldings:
         going = {id(model): reason for model, reason in dropped}
         self._held = [model for model in before if id(model) not in going]
         lease.on_phase(Phase(PhaseKind.LOADING, key.name, key.identity.size))
-        number = next(self._numbers)
-        self._certain = False
-        exchange = lease.exchange(AGREED_ERRORS)
-        keep = tuple(model.number for model in self._held)
+        number = new_number()
         content = content_of(Path(key.spec.path)) if any(map(machine_of, self._ranks.devices)) else None
-        exchange.send(Load(key.spec, key.weights, number, keep, yields, content))
+        message = Load(key.spec, key.weights, number, self._numbers, yields, content)
         try:
-            done = exchange.wait(lambda: deadlines.load_budget(key.identity.size))
+            infos = self._send_load(message, {}, key.identity.size, lease.exchange(AGREED_ERRORS))
         except OutOfMemory:
             if not yields:
                 self._forget_models()  # others were dropped for it, and that did not help
             raise
-        infos = reports(done, lambda answer: answer.load)
-        models = self._take_models(done, exchange)[0].models
-        if not models or models[-1] != number:
-            raise exchange.refuse(f"the processes hold the models {models} after they were given {number}")
         takes = Room(tuple(info.device_bytes for info in infos), sum(info.host_bytes for info in infos))
         self._took[key] = takes
         for model in before:
@@ -212,13 +201,50 @@ class RankHoldings:
         emit(Loaded(self._ranks.devices, key.spec, info))
         return info
 
+    def load_module(
+        self,
+        number: int,
+        rank: int,
+        size: int,
+        comfyui: ComfyUISource,
+        tensors: Tensors,
+        exchange: Exchange[Done],
+    ) -> CountedModule:
+        """Has the ranks hold the text encoder or VAE in a payload. `rank`: as in Load; `size`: bytes of its weights."""
+        message = Load(None, ParallelStrategy(), number, self._numbers, rank=rank, comfyui=comfyui)
+        before = list(self._held)
+        found = CountedModule(rank, tuple(self._send_load(message, tensors, size, exchange)))
+        self.modules.add(number, found)
+        self._untold += [
+            f"dropped {one.key.name}: {LACK_OF_MEMORY}" for one in before if one not in self._held
+        ]
+        return found
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        """Those of all that the ranks hold, what goes first where memory ends first."""
+        return (*self.modules.numbers, *(model.number for model in self._held))
+
+    def _send_load(
+        self, message: Load, tensors: Tensors, size: int, exchange: Exchange[Done]
+    ) -> list[LoadInfo]:
+        self._certain = False
+        exchange.send(message, tensors or None)
+        done = exchange.wait(lambda: deadlines.load_budget(size))
+        infos = reports(done, lambda answer: answer.load)
+        models = self._take_models(done, exchange)[0].models
+        if not models or models[-1] != message.model:
+            raise exchange.refuse(f"the processes hold {models} after they were given {message.model}")
+        return infos
+
     def _keep(
-        self, models: list[CountedModel], lease: Lease, *, keeps_modules: bool = True
+        self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
     ) -> list[RankModels]:
-        """Has the ranks hold these models at most; what each of them holds then."""
+        """Has the ranks hold these models, and these `modules` or all, at most; what each of them holds then."""
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(KeepModels(tuple(model.number for model in models), keeps_modules))
+        kept = self.modules.numbers if modules is None else tuple(modules)
+        exchange.send(KeepModels((*kept, *(model.number for model in models))))
         return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
 
     def _take_models(self, done: list[Done], exchange: Exchange[Done]) -> list[RankModels]:
@@ -227,14 +253,14 @@ class RankHoldings:
         if len({rank.models for rank in ranks}) > 1:
             raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
         self._held = [model for model in self._held if model.number in ranks[0].models]
-        self.modules.keep(ranks[0].modules)
+        self.modules.keep(ranks[0].models)
         self._certain = True
         return ranks
 
     # Giving memory back.
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Of one device's memory that the model takes now."""
+        """Returns the bytes of one device's memory that the model takes now."""
         if self.asleep or device not in self._ranks.devices:
             return 0
         rank = self._ranks.devices.index(device)
@@ -274,38 +300,18 @@ class RankHoldings:
     def drop_modules(self, lease: Lease) -> Room:
         """Has the ranks let go of text encoders and VAEs, which are sent again when they are called: most are mapped
         from their file. Returns the room that there is then."""
-        return free_room(self._keep(self._held, lease, keeps_modules=False))
+        return free_room(self._keep(self._held, lease, modules=()))
 
-    def free_devices(self, needed: int, reserved: int, lease: Lease) -> tuple[int, ...]:
-        """Asks the ranks for the bytes of each device that weights may take beside `reserved` ones. Text encoders and
-        VAEs go where what is needed fits on one device without them, or not even in equal parts beside them."""
-        devices = self._ranks.devices
-        free = _less(free_room(self._keep(self._held, lease)), reserved)
-        without = [size + self.modules.bytes_on(device) for size, device in zip(free, devices, strict=True)]
-        fits_without = max(free) < needed <= max(without)
-        if self.modules and (fits_without or min(free) < needed // len(devices)):
-            free = _less(self.drop_modules(lease), reserved)
-        return free
+    def keep_modules(self, numbers: Sequence[int], lease: Lease) -> None:
+        """Has the ranks let go of text encoders and VAEs with other numbers, which nobody has any more."""
+        known = self.modules.numbers
+        kept = [number for number in known if number in numbers]
+        if len(kept) < len(known) or (known and not self._certain):
+            self._keep(self._held, lease, modules=kept)
 
-    def beside_models(self, attempt: Callable[[], T], lease: Lease) -> T:
-        """`attempt()` of what needs no model, on ranks that run; once more where ranks die on the way, or where memory
-        ends beside the models that they hold: those come back with the next request for them."""
-
-        def started() -> T:
-            self.ensure_started(lease)
-            self._ranks.working()
-            return attempt()
-
-        models = self.models
-        try:
-            return self._ranks.through_a_crash(started, lease)
-        except OutOfMemory:
-            if not models:
-                raise
-        lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
-        for spec in models:
-            self.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
-        return self._ranks.through_a_crash(started, lease)
+    def free_room(self, lease: Lease) -> Room:
+        """Asks the ranks for the room that there is for weights now."""
+        return free_room(self._keep(self._held, lease))
 
     def give_way(self, spec: ModelSpec) -> bool:
         """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
@@ -393,7 +399,3 @@ class RankHoldings:
         dropped = [f"dropped {held.key.name}: {LACK_OF_MEMORY}" for held in before if held not in self._held]
         info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
         return info, dropped
-
-
-def _less(room: Room, reserved: int) -> tuple[int, ...]:
-    return tuple(size - reserved for size in room.devices)

@@ -66,14 +66,15 @@ class ModelRequests:
         lease: Lease,
     ) -> SampleResult:
         """The job from where it is to its end."""
-        trials = job.trials
-        strategies = (message.placement.strategy, *trials.strategies)
+        trials, placement = job.trials, message.placement
+        assert placement is not None, "a model of a file has one"
+        strategies = (placement.strategy, *trials.strategies)
         if not isinstance(job.request, SampleRequest):  # ComfyUI's own module knows its shapes
-            load = self._holdings.ensure_ready(spec, message.placement.strategy, lease)
+            load = self._holdings.ensure_ready(spec, placement.strategy, lease)
             size = _latent_in_words(job.request.noise)
         else:
             size = image_size(job.shape)
-            load, _ = self._ensure_ready(spec, job.request, message.placement, lease)
+            load, _ = self._ensure_ready(spec, job.request, placement, lease)
         seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy

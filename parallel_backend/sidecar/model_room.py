@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,12 @@ MOST_MAPPED = 4
 # image or a short video takes in a call. For one that takes more, the others give way then (RankHoldings.give_way).
 FREE_FOR_CALLS = 0.1
 LACK_OF_MEMORY = "for lack of memory"
+_numbers = itertools.count(1)
+
+
+def new_number() -> int:
+    """Returns a number for what ranks are to hold, which nothing else in this process has."""
+    return next(_numbers)
 
 
 @dataclass(frozen=True)
@@ -95,40 +102,49 @@ class CountedModel:
         return 0 if rank in self.given_back else self.takes.devices[rank]
 
 
+@dataclass(frozen=True)
+class CountedModule:
+    """A text encoder or VAE that ranks hold. `rank`: the one that computes it, ALL_RANKS where all do; `infos`: of its
+    load, by rank."""
+
+    rank: int
+    infos: tuple[LoadInfo, ...]
+
+
 class CountedModules:
-    """The text encoders and VAEs that ranks hold beside models. `ranks`: by number, the one that computes it
-    (CallModule.rank)."""
+    """The text encoders and VAEs that ranks hold beside models of files, by number."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self._devices = devices
-        self.ranks: dict[int, int] = {}
-        self._bytes: dict[int, tuple[int, ...]] = {}
+        self._held: dict[int, CountedModule] = {}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of all of them, the oldest first."""
+        return tuple(self._held)
 
     def forget(self) -> None:
         """Notes that all are gone."""
-        self.keep(())
+        self._held = {}
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Notes that these stay, and that others are gone."""
-        self.ranks = {number: rank for number, rank in self.ranks.items() if number in numbers}
-        self._bytes = {number: sizes for number, sizes in self._bytes.items() if number in numbers}
+        self._held = {number: one for number, one in self._held.items() if number in numbers}
 
-    def take_rank(self, number: int) -> int | None:
-        """Returns the rank that computes it (CallModule.rank), None for a new one; until `add`, nobody knows."""
-        return self.ranks.pop(number, None)
+    def get(self, number: int) -> CountedModule | None:
+        """Returns what is held under this number, None for nothing."""
+        return self._held.get(number)
 
-    def add(self, number: int, rank: int | None, sizes: tuple[int, ...]) -> None:
-        """Notes the bytes that each rank holds of one. `rank`: that computes, None for a call that may yet fail."""
-        if rank is not None:
-            self.ranks[number] = rank
-        self._bytes[number] = sizes
+    def add(self, number: int, held: CountedModule) -> None:
+        """Notes that this one is held."""
+        self._held[number] = held
 
     def bytes_on(self, device: str, number: int | None = None) -> int:
         """Returns the bytes that they take of an accelerator. `number`: of one of them alone."""
         if is_cpu(self._devices) or device not in self._devices:
             return 0
         rank = self._devices.index(device)
-        return sum(sizes[rank] for one, sizes in self._bytes.items() if number in (None, one))
+        return sum(held.infos[rank].device_bytes for one, held in self._held.items() if number in (None, one))
 
     def __bool__(self) -> bool:
         """True if any lies on an accelerator."""

@@ -8,12 +8,12 @@ from enum import Enum
 from typing import Any
 
 from ..devices import is_cpu
-from ..errors import RequestError
+from ..errors import OutOfMemory, RequestError
 from ..job.answer_tree import unpack_tree
 from ..requests import ComfyUISource, ModelSpec
 from ..wire import deadlines
 from ..wire.payloads import Tensors
-from ..wire.protocol import ALL_RANKS, CallModule, Message, Progress
+from ..wire.protocol import ALL_RANKS, Message, Progress, RunJob
 from ..wire.transport import MOST_BYTES
 from .group.exchange import AGREED_ERRORS, USER_ERRORS, expect, reports
 from .group.group import RankGroupRunner
@@ -27,8 +27,9 @@ AUTO, ONE_DEVICE, ALL_DEVICES = PLACEMENTS = ("auto", "one device", "all devices
 
 
 class ModuleKind(Enum):
-    """The kind of a module. `request`: its name in events; `sending`, `calling`: the phases of its first call and of
-    others; `survivable`: the errors that leave the ranks usable. Ranks do not agree on each layer of a VAE."""
+    """The kind of a module. `request`: its name in events; `sending`, `calling`: the phases of its load and of its
+    calls; `survivable`: the errors that leave the ranks usable, which do not agree on each layer of a VAE; `noun`: for
+    errors; `without`: what one does to have ComfyUI's process compute it."""
 
     TEXT = ("text", PhaseKind.SENDING_ENCODER, PhaseKind.ENCODING_TEXT, AGREED_ERRORS)
     VAE_DECODER = ("decode", PhaseKind.SENDING_VAE, PhaseKind.DECODING, USER_ERRORS)
@@ -38,20 +39,27 @@ class ModuleKind(Enum):
         self, request: str, sending: PhaseKind, calling: PhaseKind, survivable: frozenset[str]
     ) -> None:
         self.request, self.sending, self.calling, self.survivable = request, sending, calling, survivable
+        is_text = request == "text"
+        self.noun = "text encoder" if is_text else "VAE"
+        self.without = (
+            "connect its CLIP without Parallel CLIP" if is_text else "use VAE Encode and VAE Decode"
+        )
 
 
 @dataclass(frozen=True)
 class ModuleRequest:
-    """A call of a module. `number`: of the module in ComfyUI's process; `keep`: the numbers of all that it has;
-    `bytes`: of its weights; `placement`: one of PLACEMENTS; `tensors(holdings, is_new)`: the payload for the ranks of
-    these RankHoldings, with the module itself where it is new to them. Of a VAE, `images`: how many; `steps`: in
-    which its progress is told; `positions`: of the latent of each image, by which the time limit of a step goes."""
+    """A call of a module. `number`: the ranks' of it (model_room.new_number); `keep`: those of all that ComfyUI's
+    process has; `bytes`: of its weights; `placement`: one of PLACEMENTS; `module(holdings)`: the payload by which the
+    ranks of these RankHoldings load it; `tensors(holdings, is_new)`: that of the call, `is_new` where they have just
+    loaded it for it. Of a VAE, `images`: how many; `steps`: in which its progress is told; `positions`: of the latent
+    of each image, by which the time limit of a step goes."""
 
     kind: ModuleKind
     number: int
     keep: tuple[int, ...]
     bytes: int
     comfyui: ComfyUISource
+    module: Callable[[RankHoldings], Tensors]
     tensors: Callable[[RankHoldings, bool], Tensors]
     placement: str = ALL_DEVICES
     images: int = 0
@@ -62,8 +70,9 @@ class ModuleRequest:
 @dataclass(frozen=True)
 class ModuleAnswer:
     """`value`: what the call gave, tensors on the CPU; `devices`: those that computed; `bytes`: of the weights that
-    each of the ranks computed with; `bytes_sent`: collective payload of each; `is_new`: True if the module was sent
-    with this call, which took `load_seconds` of its own; `parts`, `peak_bytes`, `compute_dtype`: as in RankCall."""
+    each of the ranks computed with; `bytes_sent`: collective payload of each; `is_new`: True if the module was
+    loaded for this call, which took `load_seconds` more; `parts`, `peak_bytes`: as in RankCall; `compute_dtype`: of a
+    VAE, as torch names it."""
 
     value: Any
     devices: tuple[str, ...]
@@ -98,7 +107,7 @@ class ModuleRequests:
         should_cancel: ShouldCancel | None = None,
         waits: bool = True,
     ) -> ModuleAnswer:
-        """Makes a call of a module. It is sent to the ranks with its first one, and to those that were started anew.
+        """Makes a call of a module. The ranks load it before its first one, as those do that were started anew.
         `waits`: False for a call that is not worth it: it raises Cancelled where another request has the ranks.
 
         The models they hold stay loaded, unless memory ends beside them. Raises PlatformError for a VAE's network that
@@ -114,51 +123,73 @@ class ModuleRequests:
         with self._ranks.lease(request.kind.request, cancelled, on_phase) as lease:
             is_waiting = False
             lease.images = request.images
-            return self._holdings.beside_models(lambda: self._attempt(request, lease, on_step), lease)
+            return self._beside_models(request, lease, on_step)
+
+    def _beside_models(
+        self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None
+    ) -> ModuleAnswer:
+        """Makes the call on ranks that run; once more where ranks die on the way, or where memory ends beside the
+        models that they hold: those come back with the next request for them."""
+        holdings = self._holdings
+
+        def attempt() -> ModuleAnswer:
+            holdings.ensure_started(lease)
+            self._ranks.working()
+            return self._attempt(request, lease, on_step)
+
+        models = holdings.models
+        try:
+            return self._ranks.through_a_crash(attempt, lease)
+        except OutOfMemory:
+            if not models:
+                raise
+        lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
+        for spec in models:
+            holdings.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
+        return self._ranks.through_a_crash(attempt, lease)
 
     def _attempt(
         self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None
     ) -> ModuleAnswer:
-        holdings, kind = self._holdings, request.kind
-        placed = holdings.modules.take_rank(request.number)
-        is_new = placed is None
-        rank = self._choose_rank(request, lease) if placed is None else placed
-        where = self.devices if rank == ALL_RANKS else (self.devices[rank],)
-        lease.on_phase(Phase(kind.sending if is_new else kind.calling))
-        tensors = request.tensors(holdings, is_new)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size > MOST_BYTES:
-            raise RequestError(_too_large(size, kind))
+        modules, kind = self._holdings.modules, request.kind
+        self._holdings.keep_modules(request.keep, lease)
+        held = modules.get(request.number)
+        is_new = held is None
+        if held is None:
+            rank = self._choose_rank(request, lease)
+            lease.on_phase(Phase(kind.sending))
+            what = f"The weights of the {kind.noun} that lie in no .safetensors file of its loader take"
+            remedy = f"Load it from .safetensors files, or {kind.without}"
+            tensors = _within_limit(request.module(self._holdings), what, remedy)
+            exchange = lease.exchange(kind.survivable)
+            held = self._holdings.load_module(
+                request.number, rank, request.bytes, request.comfyui, tensors, exchange
+            )
+        lease.on_phase(Phase(kind.calling))
+        what, remedy = f"What the {kind.noun} is given takes", f"Give it less at a time, or {kind.without}"
+        tensors = _within_limit(request.tensors(self._holdings, is_new), what, remedy)
 
         def show(rank: int, message: Message, tensors: Tensors | None) -> None:
             step = expect(rank, message, Progress)
-            if is_new and step.step == 1:
-                lease.on_phase(Phase(kind.calling))
             if on_step is not None:
                 on_step(step.step, step.steps)
 
         exchange = lease.exchange(kind.survivable)
-        exchange.listener = max(rank, 0)
-        # Also where the call fails.
-        holdings.modules.add(request.number, None, (request.bytes,) * len(self.devices))
-        exchange.send(CallModule(request.number, request.keep, rank, request.comfyui, request.steps), tensors)
+        exchange.listener = max(held.rank, 0)
+        exchange.send(RunJob(None, request.steps, model=request.number), tensors)
         budget = deadlines.decode_budget(request.positions, is_cpu(self.devices))
-        budget += deadlines.load_budget(request.bytes) if is_new else 0.0
         calls = reports(exchange.wait(lambda: budget, show), lambda done: done.call)
-        sizes = tuple(call.bytes for call in calls)
-        holdings.modules.keep(request.keep)
-        holdings.modules.add(request.number, rank, sizes)
         return ModuleAnswer(
             unpack_tree(exchange.result),
-            where,
+            self.devices if held.rank == ALL_RANKS else (self.devices[held.rank],),
             seconds=max(call.seconds for call in calls),
-            bytes=sizes,
+            bytes=tuple(info.bytes for info in held.infos),
             bytes_sent=tuple(call.bytes_sent for call in calls),
             is_new=is_new,
-            load_seconds=max(call.load_seconds for call in calls),
+            load_seconds=max(info.seconds for info in held.infos) if is_new else 0.0,
             parts=tuple(call.parts for call in calls),
             peak_bytes=tuple(call.peak_bytes for call in calls),
-            compute_dtype=calls[0].compute_dtype,
+            compute_dtype=held.infos[0].compute_dtype,
         )
 
     def _choose_rank(self, request: ModuleRequest, lease: Lease) -> int:
@@ -169,9 +200,21 @@ class ModuleRequests:
             return ALL_RANKS
         if is_cpu(self.devices):
             return 0
-        free = self._holdings.free_devices(request.bytes, self._awaited_bytes(), lease)
+        free = self._free_devices(request.bytes, lease)
         roomiest = max(range(len(free)), key=free.__getitem__)
         return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS
+
+    def _free_devices(self, needed: int, lease: Lease) -> tuple[int, ...]:
+        """Returns the bytes of each device that weights may take beside the awaited model. Text encoders and VAEs go
+        where what is needed fits on one device without them, or not even in equal parts beside them."""
+        holdings, awaited = self._holdings, self._awaited_bytes()
+        modules = holdings.modules
+        free = [size - awaited for size in holdings.free_room(lease).devices]
+        without = [size + modules.bytes_on(device) for size, device in zip(free, self.devices, strict=True)]
+        fits_without = max(free) < needed <= max(without)
+        if modules and (fits_without or min(free) < needed // len(free)):
+            free = [size - awaited for size in holdings.drop_modules(lease).devices]
+        return tuple(free)
 
     def _awaited_bytes(self) -> int:
         """Returns the bytes of each device that the awaited model will take, 0 once the ranks hold it."""
@@ -180,15 +223,13 @@ class ModuleRequests:
         return self._awaited[1]
 
 
-def _too_large(size: int, kind: ModuleKind) -> str:
-    """Says what cannot be sent at once, and what to do."""
-    limit = f"at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once"
-    if kind is ModuleKind.TEXT:
-        return (
-            f"The text encoder has {size / 2**30:.1f} GiB of weights that lie in no .safetensors file of its loader, "
-            f"and {limit}. Load it from .safetensors files, or connect its CLIP without Parallel CLIP."
+def _within_limit(tensors: Tensors, what: str, remedy: str) -> Tensors:
+    """Returns a payload. Raises RequestError, which says what has the bytes and what helps, for one that cannot be sent
+    at once."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size > MOST_BYTES:
+        raise RequestError(
+            f"{what} {size / 2**30:.1f} GiB, and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at "
+            f"once. {remedy}."
         )
-    return (
-        f"The VAE and its pictures take {size / 2**30:.1f} GiB, and {limit}. Take fewer images or frames at a time, or "
-        f"use VAE Encode and VAE Decode."
-    )
+    return tensors

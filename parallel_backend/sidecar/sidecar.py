@@ -301,14 +301,14 @@ class Sidecar(ModuleRequests):
 
     def holds_module(self, number: int) -> bool:
         """Returns True if the ranks hold the text encoder or VAE with this number."""
-        return number in self._holdings.modules.ranks
+        return self._holdings.modules.get(number) is not None
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
         """Returns the bytes of an accelerator that text encoders and VAEs take now. `number`: for one of them alone."""
         return self._holdings.modules.bytes_on(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Of one device's memory that a model takes now."""
+        """Returns the bytes of one device's memory that a model takes now."""
         return self._holdings.bytes_on(spec, device)
 
     def wake(self, on_phase: ShowPhase | None = None) -> SleepInfo:

@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 16
+VERSION = 17
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -59,26 +59,29 @@ class Ready:
 
 @dataclass(frozen=True)
 class Load:
-    """Parent to all ranks: hold this model under the number `model`, each rank the part of it that `strategy.weights`
-    gives it. `keep`: the models to hold beside it; others go before the load, these only where memory ends, the first
-    one first. `yields`: where memory ends they stay, and the load fails. `content`: for ranks of other machines, which
-    look for the file in their own folders."""
+    """Parent to all ranks: hold a model under the number `model`: that of a file (`spec`), each rank the part of it
+    that `strategy.weights` gives it; or, where spec is None, the text encoder or half a VAE in the payload
+    (job/payload.py). `keep`: the models to hold beside it; others go before the load, these only where memory ends, the
+    first one first. `yields`: where memory ends they stay, and the load fails. `content`: for ranks of other machines,
+    which look for the file in their own folders. Of what is in the payload, `rank`: the one that computes it, ALL_RANKS
+    where all of them do; `comfyui`: whose module it is."""
 
-    spec: ModelSpec
+    spec: ModelSpec | None
     strategy: ParallelStrategy
     model: int
     keep: tuple[int, ...]
     yields: bool = False
     content: FileContent | None = None
+    rank: int = ALL_RANKS
+    comfyui: ComfyUISource | None = None
 
 
 @dataclass(frozen=True)
 class KeepModels:
     """Parent to all ranks: hold these models and no others, and give back what torch keeps of devices beside them; what
-    is held then is in the answer. `keeps_modules`: False where text encoders and VAEs go too."""
+    is held then is in the answer."""
 
     models: tuple[int, ...]
-    keeps_modules: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,12 @@ class Prepare:
 
 @dataclass(frozen=True)
 class RankModels:
-    """The numbers of the models that one rank holds, and of its `modules`, text encoders and VAEs. `free_bytes`,
-    `total_bytes`: of its accelerator, which all programs share; 0 on the CPU."""
+    """The numbers of all that one rank holds. `free_bytes`, `total_bytes`: of its accelerator, which all programs
+    share; 0 on the CPU."""
 
     models: tuple[int, ...]
     free_bytes: int = 0
     total_bytes: int = 0
-    modules: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunJob:
-    """Parent to all ranks: a job as ComfyUI's process has it, whole (job/payload.py), of so many steps, with what
-    earlier model calls gave where it is resumed. Others as in Sample."""
+    """Parent to all ranks: a job as ComfyUI's process has it, whole (job/payload.py), over the model under this number;
+    of so many steps, with what earlier model calls gave where it is resumed. `placement`: None over a text encoder or
+    VAE, which is placed as it was loaded. Others as in Sample."""
 
-    placement: Placement
+    placement: Placement | None
     steps: int
-    previews: bool
+    previews: bool = False
     states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
@@ -139,19 +142,6 @@ class Calibrate:
     strategy: ParallelStrategy
     budget_s: float
     thorough: bool
-
-
-@dataclass(frozen=True)
-class CallModule:
-    """Parent to all ranks: a call of what lies beside the models under this number, a text encoder or half a VAE, as
-    ComfyUI's process has it (job/payload.py). `keep`: the numbers of those that stay held; `rank`: the one that
-    computes, ALL_RANKS where all of them do; `steps`: in which its progress is told, 0 for a call without."""
-
-    module: int
-    keep: tuple[int, ...]
-    rank: int
-    comfyui: ComfyUISource
-    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,18 +210,14 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RankCall:
-    """The record of a module's call on one rank. `seconds`: of the call, without those of `load_seconds`, which making
-    a new one ready took; `bytes`: of the weights that it computes with; `bytes_sent`: collective payload. Of a VAE,
-    `parts`: the rows of each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use
-    before, 0 on the CPU; `compute_dtype`: as torch names it."""
+    """The record of a job over a text encoder or VAE on one rank. `bytes_sent`: collective payload. Of a VAE, `parts`:
+    the rows of each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use before, 0 on
+    the CPU."""
 
     seconds: float
-    bytes: int
     bytes_sent: int
-    load_seconds: float = 0.0
     parts: int = 0
     peak_bytes: int = 0
-    compute_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -274,7 +260,6 @@ Message = (
     | Sample
     | RunJob
     | Calibrate
-    | CallModule
     | Sleep
     | Wake
     | Cancel
@@ -286,8 +271,8 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) may come with each message; none where it is not listed.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((Sample, RunJob, CallModule), (1,)),
-    **dict.fromkeys((Progress, Done), (0, 1)),
+    **dict.fromkeys((Sample, RunJob), (1,)),
+    **dict.fromkeys((Load, Progress, Done), (0, 1)),
 }
 
 

@@ -13,8 +13,7 @@ from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.cluster.channel import DATAGRAMS, Channel, Kind
 from parallel_backend.cluster.relay import Relay
 from parallel_backend.cluster.tls import make_context, secure
-from parallel_backend.requests import ComfyUISource
-from parallel_backend.wire.protocol import ALL_RANKS, CallModule, Done, Envelope, Wake
+from parallel_backend.wire.protocol import Done, Envelope, RunJob, Wake
 from parallel_backend.wire.transport import close_all, link_pair, pack_tensors, unpack_tensors
 
 WAIT = 30.0
@@ -74,7 +73,7 @@ def assert_same(found, expected):
 
 def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks):
     with relayed(folder, 2) as (pairs, relays):
-        sent = Envelope(3, 4, CallModule(7, (7,), ALL_RANKS, ComfyUISource("/ComfyUI")))
+        sent = Envelope(3, 4, RunJob(None, 0, model=7))
         big = tensors(3_000_000)  # 36 MB: many turns of both loops
         payload = pack_tensors(big)
         before = relays[0].channel._outgoing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,15 +17,16 @@ from parallel_backend.requests import LoadInfo, ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.lease import State
 from parallel_backend.sidecar.holdings import RankHoldings
-from parallel_backend.sidecar.model_room import CountedModules
+from parallel_backend.sidecar.model_room import CountedModule, CountedModules, new_number
 from parallel_backend.sidecar.module_requests import ALL_DEVICES, AUTO, ModuleKind, ModuleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import ALL_RANKS, CallModule, Done, KeepModels, Load, RankCall, RankModels
+from parallel_backend.wire.protocol import ALL_RANKS, Done, KeepModels, Load, RankCall, RankModels, RunJob
 
 GIB = 2**30
 CARDS = ("cuda:0", "cuda:1")
 CARD, MODEL, ENCODER, VAE = 16 * GIB, 12 * GIB, 11 * GIB, GIB
+TEXT, DECODER = new_number(), new_number()
 WORKING = GIB  # of a job, on each card, beside the weights
 
 
@@ -37,6 +39,7 @@ class Cards:
     def __init__(self) -> None:
         self.models: dict[int, int] = {}  # bytes on each card
         self.modules: dict[int, list[int]] = {}  # bytes that lie on each card
+        self.wanted: dict[int, list[int]] = {}  # bytes that they compute with on each
         self.copied = 0
 
     @contextmanager
@@ -56,33 +59,45 @@ class Cards:
         return CARD - sum(self.models.values()) - sum(sizes[card] for sizes in self.modules.values())
 
     def report(self):
-        modules = tuple(self.modules)
-        return [RankModels(tuple(self.models), self.free(card), CARD, modules) for card in (0, 1)]
+        held = (*self.modules, *self.models)
+        return [RankModels(held, self.free(card), CARD) for card in (0, 1)]
+
+    def keep(self, numbers):
+        self.models = {number: size for number, size in self.models.items() if number in numbers}
+        self.modules = {number: sizes for number, sizes in self.modules.items() if number in numbers}
 
     def take(self, message):
-        if isinstance(message, Load):
-            self.models = {number: size for number, size in self.models.items() if number in message.keep}
+        if isinstance(message, RunJob):
+            self._bring(message.model)
+            return [Done(call=RankCall(1.0, 0))] * 2
+        if isinstance(message, KeepModels):
+            self.keep(message.models)
+            return [Done(models=held) for held in self.report()]
+        assert isinstance(message, Load)
+        self.keep(message.keep)
+        if message.spec is None:
+            size = SIZES[message.model]
+            sizes = [size // 2] * 2 if message.rank == ALL_RANKS else [0, 0]
+            if message.rank != ALL_RANKS:
+                sizes[message.rank] = size
+            self.wanted[message.model], self.modules[message.model] = sizes, [0, 0]
+            others = [number for number in (*self.modules, *self.models) if number != message.model]
+            reports = [replace(one, models=(*others, message.model)) for one in self.report()]
+        else:
             size = MODEL // (2 if message.strategy.shards else 1)
             if size > min(map(self.free, (0, 1))):
                 raise OutOfMemory("a card is full")
-            self.models[message.model] = size
+            self.models[message.model], sizes = size, [size] * 2
             self.copied += 2 * size
-            info = LoadInfo(1.0, MODEL, False, "float16", "float16", device_bytes=size)
-            return [Done(load=info, models=held) for held in self.report()]
-        if isinstance(message, KeepModels):
-            self.models = {number: size for number, size in self.models.items() if number in message.models}
-            if not message.keeps_modules:
-                self.modules.clear()
-            return [Done(models=held) for held in self.report()]
-        assert isinstance(message, CallModule)
-        size = SIZES[message.module]
-        sizes = [size // 2] * 2 if message.rank == ALL_RANKS else [0, 0]
-        if message.rank != ALL_RANKS:
-            sizes[message.rank] = size
-        there = self.modules.get(message.module, [0, 0])
+            reports = self.report()
+        infos = [LoadInfo(1.0, size, False, "float16", "float16", device_bytes=size) for size in sizes]
+        return [Done(load=info, models=held) for info, held in zip(infos, reports, strict=True)]
+
+    def _bring(self, number):
+        """What does not lie on its card yet."""
+        there, sizes = self.modules[number], self.wanted[number]
         self.copied += sum(sizes) - sum(there)
-        self.modules[message.module] = [there[card] or min(sizes[card], self.free(card)) for card in (0, 1)]
-        return [Done(call=RankCall(1.0, bytes, 0)) for bytes in sizes]
+        self.modules[number] = [there[card] or min(sizes[card], self.free(card)) for card in (0, 1)]
 
 
 class _Exchange:
@@ -96,7 +111,7 @@ class _Exchange:
         return self._cards.take(self._message)
 
 
-SIZES = {1: ENCODER, 2: VAE}
+SIZES = {TEXT: ENCODER, DECODER: VAE}
 
 
 @pytest.fixture
@@ -132,7 +147,7 @@ def prompt(sidecar, cards, monkeypatch, tmp_path):
         own = MODEL // (2 if strategy.shards else 1)
         if is_named:
             pool.leave_room_for(CARDS, spec, own)
-        sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
+        sidecar.call_module(request(TEXT, ModuleKind.TEXT, AUTO))
         plan = SimpleNamespace(
             devices=CARDS, strategy=strategy, memory=SimpleNamespace(private_bytes=own + WORKING)
         )
@@ -141,14 +156,23 @@ def prompt(sidecar, cards, monkeypatch, tmp_path):
         for card in (0, 1):
             assert cards.free(card) >= WORKING
         if decodes:
-            sidecar.call_module(request(2, ModuleKind.VAE_DECODER, ALL_DEVICES))
+            sidecar.call_module(request(DECODER, ModuleKind.VAE_DECODER, ALL_DEVICES))
         return (cards.copied - before) / GIB, notes
 
     return run
 
 
 def request(number, kind, placement):
-    return ModuleRequest(kind, number, (1, 2), SIZES[number], import_comfyui_here(), lambda *_: {}, placement)
+    return ModuleRequest(
+        kind,
+        number,
+        tuple(SIZES),
+        SIZES[number],
+        import_comfyui_here(),
+        module=lambda holdings: {},
+        tensors=lambda holdings, is_new: {},
+        placement=placement,
+    )
 
 
 SHARDED, WHOLE = ParallelStrategy(ulysses_degree=2, shard_weights=True), ParallelStrategy(ulysses_degree=2)
@@ -188,17 +212,17 @@ def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, c
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate(MODEL)
-    sidecar.call_module(request(1, ModuleKind.TEXT, ALL_DEVICES))
+    sidecar.call_module(request(TEXT, ModuleKind.TEXT, ALL_DEVICES))
     sidecar.load(ModelSpec(path=str(path)), WHOLE)
     assert cards.modules == {} and list(cards.models.values()) == [MODEL]
     assert not sidecar._holdings.modules
 
 
 def test_what_comfyui_is_told_of_an_encoder_is_what_lies_on_its_device(sidecar):
-    assert [pool.module_bytes(card, 1) for card in CARDS] == [0, 0]
-    sidecar.call_module(request(1, ModuleKind.TEXT, AUTO))
-    sidecar.call_module(request(2, ModuleKind.VAE_DECODER, ALL_DEVICES))
-    assert [pool.module_bytes(card, 1) for card in CARDS] == [ENCODER, 0]
+    assert [pool.module_bytes(card, TEXT) for card in CARDS] == [0, 0]
+    sidecar.call_module(request(TEXT, ModuleKind.TEXT, AUTO))
+    sidecar.call_module(request(DECODER, ModuleKind.VAE_DECODER, ALL_DEVICES))
+    assert [pool.module_bytes(card, TEXT) for card in CARDS] == [ENCODER, 0]
     assert [pool.module_bytes(card) for card in CARDS] == [ENCODER + VAE // 2, VAE // 2]
     pool.drop_modules()
     assert [pool.module_bytes(card) for card in CARDS] == [0, 0]
@@ -206,5 +230,6 @@ def test_what_comfyui_is_told_of_an_encoder_is_what_lies_on_its_device(sidecar):
 
 def test_on_the_cpu_they_take_no_device():
     modules = CountedModules(("cpu:0", "cpu:1"))
-    modules.add(1, 0, (ENCODER, 0))
-    assert not modules and modules.take_rank(1) == 0
+    infos = tuple(LoadInfo(1.0, size, False, "", "", device_bytes=size) for size in (ENCODER, 0))
+    modules.add(1, CountedModule(0, infos))
+    assert not modules and modules.get(1).rank == 0 and modules.numbers == (1,)

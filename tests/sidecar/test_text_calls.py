@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -13,9 +12,10 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
+from parallel_backend.requests import LoadInfo
 from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.model_room import CountedModules
+from parallel_backend.sidecar.model_room import CountedModule, CountedModules, Room, new_number
 from parallel_backend.sidecar.module_requests import (
     ALL_DEVICES,
     AUTO,
@@ -27,12 +27,11 @@ from parallel_backend.sidecar.module_requests import (
 )
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.protocol import ALL_RANKS
-from shipped_jobs import ship_encoder_call
+from shipped_jobs import ship_encoder_call, ship_module
 from toy_encoder import ToyEncoder
 
 TOKENS = torch.tensor([[1, 5, 3, 2]])
 FIRST, SECOND = "one device", "the second device"
-_numbers = itertools.count(1)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def at(two_real_ranks, monkeypatch):
             monkeypatch.setattr(ModuleRequests, "_choose_rank", lambda *_: 1)
         elif place in PLACEMENTS:
             monkeypatch.undo()
-        number = number or next(_numbers)
+        number = number or new_number()
         request = request_of(module, ONE_DEVICE if place == SECOND else place, number, keep)
         return two_real_ranks.call_module(request, **options)
 
@@ -59,7 +58,8 @@ def request_of(module, place, number, keep=()):
         bytes=sum(parameter.nbytes for parameter in module.parameters()),
         placement=place,
         comfyui=import_comfyui_here(),
-        tensors=lambda holdings, is_new: ship_encoder_call(module, (TOKENS,), "encode", is_new=is_new),
+        module=lambda holdings: ship_module(module),
+        tensors=lambda holdings, is_new: ship_encoder_call(module, (TOKENS,), "encode"),
     )
 
 
@@ -77,12 +77,12 @@ def test_the_answer_is_that_of_one_process_wherever_it_is_computed(at, two_real_
     module = ToyEncoder()
     with torch.inference_mode():
         expected = module.encode(TOKENS)
-    phases, number = [], next(_numbers)
+    phases, number = [], new_number()
     first = at(module, place, number=number, on_phase=phases.append)
     again = at(module, place, number=number, on_phase=phases.append)
     assert same(first.value, expected) and same(again.value, expected)
-    # It is sent with the first call alone.
-    assert phases[-2:] == ["sending the text encoder to the processes", "encoding the text"]
+    # It is sent before the first call alone.
+    assert phases[-3:] == ["sending the text encoder to the processes", *["encoding the text"] * 2]
     whole = sum(parameter.nbytes for parameter in module.parameters())
     layers = sum(parameter.nbytes for parameter in module.layers.parameters())
     if place == ALL_DEVICES:
@@ -113,7 +113,7 @@ def test_a_cancel_ends_a_call_and_the_ranks_stay_usable(at, two_real_ranks, plac
 
 @pytest.mark.parametrize("place", [FIRST, SECOND, ALL_DEVICES])
 def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_ranks, place):
-    module, number = ToyEncoder(), next(_numbers)
+    module, number = ToyEncoder(), new_number()
     at(module, place, number=number)
     pids = two_real_ranks.pids
     for failing in (0, 4):  # on one rank and on the other, where layers are shared out
@@ -128,7 +128,7 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
 def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks, place):
     sidecar, module = Sidecar(("cpu:0", "cpu:1")), ToyEncoder()
     try:
-        request = request_of(module, place, next(_numbers))
+        request = request_of(module, place, new_number())
         before = sidecar.call_module(request)
         os.kill(sidecar.pids[1], signal.SIGKILL)
         phases = []
@@ -137,21 +137,22 @@ def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks, place)
         sidecar.stop()
         FAILING.clear()  # else the device is left out in other tests
     assert same(after.value, before.value)
-    assert phases[-1] == "sending the text encoder to the processes"
+    assert phases[-2:] == ["sending the text encoder to the processes", "encoding the text"]
 
 
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
     held = two_real_ranks._holdings.modules
-    at(ToyEncoder(), ALL_DEVICES, number=200)
-    at(ToyEncoder(), FIRST, number=201, keep=(200,))
-    assert held.ranks == {200: ALL_RANKS, 201: 0}
-    at(ToyEncoder(), FIRST, number=202)
-    assert held.ranks == {202: 0}
+    first, second, third = (new_number() for _ in range(3))
+    at(ToyEncoder(), ALL_DEVICES, number=first)
+    at(ToyEncoder(), FIRST, number=second, keep=(first,))
+    assert {number: held.get(number).rank for number in held.numbers} == {first: ALL_RANKS, second: 0}
+    at(ToyEncoder(), FIRST, number=third)
+    assert held.numbers == (third,)
     two_real_ranks.drop_modules()
-    assert held.ranks == {}
-    at(ToyEncoder(), FIRST, number=202)
+    assert held.numbers == ()
+    at(ToyEncoder(), FIRST, number=third)
     two_real_ranks.sleep()
-    assert held.ranks == {}
+    assert held.numbers == ()
 
 
 def test_a_place_that_does_not_exist_is_refused(at):
@@ -164,7 +165,10 @@ def test_a_place_that_does_not_exist_is_refused(at):
 def test_weights_that_are_too_many_to_be_sent_are_refused_before(at):
     with (
         pytest.MonkeyPatch.context() as patch,
-        pytest.raises(RequestError, match=r"lie in no \.safetensors file of its loader"),
+        pytest.raises(
+            RequestError,
+            match=r"The weights of the text encoder that lie in no \.safetensors file of its loader take 0\.0 GiB",
+        ),
     ):
         patch.setattr(module_requests, "MOST_BYTES", 100)
         at(ToyEncoder(), FIRST)
@@ -187,13 +191,14 @@ GIB = 2**30
 def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests = ModuleRequests()
     requests.devices = tuple(f"cuda:{number}" for number in range(len(free)))
-    requests._holdings = SimpleNamespace(free_devices=lambda needed, reserved, lease: free)
+    modules = CountedModules(requests.devices)
+    requests._holdings = SimpleNamespace(modules=modules, free_room=lambda lease: Room(free))
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank
 
 
-def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
-    """What is planned next counts it all the same."""
+def test_a_call_that_fails_leaves_its_encoder_on_the_device():
+    """What is planned next counts it, and the next call does not send it again."""
     sent = []
 
     def wait(budget, on_message):
@@ -202,12 +207,23 @@ def test_a_call_that_fails_may_leave_its_encoder_on_a_device():
     requests = ModuleRequests()
     requests.devices = ("cuda:0",)
     modules = CountedModules(requests.devices)
-    requests._holdings = SimpleNamespace(modules=modules)
-    exchange = SimpleNamespace(send=lambda *message: sent.append(message), wait=wait)
+
+    def load(number, rank, *_):
+        sent.append(number)
+        modules.add(
+            number, found := CountedModule(rank, (LoadInfo(1.0, 10, False, "", "", device_bytes=10),))
+        )
+        return found
+
+    requests._holdings = SimpleNamespace(
+        modules=modules, load_module=load, keep_modules=lambda numbers, lease: None
+    )
+    exchange = SimpleNamespace(send=lambda *message: None, wait=wait)
     lease = SimpleNamespace(on_phase=lambda phase: None, exchange=lambda survivable: exchange)
     request = ModuleRequest(
-        ModuleKind.TEXT, 1, (1,), 10, import_comfyui_here(), lambda holdings, is_new: {}, AUTO
+        ModuleKind.TEXT, 1, (1,), 10, import_comfyui_here(), lambda _: {}, lambda *_: {}, AUTO
     )
-    with pytest.raises(Cancelled):
-        requests._attempt(request, lease, None)
-    assert sent and modules.bytes_on("cuda:0") == 10 and modules.ranks == {}
+    for _ in range(2):
+        with pytest.raises(Cancelled):
+            requests._attempt(request, lease, None)
+        assert sent == [1] and modules.bytes_on("cuda:0") == 10

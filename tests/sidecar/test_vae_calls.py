@@ -22,7 +22,6 @@ from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.holdings import RankHoldings
 from parallel_backend.sidecar.module_requests import ModuleRequests
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -233,17 +232,26 @@ def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     ranks.call_module(vae.request(latent))
     lost = flux()
     held = ranks._holdings.modules
-    held.ranks[lost.number] = held.ranks[vae.number]
-    with pytest.raises(RequestError, match=f"hold no text encoder or VAE {lost.number}; send it first"):
+    held.add(lost.number, held.get(vae.number))
+    with pytest.raises(RequestError, match=f"hold no model {lost.number}; load one first"):
         ranks.call_module(lost.request(latent, keep=(vae.number,)))
     ranks.call_module(vae.request(latent))
     assert vae.sent == 1
 
 
-def test_a_vae_and_pictures_that_are_too_large_together_are_refused_before(ranks, monkeypatch):
+@pytest.mark.parametrize(
+    ("is_new", "words"),
+    [
+        (True, r"weights of the VAE that lie in no .* Load it from \.safetensors files, or use VAE Encode"),
+        (False, r"What the VAE is given takes 0\.0 GiB, .* Give it less at a time, or use VAE Encode"),
+    ],
+)
+def test_a_vae_or_pictures_that_are_too_large_are_refused_before(ranks, monkeypatch, is_new, words):
     vae, latent = flux(), random_latent(FLUX, 4, 4)
+    if not is_new:
+        ranks.call_module(vae.request(latent))
     monkeypatch.setattr(module_requests, "MOST_BYTES", 100)
-    with pytest.raises(RequestError, match=r"The VAE and its pictures take .* Take fewer images or frames"):
+    with pytest.raises(RequestError, match=words):
         ranks.call_module(vae.request(latent))
     monkeypatch.undo()
     assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
@@ -304,8 +312,6 @@ class _Beside(ModuleRequests):
     def __init__(self, *models):
         self._ranks, self._holdings = _Ranks(), self
         self.models, self.tries = models, 0
-
-    beside_models = RankHoldings.beside_models
 
     def ensure_started(self, lease):
         pass

@@ -158,31 +158,36 @@ def ship_call(
     return ShippedRequest(first, 1, lambda _: tensors, is_call=True)
 
 
-def ship_encoder_call(module: nn.Module, args: tuple[Any, ...], method: str = "", *, is_new: bool):
-    """The payload of a call of a text encoder; with the encoder itself where it is new to the ranks."""
+def ship_module(module: nn.Module | HalfVae):
+    """The payload by which ranks load a text encoder, or half a VAE."""
     from comfy.model_patcher import ModelPatcher
 
-    work = EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {})
-    return _pack(work, module, "", 0.0, alone=HeldTextEncoder(module, ModelPatcher) if is_new else None)
+    work = module if isinstance(module, HalfVae) else HeldTextEncoder(module, ModelPatcher)
+    return _pack(work, None, "", 0.0)
 
 
-def ship_vae_call(half: HalfVae, inputs: Tensor, shares: tuple[float, ...] = (), *, is_new: bool):
-    """The payload of a decode or encode; with half the VAE itself where it is new to the ranks."""
-    return _pack(VaeCall(shares), None, "", 0.0, alone=half if is_new else None) | {INPUTS: inputs}
+def ship_encoder_call(module: nn.Module, args: tuple[Any, ...], method: str = ""):
+    """The payload of a call of a text encoder."""
+    from comfy.model_patcher import ModelPatcher
+
+    return _pack(EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {}), module, "", 0.0)
+
+
+def ship_vae_call(inputs: Tensor, shares: tuple[float, ...] = ()):
+    """The payload of a decode or encode."""
+    return _pack(VaeCall(shares), None, "", 0.0) | {INPUTS: inputs}
 
 
 def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, threshold: float):
     return _pack(work, stock_model(spec).patcher.model, mode, threshold)
 
 
-def _pack(work, base: nn.Module | None, mode: str, threshold: float, alone: object = None):
+def _pack(work, base: nn.Module | None, mode: str, threshold: float):
     from comfy.model_patcher import ModelPatcher
 
     states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), None)
     job = PickledJob(work, replaced=(), changes=(), random_states=states, cache_threshold=threshold)
-    sent = SentTensors()
-    first = None if alone is None else pickle_job(alone, {}, sent, ModelPatcher)
-    pickled = pickle_job(job, {} if base is None else _known(base), sent, ModelPatcher)
+    pickled = pickle_job(job, {} if base is None else _known(base), SentTensors(), ModelPatcher)
     facts = ProcessFacts(import_comfyui_here().root, "", "the pack", {}, tuple(sys.path), {})
     head = Head(
         job=pickled.data,
@@ -194,9 +199,8 @@ def _pack(work, base: nn.Module | None, mode: str, threshold: float, alone: obje
         inputs=astuple(ANYTHING),
         prints=None,
         digests={},
-        module=None if first is None else first.data,
     )
-    return pack_payload(head, pickled.tensors | ({} if first is None else first.tensors))
+    return pack_payload(head, pickled.tensors)
 
 
 def _known(base: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +11,9 @@ from comfy_modules import import_comfyui_here
 from parallel_backend.job.payload import HalfVae
 from parallel_backend.models.banded import STEPS
 from parallel_backend.models.tokens.vae_networks import DECODER_ALONE, ENCODER_ALONE
+from parallel_backend.sidecar.model_room import new_number
 from parallel_backend.sidecar.module_requests import ModuleKind, ModuleRequest
-from shipped_jobs import ship_vae_call
-
-_numbers = itertools.count(1000)
+from shipped_jobs import ship_module, ship_vae_call
 
 
 class Half:
@@ -36,7 +34,7 @@ class Half:
             if hasattr(module, part):
                 delattr(module, part)
         self.half = HalfVae(module, encodes, channels, dims, dtype, scale)
-        self.number, self.sent = next(_numbers), 0
+        self.number, self.sent = new_number(), 0
         self.bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
 
     def request(
@@ -49,13 +47,12 @@ class Half:
             (self.number, *keep),
             self.bytes,
             import_comfyui_here(),
-            lambda holdings, is_new: self.payload(inputs, shares, is_new),
+            lambda holdings: self.module_payload(),
+            lambda holdings, is_new: ship_vae_call(inputs, shares),
             images=len(inputs),
             steps=STEPS * len(inputs),
         )
 
-    def payload(
-        self, inputs: Tensor, shares: tuple[float, ...] = (), is_new: bool = True
-    ) -> dict[str, Tensor]:
-        self.sent += is_new
-        return ship_vae_call(self.half, inputs, shares, is_new=is_new)
+    def module_payload(self) -> dict[str, Tensor]:
+        self.sent += 1
+        return ship_module(self.half)

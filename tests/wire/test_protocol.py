@@ -13,10 +13,8 @@ from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placem
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
 from parallel_backend.wire.protocol import (
-    ALL_RANKS,
     MAX_MESSAGE_BYTES,
     Calibrate,
-    CallModule,
     Cancel,
     Compiling,
     Done,
@@ -30,6 +28,7 @@ from parallel_backend.wire.protocol import (
     RankModels,
     RankRun,
     Ready,
+    RunJob,
     Sample,
     Setup,
     decode,
@@ -81,9 +80,10 @@ MESSAGES = [
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
-    (CallModule(7, (3, 7), ALL_RANKS, ComfyUISource("/ComfyUI"), steps=64), 1),
-    (CallModule(7, (), 1, ComfyUISource("/ComfyUI")), 1),
-    (Done(call=RankCall(1.5, 10, 20, 0.5, parts=64, peak_bytes=0, compute_dtype="bfloat16")), 1),
+    (Load(None, ParallelStrategy(), 7, (3, 1), rank=1, comfyui=ComfyUISource("/ComfyUI")), 1),
+    (RunJob(PLACEMENT, steps=4, previews=True, states=True, model=3), 1),
+    (RunJob(None, steps=64, model=7), 1),
+    (Done(call=RankCall(1.5, 20, parts=64, peak_bytes=0)), 1),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),
 ]
 FRAME = json.loads(encode(Envelope(3, 4, Progress(step=1, steps=2, seconds=0.5))))

@@ -1,14 +1,11 @@
-"""The text encoders and VAEs that a rank holds beside its models: ComfyUI's own modules, called as ComfyUI's process
-would."""
+"""The text encoders and VAEs that a rank holds: ComfyUI's own modules, called as ComfyUI's process would."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 
 from ...engine.comm.groups import Layouts, World
 from ...engine.shared_layers import share_layers
-from ...errors import Cancelled, ParallelError, RequestError
+from ...errors import Cancelled, ParallelError
 from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
 from ...job.restore import Original, make_changes, set_replaced
@@ -24,10 +21,10 @@ from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.mapped import find_in
 from ...models.comfyui.jobs.patchers import encoder_patcher
 from ...models.comfyui.jobs.samplers import call_encoder
-from ...requests import ComfyUISource
+from ...requests import ComfyUISource, LoadInfo
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors
-from ...wire.protocol import ALL_RANKS, CallModule, RankCall
+from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from .reader import JobReader, set_random_states
@@ -40,14 +37,15 @@ _LOOK = 0.05  # s between two looks for a cancel
 
 
 class HeldEncoder:
-    """One encoder (reader.NamedModel). `rank`: the one that computes, ALL_RANKS where its layers are shared out."""
+    """One encoder (reader.NamedModel). `rank`: the one that computes, ALL_RANKS where its layers are shared out;
+    `computes`: True on a rank that does."""
 
     is_sharded = False
     originals: Mapping[str, Tensor] = {}
 
-    def __init__(self, module: nn.Module, kind: type, device: torch.device, rank: int) -> None:
-        self.patcher = encoder_patcher(kind, module, device)
-        self.rank = rank
+    def __init__(self, module: nn.Module, kind: type, world: World, rank: int) -> None:
+        self.patcher = encoder_patcher(kind, module, world.device)
+        self.rank, self.computes = rank, rank in (world.rank, ALL_RANKS)
         self.original = Original(module)
         self.last_patcher: object = None  # ComfyUI takes a model whose patcher is gone for a leak
 
@@ -59,84 +57,82 @@ class HeldEncoder:
     def find(self, word: tuple[Any, ...]) -> Any:
         return self.module if word[0] == "base" else find_in(self.module, *word)
 
+    def info(self, seconds: float, device: torch.device) -> LoadInfo:
+        """Returns the record of its load, which took so many seconds. Its bytes are those of the weights that this rank
+        computes with, which ComfyUI's patcher brings to the device when it is called."""
+        size = sum(weight.nbytes for weight in self.module.parameters()) if self.computes else 0
+        return LoadInfo(seconds, size, cached=False, dtype="", compute_dtype="", device_bytes=size)
+
 
 class Modules:
-    """The text encoders and VAEs that this rank holds, by their numbers in ComfyUI's process."""
+    """Loads text encoders and VAEs, and runs the jobs over them."""
 
     def __init__(
         self, layouts: Layouts, reader: JobReader, import_comfyui: Callable[[ComfyUISource], None]
     ) -> None:
         self._layouts, self._reader, self._import = layouts, reader, import_comfyui
-        self._held: dict[int, HeldEncoder | HeldVae] = {}
         self._meeting = _Meeting(layouts.world, lambda: False)  # of the call that runs
         self._groups: RankGroups = {}  # of VAEs: a new one takes over those of the one before
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all that is held."""
-        return tuple(self._held)
+    def load(self, message: Load, tensors: Tensors) -> HeldEncoder | HeldVae:
+        """Returns what is in the payload, ready for its calls. Raises ParallelError, or what a lack of memory is, on
+        this rank alone."""
+        assert message.comfyui is not None, "it says whose module it is"
+        self._import(message.comfyui)
+        module = self._reader.read(*unpack_payload(tensors, are_kept=True), None).work
+        if isinstance(module, HalfVae):
+            return HeldVae(module, self._layouts.world, self._groups)
+        assert isinstance(module, HeldTextEncoder), "nothing else is loaded so"
+        try:
+            return self._encoder(module, message.rank)
+        except Exception as failure:
+            if isinstance(failure, ParallelError) or _is_fault(failure):
+                raise
+            raise as_refusal(failure) from failure
 
-    def drop(self) -> None:
-        """Lets go of all of them."""
-        self._keep(())
+    def _encoder(self, one: HeldTextEncoder, rank: int) -> HeldEncoder:
+        if rank == ALL_RANKS:
+            share_layers(one.module, self._layouts, lambda error: self._meeting.meet(error))
+        return HeldEncoder(one.module, one.kind, self._layouts.world, rank)
 
-    def call(
-        self, message: CallModule, tensors: Tensors, on_step: StepCallback
+    def run(
+        self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepCallback
     ) -> tuple[Tensors | None, RankCall]:
-        """Makes a call; returns its answer, None on all ranks but one, and how it went. Collective."""
+        """Runs a job; returns its answer, None on all ranks but one, and how it went. Collective."""
         begun, world = time.perf_counter(), self._layouts.world
-        self._keep(message.keep)
         self._meeting = _Meeting(world, on_step.is_cancelled)
         inputs = tensors.pop(INPUTS, None)
         error: Exception | None = None
         with contextlib.ExitStack() as undo:
             try:
-                self._import(message.comfyui)
-                head, new = unpack_payload(tensors)
-                job = self._reader.read(head, new, lambda module: self._hold(message, module))
+                job = self._reader.read(*unpack_payload(tensors), held)
                 set_replaced(job.replaced, self._reader.packages.find_module, undo)
-                held = self._held[message.module]
                 if isinstance(held, HeldVae):
                     assert isinstance(job.work, VaeCall), "a VAE is called with one"
                     inputs = held.check_call(inputs, job.work.shares)
             except Exception as failure:
                 error = failure
             agree(world, error)
-            if isinstance(held, HeldVae):
-                return self._call_vae(held, head.module is not None, job, inputs, on_step, begun)
-            return self._call_encoder(held, job, begun)
-
-    def _call_vae(
-        self,
-        held: HeldVae,
-        is_new: bool,
-        job: PickledJob,
-        inputs: Tensor | None,
-        on_step: StepCallback,
-        begun: float,
-    ) -> tuple[Tensors | None, RankCall]:
-        assert inputs is not None and isinstance(job.work, VaeCall), "the call was checked"
-        error: Exception | None = None
-        if is_new:
+            if isinstance(held, HeldEncoder):
+                return self._call_encoder(held, job, begun)
             try:
                 held.check()
             except Exception as failure:
                 error = failure
-            agree(self._layouts.world, error)
-        load_seconds = time.perf_counter() - begun
-        answer, record = held.call(inputs, job.work.shares, on_step)
-        return None if answer is None else pack_tree(answer), replace(record, load_seconds=load_seconds)
+            agree(world, error)
+            assert inputs is not None and isinstance(job.work, VaeCall), "the call was checked"
+            answer, record = held.call(inputs, job.work.shares, on_step)
+            return None if answer is None else pack_tree(answer), record
 
     def _call_encoder(
         self, held: HeldEncoder, job: PickledJob, begun: float
     ) -> tuple[Tensors | None, RankCall]:
         world, traffic = self._layouts.world, self._layouts.traffic
         sent = traffic.bytes_sent
-        computes = held.rank in (world.rank, ALL_RANKS)
         error: Exception | None = None
         answer = None
         try:
-            if computes:
+            if held.computes:
                 answer = self._run(held, job)
         except Exception as failure:
             is_known = isinstance(failure, ParallelError) or _is_fault(failure)
@@ -145,38 +141,8 @@ class Modules:
             leave(world, error)
         elif error is not None:
             raise error
-        weights = held.module.parameters() if computes else ()
-        record = RankCall(
-            seconds=time.perf_counter() - begun,
-            bytes=sum(parameter.nbytes for parameter in weights),
-            bytes_sent=traffic.bytes_sent - sent,
-        )
+        record = RankCall(time.perf_counter() - begun, traffic.bytes_sent - sent)
         return (answer if world.rank == max(held.rank, 0) else None), record
-
-    def _keep(self, numbers: Sequence[int]) -> None:
-        before, self._held = self._held, {n: held for n, held in self._held.items() if n in numbers}
-        is_smaller = len(self._held) < len(before)
-        del before
-        if is_smaller:
-            gc.collect()  # modules and the methods that stand for theirs refer to each other
-
-    def _hold(self, message: CallModule, module: HeldTextEncoder | HalfVae | None) -> HeldEncoder | HeldVae:
-        """Returns what the call is of; what came with it is held from now on."""
-        if module is not None:
-            self._held.pop(message.module, None)
-            self._held[message.module] = self._held_from(message.rank, module)
-        found = self._held.get(message.module)
-        if found is None or found.rank != message.rank:
-            raise RequestError(f"the processes hold no text encoder or VAE {message.module}; send it first.")
-        return found
-
-    def _held_from(self, rank: int, module: HeldTextEncoder | HalfVae) -> HeldEncoder | HeldVae:
-        world = self._layouts.world
-        if isinstance(module, HalfVae):
-            return HeldVae(module, world, self._groups, rank)
-        if rank == ALL_RANKS:
-            share_layers(module.module, self._layouts, lambda error: self._meeting.meet(error))
-        return HeldEncoder(module.module, module.kind, world.device, rank)
 
     @torch.inference_mode()
     def _run(self, held: HeldEncoder, job: PickledJob) -> Tensors:

@@ -66,22 +66,22 @@ class JobReader:
         assert self._packages is not None, "a job was read with them"
         return self._packages
 
-    def read(self, head: Head, new: Mapping[int, Tensor], hold: Callable[[Any], NamedModel]) -> PickledJob:
-        """Makes the job again. `hold(module)`: gives the model that it names; `module`: a text encoder or half a VAE
-        that came with the job, None for none. Raises ParallelError, on this rank alone."""
+    def read(self, head: Head, new: Mapping[int, Tensor], held: NamedModel | None) -> PickledJob:
+        """Makes the job again. `held`: the model that it names, None for a job that brings one. Raises ParallelError,
+        on this rank alone."""
         if head.is_fresh:
             self._tensors.clear()
         for number in head.dropped:
             self._tensors.pop(number, None)
         self._tensors |= new
         try:
-            return self._read(head, hold)
+            return self._read(head, held)
         except Exception as failure:
             if isinstance(failure, ParallelError):
                 raise
             raise as_refusal(failure) from failure
 
-    def _read(self, head: Head, hold: Callable[[Any], NamedModel]) -> PickledJob:
+    def _read(self, head: Head, held: NamedModel | None) -> PickledJob:
         if head.facts is not None:
             self._facts = self._facts_here(unpack_facts(head.facts))
             self._packages = self._packages_of(self._facts)
@@ -89,15 +89,14 @@ class JobReader:
             raise RequestError("A job came before what the devices need to know of ComfyUI.")
         self._check_packs(self._facts, head)
         self._packages.import_packs(head.packs)
-        held = hold(None if head.module is None else unpickle_job(head.module, self._objects(None)))
-        if head.prints is not None:
+        if held is not None and head.prints is not None:
             others = differing(held.originals, head.prints)
             if others:
                 raise RequestError(OTHER_WEIGHTS + ",".join(others))
         job: PickledJob = unpickle_job(head.job, self._objects(held))
         self._mapped.forget_unused()
         changed = [one for one in job.changes if one.kind == "parameter"]
-        if held.is_sharded and changed:
+        if held is not None and held.is_sharded and changed:
             raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))
         return replace(job, replaced=[_rerouted(one) for one in job.replaced])
 

@@ -14,6 +14,7 @@ from ...engine.comm.groups import World
 from ...errors import PlatformError, RequestError
 from ...job.payload import HalfVae
 from ...models.banded import OTHER_VERSION
+from ...requests import LoadInfo
 from ...wire.protocol import RankCall
 from ..outcome.errors import is_device_failure, is_out_of_memory
 
@@ -40,21 +41,32 @@ class HeldVae:
     is_sharded = False
     originals: Mapping[str, Tensor] = {}
 
-    def __init__(self, half: HalfVae, world: World, groups: RankGroups, rank: int) -> None:
-        self._world, self.rank = world, rank
+    def __init__(self, half: HalfVae, world: World, groups: RankGroups) -> None:
+        self._world = world
         self._encodes = half.encodes
         self._bytes = sum(one.nbytes for one in (*half.module.parameters(), *half.module.buffers()))
+        self._dtype = str(half.dtype).removeprefix("torch.")
+        self._is_checked = False
         with _other_version_as_refusal():
             self._network = _shared_out(half, world, groups)
 
     def find(self, word: tuple[Any, ...]) -> Any:
         raise RequestError(f"A VAE's call names {word[0]}, which no device has.")
 
+    def info(self, seconds: float, device: torch.device) -> LoadInfo:
+        """Returns the record of its load on this rank's device, which took so many seconds."""
+        computed = str(self._network.vae.compute_dtype).removeprefix("torch.")
+        on_device = 0 if device.type == "cpu" else self._bytes
+        return LoadInfo(seconds, self._bytes, False, self._dtype, computed, device_bytes=on_device)
+
     def check(self) -> None:
-        """Raises PlatformError on the first rank where sharing out does not give what one rank computes, and on any
-        where the network does not work so. Collective."""
+        """Before its first call. Raises PlatformError on the first rank where sharing out does not give what one rank
+        computes, and on any where the network does not work so. Collective."""
+        if self._is_checked:
+            return
         with _other_version_as_refusal():
             self._network.check()
+        self._is_checked = True
 
     def check_call(self, inputs: Tensor | None, shares: tuple[float, ...]) -> Tensor:
         """Returns the inputs. Raises RequestError, alike on every rank, for those that cannot be shared out so."""
@@ -93,11 +105,9 @@ class HeldVae:
         on_step.finish()
         record = RankCall(
             seconds=time.perf_counter() - begun,
-            bytes=self._bytes,
             bytes_sent=network.bytes_sent - sent,
             parts=network.parts(inputs[0], shares)[self._world.rank],
             peak_bytes=_peak(device) - before,
-            compute_dtype=str(network.vae.compute_dtype).removeprefix("torch."),
         )
         if outputs is not None and not self._encodes:
             outputs = outputs.flatten(0, 1)

@@ -10,8 +10,8 @@ from ...cluster.model_files import find_model
 from ...errors import RequestError
 from ...job.payload import Head, ProcessFacts, digest_of_code
 from ...models.proof.installed import version_in
-from ...requests import ComfyUISource, ModelSpec
-from ...wire.protocol import Load, Setup
+from ...requests import ComfyUISource, FileContent, ModelSpec
+from ...wire.protocol import Setup
 from ..outcome.errors import PeerFailed
 from ..work.worker import RankWorker
 
@@ -86,12 +86,12 @@ class JoinedWorker(RankWorker):
     def _import_comfyui(self, source: ComfyUISource) -> None:
         super()._import_comfyui(self._own.source(source))
 
-    def _locate(self, message: Load) -> ModelSpec:
+    def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
         """All ranks find the file or none goes on: what comes next they do together."""
-        spec, error = message.spec, None
+        error = None
         try:
-            assert message.content is not None, "a head says it to processes of other machines"
-            found = find_model(self._own.models, PurePosixPath(spec.path), message.content, self._own.machine)
+            assert content is not None, "a head says it to processes of other machines"
+            found = find_model(self._own.models, PurePosixPath(spec.path), content, self._own.machine)
             spec = replace(spec, path=str(found), comfyui=spec.comfyui and self._own.source(spec.comfyui))
         except Exception as failure:
             error = failure

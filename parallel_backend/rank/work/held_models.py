@@ -12,23 +12,40 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import RequestError
-from ...requests import InputShapes, ModelSpec, Placement
+from ...requests import InputShapes, LoadInfo, ModelSpec, Placement
 from ...wire.protocol import RankModels
+from .device import weight_bytes
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
+    from ..jobs.modules import HeldEncoder
+    from ..jobs.vaes import HeldVae
 
 
 class HeldModel:
-    """One model. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks of it
-    that sleep in host memory or in the mapped file."""
+    """The model of a file. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks
+    of it that sleep in host memory or in the mapped file."""
 
     def __init__(self, model: ModuleModel, inputs: InputShapes | None) -> None:
         self.model = model
         self.inputs = inputs
         self.moved_out: list[torch.nn.Module] = []
         self.forwards: dict[Placement, ModuleForward] = {}
+
+    def info(self, seconds: float, device: torch.device) -> LoadInfo:
+        """Returns the record of its load on this rank's device, which took so many seconds."""
+        model = self.model
+        return LoadInfo(
+            seconds,
+            model.bytes,
+            cached=False,
+            dtype=model.stored_dtype,
+            compute_dtype=str(model.compute_dtype).removeprefix("torch."),
+            inputs=self.inputs,
+            device_bytes=0 if device.type == "cpu" else weight_bytes(model.chunks, device),
+            host_bytes=0 if model.byte_sharding is None else weight_bytes(model.chunks, torch.device("cpu")),
+        )
 
     def move_out(self, device: torch.device) -> None:
         """Notes which chunks are to leave the device, but for those that have. Weights that are offloaded lie in host
@@ -44,26 +61,35 @@ class HeldModel:
 
 
 class HeldModels:
-    """By number, the one that goes first when memory ends first. Dropping gives a device's memory back at once."""
+    """By number, the one that goes first when memory ends first: models of files, text encoders and VAEs. Dropping
+    gives a device's memory back at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._models: dict[int, HeldModel] = {}
+        self._models: dict[int, HeldModel | HeldEncoder | HeldVae] = {}
 
     def __len__(self) -> int:
         return len(self._models)
 
-    def __iter__(self) -> Iterator[HeldModel]:
-        return iter(self._models.values())
+    def __iter__(self) -> Iterator[tuple[int, HeldModel]]:
+        """Yields those of files, whose weights a rank moves, with their numbers."""
+        return ((number, held) for number, held in self._models.items() if isinstance(held, HeldModel))
 
-    def get(self, number: int) -> HeldModel:
+    def get(self, number: int) -> HeldModel | HeldEncoder | HeldVae:
         """Raises RequestError for one that is not held."""
         found = self._models.get(number)
         if found is None:
             raise RequestError(f"the processes hold no model {number}; load one first.")
         return found
 
-    def add(self, number: int, held: HeldModel) -> None:
+    def of_file(self, number: int) -> HeldModel:
+        """Raises RequestError for one that is not held, or no file's."""
+        found = self.get(number)
+        if not isinstance(found, HeldModel):
+            raise RequestError(f"model {number} is a text encoder or VAE; load one that samples.")
+        return found
+
+    def add(self, number: int, held: HeldModel | HeldEncoder | HeldVae) -> None:
         self._models[number] = held
 
     def keep(self, numbers: Sequence[int]) -> None:
@@ -74,6 +100,10 @@ class HeldModels:
         if dropped:
             collect(self._device)
 
+    def keep_files(self) -> None:
+        """Drops text encoders and VAEs, which are sent again when they are called."""
+        self.keep([number for number, _ in self])
+
     def drop_first(self) -> None:
         self.keep([*self._models][1:])
 
@@ -82,8 +112,8 @@ class HeldModels:
 
     @property
     def chunks(self) -> tuple[torch.nn.Module, ...]:
-        """Of all models."""
-        return tuple(chunk for held in self for chunk in held.model.chunks)
+        """Of all models of files."""
+        return tuple(chunk for _, held in self for chunk in held.model.chunks)
 
     def report(self) -> RankModels:
         """For ComfyUI's process."""

@@ -17,7 +17,7 @@ from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
-from ...job.payload import EncoderCall, NetworkCall, PickledJob, SamplerRun, VaeCall, pack_answer
+from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.mapped import find_in
@@ -108,6 +108,7 @@ class Jobs:
     ) -> tuple[Tensors, RankRun]:
         """Runs the job with the other ranks; the latent is the first one's. Collective."""
         begun, placement = time.perf_counter(), message.placement
+        assert placement is not None, "a model of a file has one"
         world = self._layouts.world
         forward = forward_under(placement.strategy)
         sent = forward.bytes_sent
@@ -119,7 +120,7 @@ class Jobs:
         head, new = unpack_payload(tensors)
         error: Exception | None = None
         try:
-            job = self._reader.read(head, new, lambda encoder: held)
+            job = self._reader.read(head, new, held)
         except ParallelError as refusal:
             error = refusal
         agree(world, error)
@@ -205,7 +206,7 @@ class _RunningJob:
 
     def _run(self, on_step: StepBoundary, forward: ModuleForward) -> Any:
         job, held, work = self._job, self._held, self._job.work
-        assert not isinstance(work, (EncoderCall, VaeCall)), "jobs/modules.py calls these"
+        assert isinstance(work, (SamplerRun, NetworkCall)), "jobs/modules.py runs the others"
         patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
         with contextlib.ExitStack() as undo:
             undo.callback(setattr, held, "last_patcher", patcher)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,16 @@ from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
 from ...errors import RequestError
 from ...options import AUTO, check_step_cache
-from ...requests import ComfyUISource, InputShapes, LoadInfo, ModelSpec, Placement, SamplerState, SleepInfo
+from ...requests import (
+    ComfyUISource,
+    FileContent,
+    InputShapes,
+    LoadInfo,
+    ModelSpec,
+    Placement,
+    SamplerState,
+    SleepInfo,
+)
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.calibration import Calibration
@@ -23,7 +32,6 @@ from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request, take_state
 from ...wire.protocol import (
     Calibrate,
-    CallModule,
     KeepModels,
     Load,
     RankAndModel,
@@ -36,7 +44,7 @@ from ...wire.protocol import (
     Sleep,
 )
 from ..outcome.errors import PeerFailed, is_out_of_memory
-from .device import MemoryMeter, allocated, device_of, weight_bytes
+from .device import MemoryMeter, allocated, device_of
 from .held_models import HeldModel, HeldModels, collect, import_for
 from .run_record import run_record
 from .step_boundary import StepBoundary
@@ -46,11 +54,13 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
     from ...models.comfyui.model import ComfyUIModel
-    from ..jobs.modules import Modules
+    from ..jobs.modules import HeldEncoder, Modules
     from ..jobs.reader import JobReader
+    from ..jobs.vaes import HeldVae
     from .job import Jobs
 
 OnCompile = Callable[[], None]
+Held = TypeVar("Held")
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
 
@@ -74,24 +84,27 @@ class RankWorker:
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
 
-    def load(self, message: Load) -> LoadInfo:
-        """Holds one more model on every rank or on none, split as `strategy` has it.
+    def load(self, message: Load, tensors: Tensors) -> LoadInfo:
+        """Holds one more model on every rank or on none.
 
-        All ranks agree on the outcome. Where one has no memory for it, all drop text encoders and VAEs, and then the
-        models to keep, one after the other, until it fits, unless the load yields to them.
+        All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep, one after the
+        other, until it fits, unless the load yields to them.
         """
         begun, device = time.perf_counter(), self.world.device
         self.models.keep(message.keep)
-        spec = self._locate(message)
-        held, error = self._try_load(spec, message.strategy)
+        spec = None if message.spec is None else self._locate(message.spec, message.content)
+
+        def attempt() -> HeldModel | HeldEncoder | HeldVae:
+            if spec is None:
+                return self.modules.load(message, dict(tensors))
+            return self._read_held(spec, message.strategy)
+
+        held, error = self._try_load(attempt)
         worst = self._agree(error)
-        while worst == _NO_MEMORY and (self.models or self._holds_modules) and not message.yields:
+        while worst == _NO_MEMORY and len(self.models) and not message.yields:
             held = error = None
-            if self._holds_modules:
-                self._drop_modules()
-            else:
-                self.models.drop_first()  # it was in the way
-            held, error = self._try_load(spec, message.strategy)
+            self.models.drop_first()  # it was in the way
+            held, error = self._try_load(attempt)
             worst = self._agree(error)
         if worst != _GOOD or held is None:
             held = None
@@ -100,42 +113,17 @@ class RankWorker:
             raise error or PeerFailed("another process could not load the model")
         self.models.add(message.model, held)
         self._record_weights()
-        model = held.model
-        shares = model.byte_sharding
-        return LoadInfo(
-            seconds=time.perf_counter() - begun,
-            bytes=model.bytes,
-            cached=False,
-            dtype=model.stored_dtype,
-            compute_dtype=str(model.compute_dtype).removeprefix("torch."),
-            inputs=held.inputs,
-            device_bytes=0 if device.type == "cpu" else weight_bytes(model.chunks, device),
-            host_bytes=0 if shares is None else weight_bytes(model.chunks, torch.device("cpu")),
-        )
+        return held.info(time.perf_counter() - begun, device)
 
-    def _locate(self, message: Load) -> ModelSpec:
+    def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
         """The model as this rank finds it: where the parent does, on the same computer. Collective elsewhere."""
-        return message.spec
+        return spec
 
     def keep_models(self, message: KeepModels) -> RankModels:
         """Drops all others."""
-        if not message.keeps_modules:
-            self._drop_modules()
         self.models.keep(message.models)
         self._record_weights()
-        return self.report()
-
-    def report(self) -> RankModels:
-        """Returns what this rank holds."""
-        return replace(self.models.report(), modules=self.modules.numbers if self._holds_modules else ())
-
-    def call_module(
-        self, message: CallModule, tensors: Tensors, on_step: StepBoundary
-    ) -> tuple[Tensors | None, RankCall]:
-        """Makes a call of a text encoder or VAE."""
-        found = self.modules.call(message, tensors, on_step)
-        self.meter.publish()
-        return found
+        return self.models.report()
 
     def sample(
         self, message: Sample, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
@@ -152,7 +140,7 @@ class RankWorker:
         if state is not None:
             heartbeat.steps_done(state.step)
         request = sample_request(message, tensors)
-        held, placement = self.models.get(message.model), message.placement
+        held, placement = self.models.of_file(message.model), message.placement
         forward = _watched(self._forward(held, placement), on_compile)
         sent = forward.bytes_sent
         switching: Switching | None = None
@@ -195,17 +183,23 @@ class RankWorker:
     @torch.inference_mode()
     def run_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors, RankRun]:
-        """Runs a job that was shipped whole; the latent is the first rank's."""
-        held = self.models.get(message.model)
-        if not hasattr(held.model, "patcher"):
+    ) -> tuple[Tensors | None, RankRun | RankCall]:
+        """Runs a job that was shipped whole; its answer is one rank's, None on the others."""
+        held, placement = self.models.get(message.model), message.placement
+        if not isinstance(held, HeldModel):
+            found = self.modules.run(held, tensors, on_step)
+            self.meter.publish()
+            return found
+        if placement is None or not hasattr(held.model, "patcher"):
             raise RequestError("the processes hold no model of ComfyUI's; load one first.")
 
         def forward_under(strategy: ParallelStrategy) -> ModuleForward:
-            return self._forward(held, replace(message.placement, strategy=strategy))
+            return self._forward(held, replace(placement, strategy=strategy))
 
-        _watched(forward_under(message.placement.strategy), on_compile)
-        return self._jobs.run(cast("ComfyUIModel", held.model), message, tensors, on_step, forward_under)
+        _watched(forward_under(placement.strategy), on_compile)
+        model = cast("ComfyUIModel", held.model)
+        answer, run = self._jobs.run(model, message, tensors, on_step, forward_under)
+        return (answer if self.world.rank == 0 else None), run
 
     @cached_property
     def _jobs(self) -> Jobs:
@@ -233,15 +227,6 @@ class RankWorker:
 
         import_comfyui(source, self.world.device)
 
-    @property
-    def _holds_modules(self) -> bool:
-        return "modules" in vars(self) and bool(self.modules.numbers)
-
-    def _drop_modules(self) -> None:
-        if self._holds_modules:
-            self.modules.drop()
-            collect(self.world.device)
-
     def calibrate(self, message: Calibrate) -> Calibration:
         """Measures the links over the groups of a strategy; needs no model."""
         from ..checks.calibrate import calibrate
@@ -257,11 +242,11 @@ class RankWorker:
         begun, device = time.perf_counter(), self.world.device
         before = allocated(device)
         if message.only is None:
-            self._drop_modules()
+            self.models.keep_files()
         if message.level == 1:
-            for number in self.models.report().models:
+            for number, held in self.models:
                 if message.only in (None, RankAndModel(self.world.rank, number)):
-                    self.models.get(number).move_out(device)
+                    held.move_out(device)
             self._move(torch.device("cpu"), is_waking=False)
         else:
             self.models.clear()
@@ -272,7 +257,7 @@ class RankWorker:
         """Takes back the weights that went at level 1, bit for bit."""
         begun, before = time.perf_counter(), allocated(self.world.device)
         self._move(self.world.device, is_waking=True)
-        for held in self.models:
+        for _, held in self.models:
             held.moved_out = []
         self._record_weights()
         return SleepInfo(time.perf_counter() - begun, before - allocated(self.world.device))
@@ -297,7 +282,7 @@ class RankWorker:
 
     def _try_move(self, device: torch.device, is_waking: bool) -> Exception | None:
         try:
-            for held in self.models:
+            for _, held in self.models:
                 if held.moved_out and is_waking:
                     held.model.come_back()
                 for chunk in held.moved_out:
@@ -328,19 +313,20 @@ class RankWorker:
         if self._agree(error) != _GOOD:
             raise error or PeerFailed("another process lacks the attention kernel")
 
-    def _try_load(
-        self, spec: ModelSpec, strategy: ParallelStrategy
-    ) -> tuple[HeldModel | None, Exception | None]:
+    def _try_load(self, attempt: Callable[[], Held]) -> tuple[Held | None, Exception | None]:
         """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
-            import_for(spec, self.world.device, holds_nothing=not self.models and not self._holds_modules)
-            model, inputs = self._read_model(spec, strategy), self._read_inputs(spec)
+            held = attempt()
             heartbeat.loading(1.0)
-            return HeldModel(model, inputs), None
+            return held, None
         except Exception as error:
             return None, error
+
+    def _read_held(self, spec: ModelSpec, strategy: ParallelStrategy) -> HeldModel:
+        import_for(spec, self.world.device, holds_nothing=not len(self.models))
+        return HeldModel(self._read_model(spec, strategy), self._read_inputs(spec))
 
     def _read_inputs(self, spec: ModelSpec) -> InputShapes | None:
         if spec.comfyui is not None:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -112,35 +113,59 @@ def test_only_the_rank_that_is_named_moves_the_model_that_is(models, rank, moves
     worker.world = SimpleNamespace(rank=rank, device=CPU, control=None)
     worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
     worker.sleep(Sleep(1, RankAndModel(0, 2)))
-    assert [bool(one.moved_out) for one in models] == [False, moves, False] and len(models) == 3
+    assert [bool(one.moved_out) for _, one in models] == [False, moves, False] and len(models) == 3
     worker.wake()
-    assert not any(one.moved_out for one in models)
+    assert not any(one.moved_out for _, one in models)
+
+
+@dataclass
+class Beside:
+    """Stands for a text encoder or VAE."""
+
+    def info(self, seconds, device):
+        return LoadInfo(seconds, 4, False, "", "")
+
+
+def test_text_encoders_and_vaes_are_held_with_the_others_and_go_when_they_sleep(models):
+    models.add(7, Beside())
+    assert models.report().models == (1, 2, 3, 7) and [number for number, _ in models] == [1, 2, 3]
+    with pytest.raises(RequestError, match="model 7 is a text encoder or VAE"):
+        models.of_file(7)
+    assert models.of_file(2) is models.get(2)
+    models.keep((7, 3, 1))
+    models.drop_first()
+    assert models.report().models == (3, 1)
+    models.add(8, Beside())
+    models.keep_files()
+    assert models.report().models == (3, 1)
 
 
 @pytest.mark.parametrize("yields", [False, True])
-def test_text_encoders_and_vaes_go_before_a_model_does_where_memory_ends(models, monkeypatch, yields):
-    worker, gone = RankWorker.__new__(RankWorker), []
+@pytest.mark.parametrize("is_module", [False, True], ids=["a model", "a text encoder"])
+def test_what_goes_where_memory_ends_is_as_little_as_helps_in_the_order_that_was_told(
+    models, monkeypatch, is_module, yields
+):
+    worker = RankWorker.__new__(RankWorker)
     worker.world = SimpleNamespace(rank=0, device=CPU, control=None)
     worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
-    modules = SimpleNamespace(numbers=(7,))
-    modules.drop = lambda: (gone.append(modules.numbers), setattr(modules, "numbers", ()))
-    worker.modules = modules
-    new = SimpleNamespace(
-        chunks=(), bytes=4, stored_dtype="float32", compute_dtype=torch.float32, byte_sharding=None
-    )
+    models.add(7, Beside())
 
-    def try_load(spec, strategy):
-        return (HeldModel(new, None), None) if gone else (None, MemoryError())
+    def read(*_):
+        if 1 in models.report().models:
+            raise MemoryError
+        return Beside()
 
-    monkeypatch.setattr(worker, "_try_load", try_load)
-    message = Load(ModelSpec("new.safetensors"), ParallelStrategy(), 4, (1, 2, 3), yields)
+    worker.modules = SimpleNamespace(load=read)
+    monkeypatch.setattr(worker, "_read_held", read)
+    spec = None if is_module else ModelSpec("new.safetensors")
+    message = Load(spec, ParallelStrategy(), 4, (7, 1, 2, 3), yields)
     if yields:
         with pytest.raises(MemoryError):
-            worker.load(message)
-        assert gone == [] and worker.report().modules == (7,) and len(models) == 3
+            worker.load(message, {})
+        assert models.report().models == (7, 1, 2, 3)
     else:
-        worker.load(message)
-        assert gone == [(7,)] and worker.report().modules == () and len(models) == 4
+        worker.load(message, {})
+        assert models.report().models == (2, 3, 4)
 
 
 def test_what_torch_keeps_is_given_back_on_a_gpu(monkeypatch):

@@ -9,18 +9,17 @@ import torch
 
 from parallel_backend.rank import __main__ as rank_main
 from parallel_backend.rank.work import held_models
-from parallel_backend.requests import ComfyUISource, Placement
+from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.protocol import (
-    ALL_RANKS,
-    CallModule,
     Done,
     Envelope,
     KeepModels,
     RankCall,
     RankModels,
     RankRun,
+    RunJob,
     Sample,
 )
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
@@ -29,8 +28,8 @@ RUN = RankRun("native", ParallelStrategy(), 0.1, 0, ())
 HELD = RankModels((1,))
 
 
-def _call(message, tensors, on_step):
-    return {"tree": torch.ones(1)}, RankCall(0.1, 1, 0)
+def _run(message, tensors, on_step, on_compile):
+    return {"tree": torch.ones(1)}, RankCall(0.1, 0) if message.placement is None else RUN
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def served(monkeypatch, no_leaks):
         meter=None,
         sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
-        call_module=_call,
+        run_job=_run,
     )
     ours, theirs = link_pair()
 
@@ -87,9 +86,10 @@ def _next(link):
     "job",
     [
         Sample(Placement(), 1.0, "euler", 0, previews=False),
-        CallModule(1, (1,), ALL_RANKS, ComfyUISource("/ComfyUI")),
+        RunJob(Placement(), 1, previews=False, model=1),
+        RunJob(None, 0, model=1),
     ],
-    ids=lambda job: type(job).__name__,
+    ids=["a sample", "a job", "a text"],
 )
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
     *given_back, done = served(job)

@@ -89,8 +89,8 @@ def behave(code, rank, calls):
 
 
 class ScriptedJobs(RankWorker):
-    def load(self, message):
-        info, script = super().load(message), Path(message.spec.path).read_text().split()
+    def load(self, message, tensors):
+        info, script = super().load(message, tensors), Path(message.spec.path).read_text().split()
         return replace(info, device_bytes=int(script[1]) if script[0] == "weighs" else 0)
 
     def _read_model(self, spec, strategy):
