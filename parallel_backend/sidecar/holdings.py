@@ -10,7 +10,7 @@ from pathlib import Path
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
 from ..errors import CheckpointError, OutOfMemory, RequestError
-from ..requests import ComfyUISource, LoadInfo, ModelSpec, SleepInfo
+from ..requests import LoadInfo, ModelSpec, SleepInfo
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.file_identity import FileIdentity, check_same
@@ -178,7 +178,7 @@ class RankHoldings:
         lease.on_phase(Phase(PhaseKind.LOADING, key.name, key.identity.size))
         number = new_number()
         content = content_of(Path(key.spec.path)) if any(map(machine_of, self._ranks.devices)) else None
-        message = Load(key.spec, key.weights, number, self._numbers, yields, content)
+        message = Load(key.spec, key.weights, number, self.numbers, yields, content)
         try:
             infos = self._send_load(message, {}, key.identity.size, lease.exchange(AGREED_ERRORS))
         except OutOfMemory:
@@ -202,26 +202,21 @@ class RankHoldings:
         return info
 
     def load_module(
-        self,
-        number: int,
-        rank: int,
-        size: int,
-        comfyui: ComfyUISource,
-        tensors: Tensors,
-        exchange: Exchange[Done],
+        self, message: Load, tensors: Tensors, size: int, exchange: Exchange[Done]
     ) -> CountedModule:
-        """Has the ranks hold the text encoder or VAE in a payload. `rank`: as in Load; `size`: bytes of its weights."""
-        message = Load(None, ParallelStrategy(), number, self._numbers, rank=rank, comfyui=comfyui)
+        """Has the ranks hold the text encoder or VAE in a payload, whose weights have `size` bytes."""
         before = list(self._held)
-        found = CountedModule(rank, tuple(self._send_load(message, tensors, size, exchange)))
-        self.modules.add(number, found)
-        self._untold += [
-            f"dropped {one.key.name}: {LACK_OF_MEMORY}" for one in before if one not in self._held
-        ]
+        found = CountedModule(message.rank, tuple(self._send_load(message, tensors, size, exchange)))
+        self.modules.add(message.model, found)
+        self._untold += self._dropped_of(before)
         return found
 
+    def _dropped_of(self, models: list[CountedModel]) -> list[str]:
+        gone = [model.key.name for model in models if model not in self._held]
+        return [f"dropped {name}: {LACK_OF_MEMORY}" for name in gone]
+
     @property
-    def _numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[int, ...]:
         """Those of all that the ranks hold, what goes first where memory ends first."""
         return (*self.modules.numbers, *(model.number for model in self._held))
 
@@ -396,6 +391,5 @@ class RankHoldings:
             raise
         moved = reports(done, lambda answer: answer.sleep)
         self._take_models(done, exchange)
-        dropped = [f"dropped {held.key.name}: {LACK_OF_MEMORY}" for held in before if held not in self._held]
         info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
-        return info, dropped
+        return info, self._dropped_of(before)

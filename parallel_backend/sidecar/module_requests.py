@@ -11,9 +11,10 @@ from ..devices import is_cpu
 from ..errors import OutOfMemory, RequestError
 from ..job.answer_tree import unpack_tree
 from ..requests import ComfyUISource, ModelSpec
+from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.payloads import Tensors
-from ..wire.protocol import ALL_RANKS, Message, Progress, RunJob
+from ..wire.protocol import ALL_RANKS, Load, Message, Progress, RunJob
 from ..wire.transport import MOST_BYTES
 from .group.exchange import AGREED_ERRORS, USER_ERRORS, expect, reports
 from .group.group import RankGroupRunner
@@ -162,9 +163,15 @@ class ModuleRequests:
             remedy = f"Load it from .safetensors files, or {kind.without}"
             tensors = _within_limit(request.module(self._holdings), what, remedy)
             exchange = lease.exchange(kind.survivable)
-            held = self._holdings.load_module(
-                request.number, rank, request.bytes, request.comfyui, tensors, exchange
+            message = Load(
+                None,
+                ParallelStrategy(),
+                request.number,
+                self._holdings.numbers,
+                rank=rank,
+                comfyui=request.comfyui,
             )
+            held = self._holdings.load_module(message, tensors, request.bytes, exchange)
         lease.on_phase(Phase(kind.calling))
         what, remedy = f"What the {kind.noun} is given takes", f"Give it less at a time, or {kind.without}"
         tensors = _within_limit(request.tensors(self._holdings, is_new), what, remedy)

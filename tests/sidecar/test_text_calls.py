@@ -208,15 +208,14 @@ def test_a_call_that_fails_leaves_its_encoder_on_the_device():
     requests.devices = ("cuda:0",)
     modules = CountedModules(requests.devices)
 
-    def load(number, rank, *_):
-        sent.append(number)
-        modules.add(
-            number, found := CountedModule(rank, (LoadInfo(1.0, 10, False, "", "", device_bytes=10),))
-        )
+    def load(message, *_):
+        sent.append(message.model)
+        found = CountedModule(message.rank, (LoadInfo(1.0, 10, False, "", "", device_bytes=10),))
+        modules.add(message.model, found)
         return found
 
     requests._holdings = SimpleNamespace(
-        modules=modules, load_module=load, keep_modules=lambda numbers, lease: None
+        modules=modules, numbers=(), load_module=load, keep_modules=lambda numbers, lease: None
     )
     exchange = SimpleNamespace(send=lambda *message: None, wait=wait)
     lease = SimpleNamespace(on_phase=lambda phase: None, exchange=lambda survivable: exchange)
