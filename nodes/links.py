@@ -8,7 +8,7 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.models.model_file import ModelFile
-from ..parallel_backend.options import AUTO, COMPILE_MODES, DEFAULT_THRESHOLD
+from ..parallel_backend.options import AUTO, COMPILE_MODES, DEFAULT_THRESHOLD, EXCHANGE_DTYPES, SAME
 from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
@@ -59,6 +59,19 @@ def compile_input() -> io.Combo.Input:
         optional=True,
         tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, the first one of an image size "
         "takes a minute or more. Needs a C compiler. auto does it where it pays, never on a CPU.",
+    )
+
+
+def exchange_input() -> io.Combo.Input:
+    """Of the nodes that name a model: ComputeOptions.exchange_dtype."""
+    return io.Combo.Input(
+        "exchange_dtype",
+        options=list(EXCHANGE_DTYPES),
+        default=SAME,
+        optional=True,
+        advanced=True,
+        tooltip="What devices send each other for attention under Ulysses and Ring. fp8 rounds it to 8 bits: half the "
+        "bytes, for devices that are linked slowly, and approximate. same is exact.",
     )
 
 

@@ -15,7 +15,7 @@ from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from ..parallel_backend.models.diffusers.checkpoint import inspect_flux
-from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, ComputeOptions
+from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import FP8_FAST, WEIGHT_DTYPES
 from .host.settings import default_settings, fingerprint
@@ -25,6 +25,7 @@ from .links import (
     ModelLink,
     ParallelModel,
     compile_input,
+    exchange_input,
     model_output,
     parallel_model_output,
     strategy_input,
@@ -57,10 +58,10 @@ def _named(
 
 
 def name_model(
-    folder: str, name: str, weight_dtype: str, settings: StrategySettings, compile_mode: str
+    folder: str, name: str, weight_dtype: str, settings: StrategySettings, computing: ComputeOptions
 ) -> ParallelModel:
     """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
-    path, computing = model_path(folder, name), ComputeOptions(compile_mode)
+    path = model_path(folder, name)
     return _named(path, _FOLDERS[folder], _OPTIONS[weight_dtype], settings, computing)
 
 
@@ -90,6 +91,7 @@ class ParallelModelLoader(io.ComfyNode):
                 ),
                 strategy_input(),
                 compile_input(),
+                exchange_input(),
             ],
             outputs=[
                 model_output(),
@@ -110,10 +112,12 @@ class ParallelModelLoader(io.ComfyNode):
         weight_dtype: str,
         strategy: StrategySettings | None = None,
         compile: str = AUTO,
+        exchange_dtype: str = SAME,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
-        parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), compile)
+        computing = ComputeOptions(compile, exchange_dtype=exchange_dtype)
+        parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), computing)
         return io.NodeOutput(parallel.patcher, parallel)
 
 
@@ -171,6 +175,7 @@ class ParallelFluxLoader(io.ComfyNode):
                     tooltip="auto takes the fastest exact kernel that is installed; sage is faster still and "
                     "approximate. One that cannot run on your GPUs is refused with the reason.",
                 ),
+                exchange_input(),
             ],
             outputs=[
                 parallel_model_output(),
@@ -192,10 +197,11 @@ class ParallelFluxLoader(io.ComfyNode):
         strategy: StrategySettings | None = None,
         compile: str = AUTO,
         attention: str = "auto",
+        exchange_dtype: str = SAME,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         path = model_path("diffusion_models", unet_name)
-        computing = ComputeOptions(compile, attention)
+        computing = ComputeOptions(compile, attention, exchange_dtype)
         parallel = load_parallel_model(path, weight_dtype, strategy or default_settings(), computing)
         return io.NodeOutput(parallel, parallel.patcher)
 

@@ -9,7 +9,7 @@ import comfy.model_patcher
 from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
-from ..parallel_backend.options import AUTO, ComputeOptions
+from ..parallel_backend.options import AUTO, SAME, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.requests import ModelSpec
 from ..parallel_backend.sidecar.module_requests import PLACEMENTS
@@ -23,6 +23,7 @@ from .links import (
     ParallelModel,
     compile_input,
     devices_input,
+    exchange_input,
     model_output,
     parallel_model_output,
     strategy_input,
@@ -72,6 +73,7 @@ class ParallelModelNode(io.ComfyNode):
                 ),
                 strategy_input(),
                 compile_input(),
+                exchange_input(),
             ],
             outputs=[
                 model_output(),
@@ -91,15 +93,15 @@ class ParallelModelNode(io.ComfyNode):
         model: comfy.model_patcher.ModelPatcher,
         strategy: StrategySettings | None = None,
         compile: str = AUTO,
+        exchange_dtype: str = SAME,
     ) -> io.NodeOutput:
         check_links(model=model, strategy=strategy)
         if isinstance(model, JobPatcher):
             raise RequestError(
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
-        parallel = over_devices(
-            model, spec_of(model), strategy or default_settings(), ComputeOptions(compile)
-        )
+        computing = ComputeOptions(compile, exchange_dtype=exchange_dtype)
+        parallel = over_devices(model, spec_of(model), strategy or default_settings(), computing)
         return io.NodeOutput(parallel.patcher, parallel)
 
 

@@ -21,19 +21,25 @@ THREADS_ALONE = "PARALLEL_SAMPLING_THREADS_ALONE"
 # stage of PipeFusion sends on one what another rank wants before it answers on the other. 8 are CUDA's default.
 DEVICE_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 APPROXIMATE_KERNELS = ("sage",)  # it quantises queries, keys and values
+# What devices send each other for attention: as it is computed, or rounded to 8 bits (docs/rounded-exchange.md).
+SAME, ROUNDED = "same", "fp8"
+EXCHANGE_DTYPES = (SAME, ROUNDED)
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """`compile`: one of COMPILE_MODES; `attention`: one of ATTENTION_KERNELS."""
+    """`compile`: one of COMPILE_MODES; `attention`: one of ATTENTION_KERNELS; `exchange_dtype`: one of
+    EXCHANGE_DTYPES."""
 
     compile: str = "off"
     attention: str = "auto"
+    exchange_dtype: str = SAME
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("compile", self.compile, COMPILE_MODES),
             ("attention", self.attention, ATTENTION_KERNELS),
+            ("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES),
         ):
             if value not in known:
                 raise RequestError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}.")
@@ -41,6 +47,13 @@ class ComputeOptions:
     @property
     def compiles(self) -> bool:
         return self.compile == "blocks"
+
+    @property
+    def approximate_inputs(self) -> tuple[str, ...]:
+        """What to do, for each input, so that nothing here makes a result approximate."""
+        kernel = ("set attention to auto",) if self.attention in APPROXIMATE_KERNELS else ()
+        exchange = ("set exchange_dtype to same",) if self.exchange_dtype != SAME else ()
+        return kernel + exchange
 
 
 DEFAULT_COMPUTE = ComputeOptions()

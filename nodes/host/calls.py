@@ -91,7 +91,7 @@ class RunRecord:
 
 def plan_job(settings: StrategySettings, job: Job) -> Plan:
     """The plan for `job`, with the strategies that it tries on its way."""
-    settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
+    settings = permitted(settings, job.steps, computing=job.model.compute_options)
     machine = _machine_of(settings)
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
     job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
@@ -117,7 +117,7 @@ def _does_alone(warm: Sidecar, plan: Plan) -> bool:
 
 def plan_by_rule(settings: StrategySettings, job: Job) -> Plan:
     """The plan for `job` without measurements."""
-    settings = permitted(settings, job.steps, attention=job.model.compute_options.attention)
+    settings = permitted(settings, job.steps, computing=job.model.compute_options)
     machine = _machine_of(settings)
     return _of_as_many_ranks(plan_execution(settings, job, machine, history=None), settings, machine)
 

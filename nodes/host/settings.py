@@ -10,6 +10,7 @@ from pathlib import Path
 
 import folder_paths
 
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from .user_settings import SettingsFile, without_approximation
 
@@ -37,12 +38,16 @@ def default_settings() -> StrategySettings:
 
 
 def permitted(
-    settings: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
+    settings: StrategySettings,
+    steps: int,
+    *,
+    step_cache: bool = False,
+    computing: ComputeOptions = DEFAULT_COMPUTE,
 ) -> StrategySettings:
     """`settings` within what the settings allow. Raises StrategyError for what a person asked for and they do not."""
     if setting("allow_approximate"):
         return settings
-    return without_approximation(settings, steps, step_cache=step_cache, attention=attention)
+    return without_approximation(settings, steps, step_cache=step_cache, computing=computing)
 
 
 def price_per_gpu_hour() -> float:

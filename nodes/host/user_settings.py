@@ -12,7 +12,7 @@ from typing import Any
 
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError, StrategyError
-from ...parallel_backend.options import APPROXIMATE_KERNELS
+from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 
 log = logging.getLogger(__name__)
@@ -91,12 +91,16 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
 
 
 def without_approximation(
-    settings: StrategySettings, steps: int, *, step_cache: bool = False, attention: str = ""
+    settings: StrategySettings,
+    steps: int,
+    *,
+    step_cache: bool = False,
+    computing: ComputeOptions = DEFAULT_COMPUTE,
 ) -> StrategySettings:
     """`settings` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
     hand is refused with StrategyError, since another picture than was asked for would be no answer either.
 
-    `steps`: of the request; `step_cache`: one was asked for; `attention`: the kernel that was.
+    `steps`: of the request; `step_cache`: one was asked for; `computing`: what else was.
     """
     strategy = settings.strategy
     asked = []
@@ -104,8 +108,7 @@ def without_approximation(
         asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
     if step_cache:
         asked.append("set step_cache to off, or take Parallel Step Cache out")
-    if attention in APPROXIMATE_KERNELS:
-        asked.append("set attention to auto")
+    asked += computing.approximate_inputs
     if asked:
         raise StrategyError(
             f"This is approximate, and the setting Allow approximate strategies (Settings, Parallel Sampling) is off: "

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.observability.preview.form import SelectorInputs, read_inputs
-from ...parallel_backend.options import AUTO
+from ...parallel_backend.options import AUTO, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
@@ -25,6 +25,7 @@ from ..host.settings import default_settings
 from ..links import ParallelModel
 from ..loaders import DTYPES, ParallelFluxLoader, ParallelModelLoader, load_parallel_model, name_model
 
+_COMPUTING = ComputeOptions(AUTO)
 # Of loaders that name a file: the input with its name, and the dtypes that it can be read in.
 _OWN = {
     "ParallelFluxLoader": (ParallelFluxLoader, "unet_name", WEIGHT_DTYPES),
@@ -76,7 +77,7 @@ def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelMo
     kind, inputs = source_of(prompt, node)
     if kind in _STOCK:
         folder, name = _STOCK[kind]
-        return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, AUTO)
+        return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, _COMPUTING)
     raise RequestError(
         "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or Load "
         "Checkpoint leads to it directly. Its first prompt loads it."

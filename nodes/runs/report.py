@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...parallel_backend.observability.cost import amount, money
 from ...parallel_backend.observability.prompt_phases import PHASES
 from ...parallel_backend.observability.timeline import in_words, joined, timeline
-from ...parallel_backend.options import APPROXIMATE_KERNELS
+from ...parallel_backend.options import APPROXIMATE_KERNELS, SAME
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import BUDGET, GAIN
 from .speed import as_shown, compare_prompt, compared, step_seconds, tried_seconds
@@ -113,11 +113,17 @@ def _result(record: RunRecord) -> str:
         return f"result: approximate (attention {kernels.pop()} quantises; auto is exact)"
     if any(run.reused_calls for run in approximate):
         return "result: approximate (step cache; a lower cache_threshold comes nearer to the exact result)"
-    return (
-        f"result: approximate (PipeFusion: exact for the first "
-        f"{_count(approximate[0].strategy.warmup_steps, 'step')}, then "
-        f"patches attend to keys and values of the step before; more warmup_steps come nearer to one device's result)"
-    )
+    if approximate[0].strategy.pipefusion_degree > 1:
+        return (
+            f"result: approximate (PipeFusion: exact for the first "
+            f"{_count(approximate[0].strategy.warmup_steps, 'step')}, then "
+            f"patches attend to keys and values of the step before; more warmup_steps come nearer to one device's "
+            f"result)"
+        )
+    plan = record.plan
+    if plan is not None and plan.job.model.compute_options.exchange_dtype != SAME:
+        return "result: approximate (exchange_dtype fp8 rounds what devices send each other; same is exact)"
+    return "result: approximate (a note says why)"
 
 
 def _step_cache(record: RunRecord) -> list[str]:

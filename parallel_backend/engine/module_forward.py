@@ -14,7 +14,7 @@ from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
 from ..models.tokens.table import has_stages
-from ..options import APPROXIMATE_KERNELS, AUTO
+from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
 from ..strategy import ParallelStrategy
 from .attention import queries
@@ -49,6 +49,10 @@ _JOINT_ROWS = (
 )
 _EAGER = "blocks ran uncompiled: code of a node takes part within them"
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
+_ROUNDED = (
+    "what devices sent each other for attention was rounded to 8 bits (exchange_dtype fp8), so the result is close to "
+    "one device's, not equal"
+)
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
@@ -77,6 +81,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
         _use_xfuser(forward, layouts)
     if options.attention != AUTO and forward.xfuser is None:
         forward.use_kernel(options.attention)
+    forward.exchange_dtype = options.exchange_dtype
     if layout.ring.size > 1:
         kernel = kernel_for(model.device, model.compute_dtype, forward.wish, ring=True)
         forward.kernel = kernel.name
@@ -164,6 +169,8 @@ class ModuleForward:
         self.xfuser: XfuserEngine | None = None  # where it was asked for and can compute something
         self.wish = AUTO  # the kernel of attention that a person chose
         self.chosen: ChosenKernel | None = None  # that kernel in place of ComfyUI's own function
+        self.exchange_dtype = SAME  # of what ranks send each other for attention
+        self.rounds = False  # True once something was rounded for it
 
     def use_kernel(self, name: str) -> None:
         """Has attention computed by this kernel. Raises RequestError for one that cannot run here."""
@@ -256,7 +263,7 @@ class ModuleForward:
                 f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
             )
         run = as_it_is if self.compiler is None else self.compiler.run_whole
-        uneven = partial(UnevenAttention, wish=self.wish)
+        uneven = partial(UnevenAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
         attention = uneven if self.xfuser is None else self.xfuser.attention
         return BlockCalls(self.model, self.layout, self.traffic, run, attention)
 
@@ -347,6 +354,9 @@ class ModuleForward:
 
     def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         assert self._blocks is not None, "they were made before the first collective"
+        if self.exchange_dtype != SAME and self.xfuser is None:
+            self.exact, self.rounds = False, True
+            self.add_note(_ROUNDED)
         control = call.kwargs.get("control")
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}

@@ -194,3 +194,25 @@ def test_where_nobody_knows_what_one_device_takes_the_prompt_is_not_compared(a_p
     speed.count_gain(ran)
     assert speed.compare_prompt("one") == "" and len(report.phases_in_words("one")) == 1
     assert "whole prompt" not in report.headline(ran)
+
+
+@pytest.mark.parametrize(
+    ("run", "exchange_dtype", "words"),
+    [
+        ({"kernel": "sage"}, "same", "attention sage quantises"),
+        ({"reused_calls": 1}, "same", "step cache"),
+        (
+            {"strategy": ParallelStrategy(pipefusion_degree=2)},
+            "fp8",
+            "PipeFusion: exact for the first 1 step",
+        ),
+        ({}, "fp8", "exchange_dtype fp8 rounds what devices send each other"),
+        ({}, "same", "a note says why"),  # layers that scale by the largest value of what a device has
+    ],
+    ids=["a kernel", "a step cache", "PipeFusion", "rounded", "quantised layers"],
+)
+def test_a_result_that_is_approximate_is_called_so_with_its_own_reason(run, exchange_dtype, words):
+    computing = SimpleNamespace(exchange_dtype=exchange_dtype)
+    plan = SimpleNamespace(job=SimpleNamespace(model=SimpleNamespace(compute_options=computing)))
+    found = RunInfo("native", run.pop("strategy", ULYSSES), step_seconds=(0.1,), exact=False, **run)
+    assert report._result(record(runs=[found], plan=plan)).startswith(f"result: approximate ({words}")

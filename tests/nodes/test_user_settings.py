@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pack_nodes import import_node_module
 from parallel_backend.errors import StrategyError
+from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 
@@ -121,8 +122,11 @@ def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exac
     with pytest.raises(StrategyError, match="step_cache to off"):
         without_approximation(auto, 20, step_cache=True)
     with pytest.raises(StrategyError, match="set attention to auto"):
-        without_approximation(auto, 20, attention="sage")
-    assert without_approximation(auto, 20, attention="flash").approximation == "never"
+        without_approximation(auto, 20, computing=ComputeOptions(attention="sage"))
+    with pytest.raises(StrategyError, match="set exchange_dtype to same"):
+        without_approximation(auto, 20, computing=ComputeOptions(exchange_dtype="fp8"))
+    exact = ComputeOptions("blocks", attention="flash")
+    assert without_approximation(auto, 20, computing=exact).approximation == "never"
 
 
 def test_the_page_offers_the_same_settings_in_each_language():

@@ -95,11 +95,13 @@ class AnyGraph(Graph):
             return [self.add("CheckpointLoaderSimple", ckpt_name=self.file), 0]
         return [self.add("UNETLoader", unet_name=self.file, weight_dtype="default"), 0]
 
-    def parallel(self, model: list, devices: str | None = None, **choice) -> str:
+    def parallel(
+        self, model: list, devices: str | None = None, exchange_dtype: str = "same", **choice
+    ) -> str:
         """The node Parallel Model behind `model`."""
         world_size = prod(value for name, value in choice.items() if name in AXES)
         strategy = self.strategy(devices or f"cpu:{world_size}", **choice)
-        return self.add("ParallelModel", model=model, strategy=strategy)
+        return self.add("ParallelModel", model=model, strategy=strategy, exchange_dtype=exchange_dtype)
 
     def prompt_of(self, draw: int) -> list:
         model = MODELS[self.kind]

@@ -8,6 +8,7 @@ from host_and_device import DEVICE, active
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.options import DEFAULT_COMPUTE
 from parallel_backend.rank.jobs.reader import JobReader
 from parallel_backend.rank.work import step_boundary
 from parallel_backend.rank.work.job import Jobs
@@ -43,9 +44,9 @@ class ParentOfRankZero:
 class LoopRanks:
     """This rank, with a model for each way to lay out its weights; each step's state is sent."""
 
-    def __init__(self, world, spec) -> None:
+    def __init__(self, world, spec, computing=DEFAULT_COMPUTE) -> None:
         step_boundary.STATES_COST = float("inf")
-        self.world, self._spec, self._layouts = world, spec, Layouts(world)
+        self.world, self._spec, self._layouts, self._computing = world, spec, Layouts(world), computing
         self._jobs = Jobs(self._layouts, JobReader(world))
         self.models, self._forwards = {}, {}
 
@@ -55,7 +56,8 @@ class LoopRanks:
             if (device := active()) is not None:
                 device.put(model.patcher.model)  # mapped weights are the CPU's own
                 model.patcher.load_device = DEVICE
-        return make_module_forward(self.models[strategy.weights], self._layouts, Placement(strategy))
+        placement = Placement(strategy, compute_options=self._computing)
+        return make_module_forward(self.models[strategy.weights], self._layouts, placement)
 
     def _forward_under(self, strategy):
         if strategy not in self._forwards:
@@ -78,7 +80,8 @@ class LoopRanks:
             states=True,
         )
         tensors = ship(self._spec, job).tensors(None) | ({} if state is None else state_tensors(state))
-        asked = RunJob(Placement(strategy), steps, previews=True, states=True, **message)
+        placement = Placement(strategy, compute_options=self._computing)
+        asked = RunJob(placement, steps, previews=True, states=True, **message)
         model = self._forward_under(strategy).model
         result, run = self._jobs.run(model, asked, tensors, boundary, self._forward_under)
         return result["latent"], run, parent

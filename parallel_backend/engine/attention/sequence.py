@@ -7,6 +7,7 @@ merge by log-sum-exp, from the fastest kernel that returns it.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...layout import slice_of, split_sizes
 from ...models.tokens.regions import Attends, Guided, Window
+from ...options import ROUNDED, SAME
 from ..comm.collectives import all_gather, all_to_all, ring_shares, start_all_to_all
 from ..comm.groups import Layout
+from ..comm.rounded import LEAST_CHANNELS, exchange, pack, unpack
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .head_groups import by_rank_view, head_count, head_groups, is_even, one_each, sharing_heads
@@ -47,7 +50,8 @@ class Asked:
 class UnevenAttention:
     """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
     whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names; `wish`: the
-    kernel over a ring, one of options.ATTENTION_KERNELS that the rank has."""
+    kernel over a ring, one of options.ATTENTION_KERNELS that the rank has; `exchange_dtype`: of what ranks send each
+    other, one of options.EXCHANGE_DTYPES."""
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class UnevenAttention:
         block: nn.Module | None = None,
         guides: Guides | None = None,
         wish: str = "auto",
+        exchange_dtype: str = SAME,
     ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
         self._groups = layout.strategy.head_groups
@@ -64,7 +69,7 @@ class UnevenAttention:
         self._attends: Iterator[Attends] = iter(attends)
         self._block = block
         self._guides = guides
-        self._wish = wish
+        self._wish, self._rounds = wish, exchange_dtype == ROUNDED
         self.calls = 0
 
     def __call__(
@@ -211,7 +216,8 @@ class UnevenAttention:
                     own = t[:, of[rank]].permute(2, 0, 1, 3)
                     part.unflatten(2, own.shape[2:]).copy_(own)
         sizes = tuple(rows * width for width in widths)
-        received = self._exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths))
+        channels = math.gcd(*(t.shape[3] for t in tensors))
+        received = self._exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths), channels)
 
         def arrive() -> list[Tensor]:
             parts = received().view(sum(lengths), batch, widths[index]).split(columns[index], dim=2)
@@ -234,6 +240,7 @@ class UnevenAttention:
             out.permute(2, 0, 1, 3).flatten(),
             tuple(n * batch * own * channels for n in lengths),
             tuple(mine * batch * count * channels for count in counts),
+            channels,
         )
 
         def arrive(whole: Tensor) -> None:
@@ -249,6 +256,14 @@ class UnevenAttention:
         return arrive
 
     def _exchange(
+        self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], channels: int
+    ) -> Callable[[], Tensor]:
+        """`channels`: numbers of a vector, of which all sizes are multiples."""
+        if self._rounds and channels >= LEAST_CHANNELS:
+            return exchange(self._all_to_all, send, send_sizes, receive_sizes, channels)
+        return self._all_to_all(send, send_sizes, receive_sizes)
+
+    def _all_to_all(
         self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]
     ) -> Callable[[], Tensor]:
         if self._groups > 1:
@@ -268,7 +283,8 @@ class UnevenAttention:
                 mask = mask[:, :, slice_of(self._ring_lengths(asked.queries), index)]
             mask = mask.expand(-1, -1, q.shape[2], -1)
         pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
-        shares = ring_shares(pairs, sizes, self._ring, self._tokens.traffic)
+        rounds = self._rounds and pairs.shape[-1] >= LEAST_CHANNELS
+        shares = ring_shares(pack(pairs) if rounds else pairs, sizes, self._ring, self._tokens.traffic)
         wish = self._wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
         kernel = kernel_for(q.device, q.dtype, wish, ring=True, head_dim=q.shape[-1]).name
 
@@ -276,7 +292,8 @@ class UnevenAttention:
             for hop, share in enumerate(shares):
                 if not len(share):
                     continue  # a group without tokens adds nothing, and the kernels have no answer for no keys
-                key, value = (share[:, n].permute(1, 2, 0, 3) for n in range(2))
+                known = unpack(share, q.dtype) if rounds else share
+                key, value = (known[:, n].permute(1, 2, 0, 3) for n in range(2))
                 own = slice_of(sizes, (index - hop) % len(sizes))
                 if guides is not None:
                     yield _guided(guides, q, slice_of(sizes, index).start, key, value, own, kernel)

@@ -8,7 +8,7 @@ from ...machine.fingerprint import hashed
 from ...models.arithmetic import Family
 from ...models.dtypes import BYTES_PER_VALUE, FP8
 from ...models.model_file import ModelFile
-from ...options import DEFAULT_COMPUTE, ComputeOptions
+from ...options import DEFAULT_COMPUTE, SAME, ComputeOptions
 from ...requests import FP8_FAST
 from ...strategy import ModelShape, ParallelStrategy
 from .memory import predict_memory
@@ -59,4 +59,8 @@ class CheckpointModel:
 
 
 def _options(compute_options: ComputeOptions) -> list[str]:
-    return [f"{name}={value}" for name, value in asdict(compute_options).items()]
+    """What is at its default since measurements have been kept without it leaves their key as it was."""
+    options = asdict(compute_options)
+    if options["exchange_dtype"] == SAME:
+        del options["exchange_dtype"]
+    return [f"{name}={value}" for name, value in options.items()]

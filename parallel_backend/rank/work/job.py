@@ -110,12 +110,18 @@ class Jobs:
         begun, placement = time.perf_counter(), message.placement
         assert placement is not None, "a model of a file has one"
         world = self._layouts.world
-        forward = forward_under(placement.strategy)
+        used: list[ModuleForward] = []
+
+        def use(strategy: ParallelStrategy) -> ModuleForward:
+            used.append(forward_under(strategy))
+            return used[-1]
+
+        forward = use(placement.strategy)
         sent = forward.bytes_sent
         switching: Switching | None = None
         if message.trials:
             trials = TrialRun(placement.strategy, message.trials, message.steps)
-            switching = Switching(world, trials, forward_under, on_step)
+            switching = Switching(world, trials, use, on_step)
         held = self._models.get(model) or self._models.setdefault(model, _JobModel(model))
         head, new = unpack_payload(tensors)
         error: Exception | None = None
@@ -153,7 +159,7 @@ class Jobs:
             model_calls=meeting.calls,
             inside_seconds=on_step.inside_seconds,
             notes=(*record.notes, *meeting.notes, *run.notes),
-            exact=record.exact and run.is_exact,
+            exact=all(one.exact for one in used) and run.is_exact,
         )
         if cache is not None:
             exact = record.exact and not cache.reused

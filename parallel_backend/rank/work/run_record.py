@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from ...options import SAME
 from ...requests import Placement
 from ...wire.protocol import RankRun
 
@@ -18,6 +19,9 @@ def run_record(forward: ModuleForward, placement: Placement, begun: float, sent_
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
         notes.append(f"attention {wish} fell back to {forward.kernel}: {_why_other_kernel(forward)}")
+    exchange = placement.compute_options.exchange_dtype
+    if exchange != SAME and not forward.rounds:
+        notes.append(f"exchange_dtype {exchange} had nothing to do: {_why_not_rounded(forward)}")
     if forward.compiles:
         from ...engine.blocks.compile import compiler
 
@@ -39,3 +43,9 @@ def _why_other_kernel(forward: ModuleForward) -> str:
     if forward.engine == "xfuser":
         return "engine xfuser does not have it"
     return "a ring merges by log-sum-exp, which it does not return, and only torch's own kernels take masks"
+
+
+def _why_not_rounded(forward: ModuleForward) -> str:
+    if forward.engine == "xfuser":
+        return "engine xfuser sends as it computes"
+    return "no tokens of the model's blocks were shared out by ulysses_degree or ring_degree"

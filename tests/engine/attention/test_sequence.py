@@ -8,9 +8,11 @@ from torch import nn
 from parallel_backend.engine.attention import sequence
 from parallel_backend.engine.attention.sequence import UnevenAttention
 from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.comm.rounded import LEAST_CHANNELS, SCALE_BYTES
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.errors import RequestError
 from parallel_backend.models.tokens.regions import Tokens, Window
+from parallel_backend.options import EXCHANGE_DTYPES
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -255,3 +257,43 @@ def test_a_window_is_one_of_all_tokens(layout):
     strategy = LAYOUTS[layout]
     for narrow, endless in run_ranks(_in_windows, strategy.world_size, strategy):
         assert narrow <= EXACT and endless <= EXACT
+
+
+WIDE = 32  # channels of a head that is rounded: with its scale 36 bytes in place of 128
+
+
+def _exact_and_rounded(world, strategy, kv_heads, channels):
+    """(largest difference relative to the largest value, bytes sent with and without rounding)."""
+    layouts = Layouts(world)
+    layout = layouts.get(strategy)
+    q, k, v = (_random(BATCH, n, TOTAL, channels, seed=i) for i, n in enumerate((HEADS, kv_heads, kv_heads)))
+    found, sent = [], []
+    for exchange_dtype in EXCHANGE_DTYPES:
+        tokens = BlockTokens(layout.sequence, layout.sequence_shares, layouts.traffic)
+        tokens.cut(torch.empty(1, TEXT), Tokens("txt"))
+        tokens.cut(torch.empty(1, IMAGE), Tokens("img"))
+        mine = [tokens.cut(t, Tokens("txt+img", 2)) for t in (q, k, v)]
+        before = layouts.traffic.bytes_sent
+        attention = UnevenAttention(layout, tokens, ("txt+img",), exchange_dtype=exchange_dtype)
+        out = attention(optimized, *mine, HEADS, skip_reshape=True, skip_output_reshape=True)
+        found.append(tokens.own(out, "txt+img", 2))
+        sent.append(layouts.traffic.bytes_sent - before)
+    exact, rounded = found
+    difference = (rounded - exact).abs().max() / exact.abs().max() if exact.numel() else torch.zeros(())
+    return difference.item(), *sent
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ranks_send_each_other_is_rounded_where_that_is_wished(layout, kv_heads):
+    strategy = LAYOUTS[layout]
+    results = run_ranks(_exact_and_rounded, strategy.world_size, strategy, kv_heads, WIDE)
+    assert 1e-4 < max(difference for difference, _, _ in results) < 0.1
+    for _, exact, rounded in results:
+        assert rounded * 4 * WIDE == exact * (WIDE + SCALE_BYTES)
+
+
+def test_heads_too_narrow_for_a_scale_of_their_own_are_sent_as_they_are():
+    narrow = LEAST_CHANNELS - 1
+    for difference, exact, rounded in run_ranks(_exact_and_rounded, 3, LAYOUTS["ulysses"], 6, narrow):
+        assert difference == 0.0 and exact == rounded > 0

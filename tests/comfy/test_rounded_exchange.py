@@ -1,0 +1,33 @@
+"""exchange_dtype fp8 in the real ComfyUI: near stock's latent, and a report that calls it approximate and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_graphs import AnyGraph
+
+ROUNDED = "result: approximate (exchange_dtype fp8 rounds what devices send each other; same is exact)"
+
+
+def _both(comfy, kind, **choice):
+    """(the difference from stock relative to its largest value, the report)"""
+    graph = AnyGraph(comfy, kind)
+    ours = [graph.parallel(graph.stock(), exchange_dtype="fp8", **choice), 1]
+    options = {"steps": 3, "cfg": 1.0}
+    stock = comfy.sample(graph.prompt, graph.ksampler(graph.stock(), *graph.request(), **options))
+    latent = graph.parallel_sampler(ours, *graph.request(), **options)
+    found, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1], timeout=300)
+    return float((found - stock).abs().max() / stock.abs().max()), report
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan_t2v", "qwen_image", "sd3"])
+def test_the_latent_is_near_stocks_and_the_report_says_that_it_is_not_the_same(comfy, kind):
+    difference, report = _both(comfy, kind, ulysses=2)
+    assert 1e-5 < difference < 0.1
+    assert ROUNDED in report and "note: what devices sent each other for attention was rounded" in report
+
+
+def test_a_strategy_that_shares_out_no_tokens_is_exact_and_says_that_nothing_was_rounded(comfy):
+    difference, report = _both(comfy, "flux", devices="cpu:1")
+    assert difference <= 1e-5
+    assert "result: exact" in report and "note: exchange_dtype fp8 had nothing to do: no tokens" in report
