@@ -15,7 +15,7 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui import attention_router as router
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
-from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
+from parallel_backend.options import COMPILE_BACKEND, ROUNDED, SAME, ComputeOptions
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -41,14 +41,20 @@ def without_inductor(monkeypatch):
 
 
 @torch.inference_mode()
-def compiled_and_plain(world, case, calls, most=None):
+def compiled_and_plain(world, case, calls, most=None, exchange_dtype=SAME):
     """Of each (strategy, size, token mode) the difference between compiled and not, relative to the largest value, the
     graphs that were made for it, the calls that ran uncompiled all the same, and what is said about it."""
     build, inputs = case
     model, layouts, found = TinyModel(fill(build())), Layouts(world), []
     for strategy, size, tokens in calls:
-        plain = make_module_forward(model, layouts, Placement(strategy))
-        compiled = make_module_forward(model, layouts, Placement(strategy, compute_options=COMPILED))
+        plain, compiled = (
+            make_module_forward(
+                model,
+                layouts,
+                Placement(strategy, compute_options=ComputeOptions(compile, "auto", exchange_dtype)),
+            )
+            for compile in ("off", "blocks")
+        )
         if most is not None:
             torch._dynamo.config.recompile_limit = most
         args, kwargs = inputs(*size)
@@ -84,6 +90,14 @@ def test_ranks_that_meet_in_attention_share_one_graph_of_all_blocks(name):
         assert_exact(found)
         first, ring, block, more, _, again = (graphs for _, graphs, *_ in found)
         assert (first, ring, block, more, again) == (1, 0, 0, 1, 0)
+
+
+def test_what_is_rounded_on_its_way_is_so_under_compiled_blocks_too():
+    calls = [(ULYSSES, ONE, STAY), (RING, ONE, STAY)]
+    for found in run_ranks(compiled_and_plain, 2, CASES["qwen-image + text mask"], calls, None, ROUNDED):
+        for difference, _, uncompiled, notes in found:
+            assert difference <= EXACT and not uncompiled
+            assert ["exchange_dtype fp8" in note for note in notes] == [True]
 
 
 def test_blocks_with_guides_of_other_strengths_compile():
