@@ -63,7 +63,7 @@ def compile_input() -> io.Combo.Input:
 
 
 def exchange_input() -> io.Combo.Input:
-    """Of the nodes that name a model: ComputeOptions.exchange_dtype."""
+    """Returns an input of the nodes that name a model: ComputeOptions.exchange_dtype."""
     return io.Combo.Input(
         "exchange_dtype",
         options=list(EXCHANGE_DTYPES),

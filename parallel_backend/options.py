@@ -50,7 +50,7 @@ class ComputeOptions:
 
     @property
     def approximate_inputs(self) -> tuple[str, ...]:
-        """What to do, for each input, so that nothing here makes a result approximate."""
+        """Returns what to do, input by input, so that nothing here makes a result approximate."""
         kernel = ("set attention to auto",) if self.attention in APPROXIMATE_KERNELS else ()
         exchange = ("set exchange_dtype to same",) if self.exchange_dtype != SAME else ()
         return kernel + exchange

@@ -71,7 +71,7 @@ def models_before(prompt: Prompt, node: str) -> list[str]:
 
 
 def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
-    """The node, and its output, that gives `node` a CLIP; None where none does, or several."""
+    """Returns the node, and its output, that gives `node` a CLIP; None where none does, or several."""
     found = [
         (one, output)
         for _, one, output in links(inputs_of(prompt, node))

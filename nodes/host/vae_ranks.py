@@ -80,7 +80,7 @@ class SharedOut:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """How much of each picture every rank takes; empty for equal shares."""
+        """Returns how much of each picture every rank takes; empty for equal shares."""
         others = len(self.sidecar.devices) - 1
         return (1.0, *(0.0,) * others) if self.is_alone and others else self._shares
 
@@ -94,7 +94,7 @@ class SharedOut:
 
 
 def _free_bytes(device: str) -> float:
-    """Returns what is free of a rank's device; of the CPU, which computes as much at once in any case, no limit."""
+    """Returns the free bytes of a rank's device; without a limit for the CPU, whose memory all ranks share anyway."""
     gpu = own_gpu(device)
     if gpu is None:
         return math.inf if is_cpu((device,)) else 0.0

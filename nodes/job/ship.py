@@ -192,11 +192,12 @@ class Shipment:
         return FileTensors(running_prompt() or {}, self._own_file()).find
 
     def _pack_module(self, holdings: Any, module: HeldTextEncoder | HalfVae) -> Tensors:
-        """The payload by which the ranks of these holdings load `module`, for this job and those to come."""
+        """Returns the payload by which the ranks of these holdings load `module`, for this job and those to come."""
         return self._pack_one(holdings, replace(self._job, work=module, changes=()), {})
 
     def _pack(self, holdings: Any, follows: bool = False) -> Tensors:
-        """The payload of the job for the ranks of these holdings. `follows`: they have just loaded a module for it."""
+        """Returns the payload of the job for the ranks of these holdings. `follows`: they have just loaded a module for
+        it."""
         if follows and self._sent_now is not None:
             _sent[holdings] = (holdings.start, self._sent_now[1])
         return self._pack_one(holdings, self._job, self._known)

@@ -86,8 +86,8 @@ class NextTexts:
         return self._clips[node]
 
     def _clip_given_before(self, node: str, slot: int, in_tail: bool) -> Any:
-        """Returns the CLIP of a node that is not run here, such as a LoRA's loader: with what is on the one that it has
-        given to an earlier prompt. Should that differ, its texts are encoded again."""
+        """Returns the CLIP of a node that is not run here, such as a LoRA's loader, with the patches of the one that it
+        gave to an earlier prompt. If its prompt then makes another one, the text is encoded again."""
         before = clip_before(self._prompt, node)
         patcher = patcher_given_by(self._prompt, node, slot)
         if before is None or patcher is None:

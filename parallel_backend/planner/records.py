@@ -109,7 +109,7 @@ def measured(
 
 
 def median_of(known: Measurements, kind: RunKind, now: float) -> float | None:
-    """The median of the recent runs of one kind, None without one."""
+    """Returns the median of the recent runs of one kind, None without one."""
     observed = next((o for o in known.observed if o.kind == kind), Observed(kind, (), ()))
     recent = [s for s, t in zip(observed.seconds, observed.at, strict=True) if _is_recent(t, now)]
     return median(recent) if recent else None

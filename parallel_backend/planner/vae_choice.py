@@ -38,7 +38,7 @@ class VaeChoice:
         return self._seconds(is_alone=True)
 
     def is_alone(self) -> bool:
-        """True if one device shall compute: it is faster, or is to be tried."""
+        """Returns True if one device shall compute: it is faster, or is to be tried."""
         shared, alone = self.shared_seconds, self.alone_seconds
         if self._history is None or shared is None or self._kind(is_alone=True) in _GIVEN_UP:
             return False
@@ -47,7 +47,7 @@ class VaeChoice:
         return self._tries and shared * len(self._history.devices) <= LONGEST_TRY
 
     def record(self, seconds: float, *, is_alone: bool) -> None:
-        """Keeps the time of a picture, but not of the first in this process."""
+        """Keeps the time of a picture, unless it is the first of its kind in this process."""
         if self._history is None:
             return
         kind = self._kind(is_alone=is_alone)
@@ -56,7 +56,7 @@ class VaeChoice:
         _WARM.add(kind)
 
     def give_up(self) -> None:
-        """Has one device tried no more in this process, which had no memory for it."""
+        """Notes that one device had no memory for it; this process does not try it again."""
         if self._history is not None:
             _GIVEN_UP.add(self._kind(is_alone=True))
 

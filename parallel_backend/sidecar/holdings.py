@@ -217,7 +217,7 @@ class RankHoldings:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of all that the ranks hold, what goes first where memory ends first."""
+        """Returns those of all that the ranks hold, first what goes first where memory ends."""
         return (*self.modules.numbers, *(model.number for model in self._held))
 
     def _send_load(
@@ -235,7 +235,7 @@ class RankHoldings:
     def _keep(
         self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
     ) -> list[RankModels]:
-        """Has the ranks hold these models, and these `modules` or all, at most; what each of them holds then."""
+        """Has the ranks hold these models, and these `modules` or all, at most; returns what each holds then."""
         self._certain = False
         exchange = lease.exchange(AGREED_ERRORS)
         kept = self.modules.numbers if modules is None else tuple(modules)

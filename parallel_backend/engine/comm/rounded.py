@@ -15,8 +15,8 @@ LEAST_CHANNELS = 8
 
 
 def pack(vectors: Tensor) -> Tensor:
-    """[…, D] -> uint8 […, D + SCALE_BYTES]: each vector divided by a scale that makes its largest number e4m3's, which
-    follows it."""
+    """[…, D] -> uint8 […, D + SCALE_BYTES]: each vector over its scale, by which its largest number is e4m3's largest,
+    and then the scale."""
     wide = vectors.float()
     scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     rounded = (wide / scales).to(_E4M3).view(torch.uint8)
@@ -24,7 +24,7 @@ def pack(vectors: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 […, D + SCALE_BYTES] -> [..., D] in `dtype`."""
+    """uint8 […, D + SCALE_BYTES] -> […, D] in `dtype`."""
     rounded, scales = packed.split([packed.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
     return (rounded.view(_E4M3).float() * scales.contiguous().view(torch.float32)).to(dtype)
 

@@ -59,7 +59,8 @@ class CheckpointModel:
 
 
 def _options(compute_options: ComputeOptions) -> list[str]:
-    """What is at its default since measurements have been kept without it leaves their key as it was."""
+    """Returns the options that tell measurements apart. The default of one that is younger than measurements is left
+    out, so that their keys stay."""
     options = asdict(compute_options)
     if options["exchange_dtype"] == SAME:
         del options["exchange_dtype"]

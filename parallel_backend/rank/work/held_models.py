@@ -76,14 +76,14 @@ class HeldModels:
         return ((number, held) for number, held in self._models.items() if isinstance(held, HeldModel))
 
     def get(self, number: int) -> HeldModel | HeldEncoder | HeldVae:
-        """Raises RequestError for one that is not held."""
+        """Returns what is held under a number. Raises RequestError for nothing."""
         found = self._models.get(number)
         if found is None:
             raise RequestError(f"the processes hold no model {number}; load one first.")
         return found
 
     def of_file(self, number: int) -> HeldModel:
-        """Raises RequestError for one that is not held, or no file's."""
+        """Returns a file's model. Raises RequestError where that is not what is held."""
         found = self.get(number)
         if not isinstance(found, HeldModel):
             raise RequestError(f"model {number} is a text encoder or VAE; load one that samples.")
@@ -112,7 +112,7 @@ class HeldModels:
 
     @property
     def chunks(self) -> tuple[torch.nn.Module, ...]:
-        """Of all models of files."""
+        """Returns the chunks of all models of files."""
         return tuple(chunk for _, held in self for chunk in held.model.chunks)
 
     def report(self) -> RankModels:
