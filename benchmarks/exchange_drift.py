@@ -61,7 +61,7 @@ def _classes() -> dict[str, dict[str, float]]:
     import_comfyui_here()
     found = {}
     for name in sorted(name for name, entry in TABLE.items() if name in CASES and not entry.bands):
-        row = found[name] = run_ranks(_of_class, 2, name)[0]
+        row = found[name] = run_ranks(drift_of_class, 2, name)[0]
         words = "  ".join(f"{key} {value:.3g}" for key, value in row.items())
         print(f"{name:28s} {words}", flush=True)
     for name in STRATEGIES:
@@ -71,7 +71,7 @@ def _classes() -> dict[str, dict[str, float]]:
 
 
 @torch.inference_mode()
-def _of_class(world, name: str) -> dict[str, float]:
+def drift_of_class(world, name: str) -> dict[str, float]:
     """The largest of all calls of a class, and the share of the bytes in all."""
     layouts, found = Layouts(world), {}
     for way, strategy in STRATEGIES.items():

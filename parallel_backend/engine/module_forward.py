@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from ..layout import slice_of
 from ..models.base import ModuleModel
+from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
 from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
@@ -51,7 +52,7 @@ _EAGER = "blocks ran uncompiled: code of a node takes part within them"
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
 _ROUNDED = (
     "what devices sent each other for attention was rounded to 8 bits (exchange_dtype fp8), so the result is close to "
-    "one device's, not equal"
+    "one device's, not equal{drift}"
 )
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
 _UNDESCRIBED = "the blocks of this model are not described"
@@ -356,7 +357,8 @@ class ModuleForward:
         assert self._blocks is not None, "they were made before the first collective"
         if self.exchange_dtype != SAME and self.xfuser is None:
             self.exact, self.rounds = False, True
-            self.add_note(_ROUNDED)
+            name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
+            self.add_note(_ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
         control = call.kwargs.get("control")
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
