@@ -3,16 +3,16 @@ on what they did."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import comfy.model_management
 import comfy.sd
 from torch import Tensor
 
-from ...parallel_backend.devices import devices_of_a_run, is_cpu
+from ...parallel_backend.devices import devices_of_a_run
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
+from ...parallel_backend.observability.gauges import read_free_bytes
 from ...parallel_backend.planner.history import open_history
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.vae_choice import VaeChoice
@@ -75,7 +75,7 @@ class SharedOut:
             tuple(inputs.shape[1:]),
             tries=bool(setting("try_strategies")),
         )
-        has_room = is_free and _free_bytes(devices[0]) >= _SPARE * bytes_alone
+        has_room = is_free and read_free_bytes(devices[0]) >= _SPARE * bytes_alone
         self.is_alone = len(devices) == 1 or (is_free and has_room and self.choice.is_alone())
 
     @property
@@ -91,14 +91,6 @@ class SharedOut:
         self.choice.give_up()
         self.is_alone = False
         return True
-
-
-def _free_bytes(device: str) -> float:
-    """Returns the free bytes of a rank's device; without a limit for the CPU, whose memory all ranks share anyway."""
-    gpu = own_gpu(device)
-    if gpu is None:
-        return math.inf if is_cpu((device,)) else 0.0
-    return float(comfy.model_management.get_free_memory(gpu))
 
 
 def check_splittable(check: Callable[[comfy.sd.VAE], None], vae: comfy.sd.VAE) -> None:

@@ -112,6 +112,16 @@ class DeviceGauges:
         return self._nvml
 
 
+def read_free_bytes(device: str) -> int:
+    """Returns the free bytes of one device, 0 where nobody knows them."""
+    gauges = DeviceGauges()
+    try:
+        gauge = gauges.read((device,)).get(device)
+    finally:
+        gauges.close()
+    return 0 if gauge is None else gauge.free_bytes
+
+
 def _host() -> Gauge:
     total = host_memory()
     return Gauge(cpu_name(), total, min(total, available_memory(total)), shared=True)

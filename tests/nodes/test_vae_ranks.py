@@ -109,7 +109,7 @@ def test_one_device_computes_where_that_is_faster_and_nobody_has_chosen(
     import_comfyui_here()
     vae_ranks = import_node_module("nodes.host.vae_ranks")
     given_to(monkeypatch, vae_ranks, **options)
-    monkeypatch.setattr(vae_ranks, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(vae_ranks, "read_free_bytes", lambda device: free)
     out = vae_ranks.SharedOut(settings, vae_of(), torch.zeros(2, 4, 8, 6), 2.0, encodes=False)
     assert out.shares == shares and out.choice.size == (4, 8, 6) and out.choice.tries
     assert out.choice.network == "SimpleNamespace decode torch.float32"

@@ -1,8 +1,9 @@
 """Gauges as NVML gives them, where it gives them, and the machine's memory on the CPU."""
 
 from fake_nvml import GIB, h100_nvswitch, two_4090
+from parallel_backend.host_memory import host_memory
 from parallel_backend.machine.probe import read_topology
-from parallel_backend.observability.gauges import DeviceGauges, available_memory
+from parallel_backend.observability.gauges import DeviceGauges, available_memory, read_free_bytes
 
 
 def gauges_of(nvml):
@@ -50,3 +51,8 @@ def test_ranks_on_the_cpu_share_the_machines_memory(tmp_path):
     (tmp_path / "memory.current").write_text(f"{450 * 1024}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\nfile {200 * 1024}\n")
     assert available_memory(500 * 1024, meminfo=meminfo, cgroup=tmp_path) == 250 * 1024
+
+
+def test_free_bytes_of_one_device_are_the_systems_and_none_where_nobody_knows_it():
+    assert 0 < read_free_bytes("cpu:0") <= host_memory()
+    assert read_free_bytes("cuda:99") == 0

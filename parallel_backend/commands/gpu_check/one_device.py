@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...devices import is_cpu
 from ...machine.probe import read_visible
-from ...observability.gauges import DeviceGauges
+from ...observability.gauges import read_free_bytes
 from ...options import ComputeOptions
 from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
@@ -75,7 +75,7 @@ def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
     sidecar = ranks.group(1, fresh=True)
     first = sidecar.load(ranks.spec)
     sidecar.drop(ranks.spec)
-    before = _free(ranks)  # with what a context takes, which the first load made
+    before = read_free_bytes(ranks.subject.devices[0])  # with what a context takes, which the first load made
     info = sidecar.load(ranks.spec)
     rate = info.bytes / max(info.seconds, 1e-6) / 1e9
     words = (
@@ -93,7 +93,7 @@ def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
     found = [loaded, judge_memory(finding, allocated, weights)]
     if on_cpu:
         return [*found, Finding("NVML", "skipped", f"{NO_GPU}: NVML knows nothing of the host's memory")]
-    after = _free(ranks)
+    after = read_free_bytes(ranks.subject.devices[0])
     if not before or not after:
         return [*found, Finding("NVML", "skipped", "NVML does not answer", "pip install nvidia-ml-py")]
     return [
@@ -111,17 +111,6 @@ def judge_memory(finding: str, allocated: float, predicted: float) -> Finding:
         f"{finding}: more than was predicted, so jobs that are said to fit may not",
         "report it with the model's dtype and size",
     )
-
-
-def _free(ranks: Ranks) -> int:
-    """Bytes of the first device that NVML says are free, 0 where it does not answer."""
-    name = ranks.subject.devices[0]
-    gauges = DeviceGauges()
-    try:
-        gauge = gauges.read((name,)).get(name)
-    finally:
-        gauges.close()
-    return 0 if gauge is None else gauge.free_bytes
 
 
 def check_steps(ranks: Ranks) -> Sequence[Finding]:
