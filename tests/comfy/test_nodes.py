@@ -11,7 +11,7 @@ from differences import relative_difference
 from graphs import Graph
 
 OUR_NODES = {
-    "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention"],
+    "ParallelFluxLoader": ["unet_name", "weight_dtype", "strategy", "compile", "attention", "exchange_dtype"],
     "StrategySelector": [
         "mode",
         "devices",
@@ -45,8 +45,8 @@ OUR_NODES = {
         "step_cache",
         "cache_threshold",
     ],
-    "ParallelModel": ["model", "strategy", "compile"],
-    "ParallelModelLoader": ["model_name", "weight_dtype", "strategy", "compile"],
+    "ParallelModel": ["model", "strategy", "compile", "exchange_dtype"],
+    "ParallelModelLoader": ["model_name", "weight_dtype", "strategy", "compile", "exchange_dtype"],
     "ParallelStepCache": ["model", "cache_threshold"],
     "ParallelDemoLoader": ["strategy"],
     "ParallelVAEDecode": ["samples", "vae", "strategy"],
