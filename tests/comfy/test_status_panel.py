@@ -93,7 +93,8 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     page.wait_for_function("() => app.extensions.some(e => e.name === 'parallel_sampling.status_panel')")
 
     def wait_for(words: str) -> None:
-        card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=60_000)
+        # The rest of 240 steps may be waited for.
+        card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=240_000)
 
     def press(name: str, then: str) -> None:
         card.get_by_role("button", name=name, exact=True).click()
