@@ -24,7 +24,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120,
+    timeout: float = 240,
     backend: str = NCCL_SEMANTICS,
     device: torch.device = HOST,
 ) -> list[Any]:
