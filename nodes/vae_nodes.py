@@ -168,7 +168,7 @@ def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
     """Records what each picture took, and returns lines on how that compares with one device; none where nobody timed
     both."""
     choice, seconds = out.choice, run.seconds / pictures
-    choice.record(seconds, is_alone=out.is_alone)
+    out.record(seconds)
     alone, shared = choice.alone_seconds, choice.shared_seconds
     if len(out.sidecar.devices) == 1:
         return []

@@ -1,5 +1,5 @@
-"""What Parallel VAE Decode and Encode share: which ranks take a VAE and how much of it each, and the lines of a report
-on what they did."""
+"""Chooses for Parallel VAE Decode and Encode which ranks take a VAE and how much of each picture, and says in a report
+what they did."""
 
 from __future__ import annotations
 
@@ -77,6 +77,11 @@ class SharedOut:
         )
         has_room = is_free and read_free_bytes(devices[0]) >= _SPARE * bytes_alone
         self.is_alone = len(devices) == 1 or (is_free and has_room and self.choice.is_alone())
+
+    def record(self, seconds: float) -> None:
+        """Keeps what a picture took, unless the shares were chosen by hand."""
+        if self.is_alone or not self._shares:
+            self.choice.record(seconds, is_alone=self.is_alone)
 
     @property
     def shares(self) -> tuple[float, ...]:

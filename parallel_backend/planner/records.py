@@ -94,23 +94,26 @@ def measured(
     """
     found = {}
     for o in known.observed:
-        strategy = o.kind.strategy
-        recent = [s for s, t in zip(o.seconds, o.at, strict=True) if _is_recent(t, now)]
+        strategy, seconds = o.kind.strategy, _median(o, now)
         if (
-            not recent
+            seconds is None
             or strategy.device_shares
             or strategy.offload_weights
             or strategy.world_size > len(devices)
         ):
             continue
         if o.kind == RunKind.of(job, strategy, engine, devices):
-            found[strategy.canonical] = median(recent)
+            found[strategy.canonical] = seconds
     return found
 
 
 def median_of(known: Measurements, kind: RunKind, now: float) -> float | None:
     """Returns the median of the recent runs of one kind, None without one."""
-    observed = next((o for o in known.observed if o.kind == kind), Observed(kind, (), ()))
+    observed = next((o for o in known.observed if o.kind == kind), None)
+    return None if observed is None else _median(observed, now)
+
+
+def _median(observed: Observed, now: float) -> float | None:
     recent = [s for s, t in zip(observed.seconds, observed.at, strict=True) if _is_recent(t, now)]
     return median(recent) if recent else None
 

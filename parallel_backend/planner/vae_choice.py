@@ -18,9 +18,9 @@ _GIVEN_UP: set[RunKind] = set()
 
 
 class VaeChoice:
-    """Of pictures of one size. `history`: of the devices, None where it cannot be opened; `network`: in words that tell
-    it from others; `size`: of one picture's latent or pixels [C, (t,) h, w]; `tries`: True if one device may be tried.
-    """
+    """Chooses for pictures of one size. `history`: of the devices, None where it cannot be opened; `network`: in words
+    that tell it from others; `size`: of one picture's latent or pixels [C, (t,) h, w]; `tries`: True if one device may
+    be tried."""
 
     def __init__(
         self, history: MeasurementHistory | None, network: str, size: tuple[int, ...], *, tries: bool

@@ -120,7 +120,7 @@ class CountedModules:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of all of them, the oldest first."""
+        """Returns those of all of them, the oldest first."""
         return tuple(self._held)
 
     def forget(self) -> None:

@@ -138,6 +138,17 @@ def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(mon
     assert asked == [(1.0, 0.0), ()] and timed.gave_up and not out.is_alone
 
 
+def test_shares_by_hand_tell_nothing_of_equal_ones(monkeypatch, timed):
+    import_comfyui_here()
+    vae_ranks = import_node_module("nodes.host.vae_ranks")
+    timed.kept = []
+    for shares in ((2.0, 1.0), ()):
+        given_to(monkeypatch, vae_ranks, shares=shares)
+        out = vae_ranks.SharedOut(MANUAL, vae_of(), torch.zeros(1, 4, 8, 6), 2.0, encodes=False)
+        out.record(0.5)
+    assert timed.kept == [(0.5, False)]
+
+
 @pytest.mark.parametrize(
     ("alone", "alone_s", "shared_s", "gain", "line"),
     [

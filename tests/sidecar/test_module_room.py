@@ -94,7 +94,7 @@ class Cards:
         return [Done(load=info, models=held) for info, held in zip(infos, reports, strict=True)]
 
     def _bring(self, number):
-        """What does not lie on its card yet."""
+        """Copies what does not lie on its card yet."""
         there, sizes = self.modules[number], self.wanted[number]
         self.copied += sum(sizes) - sum(there)
         self.modules[number] = [there[card] or min(sizes[card], self.free(card)) for card in (0, 1)]

@@ -221,8 +221,9 @@ def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, make, l
     vae, other, good = flux(), make(), random_latent(FLUX, 4, 4)
     ranks.call_module(vae.request(good))
     pids = ranks.pids
-    with pytest.raises((RequestError, PlatformError), match=words):
-        ranks.call_module(other.request(latent, shares, keep=(vae.number,)))
+    for _ in range(2):  # the second time it may be held already
+        with pytest.raises((RequestError, PlatformError), match=words):
+            ranks.call_module(other.request(latent, shares, keep=(vae.number,)))
     assert is_right(ranks.call_module(vae.request(good)).value, image_of(vae, good))
     assert ranks.pids == pids and vae.sent == 1
 

@@ -115,11 +115,13 @@ class Modules:
             agree(world, error)
             if isinstance(held, HeldEncoder):
                 return self._call_encoder(held, job, begun)
-            try:
-                held.check()
-            except Exception as failure:
-                error = failure
-            agree(world, error)
+            if not held.is_checked:
+                try:
+                    held.check()
+                except Exception as failure:
+                    error = failure
+                agree(world, error)  # a check that fails on one rank is made again by all, with the next call
+                held.is_checked = True
             assert inputs is not None and isinstance(job.work, VaeCall), "the call was checked"
             answer, record = held.call(inputs, job.work.shares, on_step)
             return None if answer is None else pack_tree(answer), record

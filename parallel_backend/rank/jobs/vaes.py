@@ -46,7 +46,7 @@ class HeldVae:
         self._encodes = half.encodes
         self._bytes = sum(one.nbytes for one in (*half.module.parameters(), *half.module.buffers()))
         self._dtype = str(half.dtype).removeprefix("torch.")
-        self._is_checked = False
+        self.is_checked = False  # set once all ranks agree that check() has passed
         with _other_version_as_refusal():
             self._network = _shared_out(half, world, groups)
 
@@ -60,13 +60,10 @@ class HeldVae:
         return LoadInfo(seconds, self._bytes, False, self._dtype, computed, device_bytes=on_device)
 
     def check(self) -> None:
-        """Before its first call. Raises PlatformError on the first rank where sharing out does not give what one rank
-        computes, and on any where the network does not work so. Collective."""
-        if self._is_checked:
-            return
+        """Raises PlatformError on the first rank where sharing out does not give what one rank computes, and on any
+        where the network does not work so. Collective."""
         with _other_version_as_refusal():
             self._network.check()
-        self._is_checked = True
 
     def check_call(self, inputs: Tensor | None, shares: tuple[float, ...]) -> Tensor:
         """Returns the inputs. Raises RequestError, alike on every rank, for those that cannot be shared out so."""

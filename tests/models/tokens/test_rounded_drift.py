@@ -1,4 +1,4 @@
-"""What a report says of a class is what was measured, and every class whose tokens are shared out has a number."""
+"""Reports say of a class what was measured, and every class whose tokens are shared out has a number."""
 
 from __future__ import annotations
 
