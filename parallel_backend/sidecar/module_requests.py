@@ -185,6 +185,8 @@ class ModuleRequests:
         exchange.listener = max(held.rank, 0)
         exchange.send(RunJob(None, request.steps, model=request.number), tensors)
         budget = deadlines.decode_budget(request.positions, is_cpu(self.devices))
+        # A text encoder's weights come to the device with its first call, and a VAE is tried in it.
+        budget += deadlines.load_budget(request.bytes) if is_new else 0.0
         calls = reports(exchange.wait(lambda: budget, show), lambda done: done.call)
         return ModuleAnswer(
             unpack_tree(exchange.result),
