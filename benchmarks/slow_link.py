@@ -1,4 +1,4 @@
-"""How much of its exchanges Ulysses 2 hides behind attention, over a link that is slow on purpose.
+"""How much of its exchanges Ulysses 2 hides behind computing, over a link that is slow on purpose.
 
 python benchmarks/slow_link.py [--share 0.3] [--tokens 4096] [--rounds 3] [--json]
 
@@ -7,7 +7,7 @@ bytes, and an all-to-all counts as there once they would have crossed a link of 
 after the other, while both processes compute. Its speed is set so that a step's exchanges take `share` of the step's
 computing; `link_error` says how far one exchange alone is from that speed.
 hidden: the share of the exchanges' time that the step does not wait, some of which gloo takes on a link without a
-limit too; against_one_group: a step's time against that with all heads in one exchange.
+limit too; against_first: a step's time against that with all heads in one exchange.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
 from ranks import run_ranks
 
-GROUPS = (1, 2, 4)  # of heads
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+WAYS = tuple(
+    ULYSSES.replace(head_groups=groups, sends_tokens=tokens)
+    for groups, tokens in ((1, False), (2, False), (4, False), (1, True), (2, True), (4, True))
+)
 HEADS, DOUBLE, SINGLE = 8, 1, 1
 STEPS = 3  # of a job, the first of which is not counted
 ALONE = 2**22  # numbers of the exchange that the link's speed is checked by
@@ -76,65 +80,63 @@ def main() -> None:
         found, *_ = run_ranks(
             _measure, 2, spec.path, args.tokens, args.share, args.rounds, timeout=3600, backend="gloo"
         )
-    link = found["link"]
-    exchange_s = found["bytes"] / link
+    link, sent = found["link"], found["bytes"]
     print(
-        f"{args.tokens} tokens, {HEADS} heads: a step exchanges {found['bytes'] / 2**20:.0f} MiB from each process,"
-    )
-    print(
-        f"which takes the link {exchange_s:.3f} s at {link / 2**20:.0f} MiB/s (one exchange alone: "
+        f"{args.tokens} tokens, {HEADS} heads: a step exchanges {sent[0] / 2**20:.0f} MiB from each process, which "
+        f"takes the link {sent[0] / link:.3f} s at {link / 2**20:.0f} MiB/s (one exchange alone: "
         f"{found['link_error']:+.1%})"
     )
-    result = {"exchange_s": round(exchange_s, 4), "link_error": round(found["link_error"], 4)}
-    slow = {groups: median(found["slow"][groups]) for groups in GROUPS}
-    for groups in GROUPS:
-        free = median(found["free"][groups])
-        hidden = 1 - (slow[groups] - free) / exchange_s
-        ratio = slow[groups] / slow[1]
-        result[f"groups_{groups}"] = {
-            "free_s": round(free, 4),
-            "slow_s": round(slow[groups], 4),
+    result = {"exchange_s": round(sent[0] / link, 4), "link_error": round(found["link_error"], 4)}
+    slow, free = (list(map(median, found[name])) for name in ("slow", "free"))
+    for way, bytes_sent, slow_s, free_s in zip(WAYS, sent, slow, free, strict=True):
+        hidden = 1 - (slow_s - free_s) * link / bytes_sent
+        result[way.describe()] = {
+            "bytes": round(bytes_sent / sent[0], 3),
+            "free_s": round(free_s, 4),
+            "slow_s": round(slow_s, 4),
             "hidden": round(hidden, 3),
-            "against_one_group": round(ratio, 3),
+            "against_first": round(slow_s / slow[0], 3),
         }
         print(
-            f"{groups} group{'s' if groups > 1 else ' '} of heads: a step takes {slow[groups]:.3f} s, {free:.3f} s on "
-            f"a link without a limit; hidden {hidden:.0%}; {ratio:.2f} of one group's step"
+            f"{way.describe():42s} {bytes_sent / sent[0]:.2f} of the bytes; a step takes {slow_s:.3f} s, {free_s:.3f} "
+            f"s on a link without a limit; hidden {hidden:.0%}; {slow_s / slow[0]:.2f} of the first one's step"
         )
     finish(result, args.json)
 
 
 def _measure(world: World, path: str, tokens: int, share: float, rounds: int) -> dict:
-    """In each of the two processes: seconds of steps by groups of heads, in turns, on both links."""
+    """In each of the two processes: seconds of steps of each way, in turns, on both links."""
     link = SlowLink(sequence.start_all_to_all)
     sequence.start_all_to_all, sequence.all_to_all = link.start, link.exchange
     layouts = Layouts(world)
-    axis = layouts.get(ParallelStrategy(ulysses_degree=2)).ulysses
+    axis = layouts.get(ULYSSES).ulysses
     jobs, request = PlainJobs(layouts), sample_request(tokens, STEPS)
 
-    def steps(groups: int, bytes_per_second: float) -> list[float]:
+    def steps(way: ParallelStrategy, bytes_per_second: float) -> list[float]:
         link.bytes_per_second, ends = bytes_per_second, []
-        strategy = ParallelStrategy(ulysses_degree=2, head_groups=groups)
-        jobs.run(path, strategy, request, boundary=lambda *_: ends.append(time.perf_counter()))
+        jobs.run(path, way, request, boundary=lambda *_: ends.append(time.perf_counter()))
         return [after - before for before, after in pairwise(ends)]
 
-    for groups in GROUPS:
-        steps(groups, 0.0)
-    before = layouts.traffic.bytes_sent
-    computing = torch.tensor(median(steps(1, 0.0)))
+    sent = []
+    for way in WAYS:
+        steps(way, 0.0)
+        before = layouts.traffic.bytes_sent
+        steps(way, 0.0)
+        sent.append((layouts.traffic.bytes_sent - before) / STEPS)
+    computing = torch.tensor(median(steps(ULYSSES, 0.0)))
     dist.all_reduce(computing, op=dist.ReduceOp.MAX, group=axis.group)  # both are to have the same link
-    sent = (layouts.traffic.bytes_sent - before) / STEPS
-    speed = sent / (share * computing.item())
+    speed = sent[0] / (share * computing.item())
     link.bytes_per_second = speed
     send = torch.zeros(2 * ALONE)
     begin = time.perf_counter()
     link.exchange(send, (ALONE, ALONE), (ALONE, ALONE), axis, layouts.traffic)
     error = (time.perf_counter() - begin) / (4 * ALONE / speed) - 1
-    found: dict = {"bytes": sent, "link": speed, "link_error": error, "free": {}, "slow": {}}
+    found: dict = {"bytes": sent, "link": speed, "link_error": error}
+    found |= {name: [[] for _ in WAYS] for name in ("free", "slow")}
     for _ in range(rounds):
-        for groups in GROUPS:
-            found["free"].setdefault(groups, []).extend(steps(groups, 0.0))
-            found["slow"].setdefault(groups, []).extend(steps(groups, speed))
+        for number, way in enumerate(WAYS):
+            found["free"][number] += steps(way, 0.0)
+            found["slow"][number] += steps(way, speed)
     return found
 
 

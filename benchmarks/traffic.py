@@ -26,6 +26,7 @@ TOKENS, STEPS, HEADS, DOUBLE, SINGLE = 512, 2, 4, 2, 4
 EXACT = STEPS + 1  # warm-up steps: never by patches
 STRATEGIES = (
     (ParallelStrategy(ulysses_degree=2), 1.0),
+    (ParallelStrategy(ulysses_degree=2, sends_tokens=True), 1.0),
     (ParallelStrategy(ring_degree=2), 1.0),
     (ParallelStrategy(cfg_degree=2), 4.0),
     (ParallelStrategy(data_degree=2), 4.0),
@@ -133,7 +134,9 @@ def _expected(strategy: ParallelStrategy, rank: int, size: Size, rows: int) -> i
         traffic = PipelineTraffic(strategy, rank, **tokens, **blocks, **each, **element)
         return traffic.whole() if strategy.warmup_steps == EXACT else traffic.flowing()
     layers = dims.double_blocks + dims.single_blocks
-    total = expected_bytes(strategy, rank, layers=layers, **tokens, **each, **element)
+    total = expected_bytes(
+        strategy, rank, layers=layers, apart=dims.double_blocks, **tokens, **each, **element
+    )
     if strategy.tensor_degree > 1:
         total += tensor_bytes(strategy, rank, dims, **tokens, **element)
     if strategy.shards:

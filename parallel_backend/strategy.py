@@ -37,7 +37,8 @@ class ModelShape:
     blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_queries`: where
     they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns; `pipelines`:
     its blocks can lie on different devices, `tokens_in_stages`: and devices can share out the tokens of such a stage;
-    `uneven_heads`: ranks of Ulysses may take different numbers of heads;
+    `uneven_heads`: ranks of Ulysses may take different numbers of heads; `sends_tokens`: two such ranks can send
+    tokens before they are projected;
     `band_rows`: what is shared out of an image are bands of its rows, each of as many of its latent or more; else 0."""
 
     heads: int
@@ -49,6 +50,7 @@ class ModelShape:
     pipelines: bool = True
     tokens_in_stages: bool = True
     uneven_heads: bool = False
+    sends_tokens: bool = False
     band_rows: int = 0
 
     def takes_ulysses(self, degree: int) -> bool:
@@ -82,7 +84,7 @@ class ParallelStrategy:
     share of the weights and gathers a block when it needs it (FSDP), `offload_weights`: and keeps that share in host
     memory; `device_shares`: how much of an image's tokens, or of the model's blocks, each rank takes, empty for equal;
     `head_groups`: into how many groups of heads Ulysses takes attention apart, to exchange one while it attends to
-    another.
+    another; `sends_tokens`: its two ranks exchange tokens before these are projected, not queries, keys and values.
     """
 
     data_degree: int = 1
@@ -97,6 +99,7 @@ class ParallelStrategy:
     warmup_steps: int = 1
     device_shares: tuple[float, ...] = ()
     head_groups: int = 1
+    sends_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "head_groups"):
@@ -140,6 +143,8 @@ class ParallelStrategy:
         words = " × ".join(parts) or "one device"
         if self.head_groups > 1:
             words += f" in {self.head_groups} groups of heads"
+        if self.sends_tokens:
+            words += ", tokens sent"
         if self.offload_weights:
             words += ", weights sharded and kept in host memory"
         elif self.shard_weights:
@@ -150,6 +155,11 @@ class ParallelStrategy:
 
     def as_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def plain_exchange(self) -> ParallelStrategy:
+        """The same split, with what Ulysses sends in one piece after it was projected."""
+        return self.replace(head_groups=1, sends_tokens=False)
 
     @property
     def pipeline_patches(self) -> int:
@@ -288,6 +298,14 @@ class ParallelStrategy:
                 f"_weights: the stages of a pipeline are not sharded yet, each holds its blocks whole; the nearest "
                 f"valid settings are shard_weights and offload_weights off, or pipefusion_degree 1.",
                 ("pipefusion_degree", *switches),
+            )
+        if self.sends_tokens and not (
+            model.sends_tokens and self.ulysses_degree == 2 and self.tensor_degree == 1
+        ):
+            yield (
+                f"sends_tokens: {model.name} has no layers for it, or devices are not two with whole layers each; the "
+                f"nearest valid setting is without it.",
+                ("sends_tokens",),
             )
         if self.device_shares and len(self.device_shares) != self.world_size:
             yield (

@@ -21,6 +21,7 @@ def test_description_names_only_the_axes_in_use():
     assert ParallelStrategy().describe() == "one device"
     assert ParallelStrategy(cfg_degree=2, ulysses_degree=2).describe() == "CFG 2 × Ulysses 2"
     assert ParallelStrategy(ulysses_degree=2, head_groups=4).describe() == "Ulysses 2 in 4 groups of heads"
+    assert ParallelStrategy(ulysses_degree=2, sends_tokens=True).describe() == "Ulysses 2, tokens sent"
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])

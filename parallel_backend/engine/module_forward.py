@@ -22,6 +22,7 @@ from .attention import queries
 from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
 from .attention.kernels import ChosenKernel
+from .attention.projections import OtherProjections
 from .attention.sequence import UnevenAttention
 from .attention.usp import XfuserEngine, why_not_xfuser
 from .bands.unet import UNetBands
@@ -48,6 +49,7 @@ _JOINT_ROWS = (
     "this model gets values that may be about several images of a batch, so one device computes the whole images and "
     "prompts that cfg_degree and data_degree would share out"
 )
+_PROJECTED = "devices exchanged queries, keys and values, and not tokens: in this ComfyUI {reason}"
 _EAGER = "blocks ran uncompiled: code of a node takes part within them"
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
 _ROUNDED = (
@@ -171,6 +173,7 @@ class ModuleForward:
         self.wish = AUTO  # the kernel of attention that a person chose
         self.chosen: ChosenKernel | None = None  # that kernel in place of ComfyUI's own function
         self.exchange_dtype = SAME  # of what ranks send each other for attention
+        self._sends_tokens = layout.strategy.sends_tokens  # while the module's blocks allow it
         self.rounds = False  # True once something was rounded for it
 
     def use_kernel(self, name: str) -> None:
@@ -359,12 +362,20 @@ class ModuleForward:
             self.exact, self.rounds = False, True
             name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
             self.add_note(_ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
-        control = call.kwargs.get("control")
+        control, shared = call.kwargs.get("control"), call
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
-            call = replace(call, kwargs=call.kwargs | {"control": control})
-        with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
-            return self._compute(call)
+            shared = replace(call, kwargs=call.kwargs | {"control": control})
+        # Another pack's code would see tokens of two ranks where a block has heads of one.
+        plain = not call.eager and self.compiler is None and self.xfuser is None
+        self._blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
+        try:
+            with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
+                return self._compute(shared)
+        except OtherProjections as reason:  # on all ranks, in the first block
+            self._sends_tokens = False
+            self.add_note(_PROJECTED.format(reason=reason))
+            return self._compute_shared_out(call, cached)
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 # Attention as ComfyUI's models call it, after ComfyUI's own function: (original, q, k, v, heads, mask=None, …).
 AttentionCall = Callable[..., Tensor]
+
+# The rotation of queries or keys by their tokens' places: (apply, tensors, by, dim of the heads in a tensor) -> rotated
+# tensors. `apply(tensors, by)` is the library's own.
+Rotate = Callable[[Callable[[list[Tensor], Any], list[Tensor]], list[Tensor], Any, int], list[Tensor]]
 
 
 class Attention(Protocol):
@@ -138,3 +142,15 @@ class ModuleModel(Protocol):
 
     def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
         """Inside, `original` is `kernel(original, q, k, v, heads, …)`, and so is what no `attention_by` answers."""
+
+    def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
+        """Inside, `rotate` answers what its blocks call to rotate queries and keys."""
+
+    def gives_rows(self, layer: nn.Module) -> bool:
+        """True for a linear layer that gives some of its outputs if its weight and bias are `weight_rows` of them."""
+
+    def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
+        """Those rows of a layer's weight or bias, in the same memory."""
+
+    def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
+        """True for a linear layer that does nothing to `x` but multiply it by its weight and add its bias."""

@@ -79,12 +79,15 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
     return tuple(found)
 
 
-def by_head_groups(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, ...]:
-    """`strategy` with Ulysses's exchanges beside its attention, in the numbers of groups worth trying."""
+def by_exchange(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, ...]:
+    """`strategy` with Ulysses's exchanges beside its attention, in the numbers of groups worth trying, and with tokens
+    sent before they are projected."""
     shape, degree = job.model.shape, strategy.ulysses_degree
-    if degree == 1 or strategy.head_groups > 1 or not shape.splits_tokens or shape.band_rows:
+    if degree == 1 or strategy != strategy.plain_exchange or not shape.splits_tokens or shape.band_rows:
         return ()
-    return tuple(strategy.replace(head_groups=n) for n in HEAD_GROUPS if shape.heads // degree >= n)
+    groups = [strategy.replace(head_groups=n) for n in HEAD_GROUPS if shape.heads // degree >= n]
+    tokens = [one.replace(sends_tokens=True) for one in groups[:1] if not job.model.compute_options.compiles]
+    return (*groups, *(one for one in tokens if not one.violations(shape, one.world_size)))
 
 
 def queries_pay(job: Job) -> bool:
@@ -103,6 +106,7 @@ def rule_key(strategy: ParallelStrategy) -> tuple[int, ...]:
         strategy.ring_degree,
         strategy.data_degree,
         -strategy.head_groups,
+        not strategy.sends_tokens,
     )
 
 

@@ -136,11 +136,11 @@ def plan_execution(
 def _candidates(
     job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
 ) -> Iterator[Candidate]:
-    """Every strategy that this version runs on some of `devices`, with what is known of it; with heads in groups only
+    """Every strategy that this version runs on some of `devices`, with what is known of it; with other exchanges only
     where that was measured."""
     capacity_of = functools.cache(Capacity.of)
-    by_groups = (strategy for strategy in measured if strategy.head_groups > 1)
-    for strategy in (*enumerate_candidates(job, len(devices)), *by_groups):
+    by_exchange = (strategy for strategy in measured if strategy != strategy.plain_exchange)
+    for strategy in (*enumerate_candidates(job, len(devices)), *by_exchange):
         violations = strategy.violations(job.model.shape, len(devices), engine)
         if violations or crosses_machines(strategy, devices):
             continue

@@ -27,8 +27,10 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
             continue
         moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
         layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
-        # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest.
-        sent += 4 * layer * moved / s.sequence_degree * (ulysses - 1) / ulysses
+        # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest. Two send a token once in place
+        # of half its q, k and v (engine/attention/projections.py).
+        tensors = 3 if s.sends_tokens else 4
+        sent += tensors * layer * moved / s.sequence_degree * (ulysses - 1) / ulysses
         # k and v of 1/R of the tokens, for 1/U of the heads, passed on R - 1 times.
         sent += 2 * layer * (moved / ring) * (ring - 1) / ulysses
         # An all-reduce sends 2 (T - 1) / T of the full width.

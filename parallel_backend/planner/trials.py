@@ -11,7 +11,7 @@ from ..machine.cards import Card, find_card
 from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
 from ..trials import BUDGET, MOST_OTHERS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
-from .candidates import Candidate, by_head_groups, rule_key
+from .candidates import Candidate, by_exchange, rule_key
 from .history import MeasurementHistory
 from .step_bounds import bytes_sent, compute_share, lower_bound
 from .workload.workload import Job
@@ -30,7 +30,7 @@ def plan_trials(
 ) -> tuple[ParallelStrategy, TrialPlan]:
     """The strategy that a job begins with for which `rule` was chosen, and those to try then: exact, with the same
     weights on each device, on all of `rule`'s devices or on one, not measured yet, and within memory; and `rule`
-    with its heads in groups. One device is always among them.
+    with its exchanges otherwise. One device is always among them.
 
     Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried. The
     trials may lose a share of this job, and of like jobs since the last one that tried anything.
@@ -41,13 +41,13 @@ def plan_trials(
     entries = list(candidates)
     measured = {candidate.strategy for candidate in entries if candidate.step_s is not None}
     on_cpu = is_cpu(history.devices)  # where exchanges have nothing of their own to run on
-    by_groups = [
+    exchanged = [
         replace(own, strategy=strategy, step_s=None)
         for own in entries
         if own.strategy == rule and not on_cpu
-        for strategy in by_head_groups(rule, job)
+        for strategy in by_exchange(rule, job)
     ]
-    for candidate in (*entries, *by_groups):
+    for candidate in (*entries, *exchanged):
         strategy = candidate.strategy
         unseen = strategy not in measured and not history.gave_up(job, strategy, engine)
         alike = strategy.exact and strategy.weights == rule.weights
@@ -70,8 +70,8 @@ def plan_trials(
             s,
             prices[s],
             0.0 if card is None else lower_bound(job, s, card),
-            # Groups of heads meet over the same communicators, in blocks compiled for the same tokens.
-            0.0 if s == first.replace(head_groups=s.head_groups) else switch_s,
+            # Other exchanges meet over the same communicators, in blocks compiled for the same tokens.
+            0.0 if s.plain_exchange == first.plain_exchange else switch_s,
         )
         for s in ordered
         if s in chosen

@@ -190,6 +190,7 @@ def test_the_command_lists_itself():
         ("cfg2xring2", [ParallelStrategy(cfg_degree=2, ring_degree=2)]),
         ("ulysses2 × sharded", [ParallelStrategy(ulysses_degree=2, shard_weights=True)]),
         ("ulysses2xgroups4", [ULYSSES.replace(head_groups=4)]),
+        ("ulysses2xtokens", [ULYSSES.replace(sends_tokens=True)]),
     ],
 )
 def test_strategies_are_read_as_a_person_writes_them(text, expected):
@@ -215,9 +216,9 @@ def test_all_that_occupy_every_device_are_compared_with_one_device():
 
 def test_on_gpus_exchanges_beside_attention_are_among_them():
     found = possible_strategies(flux_job(), ("cuda:0", "cuda:1"))
-    by_groups = [ULYSSES.replace(head_groups=groups) for groups in (2, 4)]
-    assert list(found[:5]) == [ONE, ULYSSES, *by_groups, RING]
-    assert all(strategy.head_groups == 1 for strategy in possible_strategies(flux_job(), CPUS))
+    two, four = (ULYSSES.replace(head_groups=groups) for groups in (2, 4))
+    assert list(found[:6]) == [ONE, ULYSSES, two, two.replace(sends_tokens=True), four, RING]
+    assert all(s == s.plain_exchange for s in possible_strategies(flux_job(), CPUS))
 
 
 def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them():

@@ -26,6 +26,10 @@ EXACT = 1e-5  # of the largest value
 PATCHES = 4
 EXACT_STRATEGIES = [
     ParallelStrategy(ulysses_degree=2),
+    ParallelStrategy(ulysses_degree=2, sends_tokens=True),
+    ParallelStrategy(ulysses_degree=2, sends_tokens=True, head_groups=2, device_shares=(2.0, 1.0)),
+    ParallelStrategy(ring_degree=2, ulysses_degree=2, sends_tokens=True),
+    ParallelStrategy(ulysses_degree=2, shard_weights=True, sends_tokens=True),
     ParallelStrategy(ring_degree=2),
     ParallelStrategy(cfg_degree=2),
     ParallelStrategy(data_degree=2),
@@ -37,7 +41,7 @@ EXACT_STRATEGIES = [
     ParallelStrategy(ulysses_degree=2, shard_weights=True),
     ParallelStrategy(tensor_degree=2),
 ]
-ALL_CALLS = EXACT_STRATEGIES[:1]
+ALL_CALLS = EXACT_STRATEGIES[:2]
 SOME_CALLS = ["odd sides", "three texts of one token", "everything"]
 SPLITS_NO_ROWS_OR_LAYERS = [s for s in EXACT_STRATEGIES if s.row_degree == 1 and s.tensor_degree == 1]
 
@@ -97,7 +101,10 @@ def test_every_strategy_gives_the_answer_of_comfyuis_module(subject, strategy):
 def has_closed_form(strategy):
     """True if all that is sent are the tokens of attention and answers, with heads that divide."""
     divides = SIZES["heads"] % strategy.ulysses_degree == 0
-    return divides and strategy.pipefusion_degree == strategy.tensor_degree == 1 and not strategy.shards
+    even = not strategy.device_shares
+    return (
+        divides and even and strategy.pipefusion_degree == strategy.tensor_degree == 1 and not strategy.shards
+    )
 
 
 def closed_form(strategy, rank, name):
@@ -110,6 +117,7 @@ def closed_form(strategy, rank, name):
         text=kwargs["context"].shape[1],
         image=-(-height // 2) * -(-width // 2),
         layers=SIZES["double_blocks"] + SIZES["single_blocks"],
+        apart=SIZES["double_blocks"],
         hidden=WIDTH,
         latent_elements=16 * height * width,
         patch_channels=WIDTH,  # tokens are gathered before the last layer

@@ -26,6 +26,7 @@ LOOKS = (_aten.item, _aten.is_nonzero, _aten._local_scalar_dense, _aten.equal, _
 STRATEGIES = [
     ParallelStrategy(ulysses_degree=2),
     ParallelStrategy(ulysses_degree=2, head_groups=2),
+    ParallelStrategy(ulysses_degree=2, sends_tokens=True),
     ParallelStrategy(ring_degree=2),
     ParallelStrategy(cfg_degree=2),
     ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=3),

@@ -29,7 +29,12 @@ OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
 SHORT = 2.0  # s after which what must hang is known to
 FEW_KEYS = 4  # with which queries are shared out here
 LAYOUTS = {
-    2: [{"ulysses_degree": 2}, {"ulysses_degree": 2, "head_groups": 2}, {"ring_degree": 2}],
+    2: [
+        {"ulysses_degree": 2},
+        {"ulysses_degree": 2, "head_groups": 2},
+        {"ulysses_degree": 2, "head_groups": 2, "sends_tokens": True},
+        {"ring_degree": 2},
+    ],
     4: [
         {"ring_degree": 2, "ulysses_degree": 2, "device_shares": (1.0, 3.0, 2.0, 1.0)},
         {"cfg_degree": 2, "ulysses_degree": 2},

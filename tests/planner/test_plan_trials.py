@@ -25,6 +25,7 @@ from parallel_backend.trials import BUDGET, NO_TRIALS, SWITCH_COMPILED, SWITCH_G
 
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 GROUPS_2, GROUPS_4 = ULYSSES.replace(head_groups=2), ULYSSES.replace(head_groups=4)
+TOKENS = GROUPS_2.replace(sends_tokens=True)
 CFG, DATA = ParallelStrategy(cfg_degree=2), ParallelStrategy(data_degree=2)
 
 
@@ -123,7 +124,7 @@ def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(t
     def prices(first, job, history):
         return {other.strategy: other.slower for other in planned(first, job, history).others}
 
-    assert prices(ULYSSES, flux_job(FP8), gpus) == {GROUPS_2: 1.0, GROUPS_4: 1.0, ONE: 2.0}
+    assert prices(ULYSSES, flux_job(FP8), gpus) == {TOKENS: 1.0, GROUPS_2: 1.0, ONE: 2.0}
     assert prices(CFG, flux_job(FP8, prompts=2), gpus) == {ULYSSES: SENDS_MORE, RING: SENDS_MORE, ONE: 2.0}
     # Ranks on a CPU share its cores, and the job begins with one device, which sends nothing.
     assert prices(ULYSSES, flux_job(FP8), cpus()) == {RING: SENDS_MORE, ULYSSES: SENDS_MORE}
@@ -145,20 +146,20 @@ def test_on_gpus_bounds_and_the_price_of_a_change_come_along(tmp_path):
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     job = flux_job(FP8)
     found = planned(ULYSSES, job, history)
-    assert found.strategies == (GROUPS_2, GROUPS_4, ONE)
+    assert found.strategies == (TOKENS, GROUPS_2, ONE)
     assert [o.switch_s for o in found.others] == [0.0, 0.0, SWITCH_GPU]  # groups need no new communicators
-    bounds = [lower_bound(job, s, CARDS["rtx4090"]) for s in (GROUPS_2, GROUPS_4, ONE)]
+    bounds = [lower_bound(job, s, CARDS["rtx4090"]) for s in (TOKENS, GROUPS_2, ONE)]
     assert [o.at_least_s for o in found.others] == bounds and bounds[0] > 0
     compiled = flux_job(FP8, compute_options=ComputeOptions("blocks"))
     assert [o.switch_s for o in planned(ULYSSES, compiled, history).others] == [0.0, 0.0, SWITCH_COMPILED]
 
 
-def test_groups_of_heads_are_tried_before_a_ring_on_gpus_and_none_that_a_rank_has_no_heads_for(tmp_path):
+def test_other_exchanges_are_tried_before_a_ring_on_gpus_and_none_that_a_rank_has_no_heads_for(tmp_path):
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     job = flux_job(FP8)
     seen = [replace(c, step_s=1.0) if c.strategy in (ULYSSES, ONE) else c for c in known(job, 2)]
-    by_groups = [replace(seen[0], strategy=s, step_s=1.0) for s in (GROUPS_2, GROUPS_4)]
-    assert planned(ULYSSES, job, history, seen).strategies == (GROUPS_2, GROUPS_4, RING)
+    by_groups = [replace(seen[0], strategy=s, step_s=1.0) for s in (TOKENS, GROUPS_2, GROUPS_4)]
+    assert planned(ULYSSES, job, history, seen).strategies == (TOKENS, GROUPS_2, GROUPS_4)
     assert planned(ULYSSES, job, history, seen + by_groups).strategies == (RING,)
     assert planned(GROUPS_4, job, history, seen + by_groups).strategies == (RING,)
     full = [replace(c, fits=c.strategy != ULYSSES) for c in known(job, 2)]
@@ -174,5 +175,5 @@ def test_a_card_without_a_data_sheet_has_no_bounds(tmp_path):
         board.name = "NVIDIA Mystery 1"
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(nvml, sys_root=tmp_path))
     found = planned(ULYSSES, flux_job(FP8), history)
-    assert found.strategies == (GROUPS_2, GROUPS_4, ONE)
+    assert found.strategies == (TOKENS, GROUPS_2, ONE)
     assert {o.at_least_s for o in found.others} == {0.0}

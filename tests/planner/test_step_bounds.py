@@ -52,8 +52,9 @@ def test_ring_passes_keys_and_values_on(ring):
 def test_the_forms_are_those_of_the_engine():
     """What engine/traffic.py counts per rank, there with element_size 2 and without the last gathers."""
     traffic = pytest.importorskip("tests.closed_forms.traffic")
-    for ulysses, ring in ((2, 1), (4, 1), (1, 2), (2, 2), (1, 4)):
-        strategy = ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
+    degrees = ((2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
+    strategies = [ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring) for ulysses, ring in degrees]
+    for strategy in (*strategies, strategies[0].replace(sends_tokens=True)):
         counted = traffic.expected_bytes(
             strategy, 0, rows=1, text=512, image=4096, layers=BLOCKS, hidden=HIDDEN, latent_elements=0,
             patch_channels=0, element_size=2,

@@ -100,6 +100,7 @@ def bytes_by_case(strategy, rank, dims, weights=0):
             strategy,
             rank,
             layers=layers,
+            apart=DOUBLE,
             hidden=dims.hidden,
             latent_elements=latent,
             patch_channels=dims.hidden,

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from ...devices import is_cpu
 from ...errors import StrategyError
 from ...layout import crosses_machines
-from ...planner.candidates import by_head_groups, enumerate_candidates, rule_key
+from ...planner.candidates import by_exchange, enumerate_candidates, rule_key
 from ...planner.workload.workload import Job
 from ...strategy import DEGREES, ParallelStrategy
 
 _DEGREES = {name.removesuffix("_degree"): name for name in DEGREES} | {"groups": "head_groups"}
 _ONE = ("one", "1", "single")
-_SHARDED = "sharded"
+_SWITCHES = {"sharded": "shard_weights", "tokens": "sends_tokens"}
 
 
 def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
@@ -31,7 +31,7 @@ def possible_strategies(
     """One device, and all that this version can run on all `devices`, or (`fewer`) on any number of them; of a cluster
     those that keep tokens and layers inside a machine, as `auto` does.
 
-    Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring"; on GPUs Ulysses in groups of heads too.
+    Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring"; on GPUs Ulysses with other exchanges too.
     """
     count = len(devices)
     candidates = [
@@ -42,7 +42,7 @@ def possible_strategies(
         and not crosses_machines(strategy, devices)
     ]
     if not is_cpu(devices):
-        candidates += [one for strategy in candidates for one in by_head_groups(strategy, job)]
+        candidates += [one for strategy in candidates for one in by_exchange(strategy, job)]
     ordered = sorted(candidates, key=rule_key, reverse=True)
     return tuple(sorted(ordered, key=lambda strategy: (strategy.world_size, not strategy.exact)))
 
@@ -52,15 +52,15 @@ def _parse(part: str) -> ParallelStrategy:
         return ParallelStrategy()
     degrees: dict[str, int] = {}
     for factor in re.split(r"\s*[x×*]\s*", part):
-        if factor == _SHARDED:
-            degrees["shard_weights"] = True
+        if factor in _SWITCHES:
+            degrees[_SWITCHES[factor]] = True
             continue
         match = re.fullmatch(r"([a-z]+)[ _=]?(\d{1,2})", factor)
         name = _DEGREES.get(match[1]) if match else None
         if match is None or name is None or name in degrees:
             raise StrategyError(
                 f"strategy {part!r} is not understood; write one, or degrees joined by x, each once: "
-                f"{', '.join(f'{short}N' for short in _DEGREES)}, {_SHARDED}."
+                f"{', '.join([*(f'{short}N' for short in _DEGREES), *_SWITCHES])}."
             )
         degrees[name] = int(match[2])
     if degrees.get("head_groups", 1) > 1 and degrees.get("ulysses_degree", 1) == 1:

@@ -17,6 +17,7 @@ from .ranks import Ranks, difference, gigabytes, steps_in_words
 SPLITS = {
     "Ulysses 2": ParallelStrategy(ulysses_degree=2),
     "Ulysses 2, 4 groups": ParallelStrategy(ulysses_degree=2, head_groups=4),
+    "Ulysses 2, tokens sent": ParallelStrategy(ulysses_degree=2, head_groups=2, sends_tokens=True),
     "Ring 2": ParallelStrategy(ring_degree=2),
     "CFG 2": ParallelStrategy(cfg_degree=2),
     "sharded 2": ParallelStrategy(ulysses_degree=2, shard_weights=True),

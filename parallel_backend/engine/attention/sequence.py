@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .guides import Guides
 from .head_groups import by_rank_view, head_count, head_groups, is_even, one_each, sharing_heads
 from .kernel_choice import kernel_for
 from .kernels import HALVES, HEAD_DIM, attend_with_lse, merge
+from .projections import PairedProjections
 
 Attend = Callable[..., Tensor]
 # Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
@@ -71,6 +73,7 @@ class UnevenAttention:
         self._guides = guides
         self._wish, self._rounds = wish, exchange_dtype == ROUNDED
         self.calls = 0
+        self.projections: PairedProjections | None = None  # of the block's first attention, until that comes
 
     def __call__(
         self,
@@ -117,7 +120,9 @@ class UnevenAttention:
         mine = q_heads[self._ulysses.index]
         asked = replace(asked, mask=self._whole_mask(asked, q_heads))
         if asked.queries is None:
-            key, value = self._to_heads((k, v), (sharing_heads(q_heads, group),) * 2, asked.keys)()
+            key, value = self.to_heads(
+                (k, v), (sharing_heads(q_heads, group),) * 2, self.group_lengths(asked.keys)
+            )()
             out = self._of_heads(original, q[:, mine], *one_each(key, value, mine, group), asked)
             by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
             return by_head.transpose(0, 1)
@@ -125,13 +130,17 @@ class UnevenAttention:
             return self._of_heads(original, q, *one_each(k, v, mine, group), asked)
         # While one group of heads is attended to, the next one is on its way here and the last one on its way back.
         groups = head_groups(shares, self._groups, group)
-        lengths = self._group_lengths(asked.queries)
-        arriving = self._send(q, k, v, groups[0], group, asked.queries, asked.keys)
+        lengths = self.group_lengths(asked.queries)
+        send = partial(self._send, q, k, v, group, asked.queries, asked.keys)
+        if self.projections is not None:
+            send = partial(self._here, self.projections.arrive((q, k, v), asked.keys), mine.start)
+            self.projections = None
+        arriving = send(groups[0])
         leaving = []
         for number, of_ranks in enumerate(groups, 1):
             own, arrived = of_ranks[self._ulysses.index], arriving
             if number < len(groups):
-                arriving = self._send(q, k, v, groups[number], group, asked.queries, asked.keys)
+                arriving = send(groups[number])
             query, key, value = arrived()
             of_group, mask = asked, asked.mask
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
@@ -159,15 +168,20 @@ class UnevenAttention:
         )
 
     def _send(
-        self, q: Tensor, k: Tensor, v: Tensor, heads: list[slice], group: int, queries: str, keys: str
+        self, q: Tensor, k: Tensor, v: Tensor, group: int, queries: str, keys: str, heads: list[slice]
     ) -> Callable[[], list[Tensor]]:
         """Begins to exchange tokens for `heads` of each rank; returns what waits for this rank's q, k and v."""
         sharing = sharing_heads(heads, group)
         if queries == keys:
-            return self._to_heads((q, k, v), (heads, sharing, sharing), keys)
-        query = self._to_heads((q,), (heads,), queries)
-        pair = self._to_heads((k, v), (sharing, sharing), keys)
+            return self.to_heads((q, k, v), (heads, sharing, sharing), self.group_lengths(keys))
+        query = self.to_heads((q,), (heads,), self.group_lengths(queries))
+        pair = self.to_heads((k, v), (sharing, sharing), self.group_lengths(keys))
         return lambda: [*query(), *pair()]
+
+    def _here(self, arrived: list[Tensor], first: int, heads: list[slice]) -> Callable[[], list[Tensor]]:
+        """As `_send`, of tokens that are here. `first`: number of the first head of `arrived`."""
+        own = heads[self._ulysses.index]
+        return lambda: [t[:, own.start - first : own.stop - first] for t in arrived]
 
     def _band(self, window: Window, q: Tensor) -> Tensor | None:
         """[1, 1, S, S], added to the scores of all tokens."""
@@ -179,7 +193,7 @@ class UnevenAttention:
         mask = torch.zeros(far.shape, device=q.device, dtype=q.dtype)
         return mask.masked_fill_(far, torch.finfo(q.dtype).min)[None, None]
 
-    def _group_lengths(self, stream: str) -> tuple[int, ...]:
+    def group_lengths(self, stream: str) -> tuple[int, ...]:
         """Tokens of each rank of this rank's Ulysses group."""
         size = self._ulysses.size
         return self._tokens.lengths(stream)[self._ring.index * size : (self._ring.index + 1) * size]
@@ -189,17 +203,16 @@ class UnevenAttention:
         size, lengths = self._ulysses.size, self._tokens.lengths(stream)
         return tuple(sum(lengths[group * size : (group + 1) * size]) for group in range(self._ring.size))
 
-    def _to_heads(
-        self, tensors: tuple[Tensor, ...], heads: tuple[list[slice], ...], stream: str
+    def to_heads(
+        self, tensors: tuple[Tensor, ...], heads: tuple[list[slice], ...], lengths: tuple[int, ...]
     ) -> Callable[[], list[Tensor]]:
-        """Each [B, H, s, D] -> [B, h, S, D]: the group's tokens, this rank's heads (`heads`: of each rank), all in one
-        exchange that begins here; the function that is returned waits for it. Tokens come first on the wire, so what
-        arrives is one contiguous tensor and needs no copy."""
+        """Each [B, H, s, D] -> [B, h, S, D]: the group's tokens (`lengths`: of each rank), this rank's heads (`heads`:
+        of each rank), all in one exchange that begins here; the function that is returned waits for it. Tokens come
+        first on the wire, so what arrives is one contiguous tensor and needs no copy."""
         ranks, index = self._ulysses.size, self._ulysses.index
         if ranks == 1:
             return lambda: list(tensors)
         batch, _, tokens, _ = tensors[0].shape
-        lengths = self._group_lengths(stream)
         pairs = list(zip(tensors, heads, strict=True))
         columns = [[head_count(own[rank]) * t.shape[3] for t, own in pairs] for rank in range(ranks)]
         rows, widths = batch * tokens, [sum(of_rank) for of_rank in columns]
@@ -217,7 +230,7 @@ class UnevenAttention:
                     part.unflatten(2, own.shape[2:]).copy_(own)
         sizes = tuple(rows * width for width in widths)
         channels = math.gcd(*(t.shape[3] for t in tensors))
-        received = self._exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths), channels)
+        received = self.exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths), channels)
 
         def arrive() -> list[Tensor]:
             parts = received().view(sum(lengths), batch, widths[index]).split(columns[index], dim=2)
@@ -236,7 +249,7 @@ class UnevenAttention:
         batch, own, _, channels = out.shape
         mine = lengths[self._ulysses.index]
         counts = [head_count(of_rank) for of_rank in heads]
-        received = self._exchange(
+        received = self.exchange(
             out.permute(2, 0, 1, 3).flatten(),
             tuple(n * batch * own * channels for n in lengths),
             tuple(mine * batch * count * channels for count in counts),
@@ -255,7 +268,7 @@ class UnevenAttention:
 
         return arrive
 
-    def _exchange(
+    def exchange(
         self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], channels: int
     ) -> Callable[[], Tensor]:
         """`channels`: numbers of a vector, of which all sizes are multiples."""

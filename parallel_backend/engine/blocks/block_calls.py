@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from ...models.base import ModuleModel
 from ...models.tokens.cached_outputs import KeptOutput, kept_outputs, main_region
 from ...models.tokens.regions import LAST_BLOCK, Region, Tokens
 from ..attention.guides import Guides
+from ..attention.projections import paired_projections
 from ..attention.sequence import UnevenAttention
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
@@ -54,6 +56,9 @@ class BlockCalls:
         self._layout = layout
         self._traffic = traffic
         self._regions = [(region, blocks_of(model.module, region)) for region in model.regions]
+        # True where two ranks send tokens before they are projected, and nothing but the module's own code sees what is
+        # inside of blocks.
+        self.sends_tokens = False
 
     @contextmanager
     def shared_out(
@@ -123,6 +128,8 @@ class BlockCalls:
         )
         with ExitStack() as inside:
             inside.enter_context(self._model.attention_by(attention))
+            if self.sends_tokens:
+                self._pair(block, tokens, attention, args, kwargs, inside)
             for path, argument in block.kind.whole.items():
                 module = block.module.get_submodule(path)
                 gather, cut = _around_whole(tokens, argument)
@@ -133,6 +140,24 @@ class BlockCalls:
             if block.kind.attends and not attention.calls:
                 raise AttentionBypassed(f"{type(block.module).__name__} attended by itself")
             return out
+
+    def _pair(
+        self,
+        block: Block,
+        tokens: BlockTokens,
+        attention: UnevenAttention,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inside: ExitStack,
+    ) -> None:
+        """Has two ranks exchange tokens before they are projected, where that can be."""
+        argument = partial(block.argument, args=args, kwargs=kwargs)
+        pair = paired_projections(
+            block.module, block.kind, argument, self._model, tokens, self._layout, attention
+        )
+        if pair is not None:
+            attention.projections = pair
+            inside.enter_context(pair.installed())
 
 
 class _Pass:

@@ -7,7 +7,7 @@ since blocks cannot compute nothing: it goes into no exchange and no result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -38,7 +38,7 @@ class BlockTokens:
     counts: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     # What was cut already, by id; the value is kept, so that its id stays its own.
-    _cuts: dict[tuple[int, Argument], tuple[Any, Any]] = field(default_factory=dict)
+    _cuts: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
 
     def total(self, stream: str) -> int:
         return sum(self.counts[name] for name in self._names(stream))
@@ -93,6 +93,27 @@ class BlockTokens:
         key = (id(value), argument)
         if key not in self._cuts:
             self._cuts[key] = (value, self._cut(value, argument, carried))
+        return self._cuts[key][1]
+
+    def share_of(self, share: Any, argument: Tokens, rank: int, common: Mapping[str, int]) -> Any:
+        """What stands in place of `share`, this rank's of some argument, where the first tokens are another `rank`'s:
+        as many of each stream as `common` says, none of those that it does not name."""
+        key = (id(share), (argument, rank, *common.items()))
+        if key not in self._cuts:
+            whole = next(value for value, cut in self._cuts.values() if cut is share)
+            stream = argument.stream
+            theirs, mine = self.pieces(stream, rank), self._held(stream)
+            by_name = [(stream, theirs, mine)]
+            if stream not in common:
+                each = zip(self._names(stream), theirs, mine, strict=True)
+                by_name = [(name, [others], [own]) for name, others, own in each]
+            pieces: list[slice] = []
+            for name, others, own in by_name:
+                count = common.get(name, 0)
+                pieces += [*_numbers(others, 0, count), *_numbers(own, count, None)]
+            items = [whole] if isinstance(whole, Tensor) else whole
+            parts = [self._share(item, argument, pieces) for item in items]
+            self._cuts[key] = (share, parts[0] if isinstance(whole, Tensor) else type(whole)(parts))
         return self._cuts[key][1]
 
     def gather(self, value: Tensor, argument: Tokens) -> Tensor:
@@ -199,7 +220,7 @@ class BlockTokens:
             offset += max(own.stop - own.start, 1)
         return found
 
-    def _share(self, value: Tensor, argument: Tokens) -> Tensor:
+    def _share(self, value: Tensor, argument: Tokens, pieces: list[slice] | None = None) -> Tensor:
         if argument.ndim not in (None, value.ndim):
             return value
         stream, dim = argument.stream, argument.dim % value.ndim
@@ -217,7 +238,9 @@ class BlockTokens:
         if size == 1 and total > 1:  # the same for all tokens
             return value
         if size == total:
-            out = torch.cat([value[(slice(None),) * dim + (piece,)] for piece in self._held(stream)], dim)
+            out = torch.cat(
+                [value[(slice(None),) * dim + (piece,)] for piece in pieces or self._held(stream)], dim
+            )
             return out.unflatten(dim, (out.shape[dim], *[1] * (argument.over - 1))) if several else out
         if not argument.grouped or size > total:
             raise RequestError(
@@ -240,6 +263,16 @@ class BlockTokens:
                 whole[piece] = shares[begin : begin + size]
                 begin += size
         return whole
+
+
+def _numbers(pieces: list[slice], begin: int, end: int | None) -> Iterator[slice]:
+    """The tokens with these numbers among those of all pieces."""
+    for piece in pieces:
+        size = piece.stop - piece.start
+        first, last = min(begin, size), size if end is None else min(end, size)
+        if first < last:
+            yield slice(piece.start + first, piece.start + last)
+        begin, end = begin - first, None if end is None else end - last
 
 
 @dataclass

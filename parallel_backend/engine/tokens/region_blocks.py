@@ -39,13 +39,13 @@ class Block:
     def image_tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """How many of them a call has."""
         name, tokens = self.image
-        given = self._argument(name, args, kwargs)
+        given = self.argument(name, args, kwargs)
         value: Tensor = given if tokens.item is None else given[tokens.item]
         return value.shape[tokens.dim :][: tokens.over].numel()
 
     def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call of it gives if it changes nothing."""
-        found = [self._argument(name, args, kwargs) for name in self.kind.gives if name is not None]
+        found = [self.argument(name, args, kwargs) for name in self.kind.gives if name is not None]
         # A block that gives more than tokens takes all of that in one tuple.
         return tuple(found) if len(found) > 1 else found[0]
 
@@ -53,7 +53,7 @@ class Block:
         """The arguments that a block before gave, each once; of a tuple (video and sound) its items."""
         found: list[Tensor] = []
         for name in self._carried_names():
-            value = self._argument(name, args, kwargs)
+            value = self.argument(name, args, kwargs)
             found += [value] if isinstance(value, Tensor) else value
         return found
 
@@ -63,7 +63,7 @@ class Block:
         """The arguments with these in place of what `carried` gives."""
         listed, named, rest = list(args), dict(kwargs), iter(values)
         for name in self._carried_names():
-            old = self._argument(name, args, kwargs)
+            old = self.argument(name, args, kwargs)
             value = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
             if name in named:
                 named[str(name)] = value
@@ -96,12 +96,13 @@ class Block:
             return args, kwargs, None if isinstance(found, Tensor) else found
         return args, kwargs, None
 
-    def _argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives for it; None where it is left out."""
         if name in kwargs:
             return kwargs[str(name)]
         place = self.place(name)
         assert place is not None, "blocks_of has looked"
-        return args[place]
+        return args[place] if place < len(args) else None
 
 
 def blocks_of(module: nn.Module, region: Region) -> list[Block]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base import AttentionCall, WeightSharding
+from ..base import AttentionCall, Rotate, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE
 from .attention_router import attention_by, attention_kernel
 from .file_weights import FileWeights
+from .rotary_router import can_route, rotary_by
+
+# ComfyUI's layouts of fp8 weights.
+_FP8_LAYOUTS = ("TensorCoreFP8Layout", "TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
 
 
 class ComfyUIModel:
@@ -87,6 +92,42 @@ class ComfyUIModel:
 
     def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
         return attention_kernel(kernel)
+
+    def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
+        return rotary_by(rotate)
+
+    def gives_rows(self, layer: nn.Module) -> bool:
+        """Not where functions of ComfyUI's change the weight on its way, nor for formats that scale by more than one
+        number."""
+        if type(layer).__module__ != "comfy.ops" or hasattr(layer, "_v") or not can_route():
+            return False
+        if getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None):
+            return False
+        weight = layer._parameters.get("weight")
+        if weight is None or type(weight) in (nn.Parameter, Tensor):
+            return weight is not None and weight.ndim == 2
+        scale = getattr(getattr(weight, "_params", None), "scale", None)
+        return (
+            str(getattr(weight, "_layout_cls", "")) in _FP8_LAYOUTS
+            and scale is not None
+            and scale.numel() == 1
+        )
+
+    def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
+        if type(weight) in (nn.Parameter, Tensor):
+            return weight[rows]
+        quantised: Any = weight
+        of_rows = quantised._qdata[rows]
+        params = replace(quantised._params, orig_shape=tuple(of_rows.shape))
+        return type(quantised)(of_rows, quantised._layout_cls, params)
+
+    def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
+        weight: Any = layer.weight
+        here = (
+            type(weight) in (nn.Parameter, Tensor) and weight.device == x.device and weight.dtype == x.dtype
+        )
+        is_own = type(layer).forward.__module__ == "comfy.ops"
+        return here and is_own and not getattr(layer, "comfy_cast_weights", True)
 
 
 def _scales_by_largest(layer: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, TensorEntry, read_header
 from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
+from ..tokens.table import sends_tokens
 from .formats.quantised import check_quantised
 
 # Where the diffusion model lies in a file that has other things beside it, the longest first.
@@ -122,6 +123,7 @@ class ComfyUIModelFile:
             pipelines=self.has_stages,
             tokens_in_stages=False,
             uneven_heads=True,
+            sends_tokens=self.splits_tokens and sends_tokens(self.module),
             band_rows=self.band_rows,
         )
 

@@ -21,17 +21,26 @@ import torch
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-from ..base import AttentionCall
+from ..base import AttentionCall, Rotate
 
 _attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
 _kernel: ContextVar[AttentionCall | None] = ContextVar("kernel", default=None)
+_rotate: ContextVar[Rotate | None] = ContextVar("rotate", default=None)
 _orders: dict[str, Tensor] = {}  # by type of device
 _original = transformer_flux.dispatch_attention_fn
 _rotated = transformer_flux.apply_rotary_emb
 
 
-def _rotated_where_any(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _rotated(tokens, *args, **kwargs) if tokens.numel() else tokens
+def _routed_rotation(tokens: Tensor, freqs_cis: Any, sequence_dim: int = 2, **form: Any) -> Tensor:
+    def apply(parts: list[Tensor], by: Any) -> list[Tensor]:
+        return [_rotated(part, by, sequence_dim=sequence_dim, **form) for part in parts]
+
+    if not tokens.numel():
+        return tokens
+    rotate = None if torch.compiler.is_compiling() else _rotate.get()
+    if rotate is None:
+        return apply([tokens], freqs_cis)[0]
+    return rotate(apply, [tokens], freqs_cis, 3 - sequence_dim)[0]
 
 
 def _routed(
@@ -96,9 +105,19 @@ def attention_kernel(kernel: AttentionCall) -> Iterator[None]:
         _kernel.reset(before)
 
 
+@contextmanager
+def rotary_by(rotate: Rotate) -> Iterator[None]:
+    """Inside, `rotate` answers each rotation of queries or keys."""
+    before = _rotate.set(rotate)
+    try:
+        yield
+    finally:
+        _rotate.reset(before)
+
+
 def patch_diffusers(device_type: str) -> None:
     """Has attention on devices of this type be computed by what stands around a call; other calls are not affected."""
     transformer_flux.dispatch_attention_fn = _routed
-    transformer_flux.apply_rotary_emb = _rotated_where_any
+    transformer_flux.apply_rotary_emb = _routed_rotation
     with torch.inference_mode(False):
         _orders.setdefault(device_type, torch.zeros(1, device=device_type))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..base import AttentionCall, WeightSharding
+from ..base import AttentionCall, Rotate, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
-from .compat_diffusers import attention_by, attention_kernel
+from .compat_diffusers import attention_by, attention_kernel, rotary_by
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,15 @@ class DiffusersModel:
 
     def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
         return attention_kernel(kernel)
+
+    def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
+        return rotary_by(rotate)
+
+    def gives_rows(self, layer: nn.Module) -> bool:
+        return type(layer) is nn.Linear
+
+    def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
+        return weight[rows]
+
+    def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
+        return type(layer) is nn.Linear and layer.weight.dtype == x.dtype

@@ -9,6 +9,8 @@ from .regions import (
     ExpandingTimestep,
     FirstToken,
     Guided,
+    Projection,
+    Projections,
     Ranges,
     Region,
     Tokens,
@@ -25,42 +27,73 @@ DOUBLE = Blocks(  # comfy.ldm.flux.layers.DoubleStreamBlock
     },
     gives=("img", "txt"),
     attends=("txt+img",),
+    projections=Projections(
+        (Projection("img_attn.qkv", "img"), Projection("txt_attn.qkv", "txt")), "num_heads", rotary="pe"
+    ),
 )
 SINGLE = Blocks(  # comfy.ldm.flux.layers.SingleStreamBlock
     {"x": Tokens("txt+img"), "pe": Tokens("txt+img", 2), "modulation_dims": Ranges("txt+img")},
     gives=("x",),
     attends=("txt+img",),
+    projections=Projections((Projection("linear1", "txt+img", rest=True),), "num_heads", rotary="pe"),
 )
 FLUX_BLOCKS = {"double_blocks": DOUBLE, "single_blocks": SINGLE}
 FLUX = Region(FLUX_BLOCKS, "final_layer", "img")
 
-_DIFFUSERS = (
-    Blocks(  # diffusers' FluxTransformerBlock, and FluxSingleTransformerBlock, which gives both streams too
-        {
-            "hidden_states": Tokens("img"),
-            "encoder_hidden_states": Tokens("txt"),
-            "image_rotary_emb": Tokens("txt+img", 0),
-        },
-        gives=("encoder_hidden_states", "hidden_states"),
-        attends=("txt+img",),
-    )
+
+def _apart(stream: str, *paths: str) -> tuple[Projection, ...]:
+    """Layers for queries, keys and values each."""
+    return tuple(Projection(path, stream, parts=1) for path in paths)
+
+
+_DIFFUSERS_DOUBLE = Blocks(  # diffusers' FluxTransformerBlock
+    {
+        "hidden_states": Tokens("img"),
+        "encoder_hidden_states": Tokens("txt"),
+        "image_rotary_emb": Tokens("txt+img", 0),
+    },
+    gives=("encoder_hidden_states", "hidden_states"),
+    attends=("txt+img",),
+    projections=Projections(
+        _apart("img", "attn.to_q", "attn.to_k", "attn.to_v")
+        + _apart("txt", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        "attn.heads",
+        rotary="image_rotary_emb",
+    ),
+)
+_DIFFUSERS_SINGLE = replace(  # diffusers' FluxSingleTransformerBlock, which gives both streams too
+    _DIFFUSERS_DOUBLE,
+    projections=Projections(
+        _apart("txt+img", "attn.to_q", "attn.to_k", "attn.to_v"), "attn.heads", rotary="image_rotary_emb"
+    ),
 )
 DIFFUSERS_FLUX = Region(
-    {"transformer.transformer_blocks": _DIFFUSERS, "transformer.single_transformer_blocks": _DIFFUSERS},
+    {
+        "transformer.transformer_blocks": _DIFFUSERS_DOUBLE,
+        "transformer.single_transformer_blocks": _DIFFUSERS_SINGLE,
+    },
     "transformer.norm_out",
     "img",
 )
 
+_WAN_PROJECTIONS = Projections(
+    _apart("x", "self_attn.q", "self_attn.k", "self_attn.v"),
+    "self_attn.num_heads",
+    rotary="freqs",
+    norms=("self_attn.norm_q", "self_attn.norm_k"),
+)
 WAN = Blocks(
     {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
     gives=("x",),
     attends=("x",),
+    projections=_WAN_PROJECTIONS,
 )
 WAN_BLOCKS = Region({"blocks": WAN}, "head", "x")
 WAN_VACE = Blocks(
     {"c": Tokens("x"), "x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
     gives=("c", "c"),
     attends=("x",),
+    projections=_WAN_PROJECTIONS,
 )
 
 HUMO = replace(WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")})
@@ -75,6 +108,7 @@ QWEN = Blocks(
     },
     gives=("encoder_hidden_states", "hidden_states"),
     attends=("txt+img",),
+    projections=_DIFFUSERS_DOUBLE.projections,  # its attention has diffusers' names
 )
 
 LENS = Blocks(
@@ -96,6 +130,11 @@ JOY = Blocks(
     },
     gives=("hidden_states", "encoder_hidden_states"),
     attends=("img+txt",),
+    projections=Projections(
+        (Projection("attn.img_attn_qkv", "img"), Projection("attn.txt_attn_qkv", "txt")),
+        "attn.num_attention_heads",
+        rotary="image_rotary_emb",
+    ),
 )
 
 OMNIGEN = Blocks(
@@ -118,7 +157,12 @@ BOOGU_SINGLE = Blocks(
 )
 OMNIGEN_REFINERS = (Region({"noise_refiner": OMNIGEN}), Region({"ref_image_refiner": OMNIGEN}))
 
-IDEOGRAM = Blocks({"x": Tokens("x"), "freqs_cis": Tokens("x")}, gives=("x",), attends=("x",))
+IDEOGRAM = Blocks(
+    {"x": Tokens("x"), "freqs_cis": Tokens("x")},
+    gives=("x",),
+    attends=("x",),
+    projections=Projections((Projection("attention.qkv", "x"),), "attention.num_heads", rotary="freqs_cis"),
+)
 
 PIXART = Blocks({"x": Tokens("x")}, gives=("x",), attends=("x", None))
 
@@ -140,7 +184,15 @@ NEXT = Blocks(  # comfy.ldm.lumina.model.JointTransformerBlock
     attends=("x",),
 )
 
-JOINT = Blocks({0: Tokens("txt"), 1: Tokens("img")}, gives=(0, 1), attends=("txt+img", "img"))  # SD3
+JOINT = Blocks(  # SD3
+    {0: Tokens("txt"), 1: Tokens("img")},
+    gives=(0, 1),
+    attends=("txt+img", "img"),
+    projections=Projections(
+        (Projection("context_block.attn.qkv", "txt"), Projection("x_block.attn.qkv", "img")),
+        "x_block.attn.num_heads",
+    ),
+)
 
 _GUIDED = Guided("x", "self_attention_mask")
 LTX = Blocks(
@@ -165,6 +217,7 @@ MINIMAX = Blocks(  # text, sound and video in one sequence of one row
     {"x": Tokens("x", 0), "mod_segments": Ranges("x"), "rope_freqs": Tokens("x")},
     gives=("x",),
     attends=("x",),
+    projections=Projections((Projection("attn.qkv_proj", "x"),), "attn.heads", rotary="rope_freqs"),
 )
 
 COSMOS = Blocks(
@@ -213,7 +266,16 @@ KREA = Blocks(
     attends=("x",),
 )
 
-ERNIE = Blocks({"x": Tokens("x"), "rotary_pos_emb": Tokens("x")}, gives=("x",), attends=("x",))
+ERNIE = Blocks(
+    {"x": Tokens("x"), "rotary_pos_emb": Tokens("x")},
+    gives=("x",),
+    attends=("x",),
+    projections=Projections(
+        _apart("x", "self_attention.to_q", "self_attention.to_k", "self_attention.to_v"),
+        "self_attention.heads",
+        rotary="rotary_pos_emb",
+    ),
+)
 
 HUNYUAN_DIT = Blocks(
     {"x": Tokens("x"), "freq_cis_img": Tokens("x", 0), "skip": Tokens("x", passed=True)},

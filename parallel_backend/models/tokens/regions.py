@@ -74,6 +74,31 @@ Attends = str | tuple[str | None, str | None] | Window | Guided | None
 
 
 @dataclass(frozen=True)
+class Projection:
+    """A linear layer inside a block, by its path, that takes tokens of `stream` and gives `parts` of the same width
+    (queries, keys and values), each of all heads; `rest`: as wide as the layer's input, and then what has no heads."""
+
+    path: str
+    stream: str
+    parts: int = 3
+    rest: bool = False
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The layers that give the queries, keys and values of a block's first attention, all with as many heads.
+
+    `heads`: the attribute of the block that counts these, by its path; `rotary`: the block's argument by which queries
+    and keys are rotated, token by token; `norms`: modules inside, by path, that norm all heads of a token together.
+    """
+
+    layers: tuple[Projection, ...]
+    heads: str
+    rotary: str | None = None
+    norms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The tokens that a kind of block takes and gives.
 
@@ -81,13 +106,15 @@ class Blocks:
     order; None for an output without tokens. `attends`: of each call of attention inside, in turn, the stream whose
     tokens are shared out; (queries', keys') where they differ; None where the keys are whole on every rank (text).
     `whole`: modules inside, by path, that look at several tokens outside of attention (sound for each frame): their
-    first argument is gathered, and what they give is cut again.
+    first argument is gathered, and what they give is cut again. `projections`: None where nobody has described them, or
+    where keys have fewer heads than queries, so that less is sent after they were projected.
     """
 
     arguments: Mapping[str | int, Argument]
     gives: tuple[str | int | None, ...]
     attends: tuple[Attends, ...]
     whole: Mapping[str, Tokens] = field(default_factory=dict)
+    projections: Projections | None = None
 
 
 LAST_BLOCK = "the last block"

@@ -138,6 +138,13 @@ def stage_lists(class_name: str) -> tuple[str, ...]:
     return () if entry is None else tuple(entry.regions[-1].lists)
 
 
+def sends_tokens(class_name: str) -> bool:
+    """True if two ranks send the tokens of a module of that class before they are projected."""
+    entry = entry_of(class_name)
+    kinds = entry.regions[-1].lists.values() if entry is not None and entry.regions else ()
+    return bool(kinds) and all(kind.projections is not None for kind in kinds)
+
+
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
     """How a call of a module of that class shares out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
     entry = entry_of(class_name)

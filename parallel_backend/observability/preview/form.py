@@ -25,7 +25,7 @@ _OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # which share out the tokens o
 _Inputs = TypeVar("_Inputs")
 # Inputs of which `manual` makes its strategy. Groups of heads are tried by `auto` only.
 _OF_STRATEGY = tuple(
-    f.name for f in fields(ParallelStrategy) if f.name not in ("device_shares", "head_groups")
+    f.name for f in fields(ParallelStrategy) if f.name not in ("device_shares", "head_groups", "sends_tokens")
 )
 
 

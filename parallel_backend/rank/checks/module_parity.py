@@ -31,7 +31,7 @@ from ...engine.stages.stale_keys import KeptKeys
 from ...errors import RankFailed
 from ...models.comfyui.tiny.cases import CASES, Inputs, TinyModel
 from ...models.comfyui.tiny.weights import fill
-from ...models.tokens.table import TABLE, has_stages, token_mode
+from ...models.tokens.table import TABLE, has_stages, sends_tokens, token_mode
 from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
 from ...sampling.image_patches import ElementPatches
 from ...strategy import ParallelStrategy
@@ -44,6 +44,7 @@ ROWS_OF_A_CALL = 2
 ROWS_IN_BANDS = 3  # which two ranks do not divide, and so compute bands of each
 SIZE = (9, 7)  # latent height and width: tokens that two ranks do not divide
 _STRATEGY = ParallelStrategy(ulysses_degree=2)
+_TOKENS = _STRATEGY.replace(sends_tokens=True)
 _STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
 _WORDS = 500  # of an error, which has to fit a pipe at once
 _PATIENCE = 60.0  # s for the ranks of a class; they take one
@@ -97,12 +98,14 @@ def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
     layouts = Layouts(world)
     worst = 0.0
     for case in cases:
-        if mode in case.modes:
-            forward = make_module_forward(case.model, layouts, Placement(_STRATEGY))
+        name = type(case.model.module).__name__
+        ways = (_STRATEGY, _TOKENS) if mode == STAY and sends_tokens(name) else (_STRATEGY,)
+        for strategy in ways if mode in case.modes else ():
+            forward = make_module_forward(case.model, layouts, Placement(strategy))
             args, kwargs = copy.deepcopy((case.args, case.kwargs))
             answer = _tensors(forward(ModuleCall(args, kwargs, case.rows, mode)))
             worst = max(worst, _difference(answer, case.answer))
-        if mode == STAY and has_stages(type(case.model.module).__name__):
+        if mode == STAY and has_stages(name):
             worst = max(worst, _worst_in_stages(case, layouts))
     return worst
 

@@ -19,7 +19,7 @@ from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.staging import StagedReader
 from parallel_backend.models.tensor_pieces import take_apart
-from parallel_backend.requests import BLOCK, ROWS, ModuleCall, Placement
+from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -42,7 +42,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def split(files):
-    """The answers of each of two ranks, by format: tokens shared out, rows shared out, rows with weights shared out."""
+    """The answers of each of two ranks, by format: tokens shared out, rows shared out, rows with weights
+    shared out, tokens sent before they are projected."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in set(ROUNDED.values()):
             module = import_module(f"comfy_kitchen.backends.eager.{module}")
@@ -83,11 +84,12 @@ def split_answers(world, paths):
         sharded = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
         forward = make_module_forward(model, layouts, Placement(whole))
         of_shares = make_module_forward(sharded, layouts, Placement(shared))
+        sending = make_module_forward(model, layouts, Placement(whole.replace(sends_tokens=True)))
         args, kwargs = inputs()
         with torch.inference_mode():
             results[form] = [
                 run(ModuleCall(args, dict(kwargs), rows=2, tokens=tokens))
-                for run, tokens in ((forward, BLOCK), (forward, ROWS), (of_shares, ROWS))
+                for run, tokens in ((forward, BLOCK), (forward, ROWS), (of_shares, ROWS), (sending, STAY))
             ]
     return results
 
@@ -118,8 +120,9 @@ def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
     other = answer(load(spec(files["float8_e5m2" if form != "float8_e5m2" else "int8"]), CPU).module)
     assert relative_difference(other, one) > 100 * TOLERANCE, "another format's rounding shows"
     for results in split:
-        tokens, rows, shares = results[form]
+        tokens, rows, shares, sent = results[form]
         assert relative_difference(tokens, one) <= TOLERANCE
+        assert relative_difference(sent, one) <= TOLERANCE
         assert relative_difference(rows, one) <= TOLERANCE
         assert shares.equal(rows)
 

@@ -29,6 +29,7 @@ STRATEGIES = {
         ParallelStrategy(ulysses_degree=2),
         ParallelStrategy(ring_degree=2),
         ParallelStrategy(cfg_degree=2),
+        ParallelStrategy(ulysses_degree=2, sends_tokens=True),
         ParallelStrategy(data_degree=2),
     ],
     3: [ParallelStrategy(ring_degree=3), ParallelStrategy(data_degree=3)],
@@ -147,6 +148,7 @@ def test_bytes_sent_equal_the_closed_form(all_results, strategy):
                 text=case.positive.context.shape[1],
                 image=-(-height // 2) * -(-width // 2),
                 layers=2 * BLOCKS,
+                apart=BLOCKS,
                 hidden=heads_of(strategy) * 128,
                 latent_elements=16 * height * width,
                 patch_channels=heads_of(strategy) * 128,  # tokens are gathered before the last layer

@@ -1,0 +1,103 @@
+"""What keeps two ranks from sending tokens before they are projected: then they exchange what projections give."""
+
+import pytest
+
+from comfy_modules import CASES, import_comfyui_here
+from module_references import Reference
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.options import ComputeOptions
+from parallel_backend.requests import BLOCK, STAY, Placement
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
+
+EXACT = 1e-5  # of the largest value
+SIZE = (1, 8, 8)
+ULYSSES = ParallelStrategy(ulysses_degree=2)
+TOKENS = ULYSSES.replace(sends_tokens=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _comfyui():
+    import_comfyui_here()
+
+
+def _runs(world, change, tokens, *strategies):
+    """(difference, bytes sent) under each strategy of a tiny Wan that `change` has changed."""
+    one, layouts, found = Reference(*CASES["wan2.1 t2v"], SIZE), Layouts(world), []
+    change(one.model.module)
+    for strategy in strategies:
+        forward = make_module_forward(one.model, layouts, Placement(strategy))
+        before = forward.bytes_sent
+        found.append((one.difference(forward, tokens), forward.bytes_sent - before))
+    return found
+
+
+def _nothing(module):
+    pass
+
+
+def _hooked(module):
+    for block in module.blocks:
+        block.self_attn.k.register_forward_hook(lambda *_: None)
+
+
+def _replaced(module):
+    for block in module.blocks:
+        layer = block.self_attn.q
+        layer.forward = lambda x, _layer=layer: type(_layer).forward(_layer, x)
+
+
+def _patched_on_the_way(module):
+    for block in module.blocks:
+        block.self_attn.v.weight_function.append(lambda weight: weight)
+
+
+@pytest.mark.parametrize("change", [_hooked, _replaced, _patched_on_the_way])
+def test_a_layer_that_something_was_put_around_is_exchanged_as_it_was(change):
+    for (first, plain), (second, sent) in run_ranks(_runs, 2, change, STAY, ULYSSES, TOKENS):
+        assert max(first, second) <= EXACT
+        assert sent == plain > 0
+
+
+@pytest.mark.parametrize("tokens", [STAY, BLOCK])
+def test_tokens_are_sent_where_nothing_but_the_module_looks_inside_of_blocks(tokens):
+    for (_, plain), (far, sent) in run_ranks(_runs, 2, _nothing, tokens, ULYSSES, TOKENS):
+        assert far <= EXACT
+        assert (sent < plain) == (tokens == STAY)
+
+
+def _rotated_by_something_else(world):
+    """A version of ComfyUI whose blocks rotate by what they make themselves."""
+    one = Reference(*CASES["wan2.1 t2v"], SIZE)
+    for block in one.model.module.blocks:
+        attention = block.self_attn
+        attention.forward = lambda x, freqs, _own=attention, **rest: type(_own).forward(
+            _own, x, freqs.clone(), **rest
+        )
+    forward = make_module_forward(one.model, Layouts(world), Placement(TOKENS))
+    differences = [one.difference(forward, STAY) for _ in range(2)]
+    return differences, forward.notes, "forward" in one.model.module.blocks[0].self_attn.q.__dict__
+
+
+def test_a_block_that_rotates_otherwise_exchanges_as_it_was_and_it_is_said():
+    for differences, (note,), changed in run_ranks(_rotated_by_something_else, 2):
+        assert max(differences) <= EXACT
+        assert "rotated by something else" in note
+        assert not changed
+
+
+def _rounded(world):
+    one, layouts, found = Reference(*CASES["flux1"], SIZE), Layouts(world), []
+    for exchange_dtype in ("same", "fp8"):
+        options = ComputeOptions(exchange_dtype=exchange_dtype)
+        forward = make_module_forward(one.model, layouts, Placement(TOKENS, "native", options))
+        before = forward.bytes_sent
+        found.append((one.difference(forward, STAY), forward.bytes_sent - before))
+    return found
+
+
+def test_tokens_are_rounded_on_their_way_where_that_was_wished():
+    for (exact, sent), (rounded, less) in run_ranks(_rounded, 2):
+        assert exact <= EXACT < rounded < 0.05
+        assert less < 0.6 * sent
