@@ -20,7 +20,7 @@ from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
 from tests.closed_forms.traffic import expected_bytes
-from tests.closed_forms.weights_traffic import gathered_bytes, sliced_shapes, tensor_bytes
+from tests.closed_forms.weights_traffic import tensor_bytes
 
 TOKENS, STEPS, HEADS, DOUBLE, SINGLE = 512, 2, 4, 2, 4
 EXACT = STEPS + 1  # warm-up steps: never by patches
@@ -33,7 +33,6 @@ STRATEGIES = (
     (ParallelStrategy(pipefusion_degree=2, warmup_steps=EXACT), 1.0),
     (ParallelStrategy(pipefusion_degree=2), 1.0),
     (ParallelStrategy(tensor_degree=2), 1.0),
-    (ParallelStrategy(ulysses_degree=2, shard_weights=True), 1.0),
     (ParallelStrategy(ulysses_degree=4), 1.0),
     (ParallelStrategy(ring_degree=4), 1.0),
     (ParallelStrategy(ring_degree=2, ulysses_degree=2), 1.0),
@@ -42,10 +41,8 @@ STRATEGIES = (
     (ParallelStrategy(pipefusion_degree=4, warmup_steps=EXACT), 1.0),
     (ParallelStrategy(pipefusion_degree=4), 1.0),
     (ParallelStrategy(cfg_degree=2, pipefusion_degree=2), 4.0),
-    (ParallelStrategy(pipefusion_degree=2, ulysses_degree=2), 1.0),
     (ParallelStrategy(tensor_degree=4), 1.0),
     (ParallelStrategy(ulysses_degree=2, tensor_degree=2), 1.0),
-    (ParallelStrategy(ulysses_degree=4, shard_weights=True), 1.0),
 )
 
 
@@ -126,22 +123,17 @@ def _measure(sidecar, spec, size: Size, strategy: ParallelStrategy, cfg: float) 
 def _expected(strategy: ParallelStrategy, rank: int, size: Size, rows: int) -> int:
     """Of one step, by the closed forms."""
     dims = size.dims
-    tokens = {"rows": rows, "text": size.text, "image": size.height * size.width // 4}
+    tokens = {"text": size.text, "image": size.height * size.width // 4}
     each = {"hidden": dims.hidden, "latent_elements": 16 * size.height * size.width}
     element = {"element_size": size.element_size}
     if strategy.pipefusion_degree > 1:
-        blocks = {"double": dims.double_blocks, "single": dims.single_blocks}
-        traffic = PipelineTraffic(strategy, rank, **tokens, **blocks, **each, **element)
+        traffic = PipelineTraffic(strategy, rank, prompts=rows, batch=1, **tokens, **each, **element)
         return traffic.whole() if strategy.warmup_steps == EXACT else traffic.flowing()
-    layers = dims.double_blocks + dims.single_blocks
-    total = expected_bytes(
-        strategy, rank, layers=layers, apart=dims.double_blocks, **tokens, **each, **element
-    )
+    layers = {"layers": dims.double_blocks + dims.single_blocks, "apart": dims.double_blocks}
+    gathered = {"patch_channels": dims.hidden}  # tokens, before the last layer
+    total = expected_bytes(strategy, rank, rows=rows, **tokens, **layers, **each, **gathered, **element)
     if strategy.tensor_degree > 1:
-        total += tensor_bytes(strategy, rank, dims, **tokens, **element)
-    if strategy.shards:
-        shapes = sliced_shapes(dims, strategy.tensor_degree).values()
-        total += gathered_bytes(shapes, strategy.world_size // strategy.tensor_degree, **element)
+        total += tensor_bytes(strategy, rank, dims, rows=rows, **tokens, **element)
     return total
 
 
