@@ -26,7 +26,8 @@ from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialRun
 
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
-GROUPS_2, GROUPS_4 = ULYSSES.replace(head_groups=2), ULYSSES.replace(head_groups=4)
+GROUPS_2 = ULYSSES.replace(head_groups=2)
+TOKENS = GROUPS_2.replace(sends_tokens=True)
 DATA = ParallelStrategy(data_degree=2)
 TINY = {"width": 64, "height": 64, "text": 16, "steps": 20}
 
@@ -76,7 +77,7 @@ def test_the_fastest_and_what_it_won_is_said(report):
 def test_one_device_that_wins_a_tiny_job_on_gpus_is_said_plainly(report):
     (line,) = [
         x
-        for x in report({ULYSSES: 5.5, GROUPS_2: 3.4, GROUPS_4: 3.5, ONE: 3.3}, gpus=True, steps=50)
+        for x in report({ULYSSES: 5.5, GROUPS_2: 3.4, TOKENS: 3.5, ONE: 3.3}, gpus=True, steps=50)
         if x.startswith("tried")
     ]
     assert (
@@ -86,7 +87,7 @@ def test_one_device_that_wins_a_tiny_job_on_gpus_is_said_plainly(report):
 
 
 def test_exchanges_beside_attention_that_win_are_named(report):
-    times = {ULYSSES: 5.5, GROUPS_2: 4.2, GROUPS_4: 4.7, ONE: 9.0}
+    times = {ULYSSES: 5.5, GROUPS_2: 4.2, TOKENS: 4.7, ONE: 9.0}
     (line,) = [x for x in report(times, gpus=True, steps=50) if x.startswith("tried")]
     assert "Ulysses 2 in 2 groups of heads ran the rest, 1.3 times as fast as Ulysses 2;" in line
 
@@ -119,14 +120,14 @@ LEFT = "finding out might cost more than 3% of this job; a longer one, later one
 def test_what_a_short_job_cannot_afford_to_try_is_named(report):
     assert f"not tried: Ulysses 2, Ring 2 ({LEFT})" in report({ONE: 1.0}, **TINY | {"steps": 4})
     # By arithmetic one GPU of two takes up to twice as long: too much to try in 28 steps, and not in 50.
-    times = {ULYSSES: 6.0, GROUPS_2: 6.0, GROUPS_4: 6.0, ONE: 11.0}
+    times = {ULYSSES: 6.0, GROUPS_2: 6.0, TOKENS: 6.0, ONE: 11.0}
     assert f"not tried: one device ({LEFT})" in report(times, gpus=True)
     assert not [line for line in report(times, gpus=True, steps=50) if line.startswith("not tried")]
 
 
 def test_what_cannot_be_faster_by_the_data_sheet_is_named_as_such(report):
     step_s = 0.9 * lower_bound(flux_job(FP8), ONE, CARDS["rtx4090"])
-    lines = report(dict.fromkeys((ULYSSES, GROUPS_2, GROUPS_4), step_s), gpus=True, steps=90)
+    lines = report(dict.fromkeys((ULYSSES, GROUPS_2, TOKENS), step_s), gpus=True, steps=90)
     assert "not tried: one device (these GPUs' data sheet says it cannot be faster)" in lines
 
 
