@@ -13,6 +13,12 @@ from .workload.workload import Job
 ACTIVATION_BYTES = 2  # bf16 activations
 
 
+def ulysses_bytes(tokens: float, ranks: int, tensors: int = 4) -> float:
+    """Sent by one of so many ranks for one attention of one row, for each number of a token's width and each of its
+    bytes: q, k, v and the output, of which each rank keeps its share (DeepSpeed-Ulysses §3.2)."""
+    return tensors * tokens / ranks * (ranks - 1) / ranks
+
+
 def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
     """From one device in one step (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
     s, f = strategy, job.model.family
@@ -27,10 +33,8 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
             continue
         moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
         layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
-        # q, k, v and the output: each rank keeps 1/U of what it has and sends the rest. Two send a token once in place
-        # of half its q, k and v (engine/attention/projections.py).
-        tensors = 3 if s.sends_tokens else 4
-        sent += tensors * layer * moved / s.sequence_degree * (ulysses - 1) / ulysses
+        # Two may send a token once in place of half its q, k and v (engine/attention/projections.py).
+        sent += layer * ulysses_bytes(moved / ring, ulysses, 3 if s.sends_tokens else 4)
         # k and v of 1/R of the tokens, for 1/U of the heads, passed on R - 1 times.
         sent += 2 * layer * (moved / ring) * (ring - 1) / ulysses
         # An all-reduce sends 2 (T - 1) / T of the full width.

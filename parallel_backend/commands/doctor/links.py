@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ...errors import DeviceError
 from ...machine.topology import Topology
+from ...planner.step_bounds import ulysses_bytes
 from ...wire.calibration import (
     ALL_TO_ALL,
     PAIR,
@@ -22,6 +23,14 @@ GROUP = "Links"
 SLOW_SHARE = 0.25
 # Seconds of a one-number all-reduce. NCCL takes 15 to 50 us within a box; a Flux step makes about 200 collectives.
 SLOW_COLLECTIVE = {"nccl": 200e-6, "gloo": 2e-3}
+# (name, in words, tokens, hidden size, blocks) of one picture with one prompt: 4,096 tokens of the image and 512 of the
+# text, and 81 frames in 21 of the latent, each of 30 x 52 tokens.
+_PICTURES = (
+    ("worth an image", "a 1024 × 1024 image of Flux.1", 4096 + 512, 3072, 57),
+    ("worth a video", "5 seconds of 832 × 480 of Wan 2.1 14B", 21 * 30 * 52, 5120, 40),
+)
+_BYTES = 2  # of a number in bfloat16
+_GOOD = 0.85  # of as many times as fast as there are devices
 _CORRUPT = (
     "set NCCL_P2P_DISABLE=1, which avoids the direct path; then switch off the IOMMU or ACS in the BIOS, or update "
     "it"
@@ -44,7 +53,8 @@ def check_links(
     verdicts = [_all_reduce(ranks), _intact(ranks)]
     if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
         verdicts.append(_peer_access(ranks, topology))
-    return [*verdicts, _matrix(ranks, topology), _together(ranks), _latency(ranks, across)]
+    verdicts += [_matrix(ranks, topology), _together(ranks), _latency(ranks, across)]
+    return verdicts if across else [*verdicts, *(_worth(ranks, *picture) for picture in _PICTURES)]
 
 
 def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
@@ -175,6 +185,31 @@ def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
             else "look whether the CPU is busy with something else, or give the processes more cores",
         )
     return Verdict(GROUP, "latency", "ok", finding)
+
+
+def _worth(
+    ranks: Sequence[Calibration], name: str, words: str, tokens: int, hidden: int, blocks: int
+) -> Verdict:
+    """From which time of a step on one device on all devices are faster, by what Ulysses exchanges and the links. No
+    time of a step is foreseen: that is for whoever has seen one."""
+    count, rate = len(ranks), slowest_rate(tuple(ranks), ALL_TO_ALL)
+    if rate is None:
+        return Verdict(GROUP, name, "skipped", "no time was left to measure it", "run it again")
+    sent = ulysses_bytes(tokens, count) * hidden * blocks * _BYTES
+    exchange_s = sent / rate + 2 * blocks * max(c.collective_s for c in ranks)
+    # Of a step that takes t on one device: t / n and the exchange on n, which is s times as fast.
+    even_s, good_s = (exchange_s / (1 / s - 1 / count) for s in (1, _GOOD * count))
+    return Verdict(
+        GROUP,
+        name,
+        "ok",
+        f"{words}: a step spends {_time(exchange_s)} s on exchanges of {count} devices, so they are faster where a step "
+        f"takes more than {_time(even_s)} s on one, and {_GOOD * count:.1f} times as fast from {_time(good_s)} s on",
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _facts(rank: Calibration) -> RankFacts:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
 import fake_nvml
+from jobs import FP8, flux_job
 from parallel_backend.commands.doctor.devices import check_devices
 from parallel_backend.commands.doctor.kernels import check_kernels
 from parallel_backend.commands.doctor.links import check_links
@@ -21,6 +23,7 @@ from parallel_backend.commands.doctor.versions import (
 )
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
+from parallel_backend.planner.step_bounds import bytes_sent
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import (
     ALL_TO_ALL,
@@ -324,9 +327,32 @@ def test_a_slow_collective_is_slow_by_the_measure_of_its_backend():
     assert named(check_links(gloo, None), "latency").status == "ok"
 
 
+@pytest.mark.parametrize(("count", "rate"), [(2, 20e9), (2, 2e9), (8, 20e9)])
+def test_from_which_step_on_devices_are_worth_it_is_said_by_the_links_alone(count, rate):
+    """For Flux.1 the bytes are those that plans go by."""
+    sent = bytes_sent(flux_job(FP8), ParallelStrategy(ulysses_degree=count))
+    exchange_s = sent / rate + 2 * 57 * 30e-6
+    found = named(check_links(calibrations(count, rate), None), "worth an image")
+    assert found.status == "ok"
+    numbers = [float(n) for n in re.findall(r"[0-9.]+", found.finding.partition(": a step spends")[2])]
+    seconds, devices, even_s, times, good_s = numbers
+    assert (seconds, devices) == (pytest.approx(exchange_s, rel=0.05), count)
+    for faster, one_s in ((1.0, even_s), (times, good_s)):
+        assert one_s / (one_s / count + exchange_s) == pytest.approx(faster, rel=0.05)
+
+
+def test_what_links_gain_is_not_said_where_they_were_not_measured_or_lie_between_machines():
+    unmeasured = [dataclasses.replace(c, transfers=()) for c in calibrations()]
+    assert named(check_links(unmeasured, None), "worth a video").status == "skipped"
+    names = {v.name for v in check_links(calibrations(), None, across=True)}
+    assert not names & {"worth an image", "worth a video"}
+
+
 def test_links_that_could_not_be_timed_are_skipped():
     ranks = [dataclasses.replace(c, transfers=()) for c in calibrations()]
-    assert not_ok(check_links(ranks, None)) == {"bandwidth": "skipped", "all at once": "skipped"}
+    assert not_ok(check_links(ranks, None)) == dict.fromkeys(
+        ("bandwidth", "all at once", "worth an image", "worth a video"), "skipped"
+    )
 
 
 # Attention and the picture.
