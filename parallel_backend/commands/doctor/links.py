@@ -125,7 +125,7 @@ def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
             rates[c.rank, t.peer], size = t.rate / 1e9, t.size
     if not rates:
         return Verdict(GROUP, "bandwidth", "skipped", "no time was left to measure the pairs", "run it again")
-    details = _table(rates, len(ranks), "GPU" if topology else "rank")
+    details = _table(rates, len(ranks), "GPU" if topology else "process")
     slow, nominal = [], ""
     if topology is not None:
         ids = [d.uuid for d in topology.devices]
@@ -203,8 +203,9 @@ def _worth(
         GROUP,
         name,
         "ok",
-        f"{words}: a step spends {_time(exchange_s)} s on exchanges of {count} devices, so they are faster where a step "
-        f"takes more than {_time(even_s)} s on one, and {_GOOD * count:.1f} times as fast from {_time(good_s)} s on",
+        f"{words}: a step spends {_time(exchange_s)} s on exchanges of {count} devices, so they are faster where a "
+        f"step takes more than {_time(even_s)} s on one, and {_GOOD * count:.1f} times as fast from {_time(good_s)} s "
+        f"on",
     )
 
 
@@ -218,10 +219,11 @@ def _facts(rank: Calibration) -> RankFacts:
 
 
 def _table(rates: dict[tuple[int, int], float], count: int, what: str) -> tuple[str, ...]:
-    rows = ["".join([" " * 7, *(f"{f'{what} {i}':>8s}" for i in range(count))])]
+    wide = len(f"{what} {count}") + 2
+    rows = ["".join([" " * wide, *(f"{f'{what} {i}':>{wide}s}" for i in range(count))])]
     for a in range(count):
         cells = ["·" if a == b else f"{rates[a, b]:.2f}" if (a, b) in rates else "?" for b in range(count)]
-        rows.append("".join([f"{f'{what} {a}':7s}", *(f"{cell:>8s}" for cell in cells)]))
+        rows.append("".join([f"{f'{what} {a}':{wide}s}", *(f"{cell:>{wide}s}" for cell in cells)]))
     return tuple(rows)
 
 
