@@ -24,6 +24,16 @@ def test_description_names_only_the_axes_in_use():
     assert ParallelStrategy(ulysses_degree=2, sends_tokens=True).describe() == "Ulysses 2, tokens sent"
 
 
+def test_tokens_are_sent_by_two_devices_with_whole_layers_of_a_model_that_is_described():
+    tokens = ParallelStrategy(ulysses_degree=2, sends_tokens=True)
+    described = replace(FLUX, sends_tokens=True)
+    assert not tokens.violations(described, 2)
+    others = (tokens.replace(ulysses_degree=4), tokens.replace(tensor_degree=2))
+    for strategy, model in ((tokens, FLUX), *((other, described) for other in others)):
+        assert any("sends_tokens" in str(one) for one in strategy.violations(model, 4))
+    assert tokens.replace(head_groups=2).plain_exchange == ParallelStrategy(ulysses_degree=2)
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
 def test_a_degree_that_is_not_a_positive_whole_number_is_refused(value):
     with pytest.raises(StrategyError, match="ring_degree"):

@@ -147,7 +147,8 @@ class ModuleModel(Protocol):
         """Inside, `rotate` answers what its blocks call to rotate queries and keys."""
 
     def gives_rows(self, layer: nn.Module) -> bool:
-        """True for a linear layer that gives some of its outputs if its weight and bias are `weight_rows` of them."""
+        """True for a linear layer or a norm that gives some of its outputs if its weight and bias are `weight_rows` of
+        them."""
 
     def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
         """Those rows of a layer's weight or bias, in the same memory."""

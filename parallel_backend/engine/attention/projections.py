@@ -169,10 +169,8 @@ class PairedProjections:
         """Writes some outputs of a layer into `out`: by its own code, or by what that does, which needs no copy."""
         parameters = {name: value for name, value in module._parameters.items() if value is not None}
         parts = {name: self._model.weight_rows(parameters[name], rows) for name in _ROWS & parameters.keys()}
-        if self._model.multiplies(module, x):
-            for one, of_one in (
-                zip(x.flatten(0, -3), out.flatten(0, -3), strict=True) if x.ndim > 2 else [(x, out)]
-            ):
+        if x.ndim <= 3 and self._model.multiplies(module, x):
+            for one, of_one in zip(x, out, strict=True) if x.ndim == 3 else [(x, out)]:
                 if "bias" in parts:
                     torch.addmm(parts["bias"], one, parts["weight"].T, out=of_one)
                 else:
@@ -225,6 +223,7 @@ class PairedProjections:
 def paired_projections(
     block: nn.Module,
     kind: Blocks,
+    words: Projections,
     argument: Callable[[str], Any],
     model: ModuleModel,
     tokens: BlockTokens,
@@ -233,8 +232,7 @@ def paired_projections(
 ) -> PairedProjections | None:
     """None where ranks exchange what projections give: they are more than two, one has no token, or the block has other
     layers than are known. Alike on all ranks. `argument`: gives one of the call by its name."""
-    words = kind.projections
-    if words is None or layout.ulysses.size != RANKS or layout.tensor.size > 1:
+    if layout.ulysses.size != RANKS or layout.tensor.size > 1:
         return None
     try:
         modules = {layer.path: block.get_submodule(layer.path) for layer in words.layers}
@@ -242,7 +240,7 @@ def paired_projections(
         heads = _heads(block, words)
     except AttributeError:
         return None
-    if heads % RANKS or not all(map(_is_rms_norm, norms)):
+    if heads % RANKS or not all(_is_rms_norm(norm, model) for norm in norms):
         return None
     common = {
         layer.stream: min(attention.group_lengths(layer.stream))
@@ -271,7 +269,7 @@ def _has_rows(module: Any, layer: Projection, heads: int, model: ModuleModel) ->
         return False
     width = module.in_features if layer.rest else module.out_features // layer.parts
     less: bool = module.in_features * RANKS <= width * 3
-    return module.weight is not None and width % heads == 0 and less
+    return width % heads == 0 and less
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -279,5 +277,5 @@ def _is_plain(module: nn.Module) -> bool:
     return "forward" not in module.__dict__ and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    return type(module).__name__ == "RMSNorm" and _is_plain(module) and module.weight is not None
+def _is_rms_norm(module: nn.Module, model: ModuleModel) -> bool:
+    return type(module).__name__ == "RMSNorm" and _is_plain(module) and model.gives_rows(module)

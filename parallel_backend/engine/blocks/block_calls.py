@@ -151,9 +151,12 @@ class BlockCalls:
         inside: ExitStack,
     ) -> None:
         """Has two ranks exchange tokens before they are projected, where that can be."""
+        words = block.kind.projections
+        if words is None or words.rotary not in (None, *block.names):
+            return
         argument = partial(block.argument, args=args, kwargs=kwargs)
         pair = paired_projections(
-            block.module, block.kind, argument, self._model, tokens, self._layout, attention
+            block.module, block.kind, words, argument, self._model, tokens, self._layout, attention
         )
         if pair is not None:
             attention.projections = pair

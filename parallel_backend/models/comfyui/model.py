@@ -105,7 +105,7 @@ class ComfyUIModel:
             return False
         weight = layer._parameters.get("weight")
         if weight is None or type(weight) in (nn.Parameter, Tensor):
-            return weight is not None and weight.ndim == 2
+            return weight is not None
         scale = getattr(getattr(weight, "_params", None), "scale", None)
         return (
             str(getattr(weight, "_layout_cls", "")) in _FP8_LAYOUTS

@@ -50,10 +50,15 @@ def _replaced(module):
 
 def _patched_on_the_way(module):
     for block in module.blocks:
-        block.self_attn.v.weight_function.append(lambda weight: weight)
+        block.self_attn.v.weight_function = [lambda weight: weight]
 
 
-@pytest.mark.parametrize("change", [_hooked, _replaced, _patched_on_the_way])
+def _norm_patched_on_the_way(module):
+    for block in module.blocks:
+        block.self_attn.norm_q.weight_function = [lambda weight: weight]
+
+
+@pytest.mark.parametrize("change", [_norm_patched_on_the_way, _hooked, _replaced, _patched_on_the_way])
 def test_a_layer_that_something_was_put_around_is_exchanged_as_it_was(change):
     for (first, plain), (second, sent) in run_ranks(_runs, 2, change, STAY, ULYSSES, TOKENS):
         assert max(first, second) <= EXACT

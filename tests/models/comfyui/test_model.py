@@ -40,7 +40,7 @@ def test_a_layer_gives_rows_where_its_format_scales_all_of_them_by_one_number(fo
 
 
 def _changed_by_a_function(layer):
-    layer.weight_function.append(lambda weight: weight)
+    layer.weight_function = [lambda weight: weight]  # the list of the class is all layers'
 
 
 def _of_another_class(layer):
