@@ -12,7 +12,7 @@ from ...parallel_backend.observability.timeline import in_words, joined, timelin
 from ...parallel_backend.options import APPROXIMATE_KERNELS, SAME
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import BUDGET, GAIN
-from .speed import as_shown, compare_prompt, compared, step_seconds, tried_seconds
+from .speed import as_shown, compare_prompt, compared, compared_by_links, step_seconds, tried_seconds
 
 if TYPE_CHECKING:
     from ..host.calls import RunRecord
@@ -259,4 +259,6 @@ def _foreseen(record: RunRecord) -> list[str]:
         off = round(step_seconds(record) / seen - 1, 2)
         found = f"{abs(off):.0%} {'more' if off > 0 else 'less'}" if off else "the same"
         lines.append(f"expected: {seen:.3g} s per step (measured earlier); this run took {found}")
+    if by_links := compared_by_links(record):
+        lines.append(f"foreseen: {by_links}, measured: {compared(record)}")
     return lines

@@ -15,7 +15,7 @@ from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ..host.calls import RunRecord
 from .report import badge, headline
-from .speed import compare_prompt, compared, step_seconds, tried_seconds
+from .speed import compare_prompt, compared, compared_by_links, step_seconds, tried_seconds
 
 
 def run_ui(
@@ -83,6 +83,7 @@ def _row(record: RunRecord, candidate: Candidate, *, now: bool) -> dict[str, obj
         "step": "" if seconds is None else f"{seconds:.3g} s",
         "how": "not tried" if seconds is None else "measured" if now else "measured earlier",
         "compared": compared(record) if is_chosen else "",
+        "by_links": compared_by_links(record) if is_chosen else "",
         "memory": f"{in_gib(candidate.memory_bytes)} GiB" if candidate.fits else "does not fit",
         "result": "exact" if strategy.exact else "approximate",
         "chosen": is_chosen,

@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ...parallel_backend.observability.prompt_phases import PHASES
+from ...parallel_backend.planner.step_bounds import step_by_links
 from ...parallel_backend.strategy import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -78,6 +79,18 @@ def one_device_seconds(record: RunRecord) -> float | None:
     if then is None or abs(now / then - 1) > AS_BUSY:
         return None
     return earlier.get(one)
+
+
+def compared_by_links(record: RunRecord) -> str:
+    """Says how many times as fast as one device the links alone would have the strategy that ran last, e.g. `1.7 × by
+    the links alone`; "" where it ran on one, or where nobody measured one device or the links."""
+    plan, strategy = record.plan, record.strategy
+    one = one_device_seconds(record)
+    if plan is None or plan.link is None or one is None or strategy.world_size != len(plan.devices) > 1:
+        return ""
+    link = plan.link
+    seconds = step_by_links(plan.job, strategy, one, link.bytes_per_second, link.latency_s)
+    return f"{one / seconds:.1f} × by the links alone"
 
 
 def count_gain(record: RunRecord) -> None:

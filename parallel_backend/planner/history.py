@@ -10,13 +10,13 @@ from dataclasses import replace
 from statistics import median
 
 from ..devices import is_cpu
-from ..machine.fingerprint import device_ids, take_fingerprint
+from ..machine.fingerprint import device_ids, device_key, take_fingerprint
 from ..machine.local import topology_of
 from ..machine.probe import visible_topology
 from ..machine.topology import Topology
 from ..requests import RunInfo
 from ..strategy import ParallelStrategy
-from .records import Measurements, RunKind, measured, record, warm_step
+from .records import LinkRate, Measurements, RunKind, keep_link, measured, record, warm_step
 from .store import MeasurementStore
 from .workload.workload import Job
 
@@ -70,6 +70,16 @@ class MeasurementHistory:
 
         return bool(found) and self.store.update(with_found)
 
+    def keep_link(self, bytes_per_second: float, latency_s: float) -> bool:
+        """Keeps what these devices were measured to exchange; whether it reached the disk."""
+        link = LinkRate(device_key(self.ids), bytes_per_second, latency_s, time.time())
+        return self.store.update(lambda known: keep_link(known, link))
+
+    def link(self, count: int) -> LinkRate | None:
+        """What the first `count` of these devices were measured to exchange, None where nobody did."""
+        key = device_key(self.ids[:count])
+        return next((link for link in self.read().links if link.devices == key), None)
+
     def steps(self, job: Job, engine: str) -> Mapping[ParallelStrategy, float]:
         """Seconds of a step of `job` by strategy; of uncompiled blocks where none was seen compiled."""
         return self.steps_of(job, engine) or self.steps_of(replace(job, model=job.model.uncompiled), engine)
@@ -99,6 +109,14 @@ def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:
     except Exception:
         log.warning("parallel sampling: what was measured before does not count", exc_info=True)
         return None
+
+
+def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: float) -> None:
+    """MeasurementHistory.keep_link, which is never the reason why an examination fails."""
+    try:
+        MeasurementHistory(devices).keep_link(bytes_per_second, latency_s)
+    except Exception:
+        log.debug("what links carry is not kept", exc_info=True)
 
 
 def record_run(devices: tuple[str, ...], job: Job, info: RunInfo) -> None:

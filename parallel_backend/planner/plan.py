@@ -126,6 +126,8 @@ def plan_execution(
     if settings.compared:
         plan = replace(plan, devices=_compared_devices(plan.check, selected))
     plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
+    if history is not None and not is_cpu(plan.devices):  # processes on a CPU share its cores, not only links
+        plan = replace(plan, link=history.link(plan.strategy.world_size))
     tries = tries and automatic and not settings.compared
     if tries and history is not None and history.store.path is not None:
         first, trials = plan_trials(plan.strategy, plan.candidates, job, history, engine)

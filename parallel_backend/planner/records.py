@@ -12,6 +12,7 @@ from .workload.workload import Job
 
 MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
 KEPT_RUNS = 20  # the median of as many is steady, and follows a change within ten runs
+MAX_LINKS = 20  # groups of devices that a person had examined
 KEPT_KINDS = 400  # a person's models, sizes and strategies; the oldest are forgotten first
 
 
@@ -61,10 +62,23 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class LinkRate:
+    """What the processes of some devices exchange when all do at once. `devices`: device_key() of them in rank order;
+    `bytes_per_second`: that leave the slowest one; `latency_s`: of a collective of one number; `at`: when, Unix
+    time."""
+
+    devices: str
+    bytes_per_second: float
+    latency_s: float
+    at: float
+
+
+@dataclass(frozen=True)
 class Measurements:
-    """Everything that is kept of one fingerprint."""
+    """Everything that is kept of one fingerprint. `links`: one of each group of devices, the oldest first."""
 
     observed: tuple[Observed, ...] = ()
+    links: tuple[LinkRate, ...] = ()
 
 
 def warm_step(step_seconds: Sequence[float]) -> float | None:
@@ -83,6 +97,12 @@ def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Me
     others = [o for o in known.observed if o.kind != kind and _is_recent(o.at[-1], now)]
     kept = sorted([*others, updated], key=lambda o: o.at[-1])[-KEPT_KINDS:]
     return replace(known, observed=tuple(kept))
+
+
+def keep_link(known: Measurements, link: LinkRate) -> Measurements:
+    """`known` with the link in place of what was kept of its devices."""
+    others = [one for one in known.links if one.devices != link.devices]
+    return replace(known, links=tuple([*others, link][-MAX_LINKS:]))
 
 
 def measured(

@@ -11,6 +11,7 @@ from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
 from ..trials import NO_TRIALS, TrialPlan
 from .candidates import APPROXIMATION, Candidate, Ranking, queries_pay
+from .records import LinkRate
 from .workload.fit import MemoryCheck
 from .workload.rank_memory import NO_MEMORY, RankMemory
 from .workload.workload import Job
@@ -53,7 +54,7 @@ class Plan:
     """What a job runs as. `devices`: one per rank, in rank order; `engine`: as requested; `reason`: why this strategy,
     in words; `notes`: what was resolved on the way; `memory`: predicted, of the fullest rank, once it was checked;
     `candidates`: all that were ranked; `trials`: other strategies that the job tries on its way; `job`: with its
-    options settled (compile)."""
+    options settled (compile); `link`: what all of `devices` were measured to exchange, None where nobody did."""
 
     job: Job
     devices: tuple[str, ...]
@@ -64,6 +65,7 @@ class Plan:
     memory: RankMemory = NO_MEMORY
     candidates: tuple[Candidate, ...] = ()
     trials: TrialPlan = NO_TRIALS
+    link: LinkRate | None = None
 
     def note(self, *words: str) -> Plan:
         """Adds notes."""

@@ -50,6 +50,17 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
     return sent
 
 
+def step_by_links(
+    job: Job, strategy: ParallelStrategy, one_device_s: float, bytes_per_second: float, latency_s: float
+) -> float:
+    """Seconds of a step from what it takes on one device and what the links carry: the busiest device's share of the
+    arithmetic, and exchanges of which nothing is hidden. It is shown beside what was measured; nothing is chosen by
+    it."""
+    exchanges = 2 * job.model.family.block_count if strategy.sequence_degree > 1 else 1
+    sent_s = bytes_sent(job, strategy) / bytes_per_second + exchanges * latency_s
+    return one_device_s * compute_share(job, strategy) + sent_s
+
+
 def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
     s, f = strategy, job.model.family

@@ -12,17 +12,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import TransportError
 from ..machine.cache_files import cache_folder, locked, replace_whole
 from ..machine.fingerprint import Fingerprint
 from ..wire.strict_json import from_json, parse, to_json
-from .records import Measurements, Observed
+from .records import LinkRate, Measurements, Observed
 
 FORMAT = 4  # of other versions nothing is read, and the next run writes over them
 MAX_BYTES = 8 * 1024**2  # KEPT_KINDS of KEPT_RUNS runs are a tenth of it
 
 log = logging.getLogger(__name__)
+Entry = TypeVar("Entry")
 
 
 class MeasurementStore:
@@ -84,15 +86,18 @@ def _decode(data: bytes) -> Measurements:
         frame = None
     if not isinstance(frame, dict) or frame.get("format") != FORMAT:
         return Measurements()
-    return Measurements(tuple(_entries(frame.get("observed"))))
+    runs = (run for run in _entries(frame.get("observed"), Observed) if _can_be(run))
+    links = (one for one in _entries(frame.get("links"), LinkRate) if one.bytes_per_second > 0)
+    return Measurements(tuple(runs), tuple(links))
 
 
-def _entries(entries: object) -> Iterator[Observed]:
+def _entries(entries: object, kind: type[Entry]) -> Iterator[Entry]:
     for entry in entries if isinstance(entries, list) else []:
         try:
-            value = from_json(entry, Observed, "Observed")
+            yield from_json(entry, kind, kind.__name__)
         except TransportError as error:
             log.debug("a measurement is left out: %s", error)
-            continue
-        if 0 < len(value.seconds) == len(value.at) and all(s > 0 for s in value.seconds):
-            yield value
+
+
+def _can_be(run: Observed) -> bool:
+    return 0 < len(run.seconds) == len(run.at) and all(s > 0 for s in run.seconds)

@@ -9,7 +9,9 @@ import pytest
 from jobs import flux_job
 from pack_nodes import import_node_module
 from parallel_backend.observability.prompt_phases import PromptPhases
+from parallel_backend.planner.records import LinkRate
 from parallel_backend.planner.rules import Plan
+from parallel_backend.planner.step_bounds import bytes_sent
 from parallel_backend.requests import LoadInfo, RunInfo
 from parallel_backend.sidecar.group.events import Ended
 from parallel_backend.strategy import ParallelStrategy
@@ -55,6 +57,8 @@ def planned(**step_s):
         trials=NO_TRIALS,
         memory=SimpleNamespace(describe=lambda: "1 GiB"),
         job=SimpleNamespace(batch=1),
+        link=None,
+        devices=("cpu:0", "cpu:1"),
     )
 
 
@@ -145,12 +149,8 @@ def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
     told = lines()
     assert told["GPU time used"] == "3 s (starting and loading included)" and "cost" not in told
     assert lines(price_per_hour=12.0)["cost"] == "0.01, at 12 per GPU-hour (Settings, Parallel Sampling)"
-    plan = SimpleNamespace(
-        candidates=[],
-        trials=NO_TRIALS,
-        memory=SimpleNamespace(describe=lambda: "1 GiB"),
-        job=SimpleNamespace(batch=4),
-    )
+    plan = planned()
+    plan.job.batch = 4
     told = lines(plan=plan, price_per_hour=12.0)
     assert told["GPU time used"] == "3 s for 4 images, 0.75 s each (starting and loading included)"
     assert told["cost"].startswith("0.01 for 4 images, 0.0025 each, at 12")
@@ -216,3 +216,16 @@ def test_a_result_that_is_approximate_is_called_so_with_its_own_reason(run, exch
     plan = SimpleNamespace(job=SimpleNamespace(model=SimpleNamespace(compute_options=computing)))
     found = RunInfo("native", run.pop("strategy", ULYSSES), step_seconds=(0.1,), exact=False, **run)
     assert report._result(record(runs=[found], plan=plan)).startswith(f"result: approximate ({words}")
+
+
+def test_what_the_links_foresaw_stands_beside_what_was_measured():
+    """Half of one device's step, and the exchanges at what the doctor measured."""
+    plan, job = planned(one=0.1, ulysses=0.05), flux_job()
+    plan.job = job
+    plan.link = LinkRate("", bytes_sent(job, ULYSSES) / 0.02, 1e-5, 0.0)  # so exchanges take 20 ms
+    told = lines(plan=plan)
+    factor = 0.1 / (0.1 / 2 + 0.02 + 2 * 57 * 1e-5)
+    assert told["foreseen"] == f"{factor:.1f} × by the links alone, measured: 2.0 × as fast as one device"
+    assert "foreseen" not in lines(plan=planned(one=0.1, ulysses=0.05)), "nobody examined the links"
+    plan.candidates = planned(ulysses=0.05).candidates
+    assert "foreseen" not in lines(plan=plan), "nobody knows one device"

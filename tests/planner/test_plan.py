@@ -72,6 +72,19 @@ def test_on_gpus_the_rule_chooses_among_what_fits_and_every_candidate_is_told(bo
     assert ONE in [c.strategy for c in decided.candidates]
 
 
+def test_what_the_doctor_measured_of_the_links_comes_along_for_just_these_devices(box):
+    topology = box(fake_nvml.two_4090())
+    devices = ("cuda:0", "cuda:1")
+    assert plan(StrategySettings(), work(FP8)).link is None
+    measurement_history.record_link(devices, 8e9, 3e-5)
+    found = plan(StrategySettings(), work(FP8))
+    assert found.devices == devices
+    assert (found.link.bytes_per_second, found.link.latency_s) == (8e9, 3e-5)
+    assert MeasurementHistory(devices, topology).link(1) is None
+    measurement_history.record_link(("cpu:0", "cpu:1"), 8e9, 3e-5)
+    assert plan(StrategySettings(devices="cpu:2"), work(FP8)).link is None, "processes share the cores"
+
+
 def test_what_was_measured_overrules_and_is_expected_again(box):
     topology = box(fake_nvml.two_4090())
     seen = MeasurementHistory(("cuda:0", "cuda:1"), topology)

@@ -16,8 +16,11 @@ from parallel_backend.planner.records import (
     KEPT_KINDS,
     KEPT_RUNS,
     MAX_AGE_S,
+    MAX_LINKS,
+    LinkRate,
     Measurements,
     RunKind,
+    keep_link,
     measured,
     record,
     warm_step,
@@ -47,6 +50,16 @@ def known(*runs, now=NOW):
 def test_the_median_of_a_kind_counts():
     found = known(*[(kind(), s) for s in (0.5, 9.0, 0.4)])
     assert measured(found, JOB, *HERE) == {ULYSSES: 0.5}
+
+
+def test_of_each_group_of_devices_the_latest_link_is_kept():
+    found = Measurements()
+    for number in range(MAX_LINKS + 2):
+        found = keep_link(found, LinkRate(f"{number}", 1e9, 1e-5, NOW))
+    found = keep_link(found, LinkRate("5", 2e9, 1e-5, NOW))
+    assert [link.devices for link in found.links] == [*map(str, range(2, 5)), *map(str, range(6, 22)), "5"]
+    assert found.links[-1].bytes_per_second == 2e9
+    assert record(found, kind(), 0.5, NOW).links == found.links
 
 
 def test_only_the_latest_runs_are_kept():

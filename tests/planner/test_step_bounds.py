@@ -8,7 +8,7 @@ from jobs import FP8, flux_file, flux_job
 from parallel_backend.errors import RequestError
 from parallel_backend.machine.cards import CARDS, find_card
 from parallel_backend.models.diffusers.keys import FLUX_DEV
-from parallel_backend.planner.step_bounds import bytes_sent, compute_share, lower_bound
+from parallel_backend.planner.step_bounds import bytes_sent, compute_share, lower_bound, step_by_links
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
@@ -76,6 +76,13 @@ def test_pipefusion_sends_activations_once_and_sharding_sends_weights():
 def test_cfg_moves_next_to_nothing():
     job = replace(FLUX, prompts=2)
     assert _sent(job, cfg=2) < _sent(job, ulysses=2) / 100
+
+
+def test_a_step_by_the_links_is_the_busiest_device_s_share_and_exchanges_that_nothing_hides():
+    sent_s, waits_s = bytes_sent(FLUX, _strategy(ulysses=2)) / 8e9, 2 * BLOCKS * 3e-5
+    assert step_by_links(FLUX, _strategy(ulysses=2), 1.0, 8e9, 3e-5) == pytest.approx(0.5 + sent_s + waits_s)
+    job = replace(FLUX, prompts=2)
+    assert step_by_links(job, _strategy(cfg=2), 1.0, 8e9, 3e-5) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_what_does_not_divide_costs_the_busiest_rank():

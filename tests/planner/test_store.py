@@ -16,7 +16,7 @@ from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.machine.topology import Topology
 from parallel_backend.planner import store as module
-from parallel_backend.planner.records import Measurements, RunKind, record
+from parallel_backend.planner.records import LinkRate, Measurements, RunKind, keep_link, record
 from parallel_backend.planner.store import MeasurementStore
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.strict_json import to_json
@@ -31,7 +31,7 @@ def kind(model="m"):
 
 
 def full() -> Measurements:
-    return record(Measurements(), kind(), 0.25, NOW)
+    return keep_link(record(Measurements(), kind(), 0.25, NOW), LinkRate("devices", 8e9, 3e-5, NOW))
 
 
 @pytest.fixture
@@ -130,6 +130,14 @@ def test_an_entry_that_cannot_be_true_costs_only_itself(store, alter):
     alter(frame["observed"][0])
     store.path.write_text(json.dumps(frame))
     assert [o.kind.model for o in store.read().observed] == ["other"]
+
+
+def test_a_link_that_cannot_be_true_costs_only_itself(store):
+    store.update(lambda known: full())
+    frame = json.loads(store.path.read_text())
+    frame["links"] = [{**frame["links"][0], "bytes_per_second": 0.0}, "no link", *frame["links"]]
+    store.path.write_text(json.dumps(frame))
+    assert store.read() == full()
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])

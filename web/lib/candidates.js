@@ -59,7 +59,7 @@ export function drawCandidates(into, rows, { apply, measure, progress = "" } = {
     const strategy = translate(r.strategy);
     const name = element("button", "", (r.chosen ? "→ " : "") + strategy);
     name.type = "button";
-    cell(tr, name, [r.result, r.compared].filter(Boolean).map(translate).join(" · "));
+    cell(tr, name, [r.result, r.compared, r.by_links].filter(Boolean).map(translate).join(" · "));
     if (r.possible || r.chosen) {
       tr.title = say("apply_row", { strategy });
       tr.addEventListener("click", () => apply?.(r)); // the button's click comes here too

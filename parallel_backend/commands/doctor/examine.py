@@ -12,7 +12,7 @@ from ...errors import Cancelled, ParallelError
 from ...machine.fingerprint import cpu_name
 from ...machine.probe import read_visible
 from ...machine.topology import Topology
-from ...wire.calibration import Calibration
+from ...wire.calibration import ALL_TO_ALL, Calibration, slowest_rate
 from .devices import check_devices, check_machines, numbered, pair_of
 from .kernels import check_kernels
 from .links import GROUP as LINKS
@@ -102,7 +102,8 @@ def _with_ranks(
     should_cancel: ShouldCancel | None,
 ) -> list[Verdict]:
     """The verdicts of ranks on `devices`, which are gone when it returns."""
-    from ...sidecar.sidecar import Sidecar  # torch: not before it is known to be there
+    from ...planner.history import record_link  # torch: not before it is known to be there
+    from ...sidecar.sidecar import Sidecar
     from .rank_probe import probe_links, probe_parity
 
     across = bool(machine_of(devices[0]))
@@ -126,6 +127,8 @@ def _with_ranks(
         if len(calibrations) > 1:
             known = of_ranks(topology, facts) if on_gpus and not across else None
             verdicts += check_links(calibrations, known, across=across)
+            if not across and (rate := slowest_rate(calibrations, ALL_TO_ALL)) is not None:
+                record_link(devices, rate, max(c.collective_s for c in calibrations))
         elif calibrations:
             verdicts.append(Verdict(LINKS, "links", "skipped", "one process has none"))
         verdicts += check_kernels(probe_kernels(), facts, on_gpus)

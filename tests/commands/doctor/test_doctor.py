@@ -16,6 +16,7 @@ from parallel_backend.commands.doctor.privacy import Private, find_private, scru
 from parallel_backend.commands.doctor.probes import probe_leftovers, probe_system, probe_versions
 from parallel_backend.commands.doctor.report import Report, Verdict
 from parallel_backend.errors import Cancelled
+from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.sidecar.sidecar import Sidecar
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -128,8 +129,8 @@ def _doctor(*arguments, environ=None, timeout=240):
     )
 
 
-def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks):
-    done = _doctor("--devices", "cpu:2", "--json")
+def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path):
+    done = _doctor("--devices", "cpu:2", "--json", environ={VARIABLE: str(tmp_path)})
     report = json.loads(done.stdout)
     statuses = {v["name"]: v["status"] for v in report["verdicts"]}
     assert done.returncode == report["exit_status"] == 0, done.stdout + done.stderr
@@ -140,6 +141,8 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks):
         "all-reduce",
         "data",
         "bandwidth",
+        "worth an image",
+        "worth a video",
         "in use",
         "same latent",
     ):
@@ -148,6 +151,9 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks):
     assert "Ulysses 2, Ring 2, CFG 2" in parity and "float32" in parity
     matrix = next(v["details"] for v in report["verdicts"] if v["name"] == "bandwidth")
     assert len(matrix) == 3
+    (kept,) = (json.loads(path.read_text()) for path in tmp_path.glob("measurements-*.json"))
+    (link,) = kept["links"]
+    assert link["bytes_per_second"] > 0 < link["latency_s"], "what a run's report compares with"
     for private in (socket.gethostname(), str(Path.home()), str(ROOT), f"{getpass.getuser()} "):
         assert private not in done.stdout
 
