@@ -19,7 +19,7 @@ from parallel_backend.requests import Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
-from tests.closed_forms.traffic import expected_bytes
+from tests.closed_forms.traffic import expected_bytes, share_of_tokens_sent
 from tests.closed_forms.weights_traffic import tensor_bytes
 
 TOKENS, STEPS, HEADS, DOUBLE, SINGLE = 512, 2, 4, 2, 4
@@ -44,6 +44,15 @@ STRATEGIES = (
     (ParallelStrategy(tensor_degree=4), 1.0),
     (ParallelStrategy(ulysses_degree=2, tensor_degree=2), 1.0),
 )
+
+
+# (hidden size, width of all heads, blocks, norms over all heads) of published models, for what sending tokens saves.
+SHAPES = {
+    "Flux.1-dev": (3072, 3072, 57, 0),
+    "Wan 2.1 14B": (5120, 5120, 40, 2),
+    "Qwen-Image": (3072, 3072, 60, 0),
+    "MiniMax-H3": (5376, 7168, 50, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,9 @@ def main() -> None:
             f"{name:36s} {row['measured_bytes'] / 2**20:8.3f} MiB per rank and step at most  {same:9s}  "
             f"Flux.1-dev, computed: {row['flux_dev_expected_bytes'] / 2**20:9.1f} MiB"
         )
+    for name, shape in SHAPES.items():
+        share = result[f"tokens sent, {name}"] = round(share_of_tokens_sent(*shape), 3)
+        print(f"Ulysses 2, tokens sent: {share} of the bytes of Ulysses 2, computed for {name}")
     finish(result, args.json)
 
 

@@ -12,7 +12,15 @@ from ...parallel_backend.observability.timeline import in_words, joined, timelin
 from ...parallel_backend.options import APPROXIMATE_KERNELS, SAME
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import BUDGET, GAIN
-from .speed import as_shown, compare_prompt, compared, compared_by_links, step_seconds, tried_seconds
+from .speed import (
+    NOT_COMPARED,
+    as_shown,
+    compare_prompt,
+    compared,
+    compared_by_links,
+    step_seconds,
+    tried_seconds,
+)
 
 if TYPE_CHECKING:
     from ..host.calls import RunRecord
@@ -260,5 +268,6 @@ def _foreseen(record: RunRecord) -> list[str]:
         found = f"{abs(off):.0%} {'more' if off > 0 else 'less'}" if off else "the same"
         lines.append(f"expected: {seen:.3g} s per step (measured earlier); this run took {found}")
     if by_links := compared_by_links(record):
-        lines.append(f"foreseen: {by_links}, measured: {compared(record)}")
+        measured = compared(record)
+        lines.append(f"foreseen: {by_links}" + f", measured: {measured}" * (measured != NOT_COMPARED))
     return lines

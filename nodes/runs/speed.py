@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from ...parallel_backend.observability.prompt_phases import PHASES
-from ...parallel_backend.planner.step_bounds import step_by_links
+from ...parallel_backend.planner.step_bounds import compute_share, step_by_links
 from ...parallel_backend.strategy import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -83,14 +84,19 @@ def one_device_seconds(record: RunRecord) -> float | None:
 
 def compared_by_links(record: RunRecord) -> str:
     """Says how many times as fast as one device the links alone would have the strategy that ran last, e.g. `1.7 × by
-    the links alone`; "" where it ran on one, or where nobody measured one device or the links."""
+    the links alone`; where nobody measured one device, from which step on it is faster. "" where it ran on one, or
+    where nobody measured the links."""
     plan, strategy = record.plan, record.strategy
-    one = one_device_seconds(record)
-    if plan is None or plan.link is None or one is None or strategy.world_size != len(plan.devices) > 1:
+    if plan is None or plan.link is None or strategy.world_size != len(plan.devices) > 1:
         return ""
-    link = plan.link
-    seconds = step_by_links(plan.job, strategy, one, link.bytes_per_second, link.latency_s)
-    return f"{one / seconds:.1f} × by the links alone"
+    by_links = partial(step_by_links, plan.job, strategy)
+    link = (plan.link.bytes_per_second, plan.link.latency_s)
+    if (one := one_device_seconds(record)) is not None:
+        return f"{one / by_links(one, *link):.1f} × by the links alone"
+    saved = 1 - compute_share(plan.job, strategy)
+    if saved <= 0:  # nobody computes less than one device would
+        return ""
+    return f"by the links alone faster where one device takes more than {by_links(0.0, *link) / saved:.2g} s per step"
 
 
 def count_gain(record: RunRecord) -> None:

@@ -10,6 +10,7 @@ from parallel_backend.options import ComputeOptions
 from parallel_backend.requests import BLOCK, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
+from tests.closed_forms.traffic import share_of_tokens_sent
 
 EXACT = 1e-5  # of the largest value
 SIZE = (1, 8, 8)
@@ -63,6 +64,33 @@ def test_a_layer_that_something_was_put_around_is_exchanged_as_it_was(change):
     for (first, plain), (second, sent) in run_ranks(_runs, 2, change, STAY, ULYSSES, TOKENS):
         assert max(first, second) <= EXACT
         assert sent == plain > 0
+
+
+def _sent(world, names):
+    layouts, found = Layouts(world), []
+    for name in names:
+        one = Reference(*CASES[name], SIZE)
+        of_both = []
+        for strategy in (ULYSSES, TOKENS):
+            forward = make_module_forward(one.model, layouts, Placement(strategy))
+            before = forward.bytes_sent
+            one.difference(forward, STAY)
+            of_both.append(forward.bytes_sent - before)
+        found.append(of_both[1] / of_both[0])
+    return found
+
+
+def test_as_much_is_saved_as_the_closed_form_says():
+    """Of models of one stream, whose tokens two ranks divide: with norms over all heads, and without."""
+    names = ["wan2.1 t2v", "ideogram 4, no text"]
+    wan, ideogram = (CASES[name][0]() for name in names)
+    width = ideogram.layers[0].attention.hidden_size
+    expected = [
+        share_of_tokens_sent(wan.dim, wan.dim, len(wan.blocks), norms=2),
+        share_of_tokens_sent(width, width, len(ideogram.layers)),
+    ]
+    for found in run_ranks(_sent, 2, names):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("tokens", [STAY, BLOCK])
