@@ -24,6 +24,7 @@ from .probes import (
     probe_classes,
     probe_kernels,
     probe_leftovers,
+    probe_models,
     probe_system,
     probe_torch,
     probe_versions,
@@ -126,7 +127,7 @@ def _with_ranks(
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
             known = of_ranks(topology, facts) if on_gpus and not across else None
-            verdicts += check_links(calibrations, known, across=across)
+            verdicts += check_links(calibrations, known, across=across, models=probe_models())
             if not across and (rate := slowest_rate(calibrations, ALL_TO_ALL)) is not None:
                 record_link(devices, rate, max(c.collective_s for c in calibrations))
         elif calibrations:

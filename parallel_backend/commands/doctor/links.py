@@ -23,11 +23,11 @@ GROUP = "Links"
 SLOW_SHARE = 0.25
 # Seconds of a one-number all-reduce. NCCL takes 15 to 50 us within a box; a Flux step makes about 200 collectives.
 SLOW_COLLECTIVE = {"nccl": 200e-6, "gloo": 2e-3}
-# (name, in words, tokens, hidden size, blocks) of one picture with one prompt: 4,096 tokens of the image and 512 of the
-# text, and 81 frames in 21 of the latent, each of 30 x 52 tokens.
+# (name, in words, tokens at 16 pixels a token, a published model) of one picture with one prompt: 4,096 tokens of the
+# image and 512 of the text, and 81 frames in 21 of the latent, each of 30 x 52 tokens.
 _PICTURES = (
-    ("worth an image", "a 1024 × 1024 image of Flux.1", 4096 + 512, 3072, 57),
-    ("worth a video", "5 seconds of 832 × 480 of Wan 2.1 14B", 21 * 30 * 52, 5120, 40),
+    ("worth an image", "a 1024 × 1024 image of {model}", 4096 + 512, ("Flux.1", 57, 3072)),
+    ("worth a video", "5 seconds of 832 × 480 of {model}", 21 * 30 * 52, ("Wan 2.1 14B", 40, 5120)),
 )
 _BYTES = 2  # of a number in bfloat16
 _GOOD = 0.85  # of as many times as fast as there are devices
@@ -46,15 +46,27 @@ def of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
 
 
 def check_links(
-    ranks: Sequence[Calibration], topology: Topology | None, *, across: bool = False
+    ranks: Sequence[Calibration],
+    topology: Topology | None,
+    *,
+    across: bool = False,
+    models: Sequence[tuple[int, int]] = (),
 ) -> list[Verdict]:
     """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known;
-    `across`: they are of a cluster, and a device number means nothing on another machine."""
+    `across`: they are of a cluster, and a device number means nothing on another machine; `models`: (blocks, width) of
+    those that a person has, published ones where none are known."""
     verdicts = [_all_reduce(ranks), _intact(ranks)]
     if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
         verdicts.append(_peer_access(ranks, topology))
     verdicts += [_matrix(ranks, topology), _together(ranks), _latency(ranks, across)]
-    return verdicts if across else [*verdicts, *(_worth(ranks, *picture) for picture in _PICTURES)]
+    if across:
+        return verdicts
+    own = [(f"your model of {blocks} blocks of width {width}", blocks, width) for blocks, width in models]
+    return verdicts + [
+        _worth(ranks, name, words.format(model=model), tokens, blocks, width)
+        for name, words, tokens, published in _PICTURES
+        for model, blocks, width in own or [published]
+    ]
 
 
 def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
@@ -188,14 +200,14 @@ def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
 
 
 def _worth(
-    ranks: Sequence[Calibration], name: str, words: str, tokens: int, hidden: int, blocks: int
+    ranks: Sequence[Calibration], name: str, words: str, tokens: int, blocks: int, width: int
 ) -> Verdict:
     """From which time of a step on one device on all devices are faster, by what Ulysses exchanges and the links. No
     time of a step is foreseen: that is for whoever has seen one."""
     count, rate = len(ranks), slowest_rate(tuple(ranks), ALL_TO_ALL)
     if rate is None:
         return Verdict(GROUP, name, "skipped", "no time was left to measure it", "run it again")
-    sent = ulysses_bytes(tokens, count) * hidden * blocks * _BYTES
+    sent = ulysses_bytes(tokens, count) * width * blocks * _BYTES
     exchange_s = sent / rate + 2 * blocks * max(c.collective_s for c in ranks)
     # Of a step that takes t on one device: t / n and the exchange on n, which is s times as fast.
     even_s, good_s = (exchange_s / (1 / s - 1 / count) for s in (1, _GOOD * count))

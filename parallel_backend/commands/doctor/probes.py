@@ -10,15 +10,20 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...errors import RequestError
+from ...errors import CheckpointError, RequestError
 from ...machine.fingerprint import cores, installed_version
 from ...machine.self_tests import SelfTestStore
+from ...models.comfyui.model_file import inspect
 from ...models.proof.installed import digests_in, find_folder, version_in
 from ...models.proof.states import is_proven
 from .kernels import KERNELS
 from .system import VARIABLES, Leftovers, System
 from .versions import NEEDS, SHOWN
 
+_MODELS = ("diffusion_models", "unet", "checkpoints")  # folders
+_ENDINGS = (".safetensors", ".gguf")
+MAX_FILES = 100  # headers that are read
+MAX_MODELS = 2  # that are told
 _FOLDERS = "parallel-backend-*-*"  # sidecar/process/rendezvous.py
 _RANK = b"parallel_backend.rank"
 
@@ -38,6 +43,34 @@ def probe_classes() -> tuple[str, list[str]] | None:
     store = SelfTestStore()
     unproven = {name: digest for name, digest in digests_in(root).items() if not is_proven(name, digest)}
     return version_in(root), [name for name, digest in unproven.items() if store.find(name, digest) is None]
+
+
+def probe_models() -> list[tuple[int, int]]:
+    """Returns (blocks, width) of the largest transformers in this ComfyUI's folders of models, each form once, by the
+    headers of their files; none without a ComfyUI. Folders that its settings add are not looked at."""
+    try:
+        folder = find_folder() / "models"
+    except RequestError:
+        return []
+    files = [path for name in _MODELS for path in folder.joinpath(name).rglob("*") if path.suffix in _ENDINGS]
+    found: dict[tuple[int, int], None] = {}
+    for path in sorted(files, key=_size, reverse=True)[:MAX_FILES]:
+        try:
+            file = inspect(path)
+        except (CheckpointError, OSError):
+            continue
+        if file.is_transformer and file.blocks and file.width:
+            found[sum(kind.count for kind in file.blocks), file.width] = None
+        if len(found) == MAX_MODELS:
+            break
+    return list(found)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link to nowhere
+        return 0
 
 
 def probe_torch() -> str:

@@ -341,6 +341,16 @@ def test_from_which_step_on_devices_are_worth_it_is_said_by_the_links_alone(coun
         assert one_s / (one_s / count + exchange_s) == pytest.approx(faster, rel=0.05)
 
 
+def test_the_models_that_a_person_has_stand_in_place_of_published_ones():
+    found = [
+        v for v in check_links(calibrations(), None, models=[(40, 5120), (60, 3072)]) if "worth" in v.name
+    ]
+    assert [v.name for v in found] == ["worth an image"] * 2 + ["worth a video"] * 2
+    assert all("your model of 60 blocks of width 3072: a step spends" in v.finding for v in found[1::2])
+    published = named(check_links(calibrations(), None), "worth a video").finding
+    assert published.partition(": ")[2] == found[2].finding.partition(": ")[2], "Wan 2.1 14B has these"
+
+
 def test_what_links_gain_is_not_said_where_they_were_not_measured_or_lie_between_machines():
     unmeasured = [dataclasses.replace(c, transfers=()) for c in calibrations()]
     assert named(check_links(unmeasured, None), "worth a video").status == "skipped"

@@ -13,11 +13,17 @@ import pytest
 
 from parallel_backend.commands.doctor import examine as examination
 from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrubbed
-from parallel_backend.commands.doctor.probes import probe_leftovers, probe_system, probe_versions
+from parallel_backend.commands.doctor.probes import (
+    probe_leftovers,
+    probe_models,
+    probe_system,
+    probe_versions,
+)
 from parallel_backend.commands.doctor.report import Report, Verdict
 from parallel_backend.errors import Cancelled
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.sidecar.sidecar import Sidecar
+from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
 OK = Verdict("Software", "torch", "ok", "2.13.0")
@@ -90,6 +96,21 @@ def test_a_temp_folder_that_cannot_be_written_to_is_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     assert probe_system().temp_problem == "Not a directory"
+
+
+def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_path):
+    folder = tmp_path / "models" / "diffusion_models"
+    folder.mkdir(parents=True)
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfy" / "cli_args.py").touch()
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    for name, blocks in (("a", 2), ("b", 3), ("c", 4), ("again", 4)):
+        write_tiny_flux(folder / f"{name}.safetensors", double_blocks=blocks, single_blocks=2)
+    (folder / "damaged.safetensors").write_bytes(b"no header")
+    (folder / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    assert probe_models() == [(6, 256), (5, 256)]
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
+    assert probe_models() == []
 
 
 def _process(proc, pid, arguments, parent):
