@@ -80,8 +80,8 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
 
 
 def by_exchange(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, ...]:
-    """`strategy` with Ulysses's exchanges beside its attention, in the numbers of groups worth trying, and with tokens
-    sent before they are projected."""
+    """Returns `strategy` with Ulysses's exchanges beside its attention, in the numbers of groups worth trying, and with
+    tokens sent before they are projected."""
     shape, degree = job.model.shape, strategy.ulysses_degree
     if degree == 1 or strategy != strategy.plain_exchange or not shape.splits_tokens or shape.band_rows:
         return ()

@@ -76,7 +76,7 @@ class MeasurementHistory:
         return self.store.update(lambda known: keep_link(known, link))
 
     def link(self, count: int) -> LinkRate | None:
-        """What the first `count` of these devices were measured to exchange, None where nobody did."""
+        """Returns what the first `count` of these devices were measured to exchange, None where nobody did."""
         key = device_key(self.ids[:count])
         return next((link for link in self.read().links if link.devices == key), None)
 

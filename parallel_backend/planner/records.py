@@ -63,8 +63,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """What the processes of some devices exchange when all do at once. `devices`: device_key() of them in rank order;
-    `bytes_per_second`: that leave the slowest one; `latency_s`: of a collective of one number; `at`: when, Unix
+    """The rate at which processes on some devices exchange when all do at once. `devices`: device_key() of them in rank
+    order; `bytes_per_second`: that leave the slowest one; `latency_s`: of a collective of one number; `at`: when, Unix
     time."""
 
     devices: str

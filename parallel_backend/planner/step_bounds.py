@@ -14,8 +14,8 @@ ACTIVATION_BYTES = 2  # bf16 activations
 
 
 def ulysses_bytes(tokens: float, ranks: int, tensors: int = 4) -> float:
-    """Sent by one of so many ranks for one attention of one row, for each number of a token's width and each of its
-    bytes: q, k, v and the output, of which each rank keeps its share (DeepSpeed-Ulysses §3.2)."""
+    """Returns what one of so many ranks sends for one attention of one row, for each number of a token's width and each
+    of its bytes: q, k, v and the output, of which each rank keeps its share (DeepSpeed-Ulysses §3.2)."""
     return tensors * tokens / ranks * (ranks - 1) / ranks
 
 

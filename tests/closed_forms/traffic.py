@@ -41,9 +41,9 @@ def attention_elements(
 
 
 def share_of_tokens_sent(hidden: int, inner: int, blocks: int, norms: int = 0) -> float:
-    """What two ranks send where they send tokens, of what they send where they send queries, keys and values, with the
-    answers of one stream gathered in the dtype of its tokens. `inner`: width of all heads; `norms`: over all heads, of
-    each of which the sums of both ranks' tokens are added up."""
+    """Returns what two ranks send where they send tokens, as a share of what they send where they send queries, keys
+    and values, with the answers of one stream gathered in the dtype of its tokens. `inner`: width of all heads;
+    `norms`: over all heads, of each of which the sums of both ranks' tokens are added up."""
     before = blocks * 2 * inner + hidden
     return (blocks * (hidden + inner / 2 + 2 * norms) + hidden) / before
 

@@ -202,8 +202,8 @@ def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
 def _worth(
     ranks: Sequence[Calibration], name: str, words: str, tokens: int, blocks: int, width: int
 ) -> Verdict:
-    """From which time of a step on one device on all devices are faster, by what Ulysses exchanges and the links. No
-    time of a step is foreseen: that is for whoever has seen one."""
+    """Says from which time of a step on one device on all devices are faster, by what Ulysses exchanges and the links.
+    No time of a step is foreseen: that is for whoever has seen one."""
     count, rate = len(ranks), slowest_rate(tuple(ranks), ALL_TO_ALL)
     if rate is None:
         return Verdict(GROUP, name, "skipped", "no time was left to measure it", "run it again")

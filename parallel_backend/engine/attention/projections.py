@@ -37,7 +37,7 @@ class OtherProjections(Exception):
 
 
 class Exchanges(Protocol):
-    """What sequence.UnevenAttention exchanges."""
+    """The exchanges of one call of attention, as sequence.UnevenAttention makes them."""
 
     def group_lengths(self, stream: str) -> tuple[int, ...]: ...
 
@@ -183,7 +183,7 @@ class PairedProjections:
             module._parameters.update(parameters)
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        """An RMS norm over all heads of each token, of which this rank has half. In place."""
+        """Norms all heads of each token, of which this rank has half, by their root mean square. In place."""
         (common,) = self._common.values()
         by_rank = x[..., :common, :].unflatten(-1, (RANKS, -1))
         squares = torch.linalg.vector_norm(by_rank, dim=-1, dtype=torch.float32).square()
@@ -230,8 +230,9 @@ def paired_projections(
     layout: Layout,
     attention: Exchanges,
 ) -> PairedProjections | None:
-    """None where ranks exchange what projections give: they are more than two, one has no token, or the block has other
-    layers than are known. Alike on all ranks. `argument`: gives one of the call by its name."""
+    """Returns the projections of a call of a block; None where ranks exchange what projections give: they are more than
+    two, one has no token, or the block has other layers than are known. Alike on all ranks. `argument`: gives one of
+    the call by its name."""
     if layout.ulysses.size != RANKS or layout.tensor.size > 1:
         return None
     try:

@@ -96,8 +96,8 @@ class BlockTokens:
         return self._cuts[key][1]
 
     def share_of(self, share: Any, argument: Tokens, rank: int, common: Mapping[str, int]) -> Any:
-        """What stands in place of `share`, this rank's of some argument, where the first tokens are another `rank`'s:
-        as many of each stream as `common` says, none of those that it does not name."""
+        """Returns what stands in place of `share`, this rank's of some argument, where the first tokens are another
+        `rank`'s: as many of each stream as `common` says, none of those that it does not name."""
         key = (id(share), (argument, rank, *common.items()))
         if key not in self._cuts:
             whole = next(value for value, cut in self._cuts.values() if cut is share)
@@ -266,7 +266,7 @@ class BlockTokens:
 
 
 def _numbers(pieces: list[slice], begin: int, end: int | None) -> Iterator[slice]:
-    """The tokens with these numbers among those of all pieces."""
+    """Yields the tokens with these numbers among those of all pieces."""
     for piece in pieces:
         size = piece.stop - piece.start
         first, last = min(begin, size), size if end is None else min(end, size)

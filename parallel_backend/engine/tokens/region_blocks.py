@@ -97,7 +97,7 @@ class Block:
         return args, kwargs, None
 
     def argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives for it; None where it is left out."""
+        """Returns what a call gives for it, None where it is left out."""
         if name in kwargs:
             return kwargs[str(name)]
         place = self.place(name)
