@@ -13,6 +13,7 @@ from ..base import AttentionCall, Rotate, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
+from .casting import CastingLinear
 from .compat_diffusers import attention_by, attention_kernel, rotary_by
 
 
@@ -61,7 +62,7 @@ class DiffusersModel:
         return rotary_by(rotate)
 
     def gives_rows(self, layer: nn.Module) -> bool:
-        return type(layer) is nn.Linear
+        return type(layer) in (nn.Linear, CastingLinear)  # fp8 products take sides that are multiples of 16
 
     def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
         return weight[rows]
