@@ -87,7 +87,7 @@ def compared_by_links(record: RunRecord) -> str:
     the links alone`; where nobody measured one device, from which step on it is faster. "" where it ran on one, or
     where nobody measured the links."""
     plan, strategy = record.plan, record.strategy
-    if plan is None or plan.link is None or strategy.world_size != len(plan.devices) > 1:
+    if plan is None or plan.link is None or not 1 < strategy.world_size == len(plan.devices):
         return ""
     by_links = partial(step_by_links, plan.job, strategy)
     link = (plan.link.bytes_per_second, plan.link.latency_s)

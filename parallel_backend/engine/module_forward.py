@@ -49,7 +49,7 @@ _JOINT_ROWS = (
     "this model gets values that may be about several images of a batch, so one device computes the whole images and "
     "prompts that cfg_degree and data_degree would share out"
 )
-_PROJECTED = "devices exchanged queries, keys and values, and not tokens: in this ComfyUI {reason}"
+_PROJECTED = "devices exchanged queries, keys and values, and not tokens: {reason}"
 _EAGER = "blocks ran uncompiled: code of a node takes part within them"
 _QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
 _ROUNDED = (
@@ -215,7 +215,12 @@ class ModuleForward:
     ) -> Answer:
         """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
         with nullcontext() if self.chosen is None else self.model.attention_kernel(self.chosen):
-            return self._call(call, cache, keys)
+            try:
+                return self._call(call, cache, keys)
+            except OtherProjections as reason:  # on all ranks, in the first block
+                self._sends_tokens = False
+                self.add_note(_PROJECTED.format(reason=reason))
+                return self._call(call, cache, keys)
 
     def _call(self, call: ModuleCall, cache: ModuleCache | None, keys: KeptKeys | None) -> Answer:
         if self.stages is not None:
@@ -362,20 +367,15 @@ class ModuleForward:
             self.exact, self.rounds = False, True
             name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
             self.add_note(_ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
-        control, shared = call.kwargs.get("control"), call
+        control = call.kwargs.get("control")
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
-            shared = replace(call, kwargs=call.kwargs | {"control": control})
+            call = replace(call, kwargs=call.kwargs | {"control": control})
         # Another pack's code would see tokens of two ranks where a block has heads of one.
         plain = not call.eager and self.compiler is None and self.xfuser is None
         self._blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
-        try:
-            with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
-                return self._compute(shared)
-        except OtherProjections as reason:  # on all ranks, in the first block
-            self._sends_tokens = False
-            self.add_note(_PROJECTED.format(reason=reason))
-            return self._compute_shared_out(call, cached)
+        with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
+            return self._compute(call)
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:

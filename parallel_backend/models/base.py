@@ -151,7 +151,7 @@ class ModuleModel(Protocol):
         them."""
 
     def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
-        """Those rows of a layer's weight or bias, in the same memory."""
+        """Returns those rows of a layer's weight or bias, in the same memory."""
 
     def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
         """True for a linear layer that does nothing to `x` but multiply it by its weight and add its bias."""

@@ -112,7 +112,8 @@ def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:
 
 
 def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: float) -> None:
-    """MeasurementHistory.keep_link, which is never the reason why an examination fails."""
+    """Keeps the link by MeasurementHistory.keep_link; an examination never fails by it, so what goes wrong is
+    logged."""
     try:
         MeasurementHistory(devices).keep_link(bytes_per_second, latency_s)
     except Exception:

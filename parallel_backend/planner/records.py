@@ -100,7 +100,7 @@ def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Me
 
 
 def keep_link(known: Measurements, link: LinkRate) -> Measurements:
-    """`known` with the link in place of what was kept of its devices."""
+    """Returns `known` with the link in place of what was kept of its devices."""
     others = [one for one in known.links if one.devices != link.devices]
     return replace(known, links=tuple([*others, link][-MAX_LINKS:]))
 

@@ -53,9 +53,9 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
 def step_by_links(
     job: Job, strategy: ParallelStrategy, one_device_s: float, bytes_per_second: float, latency_s: float
 ) -> float:
-    """Seconds of a step from what it takes on one device and what the links carry: the busiest device's share of the
-    arithmetic, and exchanges of which nothing is hidden. It is shown beside what was measured; nothing is chosen by
-    it."""
+    """Returns the seconds of a step by what it takes on one device and what the links carry: the busiest device's share
+    of the arithmetic, and exchanges of which nothing is hidden. They are shown beside what was measured; nothing is
+    chosen by them."""
     exchanges = 2 * job.model.family.block_count if strategy.sequence_degree > 1 else 1
     sent_s = bytes_sent(job, strategy) / bytes_per_second + exchanges * latency_s
     return one_device_s * compute_share(job, strategy) + sent_s

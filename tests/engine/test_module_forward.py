@@ -95,13 +95,9 @@ def test_tokens_that_are_sent_before_they_are_projected(share, strategy):
     def sent(world):
         layouts, found = Layouts(world), []
         for name, one, tokens in calls:
-            of_both = []
-            for way in (ULYSSES_2, strategy):
-                forward = make_module_forward(one.model, layouts, Placement(way))
-                before = forward.bytes_sent
-                one.difference(forward, tokens)
-                of_both.append(forward.bytes_sent - before)
-            found.append((name, tokens, of_both[1] / of_both[0]))
+            forwards = [make_module_forward(one.model, layouts, Placement(s)) for s in (ULYSSES_2, strategy)]
+            before, after = (one.difference_and_bytes(forward, tokens)[1] for forward in forwards)
+            found.append((name, tokens, after / before))
         return found
 
     for name, tokens, part in run_ranks(sent, 2)[0]:

@@ -40,6 +40,11 @@ class Reference:
         pairs = zip(tensors_of(answer), on_device(tensors_of(self.answer)), strict=True)
         return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
+    def difference_and_bytes(self, forward, tokens) -> tuple[float, int]:
+        """Returns that difference, and the bytes that this rank sent for the answer."""
+        before = forward.bytes_sent
+        return self.difference(forward, tokens), forward.bytes_sent - before
+
 
 @functools.cache
 def _model(build):

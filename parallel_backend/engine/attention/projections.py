@@ -94,7 +94,7 @@ class PairedProjections:
         """Each [B, H, s, D], as the block gives it to its attention -> [B, H / 2, S, D]: this rank's heads, with the
         tokens in the order in which an exchange brings them."""
         if self._rotary is not None and not self._rotated:
-            raise OtherProjections("queries and keys are not rotated as they were")
+            raise OtherProjections("this ComfyUI does not rotate queries and keys where it did")
         self._arrived = self._rotary = None
         names = [stream] if stream in self._common else stream.split("+")
         lengths = [self._attention.group_lengths(name) for name in names]
@@ -205,7 +205,7 @@ class PairedProjections:
             return apply(tensors, by)
         share, argument = self._rotary
         if by is not share:
-            raise OtherProjections("queries and keys are rotated by something else than they were")
+            raise OtherProjections("this ComfyUI rotates queries and keys by another argument than it did")
         self._inside = self._rotated = True
         try:
             halves = [

@@ -179,7 +179,7 @@ class UnevenAttention:
         return lambda: [*query(), *pair()]
 
     def _here(self, arrived: list[Tensor], first: int, heads: list[slice]) -> Callable[[], list[Tensor]]:
-        """As `_send`, of tokens that are here. `first`: number of the first head of `arrived`."""
+        """Gives as `_send` does what is here already. `first`: number of the first head of `arrived`."""
         own = heads[self._ulysses.index]
         return lambda: [t[:, own.start - first : own.stop - first] for t in arrived]
 

@@ -12,7 +12,7 @@ than ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -83,36 +83,30 @@ def _heads_first(
     return _original(*tokens_first, attn_mask=mask).transpose(1, 2)
 
 
-@contextmanager
-def attention_by(attend: AttentionCall) -> Iterator[None]:
+def attention_by(attend: AttentionCall) -> AbstractContextManager[None]:
     """Inside, `attend(original, q, k, v, heads, mask=…, …)` answers each call of attention: ComfyUI's
     signature, [B, H, S, D] in and out."""
-    before = _attend.set(attend)
-    try:
-        yield
-    finally:
-        _attend.reset(before)
+    return _inside(_attend, attend)
 
 
-@contextmanager
-def attention_kernel(kernel: AttentionCall) -> Iterator[None]:
+def attention_kernel(kernel: AttentionCall) -> AbstractContextManager[None]:
     """Inside, `kernel(original, q, k, v, heads, …)` stands in place of diffusers' attention, which it is given; what
     attention_by has comes before."""
-    before = _kernel.set(kernel)
-    try:
-        yield
-    finally:
-        _kernel.reset(before)
+    return _inside(_kernel, kernel)
+
+
+def rotary_by(rotate: Rotate) -> AbstractContextManager[None]:
+    """Inside, `rotate` answers each rotation of queries or keys."""
+    return _inside(_rotate, rotate)
 
 
 @contextmanager
-def rotary_by(rotate: Rotate) -> Iterator[None]:
-    """Inside, `rotate` answers each rotation of queries or keys."""
-    before = _rotate.set(rotate)
+def _inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    before = variable.set(value)
     try:
         yield
     finally:
-        _rotate.reset(before)
+        variable.reset(before)
 
 
 def patch_diffusers(device_type: str) -> None:

@@ -42,7 +42,7 @@ FLUX = Region(FLUX_BLOCKS, "final_layer", "img")
 
 
 def _apart(stream: str, *paths: str) -> tuple[Projection, ...]:
-    """Layers for queries, keys and values each."""
+    """Returns layers of which each gives queries, keys or values alone."""
     return tuple(Projection(path, stream, parts=1) for path in paths)
 
 

@@ -1,4 +1,4 @@
-"""What keeps two ranks from sending tokens before they are projected: then they exchange what projections give."""
+"""Two ranks that send tokens before they are projected, and what has them exchange what projections give instead."""
 
 import pytest
 
@@ -28,9 +28,9 @@ def _runs(world, change, tokens, *strategies):
     one, layouts, found = Reference(*CASES["wan2.1 t2v"], SIZE), Layouts(world), []
     change(one.model.module)
     for strategy in strategies:
-        forward = make_module_forward(one.model, layouts, Placement(strategy))
-        before = forward.bytes_sent
-        found.append((one.difference(forward, tokens), forward.bytes_sent - before))
+        found.append(
+            one.difference_and_bytes(make_module_forward(one.model, layouts, Placement(strategy)), tokens)
+        )
     return found
 
 
@@ -70,18 +70,14 @@ def _sent(world, names):
     layouts, found = Layouts(world), []
     for name in names:
         one = Reference(*CASES[name], SIZE)
-        of_both = []
-        for strategy in (ULYSSES, TOKENS):
-            forward = make_module_forward(one.model, layouts, Placement(strategy))
-            before = forward.bytes_sent
-            one.difference(forward, STAY)
-            of_both.append(forward.bytes_sent - before)
-        found.append(of_both[1] / of_both[0])
+        forwards = [make_module_forward(one.model, layouts, Placement(s)) for s in (ULYSSES, TOKENS)]
+        plain, tokens = (one.difference_and_bytes(forward, STAY)[1] for forward in forwards)
+        found.append(tokens / plain)
     return found
 
 
 def test_as_much_is_saved_as_the_closed_form_says():
-    """Of models of one stream, whose tokens two ranks divide: with norms over all heads, and without."""
+    """The models have one stream, whose tokens two ranks divide: one has norms over all heads, one has none."""
     names = ["wan2.1 t2v", "ideogram 4, no text"]
     wan, ideogram = (CASES[name][0]() for name in names)
     width = ideogram.layers[0].attention.hidden_size
@@ -116,7 +112,7 @@ def _rotated_by_something_else(world):
 def test_a_block_that_rotates_otherwise_exchanges_as_it_was_and_it_is_said():
     for differences, (note,), changed in run_ranks(_rotated_by_something_else, 2):
         assert max(differences) <= EXACT
-        assert "rotated by something else" in note
+        assert "by another argument" in note
         assert not changed
 
 
@@ -125,8 +121,7 @@ def _rounded(world):
     for exchange_dtype in ("same", "fp8"):
         options = ComputeOptions(exchange_dtype=exchange_dtype)
         forward = make_module_forward(one.model, layouts, Placement(TOKENS, "native", options))
-        before = forward.bytes_sent
-        found.append((one.difference(forward, STAY), forward.bytes_sent - before))
+        found.append(one.difference_and_bytes(forward, STAY))
     return found
 
 
