@@ -6,6 +6,8 @@ from comfy_modules import CASES, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.sharding import ByteSharding
+from parallel_backend.models.comfyui.placing import blocks_of
 from parallel_backend.options import ComputeOptions
 from parallel_backend.requests import BLOCK, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -96,21 +98,28 @@ def test_tokens_are_sent_where_nothing_but_the_module_looks_inside_of_blocks(tok
         assert (sent < plain) == (tokens == STAY)
 
 
-def _rotated_by_something_else(world):
-    """A version of ComfyUI whose blocks rotate by what they make themselves."""
-    one = Reference(*CASES["wan2.1 t2v"], SIZE)
+def _rotated_by_something_else(world, shards):
+    """Stands for a version of ComfyUI whose blocks rotate by what they make themselves."""
+    one, layouts = Reference(*CASES["wan2.1 t2v"], SIZE), Layouts(world)
+    strategy, model = TOKENS.replace(shard_weights=shards), one.model
+    if shards:
+        model.byte_sharding = ByteSharding(
+            layouts.get(strategy).shard, model.device, layouts.traffic, offload=False
+        )
+        model.byte_sharding.shard(model.module, list(blocks_of(model.module)), {})
     for block in one.model.module.blocks:
         attention = block.self_attn
         attention.forward = lambda x, freqs, _own=attention, **rest: type(_own).forward(
             _own, x, freqs.clone(), **rest
         )
-    forward = make_module_forward(one.model, Layouts(world), Placement(TOKENS))
+    forward = make_module_forward(model, layouts, Placement(strategy))
     differences = [one.difference(forward, STAY) for _ in range(2)]
-    return differences, forward.notes, "forward" in one.model.module.blocks[0].self_attn.q.__dict__
+    return differences, forward.notes, "forward" in model.module.blocks[0].self_attn.q.__dict__
 
 
-def test_a_block_that_rotates_otherwise_exchanges_as_it_was_and_it_is_said():
-    for differences, (note,), changed in run_ranks(_rotated_by_something_else, 2):
+@pytest.mark.parametrize("shards", [False, True], ids=["whole weights", "weights shared out"])
+def test_a_block_that_rotates_otherwise_exchanges_as_it_was_and_it_is_said(shards):
+    for differences, (note,), changed in run_ranks(_rotated_by_something_else, 2, shards):
         assert max(differences) <= EXACT
         assert "by another argument" in note
         assert not changed
