@@ -29,6 +29,13 @@ ENDED = """async (seed) => {
   return history.map(({prompt}) => prompt).find(prompt => Object.values(prompt[2]).some(
     n => n.class_type === 'ParallelSampler' && n.inputs.seed === seed));
 }"""
+# What became of every prompt, for the words of a test that fails.
+STATE = """async () => ({
+  toasts: [...document.querySelectorAll('.p-toast-message')].map(toast => toast.innerText),
+  queue: (await (await fetch('/queue')).json()).queue_running.map(([, id]) => id),
+  ends: Object.values(await (await fetch('/history')).json()).map(
+    ({status}) => status.messages.map(([kind, {exception_message: why}]) => why ? [kind, why] : kind)),
+})"""
 # [title, time] of each bar.
 TIMES = """() => {
   const cells = [...document.querySelectorAll('dialog .times > span')].map(cell => cell.innerText);
@@ -76,6 +83,19 @@ def _show(page, prompt: dict, kind: str = "ParallelSampler") -> None:
     page.wait_for_selector(".parallel-report", timeout=60_000)
 
 
+def _prove(page):
+    """The dialog that a click on Prove it ends with."""
+    from playwright.sync_api import TimeoutError  # installed with the browser only
+
+    page.get_by_role("button", name=_words()["prove"]).click()
+    dialog = page.get_by_role("dialog", name=_words()["proof"].format(count=2))
+    try:
+        dialog.wait_for(timeout=120_000)
+    except TimeoutError as error:
+        raise AssertionError(f"no dialog: {page.evaluate(STATE)}") from error
+    return dialog
+
+
 def _words(language: str = "en") -> dict:
     return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
 
@@ -109,9 +129,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     page.wait_for_function(ENDED, arg=seed, timeout=120_000)
     assert page.evaluate(SEED) == seed + 1  # the next run's
 
-    page.get_by_role("button", name="Prove it").click()
-    dialog = page.get_by_role("dialog", name=_words()["proof"].format(count=2))
-    dialog.wait_for(timeout=120_000)
+    dialog = _prove(page)
     assert page.evaluate(COMPARED).count(seed) == 1 and page.evaluate(SEED) == seed + 1
     page.wait_for_function(
         f"() => {{ const s = ({PICTURES})('dialog'); return s.length === 2 && s.every(Boolean); }}"
@@ -161,8 +179,7 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
     still = {"queue_running": [page.evaluate(ENDED, 300)], "queue_pending": []}
     page.route("**/api/queue", lambda route: route.fulfill(json=still))
     page.route("**/api/history?max_items=*", lambda route: route.fulfill(json={}))
-    page.get_by_role("button", name="Prove it").click()
-    page.get_by_role("dialog", name=_words()["proof"].format(count=2)).wait_for(timeout=120_000)
+    _prove(page)
     page.unroute_all()
     assert page.evaluate(COMPARED).count(300) == 1 and page.evaluate(SEED) == 301
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from fault_injection import (
 from flux_requests import flux_request
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.sidecar.group import exchange, liveness
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
@@ -130,6 +132,21 @@ def test_a_rank_that_computes_for_longer_than_its_limit_is_not_taken_for_hung(
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 2.0)
     monkeypatch.setattr(deadlines, "load_budget", lambda size: 2.0)
     with fault("compute", point, step=2 if point == "an all-reduce" else 0):
+        result = sidecar.sample(weights, scripted_request(), two_ranks())
+    assert torch.equal(result.latent, expected)
+
+
+def test_a_rank_that_goes_on_while_we_look_whether_it_computes_is_not_taken_for_hung(
+    works_again, sidecar, weights, expected, monkeypatch
+):
+    def look_until_it_has_gone_on(group, pending) -> bool:
+        began = time.monotonic()
+        wait_until(lambda: liveness.last_beat(group, pending) > began)
+        return False
+
+    monkeypatch.setattr(deadlines, "load_budget", lambda size: 2.0)
+    monkeypatch.setattr(exchange, "is_computing", look_until_it_has_gone_on)
+    with fault("compute", "load"):
         result = sidecar.sample(weights, scripted_request(), two_ranks())
     assert torch.equal(result.latent, expected)
 

@@ -180,15 +180,21 @@ class Exchange(Generic[Terminal]):
         """Whether the limit was passed by ranks that are slow and not stuck, which then get more time."""
         if self._interrupt is not None or self._failed:
             return False
-        if (beat := last_beat(self._group, self._pending)) > self._alive:
-            self._set_deadline(beat, allowed)
-            if self._deadline > time.monotonic():
-                return True
-        if self._extensions == MOST_EXTENSIONS or not is_computing(self._group, self._pending):
+        if self._has_gone_on(allowed):
+            return True
+        if self._extensions < MOST_EXTENSIONS and is_computing(self._group, self._pending):
+            self._extensions += 1
+            self._deadline = time.monotonic() + allowed
+            return True
+        return self._has_gone_on(allowed)  # while we looked whether they compute, which takes half a second
+
+    def _has_gone_on(self, allowed: float) -> bool:
+        """Whether a rank that owes an answer has written down a sign of life that gives it more time."""
+        beat = last_beat(self._group, self._pending)
+        if beat <= self._alive:
             return False
-        self._extensions += 1
-        self._deadline = time.monotonic() + allowed
-        return True
+        self._set_deadline(beat, allowed)
+        return self._deadline > time.monotonic()
 
     def _set_deadline(self, alive: float, allowed: float) -> None:
         """`alive`: when there was a sign of life, after which the next is due within `allowed` seconds."""
