@@ -12,6 +12,7 @@ import pytest
 from comfy_harness import ROOT
 from graphs import Graph
 from pack_nodes import import_node_module
+from waiting import wait_until
 
 UNET = "tiny_proved.safetensors"
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
@@ -23,7 +24,6 @@ COMPARED = """async () => {
 }"""
 PICTURES = """(inside) => [...document.querySelectorAll(`${inside} .parallel-comparison img`)].map(
   i => i.complete && i.naturalWidth)"""
-# The prompt of the run with this seed, once it has ended.
 ENDED = """async (seed) => {
   const history = Object.values(await (await app.api.fetchApi('/history')).json());
   return history.map(({prompt}) => prompt).find(prompt => Object.values(prompt[2]).some(
@@ -83,6 +83,13 @@ def _show(page, prompt: dict, kind: str = "ParallelSampler") -> None:
     page.wait_for_selector(".parallel-report", timeout=60_000)
 
 
+def _ended(page, seed: int) -> list:
+    """The prompt of the run with this seed, once ComfyUI's history has it. (The page's own wait takes the promise that
+    an async function gives for an answer.)"""
+    wait_until(lambda: page.evaluate(ENDED, seed), 120)
+    return page.evaluate(ENDED, seed)
+
+
 def _prove(page):
     """The dialog that a click on Prove it ends with."""
     from playwright.sync_api import TimeoutError  # installed with the browser only
@@ -126,7 +133,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     )
     page.evaluate("() => app.queuePrompt(0, 1)")
     page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
-    page.wait_for_function(ENDED, arg=seed, timeout=120_000)
+    _ended(page, seed)
     assert page.evaluate(SEED) == seed + 1  # the next run's
 
     dialog = _prove(page)
@@ -175,8 +182,7 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
     )
     page.evaluate("() => app.queuePrompt(0, 1)")
     page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
-    page.wait_for_function(ENDED, arg=300, timeout=120_000)
-    still = {"queue_running": [page.evaluate(ENDED, 300)], "queue_pending": []}
+    still = {"queue_running": [_ended(page, 300)], "queue_pending": []}
     page.route("**/api/queue", lambda route: route.fulfill(json=still))
     page.route("**/api/history?max_items=*", lambda route: route.fulfill(json={}))
     _prove(page)

@@ -20,12 +20,12 @@ function complain(words) {
 // The sampler's place in the prompt is taken by the node that compares, so that bars, progress and report are where they
 // are for any run of it.
 export async function prove(node) {
-  const job = await jobOf(node);
-  const vae = job && vaeOf(job);
-  if (!vae) return complain(say(job ? "prove_no_vae" : "prove_off"));
-  const nodes = branchOf(job.prompt, [job.id, vae[0]]);
-  nodes[job.id] = compares(nodes[job.id], vae);
   try {
+    const job = await jobOf(node);
+    const vae = job && vaeOf(job);
+    if (!vae) return complain(say(job ? "prove_no_vae" : "prove_off"));
+    const nodes = branchOf(job.prompt, [job.id, vae[0]]);
+    nodes[job.id] = compares(nodes[job.id], vae);
     const { end, outputs } = await run(nodes, job.workflow);
     if (end === "execution_success") show(outputs[job.id]); // else ComfyUI says why
   } catch (error) {
