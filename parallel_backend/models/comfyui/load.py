@@ -24,12 +24,13 @@ from ..base import ModelPart
 from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
 from ..staging import StagedReader, staged_reader
-from ..tokens.table import stage_lists
+from ..tokens.table import TABLE, stage_lists
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
 from .file_weights import FileWeights
 from .formats import gguf
 from .formats.key_layouts import from_diffusers, without_prefix
+from .formats.slices import Cut, slice_blocks
 from .model import ComfyUIModel
 from .placing import place
 
@@ -49,7 +50,6 @@ def load(
     """The whole model on `device`, as ComfyUI would load it there if all cards were as the least of `peers`. Raises
     CheckpointError for a file that it does not know, RequestError for what its modules cannot be split by."""
     source = _source_of(spec)
-    _check_whole(part)
     import_comfyui(source, device)
     read = _read(spec, source, device, peers)
     module = read.patcher.model.diffusion_model
@@ -57,6 +57,7 @@ def load(
     absent = _absent(module, part)
     # Before they leave the mapping: views of it cost nothing.
     originals = {f"diffusion_model.{name}": value for name, value in module.named_parameters()}
+    cuts = _sliced(module, part)
     with read.open_reader(spec.path, device) as staged:
         place(read.patcher.model, device, read.dtypes, sharding, absent, staged)
     read.patcher.model.device = device
@@ -65,7 +66,7 @@ def load(
         dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}
         open_reader = partial(read.open_reader, spec.path, device)
         files = FileWeights(read.patcher.model, originals, device, dtypes, open_reader)
-    return ComfyUIModel(read.patcher, device, read.bytes, read.stored_dtype, originals, sharding, files)
+    return ComfyUIModel(read.patcher, device, read.bytes, read.stored_dtype, originals, sharding, files, cuts)
 
 
 def map_model(spec: ModelSpec) -> Any:
@@ -128,10 +129,14 @@ def _read(
     return _Read(opened, patcher, size, stored, {} if keeps_file_dtype else built)
 
 
-def _check_whole(part: ModelPart | None) -> None:
-    """Raises RequestError for a part that no module of ComfyUI's can be cut into."""
-    if part is not None and part.slices is not None:
-        raise RequestError("tensor parallelism cannot split ComfyUI's own modules; set tensor_degree to 1.")
+def _sliced(module: nn.Module, part: ModelPart | None) -> dict[str, Cut]:
+    """Cuts the layers of the module's blocks where ranks share them out; what is left of each parameter, by its name in
+    ComfyUI's model."""
+    if part is None or part.slices is None:
+        return {}
+    entry = TABLE.get(type(module).__name__)
+    cuts = slice_blocks(module, () if entry is None else entry.regions, part.slices)
+    return {f"diffusion_model.{name}": cut for name, cut in cuts.items()}
 
 
 def _absent(module: nn.Module, part: ModelPart | None) -> list[str]:

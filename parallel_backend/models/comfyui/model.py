@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,21 +12,18 @@ from torch import Tensor, nn
 
 from ..base import AttentionCall, Rotate, WeightSharding
 from ..tokens.regions import Region
-from ..tokens.table import TABLE
+from ..tokens.table import TABLE, slices_layers
 from .attention_router import attention_by, attention_kernel
 from .file_weights import FileWeights
+from .formats.slices import Cut, can_be_cut, is_plain
 from .rotary_router import can_route, rotary_by
-
-# ComfyUI's layouts of fp8 weights.
-_FP8_LAYOUTS = ("TensorCoreFP8Layout", "TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
 
 
 class ComfyUIModel:
     """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file;
     `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes; `files`:
-    reads them again, None where the rank has a part of the model."""
-
-    splits_layers = False
+    reads them again, None where the rank has a part of the model; `cuts`: what it has of parameters that tensor
+    parallelism cuts, by the names of `originals`."""
 
     def __init__(
         self,
@@ -38,6 +34,7 @@ class ComfyUIModel:
         originals: Mapping[str, Tensor],
         byte_sharding: WeightSharding | None,
         files: FileWeights | None,
+        cuts: Mapping[str, Cut],
     ) -> None:
         self.patcher = patcher
         self.device = device
@@ -46,9 +43,14 @@ class ComfyUIModel:
         self.originals = originals
         self.byte_sharding = byte_sharding
         self.files = files
+        self.cuts = cuts
         entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions
         self.rows_together = entry is not None and entry.rows_together
+
+    @property
+    def splits_layers(self) -> bool:
+        return slices_layers(type(self.module).__name__)
 
     @property
     def module(self) -> nn.Module:
@@ -104,27 +106,15 @@ class ComfyUIModel:
         if getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None):
             return False
         weight = layer._parameters.get("weight")
-        if weight is None or type(weight) in (nn.Parameter, Tensor):
-            return weight is not None
-        scale = getattr(getattr(weight, "_params", None), "scale", None)
-        return (
-            str(getattr(weight, "_layout_cls", "")) in _FP8_LAYOUTS
-            and scale is not None
-            and scale.numel() == 1
-        )
+        return weight is not None and can_be_cut(weight)
 
     def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
-        if type(weight) in (nn.Parameter, Tensor):
-            return weight[rows]
-        quantised: Any = weight
-        of_rows = quantised._qdata[rows]
-        params = replace(quantised._params, orig_shape=tuple(of_rows.shape))
-        return type(quantised)(of_rows, quantised._layout_cls, params)
+        return Cut(0, (rows,)).of(weight)
 
     def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
         weight: Any = layer.weight
         here = (
-            type(weight) in (nn.Parameter, Tensor) and weight.device == x.device and weight.dtype == x.dtype
+            is_plain(weight) and weight.device == x.device and weight.dtype == x.dtype
         )
         is_own = type(layer).forward.__module__ == "comfy.ops"
         return here and is_own and not getattr(layer, "comfy_cast_weights", True)

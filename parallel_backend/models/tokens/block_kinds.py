@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from .regions import (
     Blocks,
+    Branch,
     ExpandingTimestep,
     FirstToken,
     Guided,
@@ -13,9 +14,17 @@ from .regions import (
     Projections,
     Ranges,
     Region,
+    Sliced,
     Tokens,
     Window,
 )
+
+
+def _mlp(path: str) -> tuple[Branch, ...]:
+    """Returns the two forms of a feed-forward network of ComfyUI's Flux."""
+    gated = Branch((f"{path}.gate_proj", f"{path}.up_proj"), f"{path}.down_proj")
+    return Branch((f"{path}.0",), f"{path}.2"), gated
+
 
 DOUBLE = Blocks(  # comfy.ldm.flux.layers.DoubleStreamBlock
     {
@@ -30,12 +39,27 @@ DOUBLE = Blocks(  # comfy.ldm.flux.layers.DoubleStreamBlock
     projections=Projections(
         (Projection("img_attn.qkv", "img"), Projection("txt_attn.qkv", "txt")), "num_heads", rotary="pe"
     ),
+    sliced=Sliced(
+        (
+            Branch(("img_attn.qkv",), "img_attn.proj"),
+            Branch(("txt_attn.qkv",), "txt_attn.proj"),
+            *_mlp("img_mlp"),
+            *_mlp("txt_mlp"),
+        ),
+        counts=("num_heads", "img_attn.num_heads", "txt_attn.num_heads"),
+        joined=("img_mod.lin", "txt_mod.lin"),
+    ),
 )
 SINGLE = Blocks(  # comfy.ldm.flux.layers.SingleStreamBlock
     {"x": Tokens("txt+img"), "pe": Tokens("txt+img", 2), "modulation_dims": Ranges("txt+img")},
     gives=("x",),
     attends=("txt+img",),
     projections=Projections((Projection("linear1", "txt+img", rest=True),), "num_heads", rotary="pe"),
+    sliced=Sliced(
+        (Branch(("linear1",), "linear2", heads="hidden_size"),),
+        counts=("num_heads", "hidden_size", "mlp_hidden_dim", "mlp_hidden_dim_first"),
+        joined=("modulation.lin",),
+    ),
 )
 FLUX_BLOCKS = {"double_blocks": DOUBLE, "single_blocks": SINGLE}
 FLUX = Region(FLUX_BLOCKS, "final_layer", "img")
@@ -82,11 +106,31 @@ _WAN_PROJECTIONS = Projections(
     rotary="freqs",
     norms=("self_attn.norm_q", "self_attn.norm_k"),
 )
+_WAN_SLICED = Sliced(
+    (
+        Branch(("self_attn.q", "self_attn.k", "self_attn.v"), "self_attn.o"),
+        Branch(
+            ("cross_attn.q", "cross_attn.k", "cross_attn.v", "cross_attn.k_img", "cross_attn.v_img"),
+            "cross_attn.o",
+        ),
+        Branch(("ffn.0",), "ffn.2"),
+    ),
+    counts=("self_attn.num_heads", "cross_attn.num_heads"),
+    norms=(
+        "self_attn.norm_q",
+        "self_attn.norm_k",
+        "cross_attn.norm_q",
+        "cross_attn.norm_k",
+        "cross_attn.norm_k_img",
+    ),
+    whole=("before_proj", "after_proj"),
+)
 WAN = Blocks(
     {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
     gives=("x",),
     attends=("x",),
     projections=_WAN_PROJECTIONS,
+    sliced=_WAN_SLICED,
 )
 WAN_BLOCKS = Region({"blocks": WAN}, "head", "x")
 WAN_VACE = Blocks(
@@ -94,9 +138,12 @@ WAN_VACE = Blocks(
     gives=("c", "c"),
     attends=("x",),
     projections=_WAN_PROJECTIONS,
+    sliced=_WAN_SLICED,
 )
 
-HUMO = replace(WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")})
+HUMO = replace(
+    WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")}, sliced=None
+)
 
 QWEN = Blocks(
     {
@@ -109,6 +156,16 @@ QWEN = Blocks(
     gives=("encoder_hidden_states", "hidden_states"),
     attends=("txt+img",),
     projections=_DIFFUSERS_DOUBLE.projections,  # its attention has diffusers' names
+    sliced=Sliced(
+        (
+            Branch(("attn.to_q", "attn.to_k", "attn.to_v"), "attn.to_out.0"),
+            Branch(("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), "attn.to_add_out"),
+            Branch(("img_mlp.net.0.proj",), "img_mlp.net.2"),
+            Branch(("txt_mlp.net.0.proj",), "txt_mlp.net.2"),
+        ),
+        counts=("attn.heads",),
+        joined=("img_mod.1", "txt_mod.1"),
+    ),
 )
 
 LENS = Blocks(
@@ -191,6 +248,17 @@ JOINT = Blocks(  # SD3
     projections=Projections(
         (Projection("context_block.attn.qkv", "txt"), Projection("x_block.attn.qkv", "img")),
         "x_block.attn.num_heads",
+    ),
+    sliced=Sliced(
+        (
+            Branch(("context_block.attn.qkv",), "context_block.attn.proj"),
+            Branch(("x_block.attn.qkv",), "x_block.attn.proj"),
+            Branch(("x_block.attn2.qkv",), "x_block.attn2.proj"),
+            Branch(("context_block.mlp.fc1",), "context_block.mlp.fc2"),
+            Branch(("x_block.mlp.fc1",), "x_block.mlp.fc2"),
+        ),
+        counts=("context_block.attn.num_heads", "x_block.attn.num_heads", "x_block.attn2.num_heads"),
+        joined=("context_block.adaLN_modulation.1", "x_block.adaLN_modulation.1"),
     ),
 )
 

@@ -99,6 +99,33 @@ class Projections:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Linear layers of a block by their paths: `into` give heads or hidden channels, `out` gives the token's width of
+    them again. `heads`: the attribute that counts the channels of all heads, where layers have hidden channels behind
+    those of queries, keys and values. What a block does not have is left out."""
+
+    into: tuple[str, ...]
+    out: str
+    heads: str = ""
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """How tensor parallelism cuts the layers of a block (Megatron-LM, Shoeybi et al. 2019, §3).
+
+    `counts`: attributes, by path, that count heads or channels of them; `joined`: layers over few tokens, which give
+    every rank all that they give (modulation); `norms`: modules that norm all heads of a token together; `whole`:
+    linear layers that every rank has. A block with other linear layers is refused.
+    """
+
+    branches: tuple[Branch, ...]
+    counts: tuple[str, ...]
+    joined: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The tokens that a kind of block takes and gives.
 
@@ -107,7 +134,8 @@ class Blocks:
     tokens are shared out; (queries', keys') where they differ; None where the keys are whole on every rank (text).
     `whole`: modules inside, by path, that look at several tokens outside of attention (sound for each frame): their
     first argument is gathered, and what they give is cut again. `projections`: None where nobody has described them, or
-    where keys have fewer heads than queries, so that less is sent after they were projected.
+    where keys have fewer heads than queries, so that less is sent after they were projected. `sliced`: None where
+    nobody has described how its layers can be cut.
     """
 
     arguments: Mapping[str | int, Argument]
@@ -115,6 +143,7 @@ class Blocks:
     attends: tuple[Attends, ...]
     whole: Mapping[str, Tokens] = field(default_factory=dict)
     projections: Projections | None = None
+    sliced: Sliced | None = None
 
 
 LAST_BLOCK = "the last block"

@@ -145,6 +145,13 @@ def sends_tokens(class_name: str) -> bool:
     return bool(kinds) and all(kind.projections is not None for kind in kinds)
 
 
+def slices_layers(class_name: str) -> bool:
+    """True if the layers of all blocks of a ComfyUI module of that class can be cut for tensor parallelism."""
+    entry = TABLE.get(class_name)
+    kinds = [kind for region in entry.regions for kind in region.lists.values()] if entry is not None else []
+    return bool(kinds) and all(kind.sliced is not None for kind in kinds)
+
+
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
     """How a call of a module of that class shares out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
     entry = entry_of(class_name)

@@ -144,4 +144,4 @@ class TinyModel(ComfyUIModel):
             diffusion_model=module, manual_cast_dtype=None, get_dtype=lambda: torch.float32
         )
         patcher = SimpleNamespace(model=base, load_device=cpu)
-        super().__init__(patcher, cpu, 0, "float32", {}, None, None)
+        super().__init__(patcher, cpu, 0, "float32", {}, None, None, {})
