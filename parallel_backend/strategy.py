@@ -35,11 +35,11 @@ _LABELS = {
 class ModelShape:
     """The facts of a model that rules need. `heads`: attention heads, 0 where nobody knows; `blocks`: all transformer
     blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_queries`: where
-    they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns; `pipelines`:
-    its blocks can lie on different devices, `tokens_in_stages`: and devices can share out the tokens of such a stage;
-    `uneven_heads`: ranks of Ulysses may take different numbers of heads; `sends_tokens`: two such ranks can send
-    tokens before they are projected;
-    `band_rows`: what is shared out of an image are bands of its rows, each of as many of its latent or more; else 0."""
+    they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns,
+    `splits_layers_unasked`: also where nobody asks for it; `pipelines`: its blocks can lie on different devices,
+    `tokens_in_stages`: and devices can share out the tokens of such a stage; `uneven_heads`: ranks of Ulysses may take
+    different numbers of heads; `sends_tokens`: two such ranks can send tokens before they are projected; `band_rows`:
+    what is shared out of an image are bands of its rows, each of as many of its latent or more; else 0."""
 
     heads: int
     blocks: int
@@ -47,6 +47,7 @@ class ModelShape:
     splits_tokens: bool = True
     splits_queries: bool = False
     splits_layers: bool = True
+    splits_layers_unasked: bool = True
     pipelines: bool = True
     tokens_in_stages: bool = True
     uneven_heads: bool = False

@@ -56,6 +56,10 @@ _ROUNDED = (
     "what devices sent each other for attention was rounded to 8 bits (exchange_dtype fp8), so the result is close to "
     "one device's, not equal{drift}"
 )
+_WITHIN = (
+    "a node's code takes part within the model's blocks, of whose heads and layers each device has a part under "
+    "tensor_degree; set tensor_degree to 1"
+)
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
@@ -70,8 +74,8 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     strategy, options = placement.strategy, placement.compute_options
     if strategy.tensor_degree > 1 and not model.splits_layers:
         raise RequestError(
-            f"tensor_degree {strategy.tensor_degree} cannot split ComfyUI's own modules; set it to 1. data_degree, "
-            f"cfg_degree, ulysses_degree and ring_degree can."
+            f"tensor_degree {strategy.tensor_degree}: the layers of {type(model.module).__name__} cannot be split; set "
+            f"it to 1. shard_weights can split the weights of any model."
         )
     if strategy.pipefusion_degree > 1:
         _check_stages(model, strategy)
@@ -161,7 +165,9 @@ class ModuleForward:
         self.layout = layout
         self.traffic = traffic
         # Whether its answers are those of one device computing exactly.
-        self.exact = not model.scales_by_largest or layout.row.size * layout.sequence.size == 1
+        self.exact = (
+            not model.scales_by_largest or layout.row.size * layout.sequence.size * layout.tensor.size == 1
+        )
         self.notes: list[str] = [] if self.exact else [_SCALES]
         if model.rows_together and layout.row.size > 1:
             self.notes.append(_ROWS_TOGETHER)
@@ -253,6 +259,8 @@ class ModuleForward:
     def _answer(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         if call.tokens not in TOKEN_MODES:
             raise RequestError(f"tokens {call.tokens!r} is unknown; choose one of {', '.join(TOKEN_MODES)}.")
+        if call.eager and not call.by_heads and self.layout.tensor.size > 1:
+            raise RequestError(_WITHIN)
         if call.rows < 1:
             raise RequestError(f"a model call needs at least one row, and has {call.rows}.")
         if call.tokens == ROWS or self.layout.sequence.size == 1:

@@ -64,7 +64,8 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
             splits = splits and shape.takes_ulysses(ulysses) and ulysses <= job.most_bands
             if ring * ulysses > 1 and not splits and not (ring == 1 and queries_pay(job)):
                 continue
-            if tensor > 1 and (not shape.splits_layers or shape.heads % (ulysses * tensor)):
+            slices = shape.splits_layers and shape.splits_layers_unasked
+            if tensor > 1 and (not slices or shape.heads % (ulysses * tensor)):
                 continue
             if pipe > 1 and not shape.pipelines:
                 continue

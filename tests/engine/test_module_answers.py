@@ -32,7 +32,7 @@ def test_a_model_that_is_in_no_table_says_so_before_anything_is_sent():
     ("name", "words"),
     [
         ("pipefusion_degree", "pipefusion_degree 2: the blocks of Linear cannot be laid out over devices"),
-        ("tensor_degree", "tensor_degree 2 cannot split"),
+        ("tensor_degree", "tensor_degree 2: the layers of Linear cannot be split"),
     ],
 )
 def test_degrees_that_no_module_can_be_split_by_are_refused(name, words):

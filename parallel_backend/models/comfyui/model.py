@@ -113,9 +113,7 @@ class ComfyUIModel:
 
     def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
         weight: Any = layer.weight
-        here = (
-            is_plain(weight) and weight.device == x.device and weight.dtype == x.dtype
-        )
+        here = is_plain(weight) and weight.device == x.device and weight.dtype == x.dtype
         is_own = type(layer).forward.__module__ == "comfy.ops"
         return here and is_own and not getattr(layer, "comfy_cast_weights", True)
 

@@ -22,7 +22,7 @@ from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, TensorEntry, read_header
 from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
-from ..tokens.table import sends_tokens
+from ..tokens.table import sends_tokens, slices_layers
 from .formats.quantised import check_quantised
 
 # Where the diffusion model lies in a file that has other things beside it, the longest first.
@@ -45,8 +45,8 @@ _UNET_LIST = "input_blocks"
 _FEWEST, _TENSORS = 2, 4
 # Live activations of a block per token, in widths. Attention: what comes in, the normed, queries, keys, values, their
 # rotated copies, what comes out. Feed-forward of the usual ratio 4: what comes in, the normed, twice the wide, the
-# output.
-_ATTENTION, _FEED_FORWARD = 8, 11
+# output. Ranks that slice layers have the first two of them, and what the feed-forward gives, whole.
+_ATTENTION, _FEED_FORWARD, _WHOLE = 8, 11, 2
 _CONVOLUTION = 12  # a UNet's: what comes in, norms, two convolutions, the skip connections of its half
 _UNET_TOKENS = 1024  # positions at which a UNet's weights are used, on average, for 1024 x 1024 pixels
 
@@ -119,7 +119,11 @@ class ComfyUIModelFile:
             self.name,
             splits_tokens=self.splits_tokens,
             splits_queries=self.splits_queries,
-            splits_layers=False,
+            splits_layers=self.is_transformer
+            and self.splits_tokens
+            and self.dtype not in GGUF
+            and (not self.module or slices_layers(self.module)),
+            splits_layers_unasked=False,  # code of nodes within blocks cannot take part (engine/module_forward.py)
             pipelines=self.has_stages,
             tokens_in_stages=False,
             uneven_heads=True,
@@ -203,7 +207,7 @@ class ComfyUIModelFile:
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
     ) -> HeldWeights:
         """Whole, or each rank's share of each block; what lies around the blocks is shared out with them. Of a stage of
-        a pipeline its own blocks, and all around."""
+        a pipeline its own blocks, and all around; under tensor parallelism its slice of each block, and all around."""
         alike = strategy.row_degree * strategy.sequence_degree
         sharded = strategy.shards and (alike > 1 or not on_cpu)
         storage = dtypes.storage if on_cpu else self.kept or dtypes.storage
@@ -226,7 +230,8 @@ class ComfyUIModelFile:
         kinds = [kind for kind in self.blocks for _ in range(kind.count)]
         (own,) = self.chunks(strategy, RankCoordinates.of(strategy, rank))
         held = (*own, *range(self.staged_blocks, len(kinds)))
-        parts = [part(block, kinds[block].bytes, kinds[block].largest) for block in held]
+        slices = strategy.tensor_degree
+        parts = [part(block, kinds[block].bytes // slices, kinds[block].largest // slices) for block in held]
         return HeldWeights(
             parts=(part(None, self.around_bytes, 0), *parts),
             sharded=sharded,
@@ -247,9 +252,12 @@ class ComfyUIModelFile:
             yield Moment("convolution", _CONVOLUTION * width + beside + cast)
             yield Moment("attention", _CONVOLUTION * width + beside + call.scores(self.image_heads))
             return
-        exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // call.ulysses
-        yield Moment("attention", _ATTENTION * width + gathered + call.scores(self.heads), exchanged)
-        yield Moment("feed-forward", _FEED_FORWARD * width + gathered + cast)
+        slices = call.tensor
+        exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // (call.ulysses * slices)
+        attention = width * _WHOLE + width * (_ATTENTION - _WHOLE) // slices
+        feed_forward = width * (_WHOLE + 1) + width * (_FEED_FORWARD - _WHOLE - 1) // slices
+        yield Moment("attention", attention + gathered + call.scores(self.heads / slices), exchanged)
+        yield Moment("feed-forward", feed_forward + gathered + cast)
 
     @property
     def inputs(self) -> InputShapes:

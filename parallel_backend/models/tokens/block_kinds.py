@@ -141,9 +141,7 @@ WAN_VACE = Blocks(
     sliced=_WAN_SLICED,
 )
 
-HUMO = replace(
-    WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")}, sliced=None
-)
+HUMO = replace(WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")}, sliced=None)
 
 QWEN = Blocks(
     {

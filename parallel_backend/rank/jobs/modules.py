@@ -40,7 +40,7 @@ class HeldEncoder:
     """One encoder (reader.NamedModel). `rank`: the one that computes, ALL_RANKS where its layers are shared out;
     `computes`: True on a rank that does."""
 
-    is_sharded = False
+    is_shared_out = False
     originals: Mapping[str, Tensor] = {}
 
     def __init__(self, module: nn.Module, kind: type, world: World, rank: int) -> None:

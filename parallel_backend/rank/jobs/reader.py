@@ -26,17 +26,18 @@ from ...models.comfyui.jobs.patchers import local_patcher, other_patcher
 from ...wire.heartbeat import heartbeat
 from ..outcome.errors import as_refusal
 
-_SHARDED = (
-    "A node has changed the weight {name}, which shard_weights cannot share out; set shard_weights to off."
+_SHARED_OUT = (
+    "A node has changed the weight {name}, which shard_weights and tensor_degree cannot share out; set shard_weights "
+    "to off and tensor_degree to 1."
 )
 
 
 class NamedModel(Protocol):
     """A model that a rank holds, as jobs name what lies in it. `patcher`: ComfyUI's, over it, None for a VAE, of which
-    no job has one; `originals`: its file's weights; `is_sharded`: True if its weights are shared out."""
+    no job has one; `originals`: its file's weights; `is_shared_out`: True if ranks have parts of its weights."""
 
     patcher: Any
-    is_sharded: bool
+    is_shared_out: bool
     originals: Mapping[str, Tensor]
 
     def find(self, word: tuple[Any, ...]) -> Any:
@@ -96,8 +97,8 @@ class JobReader:
         job: PickledJob = unpickle_job(head.job, self._objects(held))
         self._mapped.forget_unused()
         changed = [one for one in job.changes if one.kind == "parameter"]
-        if held is not None and held.is_sharded and changed:
-            raise RequestError(_SHARDED.format(name=f"{changed[0].path}.{changed[0].name}"))
+        if held is not None and held.is_shared_out and changed:
+            raise RequestError(_SHARED_OUT.format(name=f"{changed[0].path}.{changed[0].name}"))
         return replace(job, replaced=[_rerouted(one) for one in job.replaced])
 
     def _objects(self, held: NamedModel | None) -> RankObjects:

@@ -38,7 +38,7 @@ class HeldVae:
     """The decoder or encoder of one VAE (reader.NamedModel). `groups`: shared by all that a rank holds."""
 
     patcher = None
-    is_sharded = False
+    is_shared_out = False
     originals: Mapping[str, Tensor] = {}
 
     def __init__(self, half: HalfVae, world: World, groups: RankGroups) -> None:

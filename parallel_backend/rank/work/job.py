@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 
 _READ = (
-    "A node computes with the model's own weights (such as a Control-LoRA), which shard_weights shares out; set "
-    "shard_weights to off, or take a whole ControlNet instead."
+    "A node computes with the model's own weights (such as a Control-LoRA), which shard_weights and tensor_degree "
+    "share out; set shard_weights to off and tensor_degree to 1, or take a whole ControlNet instead."
 )
 
 
@@ -58,10 +58,10 @@ class _JobModel:
 
     def __init__(self, model: ComfyUIModel) -> None:
         self.patcher = root_patcher(model)
-        self.is_sharded = model.byte_sharding is not None
+        self.is_shared_out = model.byte_sharding is not None or bool(model.cuts)
         self.originals = model.originals
         network = self.base.diffusion_model
-        if self.is_sharded:
+        if self.is_shared_out:
             network.__dict__["state_dict"] = _refusing_state(network)
         self.state = NetworkState(network, model.regions)
         self.original = Original(self.base)

@@ -101,14 +101,13 @@ def slice_blocks(module: nn.Module, regions: Iterable[Region], slices: Slices) -
 
 
 def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, Cut]:
-    layers: dict[str, Any] = {
-        name: one for name, one in block.named_modules() if hasattr(one, "in_features")
-    }
+    layers: dict[str, Any] = {name: one for name, one in block.named_modules() if hasattr(one, "in_features")}
     known = [path for branch in words.branches for path in (*branch.into, branch.out)]
     unknown = sorted(layers.keys() - {*known, *words.joined, *words.whole})
     if unknown:
         raise _refusal(block, f"its layers {', '.join(unknown)} are not known")
-    rows, columns = {}, {}
+    rows: dict[str, list[int]] = {}
+    columns: dict[str, list[int]] = {}
     for branch in words.branches:
         rows |= {path: _rows_of(block, layers, path, branch) for path in branch.into if path in layers}
         if branch.out in layers:
@@ -217,7 +216,8 @@ def _let_meet(layer: Any, way: str, meet: Callable[[Tensor], Tensor]) -> None:
     """Has the ranks meet in each call of the layer. It is of another class then, which nobody takes for a change of it:
     a forward on the layer itself would be one."""
     layer.meet = meet
-    layer.__class__ = _meeting_class(type(layer), way)
+    kind: Any = type(layer)
+    layer.__class__ = _meeting_class(kind, way)
 
 
 @functools.cache

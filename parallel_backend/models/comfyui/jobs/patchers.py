@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
 from ....errors import RequestError
 from ..formats.gguf import is_packed, unpacked
+from ..placing import moved
 
 if TYPE_CHECKING:
     from ..file_weights import FileWeights
@@ -35,6 +37,12 @@ def root_patcher(model: ComfyUIModel) -> Any:
     packed = any(is_packed(parameter) for parameter in base.parameters())
     is_sharded = model.byte_sharding is not None
     members = _in_place(is_sharded=is_sharded, has_packed=packed)
+    if model.cuts:
+        members |= {
+            "patch_weight_to_device": partialmethod(_patch_slice, ModelPatcher, model),
+            "patch_hooks": _refuse_hooks,
+            "load": partialmethod(_load_slices, members.get("load"), frozenset(model.cuts)),
+        }
     kind: Any = _kind_of(ModelPatcher, members, model.files)
     found = kind(model.patcher.model, model.patcher.load_device, model.patcher.offload_device)
     found.offload_device = found.load_device
@@ -150,6 +158,49 @@ def _patch_weight(
     elif key in self.patches and files is not None and (original := files.original(key)) is not None:
         self.backup.setdefault(key, _Backup(original, False))
     return base.patch_weight_to_device(self, key, *args, **kwargs)
+
+
+def _patch_slice(self: Any, base: Any, model: ComfyUIModel, key: str, *args: Any, **kwargs: Any) -> Any:
+    """Changes a weight as the file has it, as ComfyUI does, and leaves the model this rank's slice of the result."""
+    from comfy.utils import get_attr, set_attr_param
+
+    weight = get_attr(self.model, key)
+    if weight is None:
+        return None  # a bias that another rank adds
+    cut = model.cuts.get(key)
+    if cut is None or key not in self.patches:
+        return base.patch_weight_to_device(self, key, *args, **kwargs)
+    self.backup.setdefault(key, _Backup(weight, False))
+    whole = moved(cast(nn.Parameter, model.originals[key]), weight.device, weight.dtype, None)
+    set_attr_param(self.model, key, whole)
+    patched = base.patch_weight_to_device(self, key, *args, **kwargs)
+    set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
+    return patched
+
+
+def _load_slices(
+    self: Any, load_sharded: Callable[..., None] | None, cuts: frozenset[str], *args: Any, **kwargs: Any
+) -> None:
+    """`load_sharded`: None where each rank has its slices for itself."""
+    from comfy.model_patcher import ModelPatcher
+
+    if load_sharded is None:
+        return _outside_inference_mode(ModelPatcher, "load")(self, *args, **kwargs)
+    if cuts & self.patches.keys():
+        raise RequestError(
+            "A LoRA changes weights that both tensor_degree and shard_weights share out; set shard_weights to off or "
+            "tensor_degree to 1."
+        )
+    return load_sharded(self, *args, **kwargs)
+
+
+def _refuse_hooks(self: Any, hooks: Any) -> None:
+    if hooks is not None and self.get_combined_hook_patches(hooks=hooks):
+        raise RequestError(
+            "A LoRA of a prompt's hooks changes weights that tensor_degree splits; set tensor_degree to 1, or put the "
+            "LoRA before the model."
+        )
+    self.current_hooks = hooks
 
 
 def _patch_hook_weight(
