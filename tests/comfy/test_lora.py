@@ -249,3 +249,13 @@ def test_a_lora_that_does_not_fit_is_refused_where_it_is_loaded(comfy, unet, lor
         comfy.sample(graph.prompt, latent)
     assert failure.value.node_type == loader
     assert failure.value.exception_type.endswith("RequestError")
+
+
+def test_slices_of_layers_have_loras_too_and_lose_them_again(comfy, unet, loras, plain):
+    tensor = {"tensor": 2}
+    assert_equal_to_stock(run(comfy, unet, loras, STACK, tensor))
+    without = run(comfy, unet, loras, (), tensor, ways=("ours",))
+    assert relative_difference(without["ours"], plain["stock"]) <= TOLERANCE
+    both = {**tensor, "shard_weights": True, "cfg": 2}
+    with pytest.raises(PromptFailed, match="set shard_weights to off"):
+        run(comfy, unet, loras, STACK, both, ways=("ours",))

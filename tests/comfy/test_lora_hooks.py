@@ -169,3 +169,11 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy):
     }
     found = graph_latents(comfy, graph, ways)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+def test_slices_of_layers_refuse_them(comfy, unet, loras):
+    def prompts(graph):
+        return graph.hooked(graph.text(1), graph.hook(loras["kohya"])), graph.text(2)
+
+    with pytest.raises(PromptFailed, match="set tensor_degree to 1"):
+        sampled(comfy, unet, prompts, {"tensor": 2})

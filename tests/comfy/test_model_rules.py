@@ -10,7 +10,7 @@ from graphs import Graph
 UNET = "tiny_rules.safetensors"  # two attention heads
 TOO_MANY = f"ulysses_degree: ulysses_degree 3 is more than the 2 attention heads of {UNET}"
 STAGES = f"pipefusion_degree: pipefusion_degree 5: {UNET} has 4 blocks"
-LAYERS = f"tensor_degree: tensor_degree 2: the layers of {UNET} cannot be split"
+HEADS = f"tensor_degree: tensor_degree 3 times ulysses_degree 1 does not divide the 2 attention heads of {UNET}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +48,7 @@ def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> G
         ("ParallelFluxLoader", "cpu:3", {"ulysses": 3}, TOO_MANY),
         ("ParallelModel", "cpu:3", {"ulysses": 3}, TOO_MANY),
         ("ParallelModelLoader", "cpu:5", {"pipefusion": 5}, STAGES),
-        ("ParallelModel", "cpu:2", {"tensor": 2}, LAYERS),
+        ("ParallelModel", "cpu:3", {"tensor": 3}, HEADS),
         ("ParallelFluxLoader", "cpu:3", {"ulysses": 3, "at_sampler": True}, TOO_MANY),
     ],
 )

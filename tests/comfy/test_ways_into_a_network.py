@@ -110,3 +110,22 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         undo = AnyGraph(packs, "wan_t2v")
         undo.add("TestUndo", model=undo.stock(), after=undo.request()[2])
         packs.run(undo.prompt)
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan_t2v"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_into_sliced_layers_counts_or_is_refused(packs, kind, way):
+    graph = AnyGraph(packs, kind)
+    request, source = graph.request(), graph.stock()
+    changed = [graph.add("TestReach", model=source, way=way), 0]
+    stock = graph.ksampler(changed, *request, **SAMPLING[kind])
+    ours = graph.ksampler([graph.parallel(changed, tensor=2), 0], *request, **SAMPLING[kind])
+    try:
+        found = latents(packs, graph, {"stock": stock, "ours": ours})
+        assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    except PromptFailed as failure:
+        assert "tensor_degree to 1" in str(failure)
+    finally:
+        undo = AnyGraph(packs, kind)
+        undo.add("TestUndo", model=undo.stock(), after=undo.request()[2])
+        packs.run(undo.prompt)

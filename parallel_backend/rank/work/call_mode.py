@@ -53,7 +53,12 @@ class NetworkState:
 
     def __init__(self, network: nn.Module, regions: Iterable[Region]) -> None:
         self._network = network
-        self._before = [(one, type(one), dict(one._modules)) for one in network.modules()]
+        before, after = HOOKS[:2]
+        self._before = [
+            # Weights that are shared out arrive by hooks.
+            (one, type(one), dict(one._modules), dict(one.__dict__[before]), dict(one.__dict__[after]))
+            for one in network.modules()
+        ]
         self._functions = {name for name, value in network.__dict__.items() if callable(value)} | {SHARE}
         self._parts: set[int] = set()
         for path in [path for region in regions for path in region.lists]:
@@ -72,12 +77,12 @@ class NetworkState:
         before, after = HOOKS[:2]
         changed = [
             one
-            for one, kind, children in self._before
+            for one, kind, children, hooks_before, hooks_after in self._before
             for state in (one.__dict__,)
             if type(one) is not kind
             or state["_modules"] != children
-            or state[before]
-            or state[after]
+            or state[before] != hooks_before
+            or state[after] != hooks_after
             or ((forward in state or other in state) and _is_replaced(state, kind))
         ]
         state = self._network.__dict__

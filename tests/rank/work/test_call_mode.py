@@ -63,3 +63,16 @@ def test_numbers_words_and_tensors_in_the_options_are_data():
         "context_window": Cache(),  # read by ComfyUI's sampling alone
     }
     assert foreign_in(options, NetworkState(nn.Linear(2, 2), ()), Foreign()) == Foreign()
+
+
+def test_hooks_that_the_load_left_are_no_change_and_those_that_come_later_are():
+    """Weights that are shared out arrive by hooks of their blocks."""
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0].register_forward_pre_hook(lambda *_: None)
+    network[0].register_forward_hook(lambda *_: None, always_call=True)
+    state = NetworkState(network, ())
+    assert state.find_changes() == (False, False)
+    later = network[0].register_forward_pre_hook(lambda *_: None)
+    assert state.find_changes() == (True, False)
+    later.remove()
+    assert state.find_changes() == (False, False)
