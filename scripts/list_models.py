@@ -22,7 +22,7 @@ from comfyui_source import comfyui_version, find_comfyui
 from parallel_backend.engine.attention.queries import LEAST_KEYS
 from parallel_backend.models.proof.states import entry_digest, is_proven
 from parallel_backend.models.tokens.cached_outputs import why_not_reused
-from parallel_backend.models.tokens.table import TABLE, has_stages, state_of
+from parallel_backend.models.tokens.table import TABLE, has_stages, slices_layers, state_of
 from parallel_backend.requests import ATTENTION, ROWS, STAY
 from steps import SetupError
 
@@ -98,6 +98,13 @@ instead. `auto` takes it where attention is a third of the arithmetic or more, a
 samples; by hand it is `ulysses_degree`. By arithmetic: in a video of 44,000 tokens of a model 3,072 wide attention is
 70 %, and four devices would make a step at most 2.1 × as fast as one. It has not been measured on GPUs
 ([why so](decisions/046-attention-only-and-bands-of-unets.md)).
+
+## Split layers
+
+`tensor_degree` gives each device some heads and hidden channels of every layer, and so its part of the weights, for {sliced}: from plain files in bf16,
+fp16, fp32 and fp8, and fp8 with one scale for each layer. Their LoRAs count. It goes with CFG, data, Ulysses, Ring and `shard_weights` (without a LoRA then),
+where it divides the heads. Refused by name: code of nodes that takes part within blocks or reads or sets weights, LoRAs of prompts' hooks, GGUF, and formats
+with a scale for each part of a layer. `auto` never chooses it.
 
 ## {attention} classes of which attention alone can be split
 
@@ -199,6 +206,7 @@ def page(root: Path, found: list[Configuration]) -> str:
         attention=len(attending),
         others=len(rows),
         keys=f"{LEAST_KEYS:,}",
+        sliced=", ".join(filter(slices_layers, sorted(split))),
         staged=", ".join(filter(has_stages, sorted(split))),
         not_reused=", ".join(module for module in sorted(split) if why_not_reused(module, STAY)),
         attending="\n".join(_rows_line(module, models[module]) for module in sorted(attending)),

@@ -63,4 +63,6 @@ def test_every_family_has_its_strategies():
 )
 def test_a_family_gives_the_stock_latent(comfy, devices, kind):
     request = REQUESTS[devices] | SMALLER.get(kind, {})
-    assert_same(both(comfy, kind, FAMILIES[kind][devices - 2], with_sampler=devices == 2, **request))
+    found = both(comfy, kind, FAMILIES[kind][devices - 2], with_sampler=devices == 2, **request)
+    assert_same(found)
+    assert "compute all else alike" not in found.get("report", ""), found["report"]

@@ -10,7 +10,9 @@ from graphs import Graph
 UNET = "tiny_rules.safetensors"  # two attention heads
 TOO_MANY = f"ulysses_degree: ulysses_degree 3 is more than the 2 attention heads of {UNET}"
 STAGES = f"pipefusion_degree: pipefusion_degree 5: {UNET} has 4 blocks"
-HEADS = f"tensor_degree: tensor_degree 3 times ulysses_degree 1 does not divide the 2 attention heads of {UNET}"
+HEADS = (
+    f"tensor_degree: tensor_degree 3 times ulysses_degree 1 does not divide the 2 attention heads of {UNET}"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,11 +66,11 @@ def test_what_the_model_cannot_be_split_by_is_never_queued(comfy, kind, devices,
 
 def test_of_a_model_that_only_a_run_tells_what_holds_for_all_is_checked(comfy):
     graph = Graph()
-    unknown = graph.add("TestAnything")
-    loader = graph.add("ParallelModel", model=[unknown, 0], strategy=graph.strategy("cpu:2", tensor=2))
+    unknown = graph.add("TestAnything", value="1")
+    loader = graph.add("ParallelModel", model=[unknown, 0], strategy=graph.strategy("cpu:4", cfg=4))
     latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent(), steps=1)
     graph.save(latent, "rules.safetensors")
-    with pytest.raises(PromptRejected, match="the layers of this model cannot be split"):
+    with pytest.raises(PromptRejected, match="there are only two prompts to share out"):
         comfy.client.queue(graph.prompt)
 
 

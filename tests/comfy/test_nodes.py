@@ -113,7 +113,11 @@ def _parallel(graph: Graph, loader: str, **settings) -> list:
             ["more than the 2 attention heads", "ulysses_degree 1, ring_degree 3"],
         ),
         ("cpu:3", {"pipefusion": 3}, ["pipefusion_degree 3", "1 blocks"]),
-        ("cpu:4", {"tensor": 2, "ulysses": 2}, ["tensor_degree 2", "cannot be split"]),
+        (
+            "cpu:4",
+            {"tensor": 2, "ulysses": 2},
+            ["tensor_degree 2 times ulysses_degree 2", "the 2 attention heads"],
+        ),
         ("cpu:2", {"ring": 2, "device_shares": "3,1,1"}, ["device_shares", "2 in all and not 3"]),
         ("cpu:4", {"cfg": 4, "ring": 2}, ["needs 8 devices", "cfg_degree 2"]),
         ("7", {}, ["devices '7'"]),

@@ -34,7 +34,7 @@ def fails(comfy, graph: Graph, latent: list) -> str:
             {"pipefusion": 2, "ring": 2},
             "devices do not share out the tokens of a stage of any_wan_t2v",
         ),
-        ("wan_t2v", {"tensor": 2}, "the nearest valid setting is tensor_degree 1"),
+        ("ltx_video", {"tensor": 2}, "the nearest valid setting is tensor_degree 1"),
     ],
 )
 def test_a_strategy_that_the_model_does_not_have_is_refused(comfy, kind, choice, words):

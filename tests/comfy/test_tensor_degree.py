@@ -1,4 +1,4 @@
-"""tensor_degree on ComfyUI's own models: the stock latent with slices of every layer, in all families that have them."""
+"""tensor_degree on ComfyUI's own models: the stock latent with slices of every layer, family by family."""
 
 from __future__ import annotations
 

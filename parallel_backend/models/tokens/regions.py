@@ -143,7 +143,7 @@ class Blocks:
     attends: tuple[Attends, ...]
     whole: Mapping[str, Tokens] = field(default_factory=dict)
     projections: Projections | None = None
-    sliced: Sliced | None = None
+    sliced: Sliced | None = field(default=None, repr=False)  # no part of what a class's proof is about
 
 
 LAST_BLOCK = "the last block"

@@ -11,7 +11,7 @@ from comfy_modules import CPU, import_comfyui_here
 from fake_cuda import FakeCuda
 from mapped_files import mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
-from parallel_backend.models.base import ModelPart, Slices
+from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.common_dtypes import MEMORY, QUESTIONS, asked_of_all
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.tokens import table
@@ -200,16 +200,10 @@ def test_what_cannot_be_loaded_is_said_in_words(source, flux_file):
         load(ModelSpec(str(flux_file), "comfyui"), CPU)
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (ModelPart(stage_shares=(1.0, 1.0)), "blocks of Flux over devices; set pipefusion_degree to 1"),
-        (ModelPart(slices=Slices(2, 0, lambda tensor: tensor, lambda tensor: tensor)), "tensor_degree to 1"),
-    ],
-)
-def test_a_part_of_a_module_is_refused(source, flux_file, part, words, monkeypatch):
+def test_stages_of_a_module_whose_blocks_stay_together_are_refused(source, flux_file, monkeypatch):
     monkeypatch.setattr(table, "_IN_STAGES", frozenset())
-    with pytest.raises(RequestError, match=words):
+    part = ModelPart(stage_shares=(1.0, 1.0))
+    with pytest.raises(RequestError, match="blocks of Flux over devices; set pipefusion_degree to 1"):
         load(ModelSpec(str(flux_file), "comfyui", comfyui=source), CPU, part)
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
+import comfy_weight_files as files
 from comfy_modules import CASES, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.tensor_parallel import slices_of
+from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.formats.slices import slice_blocks
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.tokens.table import slices_layers
-from parallel_backend.requests import Placement
+from parallel_backend.requests import STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
+from tiny_flux import write_tiny_flux
 
 EXACT = 1e-5  # of the largest value
 SIZE = 2, 9, 7  # rows, and tokens that ranks do not divide
@@ -68,3 +73,60 @@ def test_every_class_that_can_be_sliced_gives_what_one_process_gives():
 @pytest.mark.parametrize("share", range(2))
 def test_slices_go_with_ulysses_ring_and_cfg(share):
     assert _wrong(WITH_OTHERS, _names()[share::2]) == {}
+
+
+def _answer(world, spec, strategy):
+    """(the answer of this rank's part of a file's model, bytes of the weights of its blocks)"""
+    layouts = Layouts(world)
+    model = load_under(spec, layouts, strategy)
+    args, kwargs = files.inputs()
+    with torch.inference_mode():
+        answer = make_module_forward(model, layouts, Placement(strategy))(
+            ModuleCall(args, kwargs, len(args[0]), STAY)
+        )
+    blocks = [p for name, p in model.module.named_parameters() if "_blocks." in name]
+    return answer, sum(getattr(p, "_qdata", p).nbytes for p in blocks)
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8", "float8_e4m3fn", "float8_e5m2", files.OLD])
+def test_a_file_is_sliced_in_its_own_format(tmp_path, form):
+    spec = files.spec(files.write(tmp_path / "flux.safetensors", form, hidden=256))
+    ((expected, whole),) = run_ranks(_answer, 1, spec, ParallelStrategy())
+    for answer, held in run_ranks(_answer, 2, spec, TENSOR):
+        assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
+        assert 0.49 < held / whole < 0.51  # norms are whole, and biases of what adds up are the first rank's
+
+
+def test_a_file_in_diffusers_key_layout_is_sliced_from_its_parts(tmp_path):
+    sizes = {"single_blocks": 2, "context_dim": files.CONTEXT, "pooled_dim": files.POOLED}
+    plain = files.spec(write_tiny_flux(tmp_path / "plain.safetensors", **sizes))
+    parts = files.spec(write_tiny_flux(tmp_path / "parts.safetensors", layout="diffusers", **sizes))
+    ((expected, _),) = run_ranks(_answer, 1, plain, ParallelStrategy())
+    for strategy in (TENSOR, TENSOR.replace(data_degree=2, shard_weights=True)):
+        for answer, _ in run_ranks(_answer, strategy.world_size, parts, strategy):
+            assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", ["int8 convrot", "mxfp8"])
+def test_weights_with_a_scale_for_each_part_are_refused(tmp_path, form):
+    spec = files.spec(files.write(tmp_path / "flux.safetensors", form))
+
+    def refused(world):
+        with pytest.raises(RequestError, match="quantised with a scale for each part") as error:
+            load_under(spec, Layouts(world), TENSOR)
+        return str(error.value)
+
+    assert all("Set tensor_degree to 1" in words for words in run_ranks(refused, 2))
+
+
+def test_blocks_with_layers_that_nobody_has_described_are_refused():
+    reference = Reference(*CASES["flux1"], SIZE)
+
+    def refused(world):
+        layouts = Layouts(world)
+        reference.model.module.double_blocks[0].gate = torch.nn.Linear(4, 4)
+        with pytest.raises(RequestError, match=r"DoubleStreamBlock.* layers gate are not known"):
+            _sliced(reference, layouts, TENSOR)
+        return True
+
+    assert run_ranks(refused, 2) == [True, True]
