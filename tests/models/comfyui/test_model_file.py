@@ -127,6 +127,27 @@ def test_each_rank_holds_the_whole_or_its_share(file):
     assert (mapped.own, mapped.mapped) == (0, file.tensor_bytes)
 
 
+def test_a_rank_that_slices_layers_holds_its_part_of_the_blocks_and_all_around(file):
+    dtypes, sliced = Dtypes.of("auto", file.dtype, on_cpu=False), ParallelStrategy(tensor_degree=2)
+    whole, half = (file.held_weights(dtypes, s, 0, on_cpu=False) for s in (ParallelStrategy(), sliced))
+    assert half.around == whole.around
+    assert half.own - half.around.own == pytest.approx((whole.own - whole.around.own) / 2, abs=8)
+    both = file.held_weights(dtypes, sliced.replace(cfg_degree=2, shard_weights=True), 0, on_cpu=False)
+    assert both.sharded and both.own == pytest.approx(half.own / 2, abs=8)
+    alone, shared = (
+        predict_memory(file, s, job(file, (1, 16, 5, 64, 64)))[0].activations
+        for s in (ParallelStrategy(), sliced)
+    )
+    assert alone / 2 < shared < alone
+
+
+def test_classes_that_are_not_described_and_packed_files_have_no_slices(file):
+    names = ("", "Flux", "LTXVModel", "UNetModel")
+    assert [replace(file, module=name).shape.splits_layers for name in names] == [True, True, False, False]
+    assert not replace(file, module="Flux", splits_tokens=False).shape.splits_layers
+    assert not replace(file, module="Flux", dtype="Q8_0").shape.splits_layers
+
+
 def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
     """Where the card does not multiply fp8 and halves fit."""
     stored = replace(file, dtype="float8_e4m3fn")

@@ -17,10 +17,12 @@ from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.formats.slices import slice_blocks
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.tokens.table import slices_layers
 from parallel_backend.requests import STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
+from tests.closed_forms.weights_traffic import tensor_bytes
 from tiny_flux import write_tiny_flux
 
 EXACT = 1e-5  # of the largest value
@@ -76,23 +78,26 @@ def test_slices_go_with_ulysses_ring_and_cfg(share):
 
 
 def _answer(world, spec, strategy):
-    """(the answer of this rank's part of a file's model, bytes of the weights of its blocks)"""
+    """(the answer of this rank's part of a file's model, bytes of the weights of its blocks, bytes sent)"""
     layouts = Layouts(world)
     model = load_under(spec, layouts, strategy)
     args, kwargs = files.inputs()
     with torch.inference_mode():
-        answer = make_module_forward(model, layouts, Placement(strategy))(
-            ModuleCall(args, kwargs, len(args[0]), STAY)
-        )
+        before = layouts.traffic.bytes_sent
+        forward = make_module_forward(model, layouts, Placement(strategy))
+        answer = forward(ModuleCall(args, kwargs, len(args[0]), STAY))
+        sent = layouts.traffic.bytes_sent - before
     blocks = [p for name, p in model.module.named_parameters() if "_blocks." in name]
-    return answer, sum(getattr(p, "_qdata", p).nbytes for p in blocks)
+    return answer, sum(getattr(p, "_qdata", p).nbytes for p in blocks), sent
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp8", "float8_e4m3fn", "float8_e5m2", files.OLD])
 def test_a_file_is_sliced_in_its_own_format(tmp_path, form):
-    spec = files.spec(files.write(tmp_path / "flux.safetensors", form, hidden=256))
-    ((expected, whole),) = run_ranks(_answer, 1, spec, ParallelStrategy())
-    for answer, held in run_ranks(_answer, 2, spec, TENSOR):
+    spec = files.spec(files.write(tmp_path / "flux.safetensors", form))
+    ((expected, whole, _),) = run_ranks(_answer, 1, spec, ParallelStrategy())
+    dims = inspect_flux(files.write(tmp_path / "plain.safetensors", "bf16")).dims
+    for rank, (answer, held, sent) in enumerate(run_ranks(_answer, 2, spec, TENSOR)):
+        assert sent == tensor_bytes(TENSOR, rank, dims, rows=2, text=7, image=15)
         assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
         assert 0.49 < held / whole < 0.51  # norms are whole, and biases of what adds up are the first rank's
 
@@ -101,9 +106,9 @@ def test_a_file_in_diffusers_key_layout_is_sliced_from_its_parts(tmp_path):
     sizes = {"single_blocks": 2, "context_dim": files.CONTEXT, "pooled_dim": files.POOLED}
     plain = files.spec(write_tiny_flux(tmp_path / "plain.safetensors", **sizes))
     parts = files.spec(write_tiny_flux(tmp_path / "parts.safetensors", layout="diffusers", **sizes))
-    ((expected, _),) = run_ranks(_answer, 1, plain, ParallelStrategy())
+    ((expected, *_),) = run_ranks(_answer, 1, plain, ParallelStrategy())
     for strategy in (TENSOR, TENSOR.replace(data_degree=2, shard_weights=True)):
-        for answer, _ in run_ranks(_answer, strategy.world_size, parts, strategy):
+        for answer, *_ in run_ranks(_answer, strategy.world_size, parts, strategy):
             assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
 
 
