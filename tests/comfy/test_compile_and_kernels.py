@@ -88,14 +88,16 @@ def test_torch_compile_model_compiles_where_the_blocks_are(comfy, unet, stock):
     assert said(comfy) > before  # one row to each rank is another version than two
 
 
-@pytest.mark.parametrize("by", ["its input", "a node before"])
-def test_blocks_of_any_model_compile_and_give_the_stock_latent(comfy, by):
+@pytest.mark.parametrize(
+    ("by", "axis"), [("its input", "ulysses"), ("a node before", "ulysses"), ("its input", "tensor")]
+)
+def test_blocks_of_any_model_compile_and_give_the_stock_latent(comfy, by, axis):
     graph = AnyGraph(comfy, "wan_t2v")
     stock = source = graph.stock()
     inputs = {"compile": "blocks"}
     if by == "a node before":
         source, inputs = [graph.add("TorchCompileModel", model=stock, backend="inductor"), 0], {}
-    ours = graph.add("ParallelModel", model=source, strategy=graph.strategy("cpu:2", ulysses=2), **inputs)
+    ours = graph.add("ParallelModel", model=source, strategy=graph.strategy("cpu:2", **{axis: 2}), **inputs)
     request, changes = graph.request(), {"steps": 2, "cfg": 3.0}
     sampled = graph.parallel_sampler([ours, 1], *request, **changes)
     expected = graph.ksampler(stock, *request, **changes)
