@@ -1,6 +1,6 @@
 """Nodes that reach into a network, before Parallel Model and behind it: the ranks compute what stock computes.
 
-Each of the 22 ways is one of `inject_ways/ways.py`, tried on Flux, Wan and a UNet over two devices.
+Each of the 23 ways is one of `inject_ways/ways.py`, tried on Flux, Wan and a UNet over two devices.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _jobs_done(packs) -> int:
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in lines)
 
 
-def test_there_are_22_ways(packs):
+def test_there_are_23_ways(packs):
     (way,) = (packs.client.object_info()["TestReach"]["input"]["required"][name] for name in ("way",))
     assert sorted(way[1]["options"]) == sorted(WAYS)
-    assert len(WAYS) == 22
+    assert len(WAYS) == 23
 
 
 @pytest.mark.parametrize("kind", SAMPLING)

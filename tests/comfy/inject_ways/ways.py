@@ -193,6 +193,13 @@ def new_parameter(model: ModelPatcher, network: nn.Module, place: Place) -> None
     setattr(layer, name, nn.Parameter(before.data.flip(0).clone(), requires_grad=False))
 
 
+def wrapper_of_a_weight(model: ModelPatcher, network: nn.Module, place: Place) -> None:
+    def wrapper(weight: Tensor) -> Tensor:
+        return 1.3 * weight + 0.1 * weight.flip(0)
+
+    model.add_weight_wrapper(f"diffusion_model.{place.weight}", wrapper)
+
+
 def number_of_a_module(model: ModelPatcher, network: nn.Module, place: Place) -> None:
     path, _, name = place.number.rpartition(".")
     _set(network.get_submodule(path), name, place.changed_to)
@@ -264,6 +271,7 @@ WAYS: dict[str, Callable[[ModelPatcher, nn.Module, Place], None]] = {
         object_patch_of_a_child,
         weight_in_place,
         new_parameter,
+        wrapper_of_a_weight,
         number_of_a_module,
         wrapper_of_the_network,
         wrapper_of_the_model,

@@ -184,6 +184,11 @@ def _load_slices(
     """`load_sharded`: None where each rank has its slices for itself."""
     from comfy.model_patcher import ModelPatcher
 
+    if wrapped := cuts & self.weight_wrapper_patches.keys():
+        raise RequestError(
+            f"A node puts a function of its own around {min(wrapped)}, of which each device has a part; set "
+            f"tensor_degree to 1."
+        )
     if load_sharded is None:
         return _outside_inference_mode(ModelPatcher, "load")(self, *args, **kwargs)
     if cuts & self.patches.keys():
