@@ -36,10 +36,10 @@ class ModelShape:
     """The facts of a model that rules need. `heads`: attention heads, 0 where nobody knows; `blocks`: all transformer
     blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_queries`: where
     they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns,
-    `splits_layers_unasked`: also where nobody asks for it; `pipelines`: its blocks can lie on different devices,
-    `tokens_in_stages`: and devices can share out the tokens of such a stage; `uneven_heads`: ranks of Ulysses may take
-    different numbers of heads; `sends_tokens`: two such ranks can send tokens before they are projected; `band_rows`:
-    what is shared out of an image are bands of its rows, each of as many of its latent or more; else 0."""
+    `splits_layers_unasked`: also where nobody asks for it; `pipelines`: its blocks can lie on different devices;
+    `uneven_heads`: ranks of Ulysses may take different numbers of heads; `sends_tokens`: two such ranks can send tokens
+    before they are projected; `band_rows`: what is shared out of an image are bands of its rows, each of as many of its
+    latent or more; else 0."""
 
     heads: int
     blocks: int
@@ -49,7 +49,6 @@ class ModelShape:
     splits_layers: bool = True
     splits_layers_unasked: bool = True
     pipelines: bool = True
-    tokens_in_stages: bool = True
     uneven_heads: bool = False
     sends_tokens: bool = False
     band_rows: int = 0
@@ -300,11 +299,10 @@ class ParallelStrategy:
                 f"valid settings are shard_weights and offload_weights off, or pipefusion_degree 1.",
                 ("pipefusion_degree", *switches),
             )
-        if self.sends_tokens and not (
-            model.sends_tokens and self.ulysses_degree == 2 and self.tensor_degree == 1
-        ):
+        whole_model = self.tensor_degree == self.pipefusion_degree == 1
+        if self.sends_tokens and not (model.sends_tokens and self.ulysses_degree == 2 and whole_model):
             yield (
-                f"sends_tokens: {model.name} has no layers for it, or devices are not two with whole layers each; the "
+                f"sends_tokens: {model.name} has no layers for it, or devices are not two with whole models each; the "
                 f"nearest valid setting is without it.",
                 ("sends_tokens",),
             )
@@ -335,16 +333,6 @@ class ParallelStrategy:
                 f"larger than a device.",
                 "pipefusion_degree",
             )
-        if self.pipefusion_degree > 1 and model.pipelines and not model.tokens_in_stages:
-            inputs = [name for name in ("ring_degree", "ulysses_degree") if getattr(self, name) > 1]
-            if inputs:
-                yield (
-                    f"pipefusion_degree {self.pipefusion_degree} with {' and '.join(inputs)}: devices do not share out "
-                    f"the tokens of a stage of {model.name}; the nearest valid settings are ring_degree 1 and "
-                    f"ulysses_degree 1 (cfg_degree and data_degree go with it), or pipefusion_degree 1.",
-                    "pipefusion_degree",
-                    *inputs,
-                )
         if self.tensor_degree > 1 and not model.splits_layers:
             yield (
                 f"tensor_degree {self.tensor_degree}: the layers of {model.name} cannot be split; the nearest valid "

@@ -193,12 +193,6 @@ ANY = ModelShape(4, 30, "wan.safetensors", splits_layers=False, pipelines=False,
             "the nearest valid setting is pipefusion_degree 1",
             {"pipefusion_degree"},
         ),
-        (
-            replace(ANY, pipelines=True, tokens_in_stages=False),
-            {"pipefusion_degree": 2, "cfg_degree": 2, "ulysses_degree": 2},
-            "with ulysses_degree: devices do not share out the tokens of a stage of wan.safetensors",
-            {"pipefusion_degree", "ulysses_degree"},
-        ),
         (ANY, {"tensor_degree": 2}, "setting is tensor_degree 1, with shard_weights", {"tensor_degree"}),
         (
             ModelShape(8, 0, "sdxl.safetensors", splits_tokens=False, splits_layers=False, pipelines=False),

@@ -17,7 +17,6 @@ from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
 from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
-from ..strategy import ParallelStrategy
 from .attention import queries
 from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
@@ -34,7 +33,7 @@ from .comm.collectives import all_gather
 from .comm.groups import Axis, Layout, Layouts
 from .comm.traffic_counter import Traffic
 from .load import notes_on_weights
-from .stages.stages import ModuleStages
+from .stages.stages import ALONE, ModuleStages
 from .stages.stale_keys import KeptKeys
 
 _SCALES = (
@@ -61,6 +60,10 @@ _WITHIN = (
     "tensor_degree; set tensor_degree to 1"
 )
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
+_STAGE_ALIKE = (
+    "the devices of a stage computed the same: with these inputs the model looks at whole images between its blocks, "
+    "so ulysses_degree and ring_degree shared out nothing"
+)
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
 # Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
@@ -72,24 +75,26 @@ Answer = Any
 def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
     """The forward of `model` under `placement`. Collective: all ranks call it together."""
     strategy, options = placement.strategy, placement.compute_options
+    name, in_stages = type(model.module).__name__, strategy.pipefusion_degree > 1
     if strategy.tensor_degree > 1 and not model.splits_layers:
         raise RequestError(
-            f"tensor_degree {strategy.tensor_degree}: the layers of {type(model.module).__name__} cannot be split; set "
-            f"it to 1. shard_weights can split the weights of any model."
+            f"tensor_degree {strategy.tensor_degree}: the layers of {name} cannot be split; set it to 1. shard_weights "
+            f"can split the weights of any model."
         )
-    if strategy.pipefusion_degree > 1:
-        _check_stages(model, strategy)
+    if in_stages and not has_stages(name):
+        raise RequestError(
+            f"pipefusion_degree {strategy.pipefusion_degree}: the blocks of {name} cannot be laid out over devices; "
+            f"set it to 1. data_degree, cfg_degree, ulysses_degree and ring_degree can split it."
+        )
     layout = layouts.get(strategy)
     forward = ModuleForward(model, layout, layouts.traffic)
-    if strategy.pipefusion_degree > 1:
-        forward.stages = ModuleStages(model, layout, layouts.traffic)
     forward.notes += notes_on_weights(layout)
     if placement.engine == "xfuser":
         _use_xfuser(forward, layouts)
     if options.attention != AUTO and forward.xfuser is None:
         forward.use_kernel(options.attention)
     forward.exchange_dtype = options.exchange_dtype
-    if layout.ring.size > 1:
+    if layout.ring.size > 1 and not in_stages:  # which gather keys in place of a ring
         kernel = kernel_for(model.device, model.compute_dtype, forward.wish, ring=True)
         forward.kernel = kernel.name
         forward.notes += kernel.notes
@@ -98,14 +103,12 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
                 f"the ring attends by {kernel.name} and not by {model.attention}, which ComfyUI chose: partial results "
                 f"merge by log-sum-exp, which that gives. Ulysses attends by {model.attention}."
             )
-    if options.compiles and forward.stages is not None:
-        forward.notes.append(
-            "blocks ran uncompiled: those of PipeFusion's stages do, in ComfyUI's own modules"
-        )
-    elif options.compiles:
+    if options.compiles:
         compiler, notes = start_compiler(model.device.type)
         forward.notes += notes or _uncompiled(forward, model)
         forward.compiler = compiler if forward.known_blocks else None
+    if in_stages:
+        forward.lay_out_stages()
     return forward
 
 
@@ -119,22 +122,6 @@ def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
         forward.add_note(f"engine xfuser fell back to native: {reason}")
     else:
         forward.xfuser = XfuserEngine(layout, model.compute_dtype, layouts.traffic, forward.add_note)
-
-
-def _check_stages(model: ModuleModel, strategy: ParallelStrategy) -> None:
-    """Raises RequestError for a model whose blocks cannot lie on several devices, or not under this strategy. What
-    strategies are checked by knows it before (strategy.py)."""
-    name = type(model.module).__name__
-    if not has_stages(name):
-        raise RequestError(
-            f"pipefusion_degree {strategy.pipefusion_degree}: the blocks of {name} cannot be laid out over devices; "
-            f"set it to 1. data_degree, cfg_degree, ulysses_degree and ring_degree can split it."
-        )
-    if strategy.sequence_degree > 1:
-        raise RequestError(
-            f"pipefusion_degree {strategy.pipefusion_degree}: the stages of {name} do not share out tokens; set "
-            f"ulysses_degree and ring_degree to 1."
-        )
 
 
 def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
@@ -239,7 +226,7 @@ class ModuleForward:
             described = call.tokens in (STAY, BLOCK, ATTENTION) and self.model.regions
             if cache is None or not described:
                 return self._answer(call)
-            self._blocks = self._blocks or self._block_calls()
+            self._blocks = self._blocks or self._block_calls(self.layout)
             if not (outputs := self._blocks.kept_outputs()):
                 return self._answer(call)
             key = (call.prompts, self.layout.strategy)
@@ -248,9 +235,18 @@ class ModuleForward:
             with cache.call(key, outputs, meeting) as cached:
                 return self._answer(call, cached)
 
+    def lay_out_stages(self) -> None:
+        """Has this rank compute one stage of the model (PipeFusion)."""
+        alone = replace(self.layout, sequence=ALONE, ring=ALONE, ulysses=ALONE)
+        calls = (self._block_calls(layout) for layout in (self.layout, alone))
+        self.stages = ModuleStages(self.model, self.layout, self.traffic, *calls)
+
     def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: KeptKeys | None) -> Answer:
         self.model.begin_call()
-        return self._by_rows(call, (self.layout.row,), partial(stages.whole, keys=keys))
+        answer = self._by_rows(call, (self.layout.row,), partial(stages.whole, keys=keys))
+        if self.layout.sequence.size > 1:
+            self._note_rounding() if stages.shares_tokens else self.add_note(_STAGE_ALIKE)
+        return answer
 
     def _leave_out_blocks(self) -> None:
         if self.model.byte_sharding is not None:
@@ -270,10 +266,10 @@ class ModuleForward:
             return self._by_rows(call, (self.layout.row,), partial(self._compute_queries, cached=cached))
         if call.tokens == BANDS:
             return self._by_rows(call, (self.layout.row,), self._compute_bands)
-        self._blocks = self._blocks or self._block_calls()
+        self._blocks = self._blocks or self._block_calls(self.layout)
         return self._by_rows(call, (self.layout.row,), partial(self._compute_shared_out, cached=cached))
 
-    def _block_calls(self) -> BlockCalls:
+    def _block_calls(self, layout: Layout) -> BlockCalls:
         if not self.model.regions:
             raise RequestError(
                 f"The tokens of {type(self.model.module).__name__} cannot be shared out: which arguments of its blocks "
@@ -282,7 +278,7 @@ class ModuleForward:
         run = as_it_is if self.compiler is None else self.compiler.run_whole
         uneven = partial(UnevenAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
         attention = uneven if self.xfuser is None else self.xfuser.attention
-        return BlockCalls(self.model, self.layout, self.traffic, run, attention)
+        return BlockCalls(self.model, layout, self.traffic, run, attention)
 
     def _by_rows(
         self, call: ModuleCall, axes: Sequence[Axis], compute: Callable[[ModuleCall], Answer]
@@ -371,10 +367,7 @@ class ModuleForward:
 
     def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
         assert self._blocks is not None, "they were made before the first collective"
-        if self.exchange_dtype != SAME and self.xfuser is None:
-            self.exact, self.rounds = False, True
-            name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
-            self.add_note(_ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
+        self._note_rounding()
         control = call.kwargs.get("control")
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
@@ -384,6 +377,12 @@ class ModuleForward:
         self._blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
         with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
             return self._compute(call)
+
+    def _note_rounding(self) -> None:
+        if self.exchange_dtype != SAME and self.xfuser is None:
+            self.exact, self.rounds = False, True
+            name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
+            self.add_note(_ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:

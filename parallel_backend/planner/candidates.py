@@ -69,8 +69,6 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
                 continue
             if pipe > 1 and not shape.pipelines:
                 continue
-            if pipe > 1 and ring * ulysses > 1 and not shape.tokens_in_stages:
-                continue
             if pipe > 1 and (tensor > 1 or pipe > family.block_count or ring * ulysses > job.image_tokens):
                 continue
             strategy = ParallelStrategy(data, cfg, pipe, ring, ulysses, tensor)

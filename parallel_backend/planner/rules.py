@@ -241,11 +241,6 @@ def _resolve_conflicts(plan: Plan) -> Plan:
         strategy = plan.strategy
         freed = getattr(strategy, name)
         ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
-        if strategy.pipefusion_degree > 1 and not shape.tokens_in_stages:  # there is no place for them
-            plan = plan.note(
-                f"{name} {freed} gains nothing: this request {why}. Set it to 1 to free devices."
-            )
-            continue
         if shape.splits_tokens:
             ulysses, ring = shape.split_sequence(strategy.sequence_degree * freed)
         moved = strategy.replace(**{name: 1}, ulysses_degree=ulysses, ring_degree=ring)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel_backend.layout import split_sizes
+from parallel_backend.layout import split_sizes, stage_blocks
 from parallel_backend.strategy import ParallelStrategy
+from tests.closed_forms.traffic import attention_elements
 
 
 @dataclass(frozen=True)
 class PipelineTraffic:
     """Payload bytes that rank `rank` sends, for `prompts` prompts of `batch` images each, of `text` + `image` tokens a
-    row. `latent_elements`: of one image; `element_size`: bytes of a number in the model."""
+    row. `latent_elements`: of one image; `layers`: of the whole model; `element_size`: bytes of a number in it.
+
+    Between the ranks of a stage Ulysses and Ring exchange what they do without stages (traffic.py), of whole images and
+    of each patch. What the first of them has for all stages' first ones goes to the others too.
+    """
 
     strategy: ParallelStrategy
     rank: int
@@ -21,12 +26,15 @@ class PipelineTraffic:
     image: int
     hidden: int
     latent_elements: int
+    layers: int
     element_size: int = 4
 
     def whole(self) -> int:
-        """One model call of whole images: tokens to the next stage, the answer from the last stage to all others, and
-        rows to the other pipelines."""
-        hop = (not self._is_last) * self._rows * (self.text + self.image) * self.hidden
+        """One model call of whole images: tokens to the next stage, those that leave the blocks to the others of the
+        stage, the answer from the last stage to all others, and rows to the other pipelines."""
+        tokens = self._tokens(self.text, self.image)
+        hop = (not self._is_last) * self._rows * tokens * self.hidden
+        hop += self._rows * (self._attention(self.text, self.image) + self._gathered(self.image))
         answer = self._is_last * (self._stages - 1) * self._rows * self.latent_elements
         gathered = (self.strategy.row_degree - 1) * max(self._row_sizes) * self.latent_elements
         return (hop + answer + gathered) * self.element_size
@@ -35,15 +43,17 @@ class PipelineTraffic:
         """One model call by patches: each patch's tokens onward, its answer back to the first stages, which gather all
         rows, and what the first sampler's model call sees to the other first stages."""
         patches = min(self.strategy.pipeline_patches, self.image)
-        # A patch without a token of a stream holds a stand-in.
-        tokens = sum(
-            max(1, size) for total in (self.text, self.image) for size in split_sizes(total, patches)
-        )
+        sizes = list(zip(split_sizes(self.text, patches), split_sizes(self.image, patches), strict=True))
+        tokens = sum(self._tokens(text, image) for text, image in sizes)
         hop = (not self._is_last) * self._rows * tokens * self.hidden
-        back = self._is_last * self._own_rows * self.latent_elements
+        hop += self._rows * sum(self._attention(text, image) for text, image in sizes)
+        hop += self._is_last * self._rows * sum(self._gathered(image) for _, image in sizes)
+        leads = self._index == 0  # among those of its stage
+        back = (leads and self._is_last) * self._own_rows * self.latent_elements
         others = self.strategy.row_degree - 1
-        gathered = (self._stage == 0) * others * max(self._row_sizes) * self.latent_elements
-        seen = (self.rank == 0) * others * self.batch * self.latent_elements
+        gathered = (leads and self._stage == 0) * others * max(self._row_sizes) * self.latent_elements
+        seen = (self.rank == 0) * others + (leads and self._stage == 0) * (self._ranks - 1)
+        seen *= self.batch * self.latent_elements
         return (hop + back + gathered) * self.element_size + seen * 4
 
     def around(self) -> int:
@@ -54,13 +64,42 @@ class PipelineTraffic:
             8 * self.latent_elements + 1 + 4 * self.batch * self.latent_elements
         )
 
+    def _tokens(self, text: int, image: int) -> int:
+        """Those of its share; one without a token of a stream holds a stand-in."""
+        return sum(max(1, split_sizes(total, self._ranks)[self._index]) for total in (text, image))
+
+    def _attention(self, text: int, image: int) -> int:
+        """Of one row, in all of its stage's blocks. Keys and values of a Ring are gathered, padded to the longest."""
+        split = [split_sizes(total, self._ranks) for total in (text, image)]
+        ulysses, ring = self.strategy.ulysses_degree, self.strategy.ring_degree
+        plain = self.strategy.replace(ring_degree=1)
+        lengths = tuple(map(sum, zip(*split, strict=True)))
+        member = self._index // ulysses
+        groups = [lengths[i * ulysses : (i + 1) * ulysses] for i in range(ring)]
+        own = attention_elements(((groups[member],),), (), self._index % ulysses, plain, self.hidden)
+        own += 2 * (ring - 1) * max(map(sum, groups)) * self.hidden // ulysses
+        return own * len(stage_blocks(self.layers, (1.0,) * self._stages)[self._stage])
+
+    def _gathered(self, image: int) -> int:
+        """Of one row, to the others of the stage."""
+        return (self._ranks - 1) * max(split_sizes(image, self._ranks)) * self.hidden
+
+    @property
+    def _ranks(self) -> int:
+        """Those of a stage that share out an image's tokens."""
+        return self.strategy.sequence_degree
+
+    @property
+    def _index(self) -> int:
+        return self.rank % self._ranks
+
     @property
     def _stages(self) -> int:
         return self.strategy.pipefusion_degree
 
     @property
     def _stage(self) -> int:
-        return self.rank % self._stages
+        return self.rank // self._ranks % self._stages
 
     @property
     def _is_last(self) -> bool:
@@ -72,7 +111,7 @@ class PipelineTraffic:
 
     @property
     def _own_rows(self) -> int:
-        return self._row_sizes[self.rank // self._stages]
+        return self._row_sizes[self.rank // (self._stages * self._ranks)]
 
     @property
     def _rows(self) -> int:

@@ -11,9 +11,9 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.engine.stages.owners import pack
-from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.engine.tensor_parallel import slices_of
+from parallel_backend.engine.tokens.block_tokens import Patch
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import BLOCK, STAY, ModuleCall, Placement

@@ -1,7 +1,6 @@
 """The rule "CFG, then Ulysses, then Ring", its reasons, and conflicts resolved so that no device idles."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -81,13 +80,11 @@ def test_data_degree_beyond_the_batch_moves_to_the_sequence():
 
 
 @pytest.mark.parametrize("useless", ["cfg_degree", "data_degree"])
-def test_beside_stages_whose_tokens_stay_together_a_degree_without_work_stays_and_is_mentioned(useless):
-    """Moved to the sequence it would be refused by the ranks, in the name of an input that the person left at 1."""
-    model = SimpleNamespace(shape=ModelShape(24, 8, splits_layers=False, tokens_in_stages=False))
+def test_a_degree_without_work_moves_to_the_sequence_within_stages_too(useless):
     strategy = ParallelStrategy(pipefusion_degree=2, **{useless: 2})
-    decision = resolve_strategy(StrategySettings("manual", "all", strategy), Job(model), _devices(4))
-    assert decision.strategy == strategy
-    assert f"{useless} 2 gains nothing: this request has" in decision.notes[0]
+    decision = resolve_strategy(StrategySettings("manual", "all", strategy), flux_job(), _devices(4))
+    assert decision.strategy == ParallelStrategy(pipefusion_degree=2, ulysses_degree=2)
+    assert f"so {useless} 2 would idle" in decision.notes[0]
 
 
 def test_idle_devices_are_mentioned():

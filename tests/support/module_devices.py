@@ -21,8 +21,8 @@ from dispatch_counter import DEVICE, counted, world_of_one_process
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
-from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
+from parallel_backend.engine.tokens.block_tokens import Patch
 from parallel_backend.models.comfyui import attention_router
 from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from .kernels import additive, attend_with_lse
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,18 @@ class Guides:
                     mask = mask[:, :, begin - part.begin : end - part.begin]
                 found.append((slice(begin - first, end - first), mask))
         return found
+
+    def attend_with_lse(
+        self, q: Tensor, first: int, key: Tensor, value: Tensor, keys: slice, kernel: str
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse) of queries, from number `first` on, over keys of these numbers."""
+        found = []
+        for own, mask in self.of_queries(first, q.shape[2]):
+            queries = q[:, :, own]
+            if mask is not None:
+                mask = additive(mask[..., keys], q.dtype).expand(-1, -1, queries.shape[2], -1)
+            found.append(attend_with_lse(queries, key, value, mask, kernel))
+        if not found:  # a group without tokens
+            return attend_with_lse(q, key, value, None, kernel)
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -21,6 +21,9 @@ _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options: a
 TORCH = "torch"  # its own scaled_dot_product_attention
 HALVES = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)
+# Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
+# part.
+_MASKED = -1e30
 WithLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -130,6 +133,15 @@ def attend_with_lse(
         bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)
     return out, lse[..., : query.shape[2]].float()  # some kernels pad their rows
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B or 1, H or 1, S_q or 1, S_k], added to the scores, from the masks that ComfyUI's functions take."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, _MASKED)
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0 if mask.ndim == 2 else 1)
+    return mask.float().clamp(min=max(_MASKED, torch.finfo(dtype).min)).to(dtype)
 
 
 def _takes_flash_operator(query: Tensor) -> bool:

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,10 @@ from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .head_groups import by_rank_view, head_count, head_groups, is_even, one_each, sharing_heads
 from .kernel_choice import kernel_for
-from .kernels import HALVES, HEAD_DIM, attend_with_lse, merge
+from .kernels import HALVES, HEAD_DIM, additive, attend_with_lse, merge
 from .projections import PairedProjections
 
 Attend = Callable[..., Tensor]
-# Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
-# part.
-_MASKED = -1e30
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,19 @@ class Asked:
     others: dict[str, Any]
 
 
+class NewestKeys(Protocol):
+    """Keys and values beyond those of this call's tokens (engine/stages/stale_keys.py)."""
+
+    def meet_mask(self) -> None: ...
+    def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]: ...
+
+
 class UnevenAttention:
     """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
     whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names; `wish`: the
     kernel over a ring, one of options.ATTENTION_KERNELS that the rank has; `exchange_dtype`: of what ranks send each
-    other, one of options.EXCHANGE_DTYPES."""
+    other, one of options.EXCHANGE_DTYPES; `kept`: of a PipeFusion stage. It has keys of all tokens, so over a ring
+    those of a call's own tokens are gathered and no partial results merge: of a patch that sends least."""
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class UnevenAttention:
         guides: Guides | None = None,
         wish: str = "auto",
         exchange_dtype: str = SAME,
+        kept: NewestKeys | None = None,
     ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
         self._groups = layout.strategy.head_groups
@@ -72,6 +78,7 @@ class UnevenAttention:
         self._block = block
         self._guides = guides
         self._wish, self._rounds = wish, exchange_dtype == ROUNDED
+        self._kept = kept
         self.calls = 0
         self.projections: PairedProjections | None = None  # of the block's first attention, until that comes
 
@@ -123,10 +130,12 @@ class UnevenAttention:
             key, value = self.to_heads(
                 (k, v), (sharing_heads(q_heads, group),) * 2, self.group_lengths(asked.keys)
             )()
+            key, value = self._newest(key, value, asked)
             out = self._of_heads(original, q[:, mine], *one_each(key, value, mine, group), asked)
             by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
             return by_head.transpose(0, 1)
         if size == 1:
+            k, v = self._newest(k, v, asked)
             return self._of_heads(original, q, *one_each(k, v, mine, group), asked)
         # While one group of heads is attended to, the next one is on its way here and the last one on its way back.
         groups = head_groups(shares, self._groups, group)
@@ -142,6 +151,7 @@ class UnevenAttention:
             if number < len(groups):
                 arriving = send(groups[number])
             query, key, value = arrived()
+            key, value = self._newest(key, value, asked)
             of_group, mask = asked, asked.mask
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 of_group = replace(asked, mask=mask[:, own.start - mine.start : own.stop - mine.start])
@@ -152,20 +162,43 @@ class UnevenAttention:
             arrive(whole)
         return whole.transpose(1, 2)
 
+    def _newest(self, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+        """What a stage attends to: keys and values of all tokens. Elsewhere k and v as they are."""
+        if self._kept is None:
+            return k, v
+        if asked.mask is not None or asked.guides is not None:
+            self._kept.meet_mask()
+        if self._ring.size > 1:
+            pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
+            pairs = all_gather(pairs, self._ring_lengths(asked.keys), self._ring, self._tokens.traffic)
+            k, v = (pairs[:, n].permute(1, 2, 0, 3) for n in range(2))
+        return self._kept.newest(k, v, asked.keys)
+
     def _of_heads(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, h, S, D] of some heads' tokens: all of this rank's Ulysses group."""
-        if self._ring.size > 1 and q.shape[1]:  # without tokens too: the others wait for the ring
+        is_passed_on = self._ring.size > 1 and self._kept is None
+        if is_passed_on and q.shape[1]:  # without tokens too: the others wait for the ring
             return self._over_ring(q, k, v, asked)
         if not q.numel():
             return q.new_empty(*q.shape[:3], v.shape[3])
         whole = asked.others | {"skip_reshape": True, "skip_output_reshape": True}
+        mask, first = self._of_queries(asked)
         if asked.guides is None:
-            return original(q, k, v, q.shape[1], mask=asked.mask, **whole)
+            return original(q, k, v, q.shape[1], mask=mask, **whole)
         whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
-        parts = asked.guides.of_queries(0, q.shape[2])
+        parts = asked.guides.of_queries(first, q.shape[2])
         return torch.cat(
             [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
         )
+
+    def _of_queries(self, asked: Asked) -> tuple[Tensor | None, int]:
+        """(the mask of this Ulysses group's queries, the number of their first one)."""
+        mask, own = asked.mask, slice(0, None)
+        if asked.queries is not None:
+            own = slice_of(self._ring_lengths(asked.queries), self._ring.index)
+            if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+                mask = mask[..., own, :]
+        return mask, own.start
 
     def _send(
         self, q: Tensor, k: Tensor, v: Tensor, group: int, queries: str, keys: str, heads: list[slice]
@@ -286,15 +319,13 @@ class UnevenAttention:
 
     def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, h, s, D] of this group's tokens over the keys and values of all groups."""
-        scale, mask, guides = asked.others.get("scale"), asked.mask, asked.guides
+        scale, guides = asked.others.get("scale"), asked.guides
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
         sizes, index = self._ring_lengths(asked.keys), self._ring.index
+        mask, first = self._of_queries(asked)
         if mask is not None:
-            mask = _additive(mask, q.dtype)
-            if asked.queries is not None and mask.shape[2] > 1:
-                mask = mask[:, :, slice_of(self._ring_lengths(asked.queries), index)]
-            mask = mask.expand(-1, -1, q.shape[2], -1)
+            mask = additive(mask, q.dtype).expand(-1, -1, q.shape[2], -1)
         pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
         rounds = self._rounds and pairs.shape[-1] >= LEAST_CHANNELS
         shares = ring_shares(pack(pairs) if rounds else pairs, sizes, self._ring, self._tokens.traffic)
@@ -309,7 +340,7 @@ class UnevenAttention:
                 key, value = (known[:, n].permute(1, 2, 0, 3) for n in range(2))
                 own = slice_of(sizes, (index - hop) % len(sizes))
                 if guides is not None:
-                    yield _guided(guides, q, slice_of(sizes, index).start, key, value, own, kernel)
+                    yield guides.attend_with_lse(q, first, key, value, own, kernel)
                     continue
                 part = None if mask is None else mask[..., own]
                 yield attend_with_lse(q, key, value, part, kernel)
@@ -358,31 +389,6 @@ class UnevenAttention:
         return self._tokens.own(tensor, stream, 2)
 
 
-def _guided(
-    guides: Guides, q: Tensor, first: int, key: Tensor, value: Tensor, keys: slice, kernel: str
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries, from number `first` on, over keys of these numbers."""
-    found = []
-    for own, mask in guides.of_queries(first, q.shape[2]):
-        queries = q[:, :, own]
-        if mask is not None:
-            mask = _additive(mask[..., keys], q.dtype).expand(-1, -1, queries.shape[2], -1)
-        found.append(attend_with_lse(queries, key, value, mask, kernel))
-    if not found:  # a group without tokens
-        return attend_with_lse(q, key, value, None, kernel)
-    outs, lses = zip(*found, strict=True)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
-
-
 def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:
     """(queries', keys')."""
     return attends if isinstance(attends, tuple) else (attends, attends)
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B or 1, H or 1, S_q or 1, S_k], added to the scores, from the masks that ComfyUI's functions take."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, _MASKED)
-    while mask.ndim < 4:
-        mask = mask.unsqueeze(0 if mask.ndim == 2 else 1)
-    return mask.float().clamp(min=max(_MASKED, torch.finfo(dtype).min)).to(dtype)

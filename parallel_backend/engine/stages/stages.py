@@ -3,13 +3,15 @@
 Blocks of other stages hand on what they get; the first own one takes what the stage before sent, and behind the last
 own one tokens are sent on. So a stage computes its blocks, and everything around blocks as every other stage does; but
 what other lists of blocks compute before these (refiners) the first stage alone has a use for.
+
+The ranks of a stage share out the tokens of an image, or of a patch, as far as these stay apart between blocks. What
+each of them then has goes to the rank of the next stage that has the same place among its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -21,16 +23,17 @@ from ...layout import stage_blocks
 from ...models.base import ModuleModel
 from ...models.tokens.regions import LAST_BLOCK, Tokens
 from ...requests import STAY, ModuleCall
-from ..blocks.block_calls import as_it_is, cut_arguments
+from ..blocks.block_calls import BlockCalls, cut_arguments
 from ..comm.collectives import broadcast
 from ..comm.groups import Axis, Layout
 from ..comm.traffic_counter import Traffic
-from ..tokens.block_tokens import BlockTokens, LastTokens
+from ..tokens.block_tokens import BlockTokens, LastTokens, Patch
 from ..tokens.region_blocks import Block, blocks_of, tokens_of
 from .owners import pack, unpack
 from .p2p import P2PChannel, PendingRecv
-from .stale_keys import KeptKeys
+from .stale_keys import NO_KEYS, KeptKeys
 
+ALONE = Axis((0,), 0, None)  # a rank, for what each computes alike
 _MARKS = 4  # at which a layer of low precision gives twice the same by chance once in ten billion elements
 
 
@@ -38,20 +41,21 @@ class _Left(Exception):
     """A patch has been sent on; what the module still would compute is another stage's."""
 
 
-@dataclass(frozen=True)
-class Patch:
-    """Number `number` of `count` patches of an image's tokens."""
-
-    number: int
-    count: int
-
-
 class ModuleStages:
     """This rank's stage of `model`. Raises RequestError where this version of the module has other blocks than its
-    table says."""
+    table says. `calls`: of its blocks, over the ranks of the stage; `calls_alone`: on this rank alone."""
 
-    def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        model: ModuleModel,
+        layout: Layout,
+        traffic: Traffic,
+        calls: BlockCalls,
+        calls_alone: BlockCalls,
+    ) -> None:
         self._model = model
+        self._calls, self._calls_alone = calls, calls_alone
+        self._sequence, self._shares = layout.sequence, layout.sequence_shares
         self._region = model.regions[-1]
         self._blocks = blocks_of(model.module, self._region)
         self._refiners = [blocks_of(model.module, region) for region in model.regions[:-1]]
@@ -63,6 +67,9 @@ class ModuleStages:
         self._back = P2PChannel(layout.return_group, traffic)
         self.tokens = 0  # of an image in the last whole call
         self._like: Any = None  # the answer to that, in the module's own form
+        self.shares_tokens = (
+            True  # whether the ranks of this stage had their shares of the last call's tokens
+        )
 
     def _leaving_tokens(self) -> Tokens:
         """Of the image."""
@@ -174,14 +181,14 @@ class ModuleStages:
 
     def _marked(self, call: ModuleCall, patch: Patch | None, mark: int, keys: KeptKeys) -> Tensor:
         """One row of the answer if all tokens left the blocks alike, and those of a patch with another value."""
-        cut = None if patch is None else self._cut_into(patch, keys)
+        cut = None if patch is None else self._tokens_of(patch, keys, ALONE)
 
         def marked(tokens: Tensor) -> Tensor:
             plain = torch.empty_like(tokens)
             plain[:] = _values(0, tokens)
             if cut is None:
                 return plain
-            own = cut.spread(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
+            own = cut.gather(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
             return torch.where(own > 0, _values(mark, tokens), plain)
 
         def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -216,30 +223,34 @@ class ModuleStages:
 
         return last.module.register_forward_hook(given).remove
 
-    def _cut_into(self, patch: Patch, keys: KeptKeys) -> BlockTokens:
-        """Patches are to tokens what ranks are that share them: a run of each stream. Where text goes before the image
-        in its stream, each prompt's image is cut at the same places: as the last tokens of the longest."""
-        if keys.among:
-            return LastTokens(_axis(patch), (), self._traffic, among=keys.among)
-        return BlockTokens(_axis(patch), (), self._traffic)
+    def _tokens_of(self, patch: Patch | None, keys: KeptKeys | None, axis: Axis) -> BlockTokens:
+        """Those of a patch, or of whole images, over the ranks of `axis`. Where text goes before the image in its
+        stream, each prompt's image is cut into patches at the same places: as the last tokens of the longest."""
+        weights = self._shares if axis.size > 1 else ()
+        if patch is not None and keys is not None and keys.among:
+            return LastTokens(axis, weights, self._traffic, patch, among=keys.among)
+        return BlockTokens(axis, weights, self._traffic, patch)
 
     @contextmanager
     def _running(self, call: ModuleCall, patch: Patch | None, keys: KeptKeys | None) -> Iterator[None]:
         """Inside, a call of the module computes this stage's blocks."""
-        tokens = None if patch is None or keys is None else self._cut_into(patch, keys)
+        stay = call.tokens == STAY and call.kwargs.get("control") is None
+        self.shares_tokens = stay
+        cuts = stay and (keys is not None or self._sequence.size > 1)
+        tokens = self._tokens_of(patch, keys, self._sequence) if cuts else None
 
         def leave(left: Tensor) -> Tensor:
             if tokens is not None:
-                return tokens.spread(left, self._leaves)
-            self.tokens = left.shape[self._leaves.dim :][: self._leaves.over].numel()
+                left = tokens.gather(left, self._leaves)
+            if patch is None:
+                self.tokens = left.shape[self._leaves.dim :][: self._leaves.over].numel()
             return left
 
         with ExitStack() as restore:
             for number, block in enumerate(self._blocks):
                 block.module.forward = self._forward_of(number, block, call, tokens, keys)
                 restore.callback(block.module.__dict__.pop, "forward")
-            refines = self.is_first and bool(self._refiners)
-            last = self._last_tokens(patch, call, keys) if refines and patch is not None else None
+            last = self._refined_tokens(patch, call, keys) if self.is_first and cuts else None
             for region, blocks in enumerate(self._refiners):
                 for number, block in enumerate(blocks):
                     block.module.forward = self._refiner_of((region, number), block, call, last, keys)
@@ -251,7 +262,8 @@ class ModuleStages:
         self, number: int, block: Block, call: ModuleCall, tokens: BlockTokens | None, keys: KeptKeys | None
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if number == 0 and tokens is None and keys is not None:  # on every stage
+            is_whole = tokens is None or tokens.patch is None
+            if number == 0 and is_whole and keys is not None:  # on every stage
                 keys.counts[call.prompts] = block.image_tokens(args, kwargs)
             if tokens is not None:
                 args, kwargs = cut_arguments(block, tokens, args, kwargs)
@@ -259,7 +271,7 @@ class ModuleStages:
                 leaving = block.carried(args, kwargs)
                 for tensor in leaving:
                     self._onward.send(tensor, self._pipe.index + 1)
-                if tokens is not None:
+                if not is_whole:
                     raise _Left
                 # What lies between blocks may write into tokens (a ControlNet's residuals), and these are on their way.
                 args, kwargs = block.with_carried([tensor.clone() for tensor in leaving], args, kwargs)
@@ -267,22 +279,12 @@ class ModuleStages:
                 return block.handed_on(args, kwargs)
             if number == self._own.start and not self.is_first:
                 args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
-            return self._run(block, (call.prompts, number), tokens, keys, args, kwargs)
+            if tokens is None:
+                return self._calls.run_whole(block, args, kwargs)
+            kept = NO_KEYS if keys is None else keys.of_block((call.prompts, number), tokens)
+            return self._calls.run(block, tokens, args, kwargs, kept)
 
         return forward
-
-    def _run(
-        self,
-        block: Block,
-        place: Hashable,
-        tokens: BlockTokens | None,
-        keys: KeptKeys | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        attention = None if keys is None else keys.attention(place, block.kind, tokens)
-        with nullcontext() if attention is None else self._model.attention_by(attention):
-            return as_it_is(block.module, args, kwargs)
 
     def _refiner_of(
         self,
@@ -292,38 +294,34 @@ class ModuleStages:
         tokens: BlockTokens | None,
         keys: KeptKeys | None,
     ) -> Callable[..., Any]:
-        """Of a list before those of the stages. `place`: the number of its region, and its own there. Patches go
-        through the first region; others (of references) are small."""
+        """Of a list before those of the stages, which each rank of the first stage computes. `place`: the number of its
+        region, and its own there. Patches go through the first region; others (of references) are small."""
         region, number = place
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.is_first:
                 return block.handed_on(args, kwargs)
-            if region > 0:
-                return as_it_is(block.module, args, kwargs)
-            if tokens is not None:
-                args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            out = self._run(block, (call.prompts, "refiner", number), tokens, keys, args, kwargs)
-            if tokens is None or not block.is_last:
-                return out
-            return tokens.spread(out, block.image[1])
+            if region > 0 or tokens is None or keys is None:
+                return self._calls_alone.run_whole(block, args, kwargs)
+            args, kwargs = cut_arguments(block, tokens, args, kwargs)
+            kept = keys.of_block((call.prompts, "refiner", number), tokens)
+            out = self._calls_alone.run(block, tokens, args, kwargs, kept)
+            return tokens.gather(out, block.image[1]) if block.is_last else out
 
         return forward
 
-    def _last_tokens(self, patch: Patch, call: ModuleCall, keys: KeptKeys | None) -> BlockTokens:
+    def _refined_tokens(self, patch: Patch | None, call: ModuleCall, keys: KeptKeys | None) -> BlockTokens:
         """A refiner's tokens are the last of the image's stream, as the self-test finds."""
-        assert keys is not None, "whole images left them"
-        return LastTokens(_axis(patch), (), self._traffic, among=keys.among or keys.counts[call.prompts])
+        if patch is None or keys is None:
+            return BlockTokens(ALONE, (), self._traffic)
+        among = keys.among or keys.counts[call.prompts]
+        return LastTokens(ALONE, (), self._traffic, patch, among=among)
 
     def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
         """What the stage before sent, in tensors of these forms."""
         empty = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in like]
         coming = [self._onward.receive(one, self._pipe.index - 1) for one in empty]
         return [one.taken() for one in coming]
-
-
-def _axis(patch: Patch) -> Axis:
-    return Axis(tuple(range(patch.count)), patch.number, None)
 
 
 def _values(mark: int, like: Tensor) -> Tensor:

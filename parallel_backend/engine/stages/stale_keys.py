@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Hashable
 
+import torch
 from torch import Tensor
 
-from ...models.base import AttentionCall
-from ...models.tokens.regions import Blocks, Guided
 from ..tokens.block_tokens import BlockTokens
-
-Attend = Callable[..., Tensor]
 
 
 class KeptKeys:
-    """The newest keys and values of all tokens of one job's rows, of each call of attention in this stage's blocks.
+    """The newest keys and values of all tokens of one job's rows, of each call of attention in this stage's blocks, for
+    this rank's heads.
 
     `counts`: by whose rows, the tokens of the stream that has the image's."""
 
     def __init__(self) -> None:
         self.counts: dict[Hashable, int] = {}
-        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self.masked = False  # whether attention had a mask, whose form for a patch nobody knows
+        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @property
     def among(self) -> int:
@@ -31,42 +28,50 @@ class KeptKeys:
         counts = set(self.counts.values())
         return max(counts) if len(counts) > 1 else 0
 
-    def attention(self, place: Hashable, kind: Blocks, tokens: BlockTokens | None) -> AttentionCall:
-        """Of one call of a block. `place`: whose rows in which block; `tokens`: of a patch, whose keys and values
-        replace the older ones; None for whole images, whose keys and values are all kept."""
-        streams: Iterator[Any] = iter(kind.attends)
-        calls = 0
+    def of_block(self, place: Hashable, tokens: BlockTokens) -> BlockKeys:
+        """Those of one call of a block. `place`: whose rows in which block; `tokens`: of a patch, whose keys and values
+        replace the older ones, or of whole images, whose keys and values are all kept."""
+        return BlockKeys(self, place, tokens)
 
-        def attend(
-            original: Attend,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            *args: Any,
-            skip_reshape: bool = False,
-            **others: Any,
-        ) -> Tensor:
-            nonlocal calls
-            attends = next(streams, None)
-            stream = attends[1] if isinstance(attends, tuple) else attends
-            if isinstance(stream, Guided):  # with guides there is a mask
-                stream = stream.stream
-            if stream is not None:
-                self.masked |= any(isinstance(arg, Tensor) for arg in (*args, others.get("mask")))
-                k, v = self._recall((place, calls), k, v, 2 if skip_reshape else 1, stream, tokens)
-                calls += 1
-            return original(q, k, v, *args, skip_reshape=skip_reshape, **others)
+    def put(self, place: Hashable, k: Tensor, v: Tensor, numbers: Tensor, *, whole: bool) -> None:
+        """Takes the keys and values [B, h, s, D] of the tokens with these numbers. `whole`: they are all."""
+        if whole:
+            self._held[place] = torch.empty_like(k), torch.empty_like(v)
+        for held, new in zip(self._held[place], (k, v), strict=True):
+            held.index_copy_(2, numbers, new)
 
-        return attend
+    def get(self, place: Hashable) -> tuple[Tensor, Tensor]:
+        """All keys and values, in the order of their tokens."""
+        return self._held[place]
 
-    def _recall(
-        self, place: Hashable, k: Tensor, v: Tensor, dim: int, stream: str, tokens: BlockTokens | None
-    ) -> tuple[Tensor, Tensor]:
-        """What to attend to. `dim`: of the tokens."""
-        if tokens is None:
-            self._held[place] = k.clone(), v.clone()  # they may be parts of something larger
-            return k, v
-        held = self._held[place]
-        for whole, new in zip(held, (k, v), strict=True):
-            tokens.put(new, stream, dim, whole)
-        return held
+
+class NoKeys:
+    """In place of BlockKeys where no patches follow."""
+
+    def meet_mask(self) -> None: ...
+
+    def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+NO_KEYS = NoKeys()
+
+
+class BlockKeys:
+    """What attention in one call of a block asks (engine/attention/sequence.py), call by call in the same order."""
+
+    def __init__(self, keys: KeptKeys, place: Hashable, tokens: BlockTokens) -> None:
+        self._keys, self._place, self._tokens = keys, place, tokens
+        self._calls = 0
+
+    def meet_mask(self) -> None:
+        """Notes that attention has a mask here."""
+        self._keys.masked = True
+
+    def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]:
+        """What to attend to, from keys and values [B, h, S, D] as an exchange brings them. Of whole images they come
+        back as they are."""
+        place, whole = (self._place, self._calls), self._tokens.patch is None
+        self._calls += 1
+        self._keys.put(place, k, v, self._tokens.order(stream, k.device), whole=whole)
+        return (k, v) if whole else self._keys.get(place)

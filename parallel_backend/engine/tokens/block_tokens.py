@@ -23,10 +23,18 @@ from ..comm.groups import Axis
 from ..comm.traffic_counter import Traffic
 
 
+@dataclass(frozen=True)
+class Patch:
+    """Number `number` of `count` patches of an image's tokens."""
+
+    number: int
+    count: int
+
+
 @dataclass
 class BlockTokens:
     """The tokens of each stream in one pass through blocks. `axis`: the ranks that share them; `weights`: how much each
-    takes, empty for equal shares.
+    takes, empty for equal shares; `patch`: they share the tokens of this one alone, a run of each stream.
 
     `counts`: tokens of each stream, learnt from the first tensors that are cut; `shapes`: of the streams whose tokens
     take several dims.
@@ -35,6 +43,7 @@ class BlockTokens:
     axis: Axis
     weights: tuple[float, ...]
     traffic: Traffic
+    patch: Patch | None = None
     counts: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     # What was cut already, by id; the value is kept, so that its id stays its own.
@@ -45,7 +54,8 @@ class BlockTokens:
 
     def lengths(self, stream: str) -> tuple[int, ...]:
         """Tokens of `stream` on each rank of the axis."""
-        each = [self._sizes(self.counts[name]) for name in self._names(stream)]
+        bounds = [self._bounds(self.counts[name]) for name in self._names(stream)]
+        each = ([end - begin for begin, end in pairwise(of_name)] for of_name in bounds)
         return tuple(map(sum, zip(*each, strict=True)))
 
     def held(self, stream: str) -> int:
@@ -55,9 +65,10 @@ class BlockTokens:
     def pieces(self, stream: str, index: int | None = None) -> list[slice]:
         """Where the tokens of a rank, this one by default, lie in a whole tensor of `stream`."""
         found, offset = [], 0
+        rank = self.axis.index if index is None else index
         for name in self._names(stream):
-            own = slice_of(self._sizes(self.counts[name]), self.axis.index if index is None else index)
-            found.append(slice(offset + own.start, offset + own.stop))
+            bounds = self._bounds(self.counts[name])
+            found.append(slice(offset + bounds[rank], offset + bounds[rank + 1]))
             offset += self.counts[name]
         return found
 
@@ -79,7 +90,7 @@ class BlockTokens:
         return torch.cat([part if part.shape[dim] else stand_in for part in parts], dim)
 
     def order(self, stream: str, device: torch.device) -> Tensor:
-        """The numbers of all tokens of `stream`, rank by rank as an exchange brings them."""
+        """The numbers of the tokens of `stream`, rank by rank as an exchange brings them."""
         pieces = (piece for rank in range(self.axis.size) for piece in self.pieces(stream, rank))
         return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
 
@@ -117,7 +128,7 @@ class BlockTokens:
         return self._cuts[key][1]
 
     def gather(self, value: Tensor, argument: Tokens) -> Tensor:
-        """The whole tensor, from the ranks' shares. Collective."""
+        """The whole tensor, from the ranks' shares, with 0 for tokens of other patches. Collective."""
         stream, dim = argument.stream, argument.dim % value.ndim
         several = stream in self.shapes and value.ndim > dim + argument.over
         if several:
@@ -127,30 +138,12 @@ class BlockTokens:
                 f"A block gave {value.shape[dim]} tokens of {stream} where {self.held(stream)} belong to this "
                 f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
             )
-        if self.axis.size > 1:
-            mine = self.own(value, stream, dim).movedim(dim, 0)
-            shares = all_gather(mine, self.lengths(stream), self.axis, self.traffic)
+        if self.axis.size > 1 or self.patch is not None:
+            shares = self.own(value, stream, dim).movedim(dim, 0)
+            if self.axis.size > 1:
+                shares = all_gather(shares, self.lengths(stream), self.axis, self.traffic)
             value = self._in_order(shares, stream).movedim(0, dim).contiguous()
         return value.unflatten(dim, self.shapes[stream]) if several else value
-
-    def spread(self, value: Tensor, argument: Tokens) -> Tensor:
-        """The whole tensor with this rank's tokens in their places, and 0 in those of others."""
-        stream, dim = argument.stream, argument.dim % value.ndim
-        several = stream in self.shapes and value.ndim > dim + argument.over
-        if several:
-            value = value.flatten(dim, dim + argument.over - 1)
-        whole = value.new_zeros(
-            [self.total(stream) if n == dim else size for n, size in enumerate(value.shape)]
-        )
-        self.put(value, stream, dim, whole)
-        return whole.unflatten(dim, self.shapes[stream]) if several else whole
-
-    def put(self, value: Tensor, stream: str, dim: int, whole: Tensor) -> None:
-        """Writes this rank's tokens, of what it holds, to their places in a whole tensor of `stream`."""
-        pieces = self.pieces(stream)
-        parts = self.own(value, stream, dim).split([piece.stop - piece.start for piece in pieces], dim)
-        for piece, part in zip(pieces, parts, strict=True):
-            whole.narrow(dim, piece.start, piece.stop - piece.start).copy_(part)
 
     def cut_residuals(self, control: dict[str, Any], stream: str) -> None:
         """Cuts, in its lists, what a ControlNet adds after blocks: [B, n, C] to the first n tokens of `stream`."""
@@ -170,8 +163,13 @@ class BlockTokens:
             offset += self.counts[name]
         return found
 
-    def _sizes(self, total: int) -> tuple[int, ...]:
-        return split_sizes(total, self.axis.size, self.weights)
+    def _bounds(self, total: int) -> tuple[int, ...]:
+        """The number of each rank's first token of a stream, and the one behind the last rank's last."""
+        run = slice(0, total)
+        if self.patch is not None:
+            run = slice_of(split_sizes(total, self.patch.count), self.patch.number)
+        sizes = split_sizes(run.stop - run.start, self.axis.size, self.weights)
+        return tuple(accumulate(sizes, initial=run.start))
 
     def _is_share(self, value: Any, argument: Argument) -> bool:
         if not isinstance(value, Tensor) or not isinstance(argument, Tokens):
@@ -224,7 +222,7 @@ class BlockTokens:
         if argument.ndim not in (None, value.ndim):
             return value
         stream, dim = argument.stream, argument.dim % value.ndim
-        several = argument.over > 1 and value.ndim > dim + argument.over
+        given, several = value, argument.over > 1 and value.ndim > dim + argument.over
         if several:
             self.shapes.setdefault(stream, value.shape[dim : dim + argument.over])
             value = value.flatten(dim, dim + argument.over - 1)
@@ -238,6 +236,8 @@ class BlockTokens:
         if size == 1 and total > 1:  # the same for all tokens
             return value
         if size == total:
+            if self.axis.size == 1 and self.patch is None:
+                return given
             out = torch.cat(
                 [value[(slice(None),) * dim + (piece,)] for piece in pieces or self._held(stream)], dim
             )
@@ -254,9 +254,9 @@ class BlockTokens:
     def _in_order(self, shares: Tensor, stream: str) -> Tensor:
         """[S, …] with the tokens in the order of a whole tensor, from the ranks' shares one after the other."""
         names = self._names(stream)
-        if len(names) == 1:
+        if len(names) == 1 and self.patch is None:
             return shares
-        whole, begin = torch.empty_like(shares), 0
+        whole, begin = shares.new_zeros(self.total(stream), *shares.shape[1:]), 0
         for rank in range(self.axis.size):
             for piece in self.pieces(stream, rank):
                 size = piece.stop - piece.start
@@ -282,7 +282,5 @@ class LastTokens(BlockTokens):
 
     among: int = 0
 
-    def _sizes(self, total: int) -> tuple[int, ...]:
-        ends = accumulate(super()._sizes(self.among))
-        places = [max(end - (self.among - total), 0) for end in ends]
-        return tuple(end - begin for begin, end in pairwise((0, *places)))
+    def _bounds(self, total: int) -> tuple[int, ...]:
+        return tuple(max(bound - (self.among - total), 0) for bound in super()._bounds(self.among))

@@ -125,7 +125,6 @@ class ComfyUIModelFile:
             and (not self.module or slices_layers(self.module)),
             splits_layers_unasked=False,  # code of nodes within blocks cannot take part (engine/module_forward.py)
             pipelines=self.has_stages,
-            tokens_in_stages=False,
             uneven_heads=True,
             sends_tokens=self.splits_tokens and sends_tokens(self.module),
             band_rows=self.band_rows,

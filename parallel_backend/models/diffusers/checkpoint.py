@@ -81,7 +81,7 @@ class FluxFile:
     @property
     def shape(self) -> ModelShape:
         blocks = self.dims.double_blocks + self.dims.single_blocks
-        return ModelShape(self.dims.heads, blocks, self.name, tokens_in_stages=False, sends_tokens=True)
+        return ModelShape(self.dims.heads, blocks, self.name, sends_tokens=True)
 
     @property
     def family(self) -> Family:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...layout import RankCoordinates, split_sizes
 from ...models.dtypes import ITEMSIZE, Dtypes
@@ -144,9 +144,13 @@ class _Rank:
         turn = PipelineRound(len(chunks), is_first=place.stage == 0, is_last=place.stage == stages - 1)
         each, rows = (rows, 1) if self.file.stages_take_all_rows else (1, rows)
         whole = self._call(each, job.text_tokens, job.image_tokens)
+        # Over a ring keys and values are gathered here.
+        every = sum(whole.keys)
+        whole = replace(whole, keys=(every,))
+        gathered = 2 * whole.width(every) // strategy.ulysses_degree * (strategy.ring_degree > 1)
         output = each * whole.image * self.file.token_channels * FP32  # as it leaves the model
-        # Keys and values of a layer for every token that this member of the ring holds, for its share of the heads.
-        layer = 2 * whole.width(whole.group) // strategy.ulysses_degree
+        # Keys and values of a layer for every token, for its share of the heads.
+        layer = 2 * whole.width(every) // strategy.ulysses_degree
         flows = strategy.warmup_steps < job.steps
         if flows:
             patches = min(strategy.pipeline_patches, job.image_tokens)
@@ -157,6 +161,7 @@ class _Rank:
             items = [call for call in calls for _ in range(rows)]
             messages = [call.width(call.tokens) for call in items]
             beside = rows * (layer * sum(map(len, chunks)) + output * (turn.is_first or turn.is_last))
+            beside += gathered // patches
             fullest: dict[tuple[int, int], Messages] = {}  # calls of a size are alike but for the messages
             for moment in turn.moments(messages, before=messages):
                 key = moment.chunk, messages[moment.item]
@@ -172,7 +177,7 @@ class _Rank:
                     # The last whole image leaves its keys and values to the patches, layer by layer.
                     done = first * sum(map(len, chunks)) + size * sum(map(len, chunks[: moment.chunk]))
                     layers = done + (moment.item + 1) * len(chunks[moment.chunk])
-                    beside = outputs + layers * layer * flows
+                    beside = outputs + layers * layer * flows + gathered
                     yield from _chunk(whole, chunks[moment.chunk], moment, beside, "whole images")
                 first, before = first + size, size
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from ...engine.comm.groups import Layouts, World
 from ...engine.module_forward import make_module_forward
 from ...engine.stages.owners import pack
-from ...engine.stages.stages import Patch
 from ...engine.stages.stale_keys import KeptKeys
+from ...engine.tokens.block_tokens import Patch
 from ...errors import RankFailed
 from ...models.comfyui.tiny.cases import CASES, Inputs, TinyModel
 from ...models.comfyui.tiny.weights import fill

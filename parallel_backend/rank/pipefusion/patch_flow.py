@@ -16,8 +16,9 @@ from torch import Tensor
 from ...engine.comm.collectives import all_gather, broadcast
 from ...engine.module_forward import ModuleForward
 from ...engine.stages.p2p import PendingRecv
-from ...engine.stages.stages import ModuleStages, Patch
+from ...engine.stages.stages import ModuleStages
 from ...engine.stages.stale_keys import KeptKeys
+from ...engine.tokens.block_tokens import Patch
 from ...errors import Cancelled
 from ...requests import ModuleCall
 from ...sampling.image_patches import ElementPatches
@@ -233,18 +234,29 @@ class PatchFlow:
         part, shares = self._forward.own_rows(call, self._layout.row)
         own, size = shares[self._layout.row.index], self.patches.span(self._patch.number)
         found = self._stages.patch(part, self._patch, self.keys)
-        if found is not None:
+        if found is not None and self._returns:
             self._stages.send_back(self.patches.take(found[:own], self._patch.number))
-        if self._stages.is_first:
+        if self._stages.is_first and self._returns:
             empty = self._stages.empty_answer(own, size.stop - size.start)
             self._sent.append(_Coming(self._stages.expect_back(empty), shares))
         return self._stages.in_form(answer)
 
     def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""
-        if self._answers is None and self._layout.row.size > 1:
-            broadcast(self.patches.take(x, self._patch.number), 0, self._layout.row, self._forward.traffic)
+        if self._answers is None:
+            self._share_elements(self.patches.take(x, self._patch.number))
         return self._job.answers(wanted, x, sigma)
+
+    @property
+    def _returns(self) -> bool:
+        """Whether this rank sends or takes what patches give: of the ranks of a stage, which all know it, one does."""
+        return self._layout.sequence.index == 0
+
+    def _share_elements(self, elements: Tensor) -> Tensor:
+        """Those of a patch, from the first rank, on every rank of the first stage."""
+        if self._returns:
+            broadcast(elements, 0, self._layout.row, self._forward.traffic)
+        return broadcast(elements, 0, self._layout.sequence, self._forward.traffic)
 
     @property
     def _patch(self) -> Patch:
@@ -268,8 +280,7 @@ class PatchFlow:
         else:
             if self._stages.is_first:
                 empty = torch.empty_like(self.patches.take(self._x, patch.number))
-                elements = broadcast(empty, 0, self._layout.row, self._forward.traffic)
-                self.patches.put(elements, patch.number, self._x)
+                self.patches.put(self._share_elements(empty), patch.number, self._x)
             self._job.answers(self._sides, self._x, sigma * self._ones)
         if self._stages.is_first:
             self._returning[patch.number] = self._sent, sigma

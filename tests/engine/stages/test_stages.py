@@ -13,8 +13,8 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.stages.owners import pack
 from parallel_backend.engine.stages.p2p import P2PChannel
-from parallel_backend.engine.stages.stages import Patch
 from parallel_backend.engine.stages.stale_keys import KeptKeys
+from parallel_backend.engine.tokens.block_tokens import Patch
 from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import TABLE, has_stages, token_mode
@@ -29,6 +29,9 @@ STAGED = [name for name in TABLE if has_stages(name)]
 TWO_LISTS = {name for name in STAGED if len(TABLE[name].regions[-1].lists) == 2}
 TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # of Flux' kinds of blocks, and many
 TWO = ParallelStrategy(pipefusion_degree=2)
+# Two ranks a stage, in equal and in unlike shares.
+ULYSSES, RING = TWO.replace(ulysses_degree=2), TWO.replace(ring_degree=2)
+IN_STAGES = (ULYSSES, RING.replace(device_shares=(2.0, 1.0, 2.0, 1.0)))
 # The second stage begins inside of the first list of blocks, and of the second.
 EARLY, LATE = (TWO.replace(device_shares=shares) for shares in ((1.0, 3.0), (3.0, 1.0)))
 # Calls that go through stages in whole images: attention has a mask, a ControlNet adds to tokens, or the model looks at
@@ -142,6 +145,28 @@ def test_stages_of_each_class_give_what_one_process_gives_and_so_do_patches_with
     assert whole == WHOLE
 
 
+@torch.inference_mode()
+def staged_with_shares(world):
+    layouts, found = Layouts(world), {}
+    for name in STAGED:
+        for case, (build, inputs) in CASES[name].items():
+            model = TinyModel(fill(build()))
+            for strategy in IN_STAGES:
+                found[case, strategy.describe()] = _case(layouts, model, _call(model, inputs), strategy)
+    return found
+
+
+def test_ranks_of_a_stage_share_out_tokens_of_images_and_of_patches():
+    *_, other, last = run_ranks(staged_with_shares, 4)
+    for which, one in last.items():
+        assert max(one["whole"], other[which]["whole"]) <= EXACT, which
+        if one.get("owned"):
+            assert max(one["patches"], other[which]["patches"]) <= EXACT < 1e-3 < one["other keys"], which
+    assert {case for (case, _), one in last.items() if one["why whole"]} == WHOLE - {
+        "flux2 + reference at t=0"
+    }
+
+
 def _shorter(call):
     """The same with another prompt, of three tokens less."""
     kwargs = call.kwargs | {"context": call.kwargs["context"][:, 3:]}
@@ -151,7 +176,7 @@ def _shorter(call):
 
 
 @torch.inference_mode()
-def unlike(world):
+def unlike(world, strategy):
     """By case: whether the elements of each patch are the same for both prompts, and how far patches are from one
     process' answer to the longer and the shorter one."""
     layouts, found = Layouts(world), {}
@@ -161,7 +186,7 @@ def unlike(world):
         longer = replace(_call(model, inputs), prompts=(0,))
         calls = (longer, _shorter(longer))
         expected = [model.module(*copy.deepcopy(c.args), **copy.deepcopy(c.kwargs)) for c in calls]
-        forward = make_module_forward(model, layouts, Placement(TWO))
+        forward = make_module_forward(model, layouts, Placement(strategy))
         for call in calls:
             forward(copy.deepcopy(call), keys=keys)
         stages = forward.stages
@@ -178,8 +203,9 @@ def unlike(world):
     return found
 
 
-def test_prompts_of_unlike_lengths_before_the_image_leave_the_cuts_where_they_are():
-    _, last = run_ranks(unlike, 2)
+@pytest.mark.parametrize("strategy", [TWO, ULYSSES, RING], ids=lambda s: s.describe())
+def test_prompts_of_unlike_lengths_before_the_image_leave_the_cuts_where_they_are(strategy):
+    *_, last = run_ranks(unlike, strategy.world_size, strategy)
     assert set(last) == set(TEXT_FIRST.values())
     for case, (alike, longer, shorter) in last.items():
         assert alike and max(longer, shorter) <= EXACT, case
@@ -196,9 +222,6 @@ def refused(world):
     forward = make_module_forward(wan, layouts, Placement(TWO))
     for name, action in {
         "another class": lambda: make_module_forward(other, layouts, Placement(TWO)),
-        "tokens too": lambda: make_module_forward(
-            wan, layouts, Placement(TWO.replace(pipefusion_degree=2, ulysses_degree=2))
-        ),
     }.items():
         try:
             action()
@@ -213,5 +236,4 @@ def test_what_stages_do_not_know_is_refused_on_all_ranks_which_stay_usable():
     first, last = run_ranks(refused, 2)
     assert first == last and last["after"] <= EXACT
     assert "the blocks of VaceWanModel cannot be laid out over devices; set it to 1" in last["another class"]
-    assert "the stages of WanModel do not share out tokens" in last["tokens too"]
     assert all(words.startswith("RequestError") for name, words in last.items() if name != "after")

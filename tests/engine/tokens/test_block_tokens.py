@@ -1,11 +1,13 @@
 """Arguments of blocks cut to each rank's tokens: what the ranks hold is the whole, and nothing twice."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.engine.comm.traffic_counter import Traffic
-from parallel_backend.engine.tokens.block_tokens import BlockTokens, LastTokens
+from parallel_backend.engine.tokens.block_tokens import BlockTokens, LastTokens, Patch
 from parallel_backend.errors import RequestError
 from parallel_backend.models.tokens.regions import ExpandingTimestep, FirstToken, Ranges, Tokens
 from ranks import run_ranks
@@ -22,6 +24,10 @@ def _ranks(count, weights=()):
         tokens.cut(TEXT, Tokens("txt"))
         found.append(tokens)
     return found
+
+
+def _patch(tokens, number):
+    return replace(tokens, patch=Patch(number, 3), _cuts={})
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 3.0, 2.0)], ids=["equal", "by device"])
@@ -43,11 +49,25 @@ def test_a_joined_tensor_has_each_ranks_text_beside_its_image():
     assert torch.equal(joined[:, order], torch.cat([t.cut(joined, Tokens("txt+img")) for t in _ranks(3)], 1))
 
 
-def test_spread_shares_lie_in_their_places_and_add_up_to_the_whole():
+def test_gathered_patches_lie_in_their_places_and_add_up_to_the_whole():
     joined, words = torch.cat([TEXT, IMAGE], 1), Tokens("txt+img")
-    spread = [tokens.spread(tokens.cut(joined, words), words) for tokens in _ranks(3)]
-    assert all(one.shape == joined.shape and one.count_nonzero() < joined.numel() / 2 for one in spread)
-    assert torch.equal(sum(spread), joined)
+    patches = [_patch(tokens, number) for number in range(3) for tokens in _ranks(1)]
+    gathered = [tokens.gather(tokens.cut(joined, words), words) for tokens in patches]
+    assert all(one.shape == joined.shape and one.count_nonzero() < joined.numel() / 2 for one in gathered)
+    assert torch.equal(sum(gathered), joined)
+
+
+def test_ranks_share_the_tokens_of_a_patch():
+    joined, words = torch.cat([TEXT, IMAGE], 1), Tokens("txt+img")
+    for weights in ((), (1.0, 3.0)):
+        for number in range(3):
+            ranks = [_patch(tokens, number) for tokens in _ranks(2, weights)]
+            shares = torch.cat([t.own(t.cut(joined, words), "txt+img", 1) for t in ranks], 1)
+            numbers = ranks[0].order("txt+img", torch.device("cpu"))
+            assert torch.equal(joined[:, numbers], shares)
+            assert sum(ranks[0].lengths("txt+img")) == len(numbers) == len(set(numbers.tolist()))
+            alone = _patch(_ranks(1)[0], number).order("txt+img", torch.device("cpu"))
+            assert sorted(numbers.tolist()) == alone.tolist()
 
 
 def test_the_last_tokens_of_a_stream_go_where_its_shares_lie():

@@ -272,7 +272,8 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )
 def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
-    """Ulysses, sharded and sliced layers are left to benchmarks/memory.py: gloo's threads keep what they moved."""
+    """Ulysses, Ring within stages, sharded and sliced layers are left to benchmarks/memory.py: gloo's threads keep what
+    they moved."""
     path = write_tiny_flux(tmp_path / "x.safetensors", heads=heads, double_blocks=2, single_blocks=4)
     file, dtypes = inspect_flux(path), ("auto", "bfloat16")
     held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job, backend="gloo")

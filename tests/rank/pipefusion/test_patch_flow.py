@@ -117,9 +117,9 @@ def test_flowing_patches_are_those_of_one_process_whatever_the_stages(spec):
     found["3"] = run_ranks(sampled, 3, spec, {"": (three, job)})
     four = PIPE.replace(pipefusion_degree=4, **FLOW)
     with_cfg = PIPE.replace(cfg_degree=2, **FLOW)
-    found["4"] = run_ranks(
-        sampled, 4, spec, {"": (four, job), "CFG": (with_cfg, job)}, backend=NCCL_SEMANTICS
-    )
+    cases = {"": (four, job), "CFG": (with_cfg, job)}
+    cases |= {name: (PIPE.replace(**FLOW, **{name: 2}), job) for name in ("ulysses_degree", "ring_degree")}
+    found["4"] = run_ranks(sampled, 4, spec, cases, backend=NCCL_SEMANTICS)
     for stages, (first, *others) in found.items():
         for name, one in first.items():
             assert far(one["latent"], expected) <= EXACT, (stages, name)
@@ -184,6 +184,9 @@ def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
     cases["unlike"] = PIPE.replace(**FLOW), unlike
     found = run_ranks(sampled, 2, spec, cases)[0]
     three = run_ranks(sampled, 3, spec, {"": (PIPE.replace(pipefusion_degree=3, **FLOW), job)})[0][""]
+    tokens = PIPE.replace(ulysses_degree=2, **FLOW, device_shares=(1.0, 2.0, 3.0, 3.0))
+    shared = run_ranks(sampled, 4, spec, {"": (tokens, job)})[0][""]
+    assert far(shared["latent"], three["latent"]) <= EXACT and not shared["notes"]
     assert far(found["one patch"]["latent"], stock) <= EXACT and found["one patch"]["exact"]
     assert found["unlike"]["exact"] and "the prompts have unlike tokens" in found["unlike"]["notes"]
     assert 1e-4 < far(three["latent"], stock) < 0.1 and not three["notes"]

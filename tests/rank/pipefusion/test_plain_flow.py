@@ -64,6 +64,8 @@ STRATEGIES = {
         pipe(4),
         pipe(2, cfg_degree=2),
         pipe(2, data_degree=2),
+        pipe(2, ulysses_degree=2),
+        pipe(2, ring_degree=2),
     ],
 }
 ALL = [s for group in STRATEGIES.values() for s in group]
@@ -116,6 +118,13 @@ FLOWING = {
         pipe(4, warmup_steps=1),
         pipe(2, cfg_degree=2, warmup_steps=1),
         pipe(2, data_degree=2, warmup_steps=1),
+        pipe(2, ulysses_degree=2, warmup_steps=1),
+        pipe(2, ulysses_degree=2, warmup_steps=1, num_pipeline_patch=3),
+        pipe(2, ring_degree=2, warmup_steps=1),
+    ],
+    8: [
+        pipe(2, cfg_degree=2, ulysses_degree=2, warmup_steps=1),
+        pipe(2, ring_degree=2, ulysses_degree=2, warmup_steps=1),
     ],
 }
 WITHOUT_CFG = ("dividing, cfg 1, batch 1", "fewer text tokens than ranks", "fewer image tokens than ranks")
@@ -196,6 +205,7 @@ def test_bytes_sent_equal_the_closed_form(exact_results, flowing_results, strate
                 image=-(-height // 2) * -(-width // 2),
                 hidden=HEADS * 128,
                 latent_elements=16 * height * width,
+                layers=DOUBLE + SINGLE,
             )
             steps = len(case.sigmas) - 1
             exact = min(strategy.warmup_steps, steps)
@@ -237,6 +247,7 @@ def stop_and_go_on(world, path, strategy, questions):
     [
         pipe(2, warmup_steps=1, num_pipeline_patch=3),
         pipe(2, cfg_degree=2, warmup_steps=1),
+        pipe(2, ulysses_degree=2, warmup_steps=1),
         pipe(3, warmup_steps=1),
     ],
     ids=name_of,
