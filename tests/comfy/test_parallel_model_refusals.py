@@ -29,11 +29,6 @@ def fails(comfy, graph: Graph, latent: list) -> str:
             {"pipefusion": 2},
             "any_wan_vace.safetensors cannot be laid out over devices yet; the nearest",
         ),
-        (
-            "wan_t2v",
-            {"pipefusion": 2, "ring": 2},
-            "devices do not share out the tokens of a stage of any_wan_t2v",
-        ),
         ("ltx_video", {"tensor": 2}, "the nearest valid setting is tensor_degree 1"),
     ],
 )

@@ -153,6 +153,7 @@ def test_the_report_tells_what_ran(comfy, files):
         {"pipefusion": 2, "warmup_steps": 3},
         {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
         {"pipefusion": 2, "warmup_steps": 3, "device_shares": "3,1"},
+        {"pipefusion": 2, "ulysses": 2, "warmup_steps": 3},
         {"ring": 2, "device_shares": "3,1"},
     ],
     ids=lambda settings: " ".join(f"{name}{value}" for name, value in settings.items()),
