@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from .devices import machine_of
@@ -104,33 +105,11 @@ def slice_of(sizes: tuple[int, ...], i: int) -> slice:
     return slice(begin, begin + sizes[i])
 
 
-def split_blocks(double: int, single: int, shares: tuple[float, ...]) -> tuple[tuple[range, ...], ...]:
-    """Per stage its chunks, each a range of blocks numbered doubles first; no chunk is empty.
-
-    `shares`: how much of the blocks each stage takes. All stages have the same number of chunks, 1 or 2; an image
-    passes chunk 0 of every stage in order, then chunk 1 of every stage.
-
-    Where the two kinds of blocks cost about the same time but not the same memory (Flux.1's double blocks have separate
-    weights for text and image), stages of neighbouring blocks would be even in time or in memory, not in both. So a
-    stage holds two chunks where it can, a run of double blocks and a run of single ones, and an image passes the stages
-    twice (the interleaved schedule of Narayanan et al. 2021, section 2.2, without its backward).
-    """
-    stages = len(shares)
-    doubles = split_sizes(double, stages, shares)
-    totals = split_sizes(double + single, stages, shares)
-    if len(set(shares)) == 1:  # surplus blocks go to stages without a surplus double block
-        totals = totals[::-1]
-    singles = tuple(total - own for total, own in zip(totals, doubles, strict=True))
-    if stages == 1 or min(*doubles, *singles) < 1:
-        return tuple((_range(totals, i, 0),) for i in range(stages))
-    return tuple((_range(doubles, i, 0), _range(singles, i, double)) for i in range(stages))
-
-
 def stage_blocks(count: int, shares: tuple[float, ...]) -> tuple[range, ...]:
-    """Per stage its blocks, of `count` that are alike: a run of neighbours each."""
-    return tuple(chunk for (chunk,) in split_blocks(count, 0, shares))
-
-
-def _range(sizes: tuple[int, ...], i: int, first: int) -> range:
-    part = slice_of(sizes, i)
-    return range(first + part.start, first + part.stop)
+    """Per stage its blocks, of `count`: a run of neighbours each, none empty. `shares`: how much each stage takes. Of
+    equal ones the last stages take the surplus, since the first one has work around its blocks."""
+    sizes = split_sizes(count, len(shares), shares)
+    if len(set(shares)) == 1:
+        sizes = sizes[::-1]
+    ends = tuple(accumulate(sizes, initial=0))
+    return tuple(map(range, ends, ends[1:]))

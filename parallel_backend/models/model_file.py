@@ -70,15 +70,11 @@ class ModelFile(Protocol):
     @property
     def has_guidance(self) -> bool: ...
 
-    @property
-    def stages_take_all_rows(self) -> bool:
-        """Whether a pipeline's stage computes all rows of a model call at once, not one after the other."""
-
     def describe(self) -> str:
         """The model by its sizes alone, since a file's name may be private."""
 
-    def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
-        """The blocks that a rank runs: one chunk, or those of its pipeline's stage."""
+    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
+        """The blocks that a rank runs: those of its pipeline's stage, or all."""
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool

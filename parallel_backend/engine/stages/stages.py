@@ -4,8 +4,8 @@ Blocks of other stages hand on what they get; the first own one takes what the s
 own one tokens are sent on. So a stage computes its blocks, and everything around blocks as every other stage does; but
 what other lists of blocks compute before these (refiners) the first stage alone has a use for.
 
-The ranks of a stage share out the tokens of an image, or of a patch, as far as these stay apart between blocks. What
-each of them then has goes to the rank of the next stage that has the same place among its own.
+The ranks of a stage share out the tokens of an image, or of a patch, as far as these stay apart between blocks. Each
+sends its share to the rank with the same place in the next stage.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class ModuleStages:
         self._back = P2PChannel(layout.return_group, traffic)
         self.tokens = 0  # of an image in the last whole call
         self._like: Any = None  # the answer to that, in the module's own form
-        self.shares_tokens = (
-            True  # whether the ranks of this stage had their shares of the last call's tokens
-        )
+        # Whether the ranks of this stage had their shares of the last call's tokens.
+        self.shares_tokens = True
 
     def _leaving_tokens(self) -> Tokens:
         """Of the image."""

@@ -48,6 +48,7 @@ class BlockTokens:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     # What was cut already, by id; the value is kept, so that its id stays its own.
     _cuts: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
+    _orders: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
     def total(self, stream: str) -> int:
         return sum(self.counts[name] for name in self._names(stream))
@@ -91,8 +92,12 @@ class BlockTokens:
 
     def order(self, stream: str, device: torch.device) -> Tensor:
         """The numbers of the tokens of `stream`, rank by rank as an exchange brings them."""
-        pieces = (piece for rank in range(self.axis.size) for piece in self.pieces(stream, rank))
-        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
+        key = tuple(self._names(stream))
+        if key not in self._orders:
+            pieces = (piece for rank in range(self.axis.size) for piece in self.pieces(stream, rank))
+            numbers = [torch.arange(piece.start, piece.stop, device=device) for piece in pieces]
+            self._orders[key] = torch.cat(numbers)
+        return self._orders[key]
 
     def cut(self, value: Any, argument: Argument, carried: bool = False) -> Any:
         """This rank's share of a block's argument. `carried`: it may be a share already, as a block before gave it."""

@@ -186,10 +186,6 @@ class ComfyUIModelFile:
     def has_guidance(self) -> bool:
         return False
 
-    @property
-    def stages_take_all_rows(self) -> bool:
-        return True
-
     def describe(self) -> str:
         counts = "+".join(map(str, self.block_counts))
         return f"{self.model}, {counts} blocks of width {self.width}"
@@ -199,8 +195,8 @@ class ComfyUIModelFile:
         """Those that stages of a pipeline share out: the first ones."""
         return sum(kind.count for kind in self.blocks if not kind.everywhere)
 
-    def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
-        return (stage_blocks(self.staged_blocks, place.stage_shares(strategy))[place.stage],)
+    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
+        return stage_blocks(self.staged_blocks, place.stage_shares(strategy))[place.stage]
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
@@ -227,7 +223,7 @@ class ComfyUIModelFile:
             return WeightPart(block, own, mapped, 0, layer)
 
         kinds = [kind for kind in self.blocks for _ in range(kind.count)]
-        (own,) = self.chunks(strategy, RankCoordinates.of(strategy, rank))
+        own = self.blocks_of_stage(strategy, RankCoordinates.of(strategy, rank))
         held = (*own, *range(self.staged_blocks, len(kinds)))
         slices = strategy.tensor_degree
         parts = [part(block, kinds[block].bytes // slices, kinds[block].largest // slices) for block in held]

@@ -19,7 +19,7 @@ from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
 from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
 from .memory.activation_bytes import moments
-from .memory.weight_bytes import chunks_of, held_weights
+from .memory.weight_bytes import blocks_of_stage, held_weights
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
@@ -134,17 +134,13 @@ class FluxFile:
     def has_guidance(self) -> bool:
         return self.dims.guidance
 
-    @property
-    def stages_take_all_rows(self) -> bool:
-        return True
-
     def describe(self) -> str:
         form = "dev" if self.dims.guidance else "schnell"
         doubles, singles = self.block_counts
         return f"Flux.1 {form} form, {doubles}+{singles} blocks of width {self.dims.hidden}"
 
-    def chunks(self, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
-        return chunks_of(self.dims, strategy, place)
+    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
+        return blocks_of_stage(self.dims, strategy, place)
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool

@@ -68,8 +68,8 @@ def _roles(
     if strategy.row_degree > 1:
         yield Role("rows", _rows(strategy, place, images, prompts))
     if strategy.pipefusion_degree > 1:
-        blocks = sum(len(chunk) for chunk in file.chunks(strategy, place))
-        of = f"{blocks} of {file.shape.blocks} blocks"
+        blocks = file.blocks_of_stage(strategy, place)
+        of = f"{len(blocks)} of {file.shape.blocks} blocks"
         yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
     heads = "heads" if file.shape.splits_tokens else "queries"
     if bands := file.shape.band_rows > 0:

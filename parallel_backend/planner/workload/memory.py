@@ -16,7 +16,6 @@ from ...models.footprint import FP32, TokenLoad
 from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
 from .communicators import gpu_base_bytes
-from .pipeline_messages import Messages, PipelineRound
 from .rank_memory import CPU_BASE_BYTES, RankMemory
 from .workload import Job
 
@@ -136,50 +135,39 @@ class _Rank:
         )
 
     def _pipeline_runs(self) -> Iterator[_Run]:
-        """Whole images while warming up, row after row unless stages take all at once, and patches after that."""
-        strategy, job, place, rows = self.strategy, self.job, self.place, self.rows
-        if not rows:
+        """Whole images while warming up, and patches after that."""
+        strategy, job = self.strategy, self.job
+        if not self.rows:
             return
-        stages, chunks = strategy.pipefusion_degree, self.file.chunks(strategy, place)
-        turn = PipelineRound(len(chunks), is_first=place.stage == 0, is_last=place.stage == stages - 1)
-        each, rows = (rows, 1) if self.file.stages_take_all_rows else (1, rows)
-        whole = self._call(each, job.text_tokens, job.image_tokens)
-        # Over a ring keys and values are gathered here.
+        blocks = self.file.blocks_of_stage(strategy, self.place)
+        whole = self._call(self.rows, job.text_tokens, job.image_tokens)
         every = sum(whole.keys)
-        whole = replace(whole, keys=(every,))
-        gathered = 2 * whole.width(every) // strategy.ulysses_degree * (strategy.ring_degree > 1)
-        output = each * whole.image * self.file.token_channels * FP32  # as it leaves the model
-        # Keys and values of a layer for every token, for its share of the heads.
+        # Keys and values of a layer for every token, for its share of the heads; over a ring they are gathered here.
         layer = 2 * whole.width(every) // strategy.ulysses_degree
+        gathered = layer * (strategy.ring_degree > 1)
         flows = strategy.warmup_steps < job.steps
         if flows:
             patches = min(strategy.pipeline_patches, job.image_tokens)
-            # Patches of a turn: the first brings the text along.
-            texts = (job.text_tokens, *[0] * (min(2 * stages, patches) - 1))
-            image = -(-job.image_tokens // patches)
-            calls = [self._call(each, text, image, keys=whole.keys) for text in texts]
-            items = [call for call in calls for _ in range(rows)]
-            messages = [call.width(call.tokens) for call in items]
-            beside = rows * (layer * sum(map(len, chunks)) + output * (turn.is_first or turn.is_last))
-            beside += gathered // patches
-            fullest: dict[tuple[int, int], Messages] = {}  # calls of a size are alike but for the messages
-            for moment in turn.moments(messages, before=messages):
-                key = moment.chunk, messages[moment.item]
-                fullest[key] = max(fullest.get(key, moment), moment, key=lambda moment: moment.held)
-            for moment in fullest.values():
-                yield from _chunk(items[moment.item], chunks[moment.chunk], moment, beside, "patches")
+            text, image = (-(-total // patches) for total in (job.text_tokens, job.image_tokens))
+            call = self._call(self.rows, text, image, keys=(every,))
+            messages = self._most_messages(patches) * call.width(call.tokens)
+            output = self.rows * whole.image * self.file.token_channels * FP32  # as it leaves the model
+            at_an_end = self.place.stage in (0, strategy.pipefusion_degree - 1)
+            beside = layer * len(blocks) + output * at_an_end + gathered // patches + messages
+            yield _Run(call, blocks, beside, "patches")
         if strategy.warmup_steps > 0:
-            message, outputs = whole.width(whole.tokens), (rows - 1) * output * turn.is_last
-            first, before = 0, 0
-            while first < rows:
-                size = min(stages, rows - first)
-                for moment in turn.moments([message] * size, before=[message] * before):
-                    # The last whole image leaves its keys and values to the patches, layer by layer.
-                    done = first * sum(map(len, chunks)) + size * sum(map(len, chunks[: moment.chunk]))
-                    layers = done + (moment.item + 1) * len(chunks[moment.chunk])
-                    beside = outputs + layers * layer * flows + gathered
-                    yield from _chunk(whole, chunks[moment.chunk], moment, beside, "whole images")
-                first, before = first + size, size
+            # The last whole image leaves its keys and values to the patches.
+            beside = layer * len(blocks) * flows + gathered
+            yield _Run(replace(whole, keys=(every,)), blocks, beside, "whole images")
+
+    def _most_messages(self, patches: int) -> int:
+        """The most that a stage holds of a round's messages beside the one that it works on (engine/stages/p2p.py):
+        those that it has sent in this round and the one before, the last one's output and the one on its way here."""
+        is_first, is_last = self.place.stage == 0, self.place.stage == self.strategy.pipefusion_degree - 1
+        return max(
+            (not is_last) * (patches + n) + (n > 0) + (not is_first and n + 1 < patches)
+            for n in range(patches)
+        )
 
     def _latents(self) -> int:
         """Latents and prompts that lie beside a model call.
@@ -195,8 +183,3 @@ class _Rank:
         own = 2 * latent + rows * one * (1 + joined)
         prompts = rows * self.job.text_tokens * self.file.context_dim * FP32
         return own + (prompts if joined or not self.on_cpu else 0) + (0 if self.on_cpu else 2 * latent)
-
-
-def _chunk(call: TokenLoad, blocks: range, messages: Messages, beside: int, name: str) -> Iterator[_Run]:
-    """A chunk's first block works on the message itself, which is gone when the others run."""
-    yield _Run(call, blocks, beside + messages.held, name)

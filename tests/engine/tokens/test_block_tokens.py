@@ -27,7 +27,7 @@ def _ranks(count, weights=()):
 
 
 def _patch(tokens, number):
-    return replace(tokens, patch=Patch(number, 3), _cuts={})
+    return replace(tokens, patch=Patch(number, 3), _cuts={}, _orders={})
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 3.0, 2.0)], ids=["equal", "by device"])

@@ -36,7 +36,7 @@ def held_weights(
     place = RankCoordinates.of(strategy, rank)
     alike = strategy.row_degree * strategy.sequence_degree
     sharded = strategy.shards and (alike > 1 or not on_cpu)
-    blocks = _blocks_of(dims, strategy, place)
+    blocks = frozenset(blocks_of_stage(dims, strategy, place))
     return HeldWeights(
         parts=_parts(dims, dtypes, blocks, strategy.tensor_degree, alike if sharded else 0, on_cpu),
         sharded=sharded,
@@ -69,15 +69,10 @@ def _parts(
     return tuple(WeightPart(block, *totals) for block, totals in parts.items())
 
 
-def chunks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> tuple[range, ...]:
-    """The rank's chunks of blocks, numbered doubles first."""
-    if strategy.pipefusion_degree == 1:
-        return (range(dims.double_blocks + dims.single_blocks),)
-    return (stage_blocks(dims.double_blocks + dims.single_blocks, place.stage_shares(strategy))[place.stage],)
-
-
-def _blocks_of(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> frozenset[int]:
-    return frozenset(block for chunk in chunks_of(dims, strategy, place) for block in chunk)
+def blocks_of_stage(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> range:
+    """The rank's blocks, numbered doubles first."""
+    count = dims.double_blocks + dims.single_blocks
+    return stage_blocks(count, place.stage_shares(strategy))[place.stage]
 
 
 @lru_cache(maxsize=16)
