@@ -154,6 +154,8 @@ def _unpack_archive(python: Path, partial: Path, log: Path) -> Path:
         members = [
             member for member in tar if ARCHIVE_FOLDER in member.name and (member.isfile() or member.isdir())
         ]
-        tar.extractall(partial, members=members, filter="data")
+        # Python before 3.11.4 has no filters; what the archive holds is pinned by its hash.
+        filters = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(partial, members=members, **filters)
     (main,) = partial.glob(f"*/{ARCHIVE_FOLDER}main.py")
     return main.parent
