@@ -33,7 +33,7 @@ from .comm.collectives import all_gather
 from .comm.groups import Axis, Layout, Layouts
 from .comm.traffic_counter import Traffic
 from .load import notes_on_weights
-from .stages.stages import ALONE, ModuleStages
+from .stages.stages import ModuleStages
 from .stages.stale_keys import KeptKeys
 
 _SCALES = (
@@ -237,15 +237,16 @@ class ModuleForward:
 
     def lay_out_stages(self) -> None:
         """Has this rank compute one stage of the model (PipeFusion)."""
-        alone = replace(self.layout, sequence=ALONE, ring=ALONE, ulysses=ALONE)
-        calls = (self._block_calls(layout) for layout in (self.layout, alone))
+        calls = (self._block_calls(layout) for layout in (self.layout, self.layout.unshared_sequence))
         self.stages = ModuleStages(self.model, self.layout, self.traffic, *calls)
 
     def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: KeptKeys | None) -> Answer:
         self.model.begin_call()
         answer = self._by_rows(call, (self.layout.row,), partial(stages.whole, keys=keys))
-        if self.layout.sequence.size > 1:
-            self._note_rounding() if stages.shares_tokens else self.add_note(_STAGE_ALIKE)
+        if self.layout.sequence.size > 1 and stages.shares_tokens:
+            self._note_rounding()
+        elif self.layout.sequence.size > 1:
+            self.add_note(_STAGE_ALIKE)
         return answer
 
     def _leave_out_blocks(self) -> None:

@@ -46,8 +46,8 @@ class Asked:
     others: dict[str, Any]
 
 
-class NewestKeys(Protocol):
-    """Keys and values beyond those of this call's tokens (engine/stages/stale_keys.py)."""
+class StaleKeys(Protocol):
+    """Gives a PipeFusion stage keys and values of tokens that a call has not (engine/stages/stale_keys.py)."""
 
     def meet_mask(self) -> None: ...
     def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]: ...
@@ -57,8 +57,8 @@ class UnevenAttention:
     """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
     whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names; `wish`: the
     kernel over a ring, one of options.ATTENTION_KERNELS that the rank has; `exchange_dtype`: of what ranks send each
-    other, one of options.EXCHANGE_DTYPES; `kept`: of a PipeFusion stage. It has keys of all tokens, so over a ring
-    those of a call's own tokens are gathered and no partial results merge: of a patch that sends least."""
+    other, one of options.EXCHANGE_DTYPES; `stale_keys`: of a PipeFusion stage. It has keys of all tokens, so over a
+    ring those of a call's own tokens are gathered and no partial results merge: of a patch that sends least."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class UnevenAttention:
         guides: Guides | None = None,
         wish: str = "auto",
         exchange_dtype: str = SAME,
-        kept: NewestKeys | None = None,
+        stale_keys: StaleKeys | None = None,
     ) -> None:
         self._ulysses, self._ring = layout.ulysses, layout.ring
         self._groups = layout.strategy.head_groups
@@ -78,7 +78,7 @@ class UnevenAttention:
         self._block = block
         self._guides = guides
         self._wish, self._rounds = wish, exchange_dtype == ROUNDED
-        self._kept = kept
+        self._stale_keys = stale_keys
         self.calls = 0
         self.projections: PairedProjections | None = None  # of the block's first attention, until that comes
 
@@ -163,20 +163,19 @@ class UnevenAttention:
         return whole.transpose(1, 2)
 
     def _newest(self, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """What a stage attends to: keys and values of all tokens. Elsewhere k and v as they are."""
-        if self._kept is None:
+        """Returns the keys and values of all tokens in a stage, and k and v as they are elsewhere."""
+        if self._stale_keys is None:
             return k, v
         if asked.mask is not None or asked.guides is not None:
-            self._kept.meet_mask()
-        if self._ring.size > 1:
-            pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
-            pairs = all_gather(pairs, self._ring_lengths(asked.keys), self._ring, self._tokens.traffic)
-            k, v = (pairs[:, n].permute(1, 2, 0, 3) for n in range(2))
-        return self._kept.newest(k, v, asked.keys)
+            self._stale_keys.meet_mask()
+        if self._ring.size > 1 and k.shape[1]:
+            lengths, traffic = self._ring_lengths(asked.keys), self._tokens.traffic
+            k, v = self._received(all_gather(self._to_send(k, v), lengths, self._ring, traffic), k.dtype)
+        return self._stale_keys.newest(k, v, asked.keys)
 
     def _of_heads(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, h, S, D] of some heads' tokens: all of this rank's Ulysses group."""
-        is_passed_on = self._ring.size > 1 and self._kept is None
+        is_passed_on = self._ring.size > 1 and self._stale_keys is None
         if is_passed_on and q.shape[1]:  # without tokens too: the others wait for the ring
             return self._over_ring(q, k, v, asked)
         if not q.numel():
@@ -326,9 +325,7 @@ class UnevenAttention:
         mask, first = self._of_queries(asked)
         if mask is not None:
             mask = additive(mask, q.dtype).expand(-1, -1, q.shape[2], -1)
-        pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
-        rounds = self._rounds and pairs.shape[-1] >= LEAST_CHANNELS
-        shares = ring_shares(pack(pairs) if rounds else pairs, sizes, self._ring, self._tokens.traffic)
+        shares = ring_shares(self._to_send(k, v), sizes, self._ring, self._tokens.traffic)
         wish = self._wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
         kernel = kernel_for(q.device, q.dtype, wish, ring=True, head_dim=q.shape[-1]).name
 
@@ -336,8 +333,7 @@ class UnevenAttention:
             for hop, share in enumerate(shares):
                 if not len(share):
                     continue  # a group without tokens adds nothing, and the kernels have no answer for no keys
-                known = unpack(share, q.dtype) if rounds else share
-                key, value = (known[:, n].permute(1, 2, 0, 3) for n in range(2))
+                key, value = self._received(share, q.dtype)
                 own = slice_of(sizes, (index - hop) % len(sizes))
                 if guides is not None:
                     yield guides.attend_with_lse(q, first, key, value, own, kernel)
@@ -346,6 +342,16 @@ class UnevenAttention:
                 yield attend_with_lse(q, key, value, part, kernel)
 
         return merge(partial_results(), q.dtype)
+
+    def _to_send(self, k: Tensor, v: Tensor) -> Tensor:
+        """Keys and values [B, h, s, D] as they go over a ring: [s, 2, B, h, …], rounded where that is asked for."""
+        pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
+        return pack(pairs) if self._rounds and pairs.shape[-1] >= LEAST_CHANNELS else pairs
+
+    def _received(self, pairs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of some tokens, from what `_to_send` gave of them."""
+        known = pairs if pairs.dtype == dtype else unpack(pairs, dtype)
+        return known[:, 0].permute(1, 2, 0, 3), known[:, 1].permute(1, 2, 0, 3)
 
     def _whole_mask(self, asked: Asked, heads: list[slice]) -> Tensor | None:
         """A mask over all keys in the order in which the ranks bring them, for this rank's heads.

@@ -15,7 +15,7 @@ from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .kernel_choice import kernel_for
-from .sequence import Asked, Attend, NewestKeys, UnevenAttention
+from .sequence import Asked, Attend, StaleKeys, UnevenAttention
 
 # Tokens that one rank may have more than another: all ranks compute those, each keeps its own.
 _MAX_SURPLUS = 4
@@ -62,10 +62,10 @@ class XfuserEngine:
         attends: tuple[Attends, ...],
         block: nn.Module | None = None,
         guides: Guides | None = None,
-        kept: NewestKeys | None = None,
+        stale_keys: StaleKeys | None = None,
     ) -> UnevenAttention:
-        """The attention of one call of a block, in place of UnevenAttention; not in a PipeFusion stage, which alone has
-        keys `kept`."""
+        """The attention of one call of a block, in place of UnevenAttention."""
+        assert stale_keys is None, "PipeFusion's stages attend by native"
         return _UspAttention(self, layout, tokens, attends, block, guides)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:

@@ -18,7 +18,7 @@ from ...models.tokens.cached_outputs import KeptOutput, kept_outputs, main_regio
 from ...models.tokens.regions import LAST_BLOCK, Region, Tokens
 from ..attention.guides import Guides
 from ..attention.projections import paired_projections
-from ..attention.sequence import NewestKeys, UnevenAttention
+from ..attention.sequence import StaleKeys, UnevenAttention
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
@@ -111,7 +111,7 @@ class BlockCalls:
     def _whole_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             def compute() -> Any:
-                return self.run_whole(block, args, kwargs)
+                return self.run_unshared(block, args, kwargs)
 
             return compute() if cached is None else cached.run(block, args, kwargs, compute)
 
@@ -126,13 +126,13 @@ class BlockCalls:
         tokens: BlockTokens,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        kept: NewestKeys | None = None,
+        stale_keys: StaleKeys | None = None,
     ) -> Any:
-        """The block's own forward, with what it calls as attention going over all ranks. `kept`: of a PipeFusion
+        """The block's own forward, with what it calls as attention going over all ranks. `stale_keys`: of a PipeFusion
         stage."""
         args, kwargs, guides = block.without_guides(args, kwargs)
         attention = self._make_attention(
-            self._layout, tokens, block.kind.attends, block.module, Guides.of(guides), kept=kept
+            self._layout, tokens, block.kind.attends, block.module, Guides.of(guides), stale_keys=stale_keys
         )
         with ExitStack() as inside:
             inside.enter_context(self._model.attention_by(attention))
@@ -149,8 +149,8 @@ class BlockCalls:
                 raise AttentionBypassed(f"{type(block.module).__name__} attended by itself")
             return out
 
-    def run_whole(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's own forward on whole tokens."""
+    def run_unshared(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's own forward on all tokens."""
         return self._run_block(block.module, args, kwargs)
 
     def _pair(

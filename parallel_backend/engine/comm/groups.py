@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -105,6 +105,9 @@ class Axis:
         return len(self.ranks)
 
 
+ALONE = Axis((0,), 0, None)  # a rank that shares nothing with others
+
+
 @dataclass(frozen=True)
 class Layout:
     """The groups of one strategy that this rank is in.
@@ -133,6 +136,11 @@ class Layout:
     def sequence_shares(self) -> tuple[float, ...]:
         """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares."""
         return self._coordinates.sequence_shares(self.strategy)
+
+    @property
+    def unshared_sequence(self) -> Layout:
+        """The same ranks, each with all tokens of an image."""
+        return replace(self, sequence=ALONE, ring=ALONE, ulysses=ALONE)
 
     @property
     def stage_shares(self) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ from ...models.tokens.regions import LAST_BLOCK, Tokens
 from ...requests import STAY, ModuleCall
 from ..blocks.block_calls import BlockCalls, cut_arguments
 from ..comm.collectives import broadcast
-from ..comm.groups import Axis, Layout
+from ..comm.groups import ALONE, Axis, Layout
 from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens, LastTokens, Patch
 from ..tokens.region_blocks import Block, blocks_of, tokens_of
@@ -33,7 +33,6 @@ from .owners import pack, unpack
 from .p2p import P2PChannel, PendingRecv
 from .stale_keys import NO_KEYS, KeptKeys
 
-ALONE = Axis((0,), 0, None)  # a rank, for what each computes alike
 _MARKS = 4  # at which a layer of low precision gives twice the same by chance once in ten billion elements
 
 
@@ -223,8 +222,8 @@ class ModuleStages:
         return last.module.register_forward_hook(given).remove
 
     def _tokens_of(self, patch: Patch | None, keys: KeptKeys | None, axis: Axis) -> BlockTokens:
-        """Those of a patch, or of whole images, over the ranks of `axis`. Where text goes before the image in its
-        stream, each prompt's image is cut into patches at the same places: as the last tokens of the longest."""
+        """Returns the tokens of a patch, or of whole images, over the ranks of `axis`. Where text goes before the image
+        in its stream, each prompt's image is cut into patches at the same places: as the last tokens of the longest."""
         weights = self._shares if axis.size > 1 else ()
         if patch is not None and keys is not None and keys.among:
             return LastTokens(axis, weights, self._traffic, patch, among=keys.among)
@@ -249,7 +248,9 @@ class ModuleStages:
             for number, block in enumerate(self._blocks):
                 block.module.forward = self._forward_of(number, block, call, tokens, keys)
                 restore.callback(block.module.__dict__.pop, "forward")
-            last = self._refined_tokens(patch, call, keys) if self.is_first and cuts else None
+            last = None
+            if self.is_first and stay and keys is not None:
+                last = self._refined_tokens(patch, call, keys)
             for region, blocks in enumerate(self._refiners):
                 for number, block in enumerate(blocks):
                     block.module.forward = self._refiner_of((region, number), block, call, last, keys)
@@ -279,9 +280,9 @@ class ModuleStages:
             if number == self._own.start and not self.is_first:
                 args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
             if tokens is None:
-                return self._calls.run_whole(block, args, kwargs)
-            kept = NO_KEYS if keys is None else keys.of_block((call.prompts, number), tokens)
-            return self._calls.run(block, tokens, args, kwargs, kept)
+                return self._calls.run_unshared(block, args, kwargs)
+            stale = NO_KEYS if keys is None else keys.of_block((call.prompts, number), tokens)
+            return self._calls.run(block, tokens, args, kwargs, stale)
 
         return forward
 
@@ -293,25 +294,26 @@ class ModuleStages:
         tokens: BlockTokens | None,
         keys: KeptKeys | None,
     ) -> Callable[..., Any]:
-        """Of a list before those of the stages, which each rank of the first stage computes. `place`: the number of its
-        region, and its own there. Patches go through the first region; others (of references) are small."""
+        """Returns the forward of a block in a list before those of the stages, which each rank of the first stage
+        computes. `place`: the number of its region, and its own there. Patches go through the first region; others (of
+        references) are small."""
         region, number = place
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.is_first:
                 return block.handed_on(args, kwargs)
             if region > 0 or tokens is None or keys is None:
-                return self._calls_alone.run_whole(block, args, kwargs)
+                return self._calls_alone.run_unshared(block, args, kwargs)
             args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            kept = keys.of_block((call.prompts, "refiner", number), tokens)
-            out = self._calls_alone.run(block, tokens, args, kwargs, kept)
+            stale = keys.of_block((call.prompts, "refiner", number), tokens)
+            out = self._calls_alone.run(block, tokens, args, kwargs, stale)
             return tokens.gather(out, block.image[1]) if block.is_last else out
 
         return forward
 
-    def _refined_tokens(self, patch: Patch | None, call: ModuleCall, keys: KeptKeys | None) -> BlockTokens:
-        """A refiner's tokens are the last of the image's stream, as the self-test finds."""
-        if patch is None or keys is None:
+    def _refined_tokens(self, patch: Patch | None, call: ModuleCall, keys: KeptKeys) -> BlockTokens:
+        """Returns a refiner's tokens: the last of the image's stream, as the self-test finds."""
+        if patch is None:
             return BlockTokens(ALONE, (), self._traffic)
         among = keys.among or keys.counts[call.prompts]
         return LastTokens(ALONE, (), self._traffic, patch, among=among)

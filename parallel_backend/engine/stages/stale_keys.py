@@ -29,8 +29,8 @@ class KeptKeys:
         return max(counts) if len(counts) > 1 else 0
 
     def of_block(self, place: Hashable, tokens: BlockTokens) -> BlockKeys:
-        """Those of one call of a block. `place`: whose rows in which block; `tokens`: of a patch, whose keys and values
-        replace the older ones, or of whole images, whose keys and values are all kept."""
+        """Returns what attention asks in one call of a block. `place`: whose rows in which block; `tokens`: of a patch,
+        whose keys and values replace the older ones, or of whole images, whose keys and values are all kept."""
         return BlockKeys(self, place, tokens)
 
     def put(self, place: Hashable, k: Tensor, v: Tensor, numbers: Tensor, *, whole: bool) -> None:
@@ -46,7 +46,7 @@ class KeptKeys:
 
 
 class NoKeys:
-    """In place of BlockKeys where no patches follow."""
+    """Takes the place of BlockKeys where no patches follow: attention has the keys of its call alone."""
 
     def meet_mask(self) -> None: ...
 
@@ -58,7 +58,7 @@ NO_KEYS = NoKeys()
 
 
 class BlockKeys:
-    """What attention in one call of a block asks (engine/attention/sequence.py), call by call in the same order."""
+    """Answers attention in one call of a block (sequence.StaleKeys); its calls come in the same order each time."""
 
     def __init__(self, keys: KeptKeys, place: Hashable, tokens: BlockTokens) -> None:
         self._keys, self._place, self._tokens = keys, place, tokens
@@ -69,8 +69,8 @@ class BlockKeys:
         self._keys.masked = True
 
     def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]:
-        """What to attend to, from keys and values [B, h, S, D] as an exchange brings them. Of whole images they come
-        back as they are."""
+        """Takes keys and values [B, h, s, D] as an exchange brings them, and returns those to attend to: the same for
+        whole images, those of all tokens for a patch."""
         place, whole = (self._place, self._calls), self._tokens.patch is None
         self._calls += 1
         self._keys.put(place, k, v, self._tokens.order(stream, k.device), whole=whole)
