@@ -18,6 +18,7 @@ from parallel_backend.engine.tokens.block_tokens import Patch
 from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import TABLE, has_stages, token_mode
+from parallel_backend.options import ROUNDED, SAME, ComputeOptions
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
@@ -165,6 +166,34 @@ def test_ranks_of_a_stage_share_out_tokens_of_images_and_of_patches():
     assert {case for (case, _), one in last.items() if one["why whole"]} == WHOLE - {
         "flux2 + reference at t=0"
     }
+
+
+@torch.inference_mode()
+def rounded(world):
+    """By strategy and dtype of the exchange: how far from one process' answer, bytes sent, notes, whether exact."""
+    layouts, found = Layouts(world), {}
+    build, inputs = CASES["WanModel"]["wan2.1 t2v"]
+    model = TinyModel(fill(build()))
+    call = _call(model, inputs)
+    expected = model.module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
+    for strategy in (ULYSSES, RING):
+        for dtype in (SAME, ROUNDED):
+            options = ComputeOptions(exchange_dtype=dtype)
+            forward = make_module_forward(model, layouts, Placement(strategy, compute_options=options))
+            before = forward.bytes_sent
+            far = _far(forward(copy.deepcopy(call)), expected, expected.abs().max())
+            sent = forward.bytes_sent - before
+            found[f"{strategy.describe()} {dtype}"] = far, sent, " ".join(forward.notes), forward.exact
+    return found
+
+
+def test_exchanges_within_a_stage_are_rounded_where_that_is_asked_for():
+    (found, *_) = run_ranks(rounded, 4)
+    for strategy in (ULYSSES, RING):
+        far, sent, notes, exact = found[f"{strategy.describe()} {SAME}"]
+        assert far <= EXACT and exact and not notes
+        far, fewer, notes, exact = found[f"{strategy.describe()} {ROUNDED}"]
+        assert EXACT < far < 0.1 and fewer < 0.8 * sent and "rounded to 8 bits" in notes and not exact
 
 
 def _shorter(call):
