@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
+import comfyui_source
 from comfyui_source import PINNED_VERSION, cache_folder, comfyui_version, find_comfyui
 from steps import SetupError
 
@@ -56,3 +59,24 @@ def test_a_named_comfyui_that_is_too_old_is_an_error_with_both_versions(tmp_path
     assert comfyui_version(old) == "0.10.2"
     with pytest.raises(SetupError, match=r"0\.10\.2.*0\.11"):
         find_comfyui(old)
+
+
+def test_its_archive_is_unpacked_by_pythons_without_filters_too(tmp_path, monkeypatch):
+    """Python 3.11.2, as Debian 12 has it."""
+    main = tmp_path / "made" / "x" / comfyui_source.ARCHIVE_FOLDER / "main.py"
+    main.parent.mkdir(parents=True)
+    main.write_text("here")
+
+    def download(command, **others):
+        with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as tar:
+            tar.add(tmp_path / "made" / "x", "x")
+
+    def extract_all(self, path, members, *, numeric_owner=False):
+        for member in members:
+            self.extract(member, path)
+
+    monkeypatch.setattr(comfyui_source, "run_logged", download)
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extract_all)
+    folder = comfyui_source._unpack_archive(Path(sys.executable), tmp_path, tmp_path / "log")
+    assert (folder / "main.py").read_text() == "here"
