@@ -1,7 +1,10 @@
-"""The host memory that this process may use: the computer's, or what its control group and those around it leave."""
+"""The host memory that this process may use: the computer's, or what its control group and those around it leave; and
+pages of files that it gives back."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +59,23 @@ def available_memory(
         return found
     cached = _numbers(cgroup / "memory.stat", " ").get("file", 0)  # given back when it is needed
     return min(found, max(0, total - used + cached))
+
+
+def give_back_pages(path: str, smaps: Path = Path("/proc/self/smaps")) -> None:
+    """Takes the pages of the file at `path` out of this process, which maps it: they stay in the page cache, and come
+    back when something reads them. A mapping that was written to keeps its pages, which the file has not."""
+    try:
+        lines = smaps.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    libc, where = ctypes.CDLL(None, use_errno=True), ""
+    for line in lines:
+        name, *rest = line.split()
+        if not name.endswith(":"):  # "7f00-7f10 r--p 0 08:01 1234  /the/file"
+            where = name if line.endswith(f" {path}") else ""
+        elif where and name == "Anonymous:" and rest[0] == "0":
+            begin, end = (int(address, 16) for address in where.split("-"))
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _numbers(table: Path, separator: str) -> dict[str, int]:

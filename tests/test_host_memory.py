@@ -1,8 +1,12 @@
 """Host memory: the computer's, or the least that the control groups around this process leave."""
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from parallel_backend.host_memory import host_memory
+from mapped_files import resident_bytes
+from parallel_backend.host_memory import give_back_pages, host_memory
 
 GIB = 2**30
 
@@ -46,3 +50,22 @@ def test_version_one_has_a_controller_of_its_own(cgroups):
     name = "memory.limit_in_bytes"
     total = limit("memory/box", 2**63 - 4096, name=name)
     assert limit("memory/box", GIB, name=name) == GIB < total
+
+
+def test_pages_of_a_file_are_given_back_and_come_again_and_what_was_written_stays(tmp_path):
+    path, other = (str(tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
+    numbers = torch.arange(1_000_000, dtype=torch.float32)
+    opened = []
+    for file in (path, other):
+        save_file({"numbers": numbers}, file)
+        opened.append(safe_open(file, framework="pt", device="cpu"))
+    mapped, beside = (file.get_tensor("numbers") for file in opened)
+    assert torch.equal(mapped, numbers) and torch.equal(beside, numbers)
+    give_back_pages(path)
+    assert resident_bytes(path) == 0 < numbers.nbytes <= resident_bytes(other)
+    assert torch.equal(mapped, numbers)
+    mapped[7] = -1
+    give_back_pages(path)
+    assert mapped[7] == -1 and mapped[8] == 8
+    give_back_pages(other, tmp_path / "absent")  # no Linux
+    assert resident_bytes(other) >= numbers.nbytes

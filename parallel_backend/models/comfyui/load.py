@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
+from ...host_memory import give_back_pages
 from ...layout import stage_blocks
 from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
@@ -61,6 +62,7 @@ def load(
     with read.open_reader(spec.path, device) as staged:
         place(read.patcher.model, device, read.dtypes, sharding, absent, staged)
     read.patcher.model.device = device
+    give_back_pages(spec.path)  # what was copied from them; others come back from the page cache
     files = None
     if part is None:
         dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}

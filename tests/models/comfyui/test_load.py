@@ -9,13 +9,17 @@ from safetensors.torch import load_file, save_file
 
 from comfy_modules import CPU, import_comfyui_here
 from fake_cuda import FakeCuda
-from mapped_files import mapped_ranges
+from mapped_files import mapped_ranges, resident_bytes
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.load import load_under
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.common_dtypes import MEMORY, QUESTIONS, asked_of_all
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.tokens import table
 from parallel_backend.requests import ComfyUISource, ModelSpec
+from parallel_backend.strategy import ParallelStrategy
+from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
 FP8 = torch.float8_e4m3fn
@@ -141,6 +145,19 @@ def test_quantised_weights_stay_quantised(tmp_path, source, flux_file):
     assert model.scales_by_largest
     model = _load(path, source)
     assert torch.equal(_answer(model.module), _answer(_stock(path)))
+
+
+def held_pages(world, path, source):
+    """Bytes of the file's pages that a rank maps once it has its share of each weight, and of the shares."""
+    strategy = ParallelStrategy(ulysses_degree=2, shard_weights=True)
+    model = load_under(ModelSpec(str(path), "comfyui", comfyui=source), Layouts(world), strategy)
+    return resident_bytes(path), sum(share.nbytes for share in model.byte_sharding.shares)
+
+
+def test_ranks_that_copied_their_shares_keep_no_page_of_the_file(tmp_path, source):
+    path = write_tiny_flux(tmp_path / "flux.safetensors", heads=4)
+    for pages, shares in run_ranks(held_pages, 2, path, source, backend="gloo"):
+        assert pages < 0.05 * shares
 
 
 def test_the_loaders_are_stock_again_afterwards(source, flux_file):
