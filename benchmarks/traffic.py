@@ -139,7 +139,8 @@ def _expected(strategy: ParallelStrategy, rank: int, size: Size, rows: int) -> i
     each = {"hidden": dims.hidden, "latent_elements": 16 * size.height * size.width}
     element = {"element_size": size.element_size}
     if strategy.pipefusion_degree > 1:
-        traffic = PipelineTraffic(strategy, rank, prompts=rows, batch=1, **tokens, **each, **element)
+        layers = dims.double_blocks + dims.single_blocks
+        traffic = PipelineTraffic(strategy, rank, rows, 1, layers=layers, **tokens, **each, **element)
         return traffic.whole() if strategy.warmup_steps == EXACT else traffic.flowing()
     layers = {"layers": dims.double_blocks + dims.single_blocks, "apart": dims.double_blocks}
     gathered = {"patch_channels": dims.hidden}  # tokens, before the last layer
