@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("rows", [1, 2000])
 def test_a_reader_that_stops_reading_is_no_error(tmp_path, rows):
-    log = tmp_path / "ranks.jsonl"
-    log.write_text("".join(f'{{"event": "ended", "prompt_id": "{i}"}}\n' for i in range(rows)))
+    log = tmp_path / "queue.jsonl"
+    line = '{{"accepted": "{}", "number": {}, "left_out": [], "request": {{"prompt": {{}}}}}}\n'
+    log.write_text("".join(line.format(i, i) for i in range(rows)))
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "parallel_backend", "costs", str(log), "--by", "prompt"],
+            [sys.executable, "-m", "parallel_backend", "resend", str(log)],
             cwd=ROOT,
             stdout=writer,
             stderr=subprocess.PIPE,
