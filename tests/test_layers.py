@@ -56,6 +56,7 @@ FLOORS = {
 # Imports that go up within a room all the same.
 UPWARDS_WITHIN = {
     ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.placing"),
+    ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.formats.slices"),
     ("nodes.model.named_file", "nodes.demo_loader"),
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30

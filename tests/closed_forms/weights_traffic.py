@@ -39,9 +39,15 @@ def tensor_bytes(
     return (2 * sums * tokens + joined) * dims.hidden * (ranks - 1) // ranks * n * element_size
 
 
-def sliced_shapes(dims: FluxDims, degree: int) -> dict[str, tuple[int, ...]]:
-    """Every parameter of diffusers' layout with the shape of one rank's slice of it."""
-    return {name: _sliced(name, shape, degree) for name, shape in diffusers_shapes(dims).items()}
+def sliced_shapes(dims: FluxDims, degree: int, index: int) -> dict[str, tuple[int, ...]]:
+    """Every parameter of diffusers' layout with the shape of a rank's slice of it; the first rank alone has what is
+    added to a sum."""
+    added = tuple(f"{layer}.bias" for layer in SLICED_BY_COLUMNS)
+    return {
+        name: _sliced(name, shape, degree)
+        for name, shape in diffusers_shapes(dims).items()
+        if not index or "transformer_blocks." not in name or not name.endswith(added)
+    }
 
 
 def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:

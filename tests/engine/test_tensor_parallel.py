@@ -132,8 +132,8 @@ def parameters_of(world, path, wish):
 def test_a_rank_holds_slices_in_the_storage_dtype(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", dtype=torch.bfloat16, **sizes_of(2))
     dims = inspect_flux(path).dims
-    for rank in run_ranks(parameters_of, 2, str(path), "float8_e4m3fn"):
-        assert rank["shapes"] == {name: list(shape) for name, shape in sliced_shapes(dims, 2).items()}
+    for index, rank in enumerate(run_ranks(parameters_of, 2, str(path), "float8_e4m3fn")):
+        assert rank["shapes"] == {name: list(shape) for name, shape in sliced_shapes(dims, 2, index).items()}
         assert rank["dtypes"] == ["torch.bfloat16", "torch.float8_e4m3fn"]
         assert rank["heads"] == [1]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Ends of the names of diffusers' layers that tensor parallelism splits by rows of their weights, and by columns, within
-# blocks; of those by rows, the ones whose output is put together from all slices at once (the modulation).
-JOINED_BY_TENSOR_PARALLELISM = ("norm1.linear", "norm1_context.linear", ".norm.linear")
+# blocks.
 SLICED_BY_ROWS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
-    *JOINED_BY_TENSOR_PARALLELISM,
+    *("norm1.linear", "norm1_context.linear", ".norm.linear"),
 )
 SLICED_BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", ".proj_out")
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from diffusers.hooks.tensor_parallel import TPShardSpec
 from diffusers.models.modeling_utils import no_init_weights
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors import SafetensorError, safe_open
@@ -20,10 +19,12 @@ from ...errors import CheckpointError, RequestError
 from ...layout import stage_blocks
 from ...requests import FP8_FAST, WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
-from ..base import ModelPart, Slices
+from ..base import ModelPart
+from ..comfyui.formats.slices import slice_blocks
 from ..comfyui.placing import place
 from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
+from ..tokens.block_kinds import DIFFUSERS_FLUX
 from ..tokens.table import stage_lists
 from .adapter import DiffusersFlux
 from .casting import HalvesSwapped, cast_on_use
@@ -33,7 +34,6 @@ from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
 from .memory.weight_bytes import is_kept_in_compute_dtype
 from .model import DiffusersModel
-from .tensor_parallel import slice_layers, take_slice
 
 
 def load(
@@ -50,12 +50,11 @@ def load(
     compute = getattr(torch, dtypes.compute)
     opened = open_mapped(file)
     in_fp8 = spec.weight_dtype == FP8_FAST and multiply_fp8(peers or (device,))
-    parameters = Parameters(file, opened, dtypes, as_stored, part.slices, in_fp8)
+    parameters = Parameters(file, opened, dtypes, as_stored)
     with torch.device("meta"), no_init_weights():
         blocks = range(file.dims.double_blocks + file.dims.single_blocks)
         transformer = FluxTransformer2DModel(**transformer_config(file.dims, blocks))
-    specs = parameters.slice_layers(transformer)
-    mapped = {name: parameters.mapped(name, specs.get(name)) for name in transformer.state_dict()}
+    mapped = {name: parameters.mapped(name) for name in transformer.state_dict()}
     transformer.load_state_dict(mapped, strict=True, assign=True)
     names = {parameter: name for name, parameter in transformer.named_parameters()}
     if file.layout == "original":
@@ -65,6 +64,8 @@ def load(
     transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
     module = DiffusersFlux(transformer.requires_grad_(False).eval(), compute)
     dtypes_by_path = {path: kept[parameter] for path, parameter in module.named_parameters()}
+    if part.slices is not None:
+        slice_blocks(module, [DIFFUSERS_FLUX], part.slices)
     absent = _absent(module, part)
     heartbeat.loading(0.0)
     with staged_reader(file.path, opened, device) or nullcontext() as staged:
@@ -85,51 +86,27 @@ def open_mapped(file: FluxFile) -> safe_open:
 
 
 class Parameters:
-    """Makes diffusers' parameters of rows of the file's tensors, and of this rank's slice of those."""
+    """Makes diffusers' parameters of rows of the file's tensors."""
 
-    def __init__(
-        self,
-        file: FluxFile,
-        opened: safe_open,
-        dtypes: Dtypes,
-        as_stored: bool,
-        slices: Slices | None,
-        multiplied_in_fp8: bool,
-    ) -> None:
-        self.file = file
-        self.multiplied_in_fp8 = multiplied_in_fp8
-        self.compute: torch.dtype = getattr(torch, dtypes.compute)
+    def __init__(self, file: FluxFile, opened: safe_open, dtypes: Dtypes, as_stored: bool) -> None:
+        self._file = file
         self._opened = opened
         self._dtypes = dtypes
         self._as_stored = as_stored
-        self._slices = slices
         self._sources = diffusers_sources(file.dims)
 
-    def slice_layers(self, transformer: FluxTransformer2DModel) -> dict[str, TPShardSpec]:
-        return {} if self._slices is None else slice_layers(transformer, self._slices)
-
-    def mapped(self, name: str, spec: TPShardSpec | None, rows: slice = slice(None)) -> Tensor:
-        """Rows of this rank's slice of the parameter that is called `name` in the whole model, as in the file."""
-        file = self.file
+    def mapped(self, name: str) -> Tensor:
+        """Returns the parameter as the file has it: a view of the mapping."""
+        file = self._file
         if file.layout == "diffusers":
-            return self.cut(self.read(file.stored_key(name)), spec, rows)
+            return self._opened.get_tensor(file.stored_key(name))
         source = self._sources[name]
-        return self.cut(self.read(file.stored_key(source.key))[source.start : source.stop], spec, rows)
-
-    def read(self, stored_key: str) -> Tensor:
-        """A tensor of the file: a view of the mapping."""
-        return self._opened.get_tensor(stored_key)
-
-    def cut(self, tensor: Tensor, spec: TPShardSpec | None, rows: slice) -> Tensor:
-        """Rows of this rank's slice of a whole parameter."""
-        if spec is None or self._slices is None:
-            return tensor[rows]
-        return take_slice(tensor, spec, self._slices, rows)
+        return self._opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
 
     def dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
         """The dtype it is kept in. `stored`: its own in the file, where a few differ from most."""
         if is_kept_in_compute_dtype(name, self._dtypes):
-            return self.compute
+            return getattr(torch, self._dtypes.compute)
         return stored if self._as_stored else getattr(torch, self._dtypes.storage)
 
 

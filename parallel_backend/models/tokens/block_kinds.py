@@ -84,11 +84,26 @@ _DIFFUSERS_DOUBLE = Blocks(  # diffusers' FluxTransformerBlock
         "attn.heads",
         rotary="image_rotary_emb",
     ),
+    sliced=Sliced(
+        (
+            Branch(("attn.to_q", "attn.to_k", "attn.to_v"), "attn.to_out.0"),
+            Branch(("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), "attn.to_add_out"),
+            Branch(("ff.net.0.proj",), "ff.net.2"),
+            Branch(("ff_context.net.0.proj",), "ff_context.net.2"),
+        ),
+        counts=("attn.heads", "attn.inner_dim"),
+        joined=("norm1.linear", "norm1_context.linear"),
+    ),
 )
 _DIFFUSERS_SINGLE = replace(  # diffusers' FluxSingleTransformerBlock, which gives both streams too
     _DIFFUSERS_DOUBLE,
     projections=Projections(
         _apart("txt+img", "attn.to_q", "attn.to_k", "attn.to_v"), "attn.heads", rotary="image_rotary_emb"
+    ),
+    sliced=Sliced(
+        (Branch(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "proj_out", heads="attn.inner_dim"),),
+        counts=("attn.heads", "attn.inner_dim"),
+        joined=("norm.linear",),
     ),
 )
 DIFFUSERS_FLUX = Region(

@@ -102,7 +102,7 @@ class Projections:
 class Branch:
     """Linear layers of a block by their paths: `into` give heads or hidden channels, `out` gives the token's width of
     them again. `heads`: the attribute that counts the channels of all heads, where layers have hidden channels behind
-    those of queries, keys and values. What a block does not have is left out."""
+    or beside those of queries, keys and values. What a block does not have is left out."""
 
     into: tuple[str, ...]
     out: str

@@ -16,12 +16,14 @@ from jobs import file_of
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.base import Slices
+from parallel_backend.models.comfyui.formats.slices import slice_blocks
 from parallel_backend.models.diffusers import load as flux
+from parallel_backend.models.diffusers.adapter import DiffusersFlux
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, diffusers_shapes
 from parallel_backend.models.diffusers.memory.weight_bytes import held_weights, kept_dtype
-from parallel_backend.models.diffusers.tensor_parallel import slice_layers
 from parallel_backend.models.dtypes import Dtypes
+from parallel_backend.models.tokens.block_kinds import DIFFUSERS_FLUX
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.communicators import COMMUNICATOR_BYTES
 from parallel_backend.planner.workload.memory import predict_memory
@@ -116,7 +118,8 @@ def test_slices_are_those_that_the_loader_takes(degree, dtype):
     dims = FluxDims(512, 4, 128, 2048, 2, 3, 64, 32, 64, 64, True)
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(**flux.transformer_config(dims, range(5)))
-    slice_layers(transformer, Slices(degree, 0, lambda tensor: tensor, lambda tensor: tensor))
+        module = DiffusersFlux(transformer, torch.bfloat16)
+    slice_blocks(module, [DIFFUSERS_FLUX], Slices(degree, 0, lambda tensor: tensor, lambda tensor: tensor))
     stored = getattr(torch, dtype)
     expected = sum(
         parameter.numel()

@@ -1,4 +1,4 @@
-"""Tensor parallelism of ComfyUI's modules: the rows or columns of the layers of each block that a rank holds.
+"""Tensor parallelism of modules: the rows or columns of the layers of each block that a rank holds.
 
 Layers that give heads or hidden channels are cut by rows of their weights, layers that take them by columns, and the
 ranks' results add up (Megatron-LM, Shoeybi et al. 2019, §3). Which layers these are, the table says (models/tokens).
@@ -84,7 +84,7 @@ def can_be_cut(weight: Tensor) -> bool:
 
 
 def slice_blocks(module: nn.Module, regions: Iterable[Region], slices: Slices) -> dict[str, Cut]:
-    """Leaves the blocks of a ComfyUI module over a mapped file this rank's slice of their layers.
+    """Leaves the blocks of a module over a mapped file this rank's slice of their layers.
 
     Returns what it left of each parameter that it cut, by its name in the module. Raises RequestError for blocks that
     the table does not describe, and for weights in a format that cannot be cut.
@@ -148,6 +148,8 @@ def _rows_of(block: nn.Module, layers: dict[str, Any], path: str, branch: Branch
     if not heads:
         return [width] * (layer.out_features // width)
     hidden = width - heads
+    if layer.out_features in (heads, hidden):
+        return [layer.out_features]
     rest = layer.out_features - _ATTENTION_PARTS * heads
     return [heads] * _ATTENTION_PARTS + [hidden] * (rest // hidden)
 
