@@ -153,11 +153,15 @@ class _Rank:
             messages = self._most_messages(patches) * call.width(call.tokens)
             output = self.rows * whole.image * self.file.token_channels * FP32  # as it leaves the model
             at_an_end = self.place.stage in (0, strategy.pipefusion_degree - 1)
-            beside = layer * len(blocks) + output * at_an_end + gathered // patches + messages
+            embedded = whole.width(whole.tokens)  # of the whole image, which each patch is cut from
+            beside = layer * len(blocks) + output * at_an_end + gathered // patches + messages + embedded
             yield _Run(call, blocks, beside, "patches")
         if strategy.warmup_steps > 0:
-            # The last whole image leaves its keys and values to the patches.
-            beside = layer * len(blocks) * flows + gathered
+            # The last whole image leaves its keys and values to the patches. Tokens that come from the stage before lie
+            # beside those that the module itself has at that place.
+            beside = (
+                layer * len(blocks) * flows + gathered + whole.width(whole.tokens) * (self.place.stage > 0)
+            )
             yield _Run(replace(whole, keys=(every,)), blocks, beside, "whole images")
 
     def _most_messages(self, patches: int) -> int:
