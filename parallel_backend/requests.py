@@ -140,24 +140,6 @@ class LoopState:
 
 
 @dataclass(frozen=True)
-class SamplerState:
-    """All that the rest of a sampling job depends on beside its request, after `step` steps.
-
-    x: [B, C, H/8, W/8] float32; denoised: of the step before like x, or None; generator: [n] uint8, the state of the
-    source of noise; exact: everything so far was what one device computes; calls, reused: of the model under a step
-    cache, and how many of them it answered.
-    """
-
-    step: int
-    x: torch.Tensor
-    denoised: torch.Tensor | None
-    generator: torch.Tensor
-    exact: bool = True
-    calls: int = 0
-    reused: int = 0
-
-
-@dataclass(frozen=True)
 class Rows:
     """Images of one model call that share one prompt. x [r, C, h, w] float32, sigma [r] float32, conditioning rows 1 or
     r."""

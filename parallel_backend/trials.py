@@ -1,9 +1,8 @@
 """The trials of `auto` within a job: the strategy of each step until the fastest one is known. Pure functions.
 
 All exact strategies give the same latent, so a job's own steps tell which is the fastest: a few under the first
-strategy, a few under each other one, and the rest under the winner. One process decides from its own times and tells
-the others: rank 0 for a loop on the ranks (rank/work/switching.py), ComfyUI's for a loop of its own
-(nodes/model/plans.py).
+strategy, a few under each other one, and the rest under the winner. Rank 0 decides from its own times and tells the
+others (rank/work/switching.py).
 """
 
 from __future__ import annotations

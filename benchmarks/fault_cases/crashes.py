@@ -7,8 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from statistics import median
 
 import torch
 
@@ -20,13 +18,10 @@ from fault_injection import (
     start_script,
 )
 from parallel_backend.errors import DeviceError, OutOfMemory, RankFailed
-from parallel_backend.requests import SamplerState
 from parallel_backend.sidecar.group import restart_policy
 from parallel_backend.sidecar.group.lease import State
 from parallel_backend.wire import deadlines
-from parallel_backend.wire.payloads import state_tensors
-from parallel_backend.wire.transport import pack_tensors
-from scripted import SLOW, is_running, ranks_of, scripted_request, scripted_sidecar
+from scripted import is_running, ranks_of, scripted_request, scripted_sidecar
 
 from .case import (
     PIPELINE,
@@ -175,39 +170,3 @@ def device_gone(subject: Subject) -> Iterator[Check]:
     with ranks(devices=(name,)) as sidecar:
         text = error_of(sidecar.start, DeviceError)
     yield true("it is named, with what to do", f"{name} is not there" in text and "Take it out" in text)
-
-
-@case("resume", "killed at every step of ten, each sampler")
-def resume(subject: Subject) -> Iterator[Check]:
-    normal, restart_policy.FAILURES_UNTIL_BROKEN = restart_policy.FAILURES_UNTIL_BROKEN, 1000
-    back_off, deadlines.BACK_OFF = deadlines.BACK_OFF, 0.0
-    try:
-        for sampler in ("euler", "euler_ancestral", "heun", "dpmpp_2m"):
-            job, equal, resumed_at = replace(scripted_request(SLOW, steps=10), sampler=sampler), 0, []
-            sidecar = scripted_sidecar(resumes=True)
-            try:
-                whole = sidecar.sample(subject.scripted, job, ULYSSES).latent
-                for step in range(1, 11):
-                    sidecar.stop()
-                    with fault("kill", "step", rank=step % 2, step=step, once=subject.fired()):
-                        result = sidecar.sample(subject.scripted, job, ULYSSES)
-                    (note,) = result.info.notes
-                    equal += torch.equal(result.latent, whole)
-                    resumed_at.append(
-                        step - int(note.split("after step ")[1].split()[0]) if "after step" in note else step
-                    )
-            finally:
-                sidecar.stop()
-            yield Check(f"{sampler}: of 10 jobs not bit-equal", 10 - equal, 0)
-            yield Check(f"{sampler}: steps that ran again, median", median(resumed_at))
-    finally:
-        restart_policy.FAILURES_UNTIL_BROKEN, deadlines.BACK_OFF = normal, back_off
-    for name, images in (("1024 x 1024", 1), ("four of 1024 x 1024", 4)):
-        x = torch.randn(images, 16, 128, 128)
-        state = SamplerState(1, x, x.clone(), torch.Generator().get_state())
-        times = []
-        for _ in range(30):
-            begun = time.perf_counter()
-            os.close(pack_tensors(state_tensors(state)))
-            times.append(time.perf_counter() - begun)
-        yield Check(f"state of {name}: ms to send", 1e3 * median(times))

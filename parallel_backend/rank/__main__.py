@@ -255,7 +255,7 @@ def _answer(
                 return Done(models=worker.keep_models(message)), None
             case Sample():
                 steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
-                on_step = boundary(steps, message.previews, message.states)
+                on_step = boundary(steps, message.previews)
                 result, run = worker.sample(message, tensors, on_step, report_compiling)
                 return Done(run=run), result if world.rank == 0 else None
             case RunJob():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestError
-from ..requests import Conditioning, Rows, SampleRequest, SamplerState
+from ..requests import Conditioning, Rows, SampleRequest
 from .guidance import Guidance, noised
 from .host_copy import NumbersCheck, most_lag
 from .patchwise import OnPatchStep
@@ -35,7 +35,7 @@ class Forward(Protocol):
 
 class Flow(Protocol):
     """Patches that flow through stages of devices once whole images have warmed them up (PipeFusion). `first`: the
-    first step of a new job in which they may."""
+    first step in which they may."""
 
     first: int
 
@@ -45,10 +45,6 @@ class Flow(Protocol):
     def run(self, steps: FlowSteps) -> Tensor | None:
         """The latent after all steps from `steps.first` on, on every rank; None where no patches can flow. Raises
         Cancelled on all ranks."""
-
-
-# Is given a way to make the state after a step, to be called before the next one begins or not at all.
-Keep = Callable[[Callable[[], SamplerState]], None]
 
 
 class OnStep(OnPatchStep, Protocol):
@@ -69,7 +65,6 @@ class FlowSteps:
     history: History
     guidance: Guidance
     on_step: OnPatchStep
-    keep: Keep | None
 
 
 @torch.inference_mode()
@@ -77,15 +72,9 @@ def denoise(
     forward: Forward,
     request: SampleRequest,
     on_step: OnStep | Callable[[int, Tensor], None],
-    *,
-    state: SamplerState | None = None,
-    keep: Keep | None = None,
 ) -> Tensor:
-    """Runs all steps, or those after `state`; returns the latent [B, C, H/8, W/8] float32 in the model's latent space,
-    on the forward's device. `keep` is offered the sampler's state before each `on_step`.
+    """Runs all steps; returns the latent [B, C, H/8, W/8] float32 in the model's latent space, on the forward's device.
 
-    A resumed run gives every bit that the whole one would have given, except where patches flow: PipeFusion warms up
-    again first.
     The maths is ComfyUI's KSAMPLER for flow models (CONST): x0 = sigma * noise + (1 - sigma) * latent.
     """
     if request.sampler not in STEPS:
@@ -109,20 +98,16 @@ def denoise(
     step, history = STEPS[request.sampler], start_history(request.seed, device)
     history.share = lambda noise: forward.from_first(noise)
     steps = len(sigmas) - 1
-    x, first, so_far_exact = noised(sigmas[0], noise, latent), 0, True
-    if state is not None:
-        x, first, so_far_exact = state.x.to(device), _first_step(state, x, steps), state.exact
-        history.denoised = None if state.denoised is None else state.denoised.to(device)
-        history.generator.set_state(state.generator)
+    x = noised(sigmas[0], noise, latent)
     flow, whole = forward.start_flow(request, prompts), steps
-    if flow is not None:  # patches want keys and values, which a new group does not have
-        whole = max(flow.first, first + 1 if first else 0)
+    if flow is not None:
+        whole = flow.first
         flow = None if whole >= steps else flow
-    check_numbers, i = NumbersCheck(most_lag(device)), first
-    while i < steps:
+    check_numbers = NumbersCheck(most_lag(device))
+    for i in range(steps):
         if flow is not None and i == whole:
             assert isinstance(on_step, OnPatchStep), "a plain function cannot follow patches"
-            flowed = flow.run(FlowSteps(step, x, sigmas, i, history, guidance, on_step, keep))
+            flowed = flow.run(FlowSteps(step, x, sigmas, i, history, guidance, on_step))
             if flowed is not None:
                 x = flowed
                 check_numbers(x, f"in one of the steps {whole + 1} to {steps}")
@@ -130,25 +115,9 @@ def denoise(
         call = flow.whole if flow is not None and i == whole - 1 else forward
         x, denoised = run(step(x, sigmas, i, history), calling(call))
         check_numbers(denoised, f"in step {i + 1} of {steps}")  # the same on every rank: all go on or none
-        if keep is not None and i + 1 < steps:
-            keep(_state_of(i + 1, x, history, so_far_exact))
         on_step(i, denoised)
-        i += 1
     check_numbers.finish()
     return x / (1 - sigmas[-1])
-
-
-def _state_of(step: int, x: Tensor, history: History, exact: bool) -> Callable[[], SamplerState]:
-    return lambda: SamplerState(step, x, history.denoised, history.generator.get_state(), exact)
-
-
-def _first_step(state: SamplerState, x: Tensor, steps: int) -> int:
-    if state.x.shape != x.shape or not 0 < state.step < steps:
-        raise RequestError(
-            f"the state to resume from, after step {state.step} with a latent of {list(state.x.shape)}, does not fit "
-            f"this request of {steps} steps and {list(x.shape)}."
-        )
-    return state.step
 
 
 def _rows(x: Tensor, sigma: Tensor, prompts: list[Conditioning]) -> list[Rows]:
@@ -156,10 +125,8 @@ def _rows(x: Tensor, sigma: Tensor, prompts: list[Conditioning]) -> list[Rows]:
 
 
 def _on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
-    # Copied on the CPU too: in the payload a tensor lies wherever those before it end, and matrix products round by how
-    # their input is aligned. A job that is resumed, with more in its payload, would lose the last bit.
     return Conditioning(
-        context=prompt.context.to(device, copy=True),
-        pooled=prompt.pooled.to(device, copy=True),
+        context=prompt.context.to(device),
+        pooled=prompt.pooled.to(device),
         guidance=None if prompt.guidance is None else prompt.guidance.to(device, torch.float32),
     )

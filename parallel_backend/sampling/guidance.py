@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Works element by element on latents [B, C, h, w], or on any part of them that `part` was taken for.
+    """Works element by element on latents [B, C, h, w].
 
     `mask`: 1 where the latent is denoised, None everywhere; `cfg` counts where there are two velocities.
     """
@@ -19,11 +18,6 @@ class Guidance:
     latent: Tensor
     mask: Tensor | None
     cfg: float
-
-    def part(self, of: Callable[[Tensor], Tensor]) -> Guidance:
-        """The same for `of(tensor)` of each tensor."""
-        mask = None if self.mask is None else of(self.mask.expand_as(self.latent))
-        return replace(self, noise=of(self.noise), latent=of(self.latent), mask=mask)
 
     def model_input(self, x: Tensor, sigma: Tensor) -> Tensor:
         """Outside the mask the model sees the noised original."""

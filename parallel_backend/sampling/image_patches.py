@@ -1,4 +1,4 @@
-"""The patches of a latent of any form, by which of its elements belong to each: a Packing of one element a token."""
+"""The patches of a latent of any form, by which of its elements belong to each."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ElementPatches:
         latent.view(len(latent), -1)[:, self._order[self.span(patch)]] = elements.to(latent.dtype)
 
     def pack(self, latent: Tensor) -> Tensor:
-        """[B, …] -> [B, elements, 1], patch after patch."""
-        return latent.flatten(1)[:, self._order].unsqueeze(2)
+        """[B, …] -> [B, elements], patch after patch."""
+        return latent.flatten(1)[:, self._order]
 
-    def unpack(self, tokens: Tensor, height: int, width: int) -> Tensor:
-        """[B, elements, 1] -> [B, …]. Its sizes are known here."""
-        latent = torch.empty_like(tokens[..., 0])
-        latent[:, self._order] = tokens[..., 0]
+    def unpack(self, elements: Tensor) -> Tensor:
+        """[B, elements] -> [B, …]"""
+        latent = torch.empty_like(elements)
+        latent[:, self._order] = elements
         return latent.unflatten(1, self._shape)

@@ -8,30 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..requests import SamplerState
+from .image_patches import ElementPatches
 from .samplers import History, Sigmas, Step
-
-
-class Packing(Protocol):
-    """A model's tokens as places of a latent's elements. Samplers do not mind where: they work element by element."""
-
-    def pack(self, latent: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, N, channels], filled up where a token reaches beyond the latent."""
-
-    def unpack(self, tokens: Tensor, height: int, width: int) -> Tensor:
-        """[B, N, channels] -> [B, C, h, w]"""
-
-
-class PatchGuidance(Protocol):
-    """What is denoised from what the model gives, element by element (guidance.Guidance)."""
-
-    def part(self, of: Callable[[Tensor], Tensor]) -> PatchGuidance:
-        """The same for `of(tensor)` of each tensor."""
-
-    def model_input(self, x: Tensor, sigma: Tensor) -> Tensor: ...
-
-    def denoised(self, x: Tensor, sigma: Tensor, velocities: list[Tensor]) -> Tensor:
-        """`velocities`: what the model made of x for each prompt."""
 
 
 @runtime_checkable
@@ -48,17 +26,17 @@ class OnPatchStep(Protocol):
 class SharedNoise:
     """The noise that all patches of a run draw from, in the latent's own shape as if it were sampled whole."""
 
-    def __init__(self, history: History, like: Tensor, packing: Packing) -> None:
+    def __init__(self, history: History, like: Tensor, patches: ElementPatches) -> None:
         self._history = history
         self._like = like
-        self._packing = packing
+        self._patches = patches
         self._draws: dict[int, Tensor] = {}
 
-    def tokens(self, number: int) -> Tensor:
-        """Draw `number` of this run, [B, N, channels]. Patches ask in turns: only the last two draws are kept."""
+    def draw(self, number: int) -> Tensor:
+        """Returns draw `number` of this run, [B, elements]. Patches ask in turns: only the last two draws are kept."""
         while number not in self._draws:
             following = max(self._draws, default=-1) + 1
-            self._draws[following] = self._packing.pack(self._history.noise_like(self._like))
+            self._draws[following] = self._patches.pack(self._history.noise_like(self._like))
             self._draws.pop(following - 2, None)
         return self._draws[number]
 
@@ -74,7 +52,7 @@ class PatchHistory(History):
 
     def noise_like(self, x: Tensor) -> Tensor:
         self._drawn += 1
-        return self._noise.tokens(self._drawn - 1)[:, self._patch]
+        return self._noise.draw(self._drawn - 1)[:, self._patch]
 
 
 class _Patch:
@@ -102,11 +80,6 @@ class _Patch:
         assert self.wish is not None, "it has ended"
         return self.wish
 
-    @property
-    def past(self) -> Tensor | None:
-        """The denoised patch of the step before the next one, where the sampler keeps it."""
-        return self._history.denoised
-
     def answer(self, denoised: Tensor) -> bool:
         """Goes on with the denoised patch; whether that ended a step."""
         try:
@@ -121,22 +94,9 @@ class _Patch:
         return True
 
 
-class _Ended:
-    """The patches that have ended one step, in order. `generator`: the state of the source of noise by then."""
-
-    def __init__(self, generator: Tensor) -> None:
-        self._generator = generator
-        self.x: list[Tensor] = []
-        self.denoised: list[Tensor | None] = []
-
-    def state(self, step: int, together: Callable[[list[Tensor]], Tensor]) -> SamplerState:
-        denoised = [part for part in self.denoised if part is not None]
-        past = together(denoised) if denoised else None
-        return SamplerState(step, together(self.x), past, self._generator, exact=False)
-
-
 class PatchSampling:
-    """Samples `x` [B, C, h, w] from step `first` on, as rank/pipefusion/patch_flow.py asks for it."""
+    """Samples `x` [B, …] from step `first` on, as rank/pipefusion/patch_flow.py asks for it. A patch is named by its
+    span in what `patches` packs."""
 
     def __init__(
         self,
@@ -145,91 +105,47 @@ class PatchSampling:
         sigmas: Sigmas,
         first: int,
         history: History,
-        guidance: PatchGuidance,
         on_step: OnPatchStep,
-        packing: Packing,
-        *,
-        lag: int,
-        keep: Callable[[Callable[[], SamplerState]], None] | None = None,
+        patches: ElementPatches,
     ) -> None:
-        self._packing = packing
-        self._height, self._width = x.shape[-2:]
-        self._inputs = packing.pack(x)  # of each patch what its last model call saw, or will see first
-        self._is_filled_up = self._inputs.numel() > x.numel()
+        self._patches = patches
+        self._begun = patches.pack(x)
         self._step = step
         self._sigmas = sigmas
         self._first = first
-        self._noise = SharedNoise(history, x, packing)
-        self._past = None if history.denoised is None else packing.pack(history.denoised)
-        self._guidance = guidance.part(packing.pack)
+        self._noise = SharedNoise(history, x, patches)
+        self._past = None if history.denoised is None else patches.pack(history.denoised)
         self._on_step = on_step
-        self._lag = lag
-        self._keep = keep
         self._generator = history.generator
-        # By steps done, those that some patches have ended and others not.
-        self._ended: dict[int, _Ended] = {}
-        self._patches: dict[int, _Patch] = {}
+        self._states: dict[int, _Patch] = {}
 
     @property
     def latent(self) -> Tensor:
-        """[B, C, h, w] after the last step."""
+        """[B, …] after the last step."""
         return self._together([patch.x for patch in self._in_order()])
 
     def enter(self, patch: slice) -> Tensor:
-        state = self._patches.get(patch.start) or self._start(patch)
-        x, sigma = state.wanted
-        self._inputs[:, patch] = self._part(patch).model_input(x, sigma)
-        if self._is_filled_up:
-            # Tokens that reach beyond the latent hold parts of it again, which earlier patches brought up to date.
-            self._inputs = self._packing.pack(self._unpacked(self._inputs))
-        return self._inputs[:, patch]
+        """Returns what the next model call of a patch sees of it, [B, elements]."""
+        state = self._states.get(patch.start) or self._start(patch)
+        return state.wanted[0]
 
-    def leave(self, patch: slice, velocities: list[Tensor]) -> None:
-        state = self._patches[patch.start]
-        _, sigma = state.wanted
-        ended = state.answer(self._part(patch).denoised(self._inputs[:, patch], sigma, velocities))
-        if ended and self._keep is not None:
-            self._note_end(state, patch, self._keep)
-        if ended and patch.stop == self._inputs.shape[1]:
-            denoised = [each.denoised for each in self._in_order()]
-            self._on_step.passed(state.steps_done - 1, self._together(denoised))
-
-    def _note_end(
-        self, state: _Patch, patch: slice, keep: Callable[[Callable[[], SamplerState]], None]
-    ) -> None:
-        """Patches that lead are a step ahead, so a step's latent is put together from what each had at its end."""
-        step = state.steps_done
-        if step not in self._ended:  # the leader: the noise of this step is drawn, and none of the next
-            self._ended[step] = _Ended(self._generator.get_state())
-        ended = self._ended[step]
-        ended.x.append(state.x)
-        ended.denoised.append(state.past)
-        if patch.stop < self._inputs.shape[1]:
-            return
-        del self._ended[step]
-        if step < len(self._sigmas) - 1:
-            keep(lambda: ended.state(step, self._together))
-
-    def is_stopped(self) -> bool:
-        return self._on_step.is_stopped(self._lag)
+    def leave(self, patch: slice, denoised: Tensor) -> None:
+        """Takes what that call gave: the patch denoised, [B, elements]."""
+        state = self._states[patch.start]
+        if state.answer(denoised) and patch.stop == self._begun.shape[1]:
+            found = [each.denoised for each in self._in_order()]
+            self._on_step.passed(state.steps_done - 1, self._together(found))
 
     def _start(self, patch: slice) -> _Patch:
         past = None if self._past is None else self._past[:, patch]
         history = PatchHistory(self._generator, past, self._noise, patch)
-        # Its own copy: model inputs are written where the latent was.
-        state = _Patch(self._step, self._inputs[:, patch].clone(), self._sigmas, self._first, history)
-        self._patches[patch.start] = state
+        state = _Patch(self._step, self._begun[:, patch], self._sigmas, self._first, history)
+        self._states[patch.start] = state
         return state
 
-    def _part(self, patch: slice) -> PatchGuidance:
-        return self._guidance.part(lambda tokens: tokens[:, patch])
-
     def _in_order(self) -> list[_Patch]:
-        return [self._patches[start] for start in sorted(self._patches)]
+        return [self._states[start] for start in sorted(self._states)]
 
     def _together(self, parts: list[Tensor]) -> Tensor:
-        """The latent [B, C, h, w] of the tokens of all patches."""
-        return self._unpacked(torch.cat(parts, dim=1))
-
-    def _unpacked(self, tokens: Tensor) -> Tensor:
-        return self._packing.unpack(tokens, self._height, self._width)
+        """The latent of the elements of all patches."""
+        return self._patches.unpack(torch.cat(parts, dim=1))

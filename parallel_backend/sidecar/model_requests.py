@@ -170,7 +170,6 @@ def sample_message(
         sampler=request.sampler,
         seed=request.seed,
         previews=previews,
-        states=states,
         cache_threshold=float(request.cache_threshold),
     )
 

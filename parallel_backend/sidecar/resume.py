@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import RankFailed, RequestError, TransportError
-from ..requests import LoopState, RunInfo, SampleRequest, SamplerState
+from ..errors import RankFailed, RequestError
+from ..requests import LoopState, RunInfo, SampleRequest
 from ..trials import NO_TRIALS, Trial, TrialPlan
-from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_loop_state, take_state
+from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
 from ..wire.protocol import Progress
 from ..wire.transport import MOST_BYTES
 
@@ -54,10 +54,10 @@ class ShippedRequest:
 
 
 class ResumableJob:
-    """One request, and the last state that its sampler sent.
+    """One request, and what is known of it so far; a plain one (SampleRequest) begins again after a crash.
 
-    The state lives no longer than its request, whose weights' file stays the same (Lease.file). `trials`: those that it
-    still makes; after a failure, which may be a trial's own, it makes none.
+    The record lives no longer than its request, whose weights' file stays the same (Lease.file). `trials`: those that
+    it still makes; after a failure, which may be a trial's own, it makes none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ResumableJob:
         if isinstance(request, SampleRequest):
             self._tensors = sample_tensors(request)
         self._on_step = on_step
-        self._state: SamplerState | LoopRecord | None = None
+        self._record = LoopRecord()
         self._seconds: dict[int, float] = {}  # of each step, 1-based
         self._first = 0  # steps that the ranks did not have to run again
         self._notes: tuple[str, ...] = ()
@@ -96,39 +96,24 @@ class ResumableJob:
                     f"other models from .safetensors files in the dtype that they have there, so that the devices can "
                     f"read them; or take their nodes out."
                 )
-        if self._state is None:
-            self._first = 0
-            return self._tensors
-        state = self._state.whole() if isinstance(self._state, LoopRecord) else self._state
-        self._first = state.step
-        return self._tensors | state_tensors(state)
+        self._first = self._record.step
+        return self._tensors | state_tensors(self._record.whole()) if self._first else self._tensors
 
     def take(self, message: Progress, tensors: Tensors | None) -> None:
         """Rank 0's word on a step."""
         tensors = dict(tensors or {})
-        self._keep(take_loop_state(tensors) or take_state(tensors))
+        if (state := take_state(tensors)) is not None:
+            self._record.add(state)
         self._seconds[message.step] = message.seconds
         if self._on_step is not None:
             self._on_step(message.step, message.steps, tensors.get("denoised"))
-
-    def _keep(self, state: SamplerState | LoopState | None) -> None:
-        if state is None:
-            return
-        shape = state.x.shape if isinstance(state, SamplerState) else state.answers.shape[2:]
-        if tuple(shape) != self.shape and not isinstance(self.request, ShippedRequest):
-            raise TransportError(f"process 0 sent a state of shape {list(shape)}")
-        if isinstance(state, SamplerState):
-            self._state = state
-            return
-        record = self._state if isinstance(self._state, LoopRecord) else LoopRecord()
-        record.add(state)
-        self._state = record if record.step else None
 
     def survive(self, error: RankFailed, device: str | None) -> str:
         """Says what happens now that the ranks failed, here and in the result's notes."""
         self.give_up_trials()
         cause = error.cause.split("\n", 1)[0]
-        goes_on = "begins again" if self._state is None else f"goes on after step {self._state.step}"
+        step = self._record.step
+        goes_on = f"goes on after step {step}" if step else "begins again"
         text = f"{error.who(device)} failed ({cause}); the job {goes_on} on processes started anew"
         self._notes += (text,)
         return text

@@ -13,7 +13,6 @@ from ..requests import (
     InputShapes,
     LoopState,
     SampleRequest,
-    SamplerState,
     is_finite,
 )
 from .protocol import Sample
@@ -53,25 +52,17 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
     return request
 
 
-def state_tensors(state: SamplerState | LoopState) -> Tensors:
-    """A sampler's state, numbers and all."""
-    if isinstance(state, LoopState):
-        return {
-            "state.answers": state.answers,
-            "state.at": torch.tensor([state.step, state.first, state.calls, state.reused]),
-        }
-    tensors = {
-        "state.step": torch.tensor(state.step),
-        "state.x": state.x,
-        "state.generator": state.generator,
-        "state.exact": torch.tensor(state.exact),
-        "state.calls": torch.tensor([state.calls, state.reused]),
+def state_tensors(state: LoopState) -> Tensors:
+    """A loop's state, numbers and all."""
+    return {
+        "state.answers": state.answers,
+        "state.at": torch.tensor([state.step, state.first, state.calls, state.reused]),
     }
-    return tensors if state.denoised is None else tensors | {"state.denoised": state.denoised}
 
 
-def take_loop_state(tensors: Tensors) -> LoopState | None:
-    """As `take_state`, of ComfyUI's loop."""
+def take_state(tensors: Tensors) -> LoopState | None:
+    """Takes what `state_tensors` made out of `tensors`; None where there is none. Raises TransportError for part of
+    one, or one of the wrong dtypes."""
     if "state.answers" not in tensors:
         return None
     answers, at = (_take(tensors, f"state.{name}") for name in ("answers", "at"))
@@ -79,37 +70,6 @@ def take_loop_state(tensors: Tensors) -> LoopState | None:
         raise TransportError("the answers of model calls in a payload have the wrong shapes or dtypes")
     step, first, calls, reused = at.tolist()
     return LoopState(step, first, answers, calls, reused)
-
-
-def take_state(tensors: Tensors) -> SamplerState | None:
-    """Takes what `state_tensors` made out of `tensors`; None where there is none. Raises TransportError for part of
-    one, or one of the wrong dtypes."""
-    if "state.x" not in tensors:
-        return None
-    step, x, generator, exact, calls = (
-        _take(tensors, f"state.{name}") for name in ("step", "x", "generator", "exact", "calls")
-    )
-    denoised = tensors.pop("state.denoised", None)
-    fits = (
-        (step.dtype, step.shape) == (torch.int64, ())
-        and (exact.dtype, exact.shape) == (torch.bool, ())
-        and (calls.dtype, calls.shape) == (torch.int64, (2,))
-        and (generator.dtype, generator.ndim) == (torch.uint8, 1)
-        and x.dtype == torch.float32
-        and (denoised is None or (denoised.dtype, denoised.shape) == (x.dtype, x.shape))
-    )
-    if not fits:
-        raise TransportError("a sampler's state in a payload has the wrong shapes or dtypes")
-    made, reused = calls.tolist()
-    return SamplerState(
-        step=int(step),
-        x=x,
-        denoised=denoised,
-        generator=generator,
-        exact=bool(exact),
-        calls=made,
-        reused=reused,
-    )
 
 
 def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:

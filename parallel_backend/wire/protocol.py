@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 18
+VERSION = 19
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -103,16 +103,15 @@ class RankModels:
 
 @dataclass(frozen=True)
 class Sample:
-    """Parent to all ranks: a whole sampling job; its tensors are in the payload, with a sampler's state where it is
-    resumed. `previews`: send denoised latents; `states`: send the sampler's states; `cache_threshold`: as in
-    SampleRequest; `model`: the number of a held one; `trials`: the strategies that it tries on its way."""
+    """Parent to all ranks: a plain sampling job; its tensors are in the payload. `previews`: send denoised latents;
+    `cache_threshold`: as in SampleRequest; `model`: the number of a held one; `trials`: the strategies that it tries on
+    its way."""
 
     placement: Placement
     cfg: float
     sampler: str
     seed: int
     previews: bool
-    states: bool = False
     cache_threshold: float = 0.0
     model: int = 0
     trials: TrialPlan = NO_TRIALS
@@ -122,7 +121,7 @@ class Sample:
 class RunJob:
     """Parent to all ranks: a job as ComfyUI's process has it, whole (job/payload.py), over the model under this number;
     of so many steps, with what earlier model calls gave where it is resumed. `placement`: None over a text encoder or
-    VAE, which is placed as it was loaded. Others as in Sample."""
+    VAE, which is placed as it was loaded; `states`: send the loop's states. Others as in Sample."""
 
     placement: Placement | None
     steps: int

@@ -10,12 +10,12 @@ OWNERS = torch.tensor([3, 0, 0, 1, 3, 3, 0, 1, 0, 3, 1, 0])  # none of number 2
 
 def test_what_is_packed_lies_patch_after_patch_and_is_unpacked_as_it_was():
     patches, latent = ElementPatches(OWNERS, SHAPE, 4), torch.randn(2, *SHAPE)
-    tokens = patches.pack(latent)
-    assert len(patches) == 4 and tokens.shape == (2, 12, 1)
-    assert torch.equal(patches.unpack(tokens, 3, 2), latent)
+    elements = patches.pack(latent)
+    assert len(patches) == 4 and elements.shape == (2, 12)
+    assert torch.equal(patches.unpack(elements), latent)
     for number in range(4):
         own = latent.flatten(1)[:, number == OWNERS]
-        assert torch.equal(tokens[:, patches.span(number), 0], own)
+        assert torch.equal(elements[:, patches.span(number)], own)
         assert torch.equal(patches.take(latent, number), own)
     assert patches.span(2) == slice(8, 8)
 

@@ -39,7 +39,7 @@ def replace_file(spec, script="loads 3.0"):
     ],
     ids=["replaced", "in place", "deleted"],
 )
-def test_a_job_whose_ranks_crash_does_not_go_on_with_another_file(sidecar, spec, change, words):
+def test_a_job_whose_ranks_crash_is_not_made_again_with_another_file(sidecar, spec, change, words):
     def on_step(step, steps, denoised):
         if step == 2:
             change(spec)
@@ -51,7 +51,7 @@ def test_a_job_whose_ranks_crash_does_not_go_on_with_another_file(sidecar, spec,
     assert sidecar.sample(spec, scripted_request(), two_ranks()).info.notes == ()
 
 
-def test_a_job_goes_on_after_a_crash_while_its_file_is_the_same(sidecar, spec):
+def test_a_job_is_made_again_after_a_crash_while_its_file_is_the_same(sidecar, spec):
     killed = []
 
     def on_step(step, steps, denoised):
@@ -59,7 +59,7 @@ def test_a_job_goes_on_after_a_crash_while_its_file_is_the_same(sidecar, spec):
             killed.append(os.kill(sidecar.pids[1], signal.SIGKILL))
 
     result = sidecar.sample(spec, scripted_request(SLOW, steps=8), two_ranks(), on_step=on_step)
-    assert len(result.info.step_seconds) == 8 and "goes on after step" in " ".join(result.info.notes)
+    assert len(result.info.step_seconds) == 8 and "begins again" in " ".join(result.info.notes)
 
 
 def test_a_file_changed_with_its_old_size_and_time_is_another_one(tmp_path):

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from parallel_backend.errors import CheckpointError, ParallelError, RequestError, TransportError
 from parallel_backend.models.checkpoint import read_header
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
-from parallel_backend.requests import SamplerState
+from parallel_backend.requests import LoopState
 from parallel_backend.wire.heartbeat import MOST_RANKS, PAGE_BYTES, Page, find_laggard, in_words
 from parallel_backend.wire.payloads import (
     sample_request,
@@ -30,13 +30,13 @@ from parallel_backend.wire.protocol import Envelope, Failed, Progress, Sample, d
 from parallel_backend.wire.transport import unpack_tensors
 from scripted import scripted_request, two_ranks
 
-MESSAGE = Sample(two_ranks(), cfg=1.0, sampler="euler", seed=3, previews=True, states=True)
+MESSAGE = Sample(two_ranks(), cfg=1.0, sampler="euler", seed=3, previews=True)
 FRAMES = [
     encode(Envelope(1, 2, MESSAGE)),
     encode(Envelope(1, 2, Progress(step=1, steps=2, seconds=0.5))),
     encode(Envelope(1, 2, Failed(kind="RequestError", message="no", detail="none"))),
 ]
-STATE = SamplerState(2, torch.zeros(1, 4, 6, 6), torch.zeros(1, 4, 6, 6), torch.zeros(16, dtype=torch.uint8))
+STATE = LoopState(2, 0, torch.zeros(2, 1, 1, 4, 6, 6))
 PAYLOADS = [
     save(sample_tensors(scripted_request()) | state_tensors(STATE)),
     save({"x": torch.zeros(1, 4, 6, 6), "sigma": torch.zeros(1)}),

@@ -14,7 +14,7 @@ from parallel_backend.rank.work import step_boundary
 from parallel_backend.rank.work.job import Jobs
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import Placement
-from parallel_backend.wire.payloads import state_tensors, take_loop_state
+from parallel_backend.wire.payloads import state_tensors, take_state
 from parallel_backend.wire.protocol import Cancel, Envelope, Progress, RunJob
 from parallel_backend.wire.transport import unpack_tensors
 from shipped_jobs import ship
@@ -37,7 +37,7 @@ class ParentOfRankZero:
         for descriptor in descriptors:
             tensors = unpack_tensors(descriptor)
             self.previews.append(tensors["denoised"])
-            if (state := take_loop_state(tensors)) is not None:
+            if (state := take_state(tensors)) is not None:
                 self.states.append(state)
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from ...engine.module_forward import ModuleForward
 from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
 from ...requests import ModuleCall
-from ...sampling.patchwise import OnPatchStep
+from ...sampling.patchwise import OnPatchStep, PatchSampling
 from ...sampling.samplers import STEPS, Sigmas, run
 from .patch_flow import FlowRequest, PatchFlow, first_flowing, history_of, step_of, why_whole
-from .patch_sampler import PatchSampler
 
 _HOOK = "sampler_calc_cond_batch_function"
 _FLOWS, _WHOLE = 1, 0
@@ -91,18 +90,50 @@ class JobFlow:
         return answer_prompts(self._guider.inner_model, sides, x, sigma, options)
 
     def sample(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **others: Any) -> Tensor:
-        """As ComfyUI's sampler of the job's name."""
+        """As ComfyUI's sampler of the job's name, whose arithmetic its steps have (sampling/samplers.py)."""
         options = {**extra_args["model_options"], _HOOK: self._ask}
         extra_args = {**extra_args, "model_options": options}
         first = first_flowing(self._forward.layout.strategy)
         if self._steps_done:  # their keys and values are gone: another whole image leaves new ones
             first = max(first, self._steps_done + 1)
         self.request.noise = torch.empty_like(x)
-        lead = self._lead if self._meeting.is_first else self._follow
-        latent = lead(model, x, sigmas, extra_args, first)
-        if self.flows:
-            latent, self.flows = self._meeting.take_first(latent), False
-        return latent
+        step, levels, ones = step_of(self.request), Sigmas(sigmas, x.device), x.new_ones(len(x))
+        history = history_of(self.request, x.device)
+
+        def denoise(x: Tensor, sigma: Tensor) -> Tensor:
+            denoised: Tensor = model(x, sigma * ones, **extra_args)
+            return denoised
+
+        for i in range(len(sigmas) - 1):
+            owners = self._find_patches() if i == first else None
+            if self.flows:
+                latent = torch.empty_like(x)
+                if owners is None:
+                    self._flow.follow(self._sides, i, self._on_step)
+                else:
+                    self._flow.share_patches(owners)
+                    patches = PatchSampling(step, x, levels, i, history, self._on_step, self._flow.patches)
+                    self._flow.run(levels, i, self._on_step, (patches, denoise))
+                    latent = patches.latent
+                latent, self.flows = self._meeting.take_first(latent), False
+                return latent
+            x, denoised = run(step(x, levels, i, history), denoise)
+            self._end_step(denoised)
+        return x
+
+    def _find_patches(self) -> Tensor | None:
+        """Has patches flow from now on if they can. Returns on the first rank which elements belong to each."""
+        if not self._meeting.is_first:
+            self.flows = self._meeting.tell() == _FLOWS
+            return None
+        with self._meeting.alone():  # it asks the module by itself, on this rank
+            found = self._flow.find_patches()
+        self.flows = isinstance(found, Tensor)
+        self._meeting.tell(_FLOWS if self.flows else _WHOLE)
+        if isinstance(found, str):
+            self.why_whole = found
+            return None
+        return found
 
     def _ask(self, asked: dict[str, Any]) -> list[Tensor]:
         """The hook by which ComfyUI's guider has its prompts computed."""
@@ -115,41 +146,3 @@ class JobFlow:
             return self._flow.answers(wanted, asked["input"], asked["sigma"])
         self._sides = wanted
         return self.answers(wanted, asked["input"], asked["sigma"])
-
-    def _lead(self, model: Any, x: Tensor, sigmas: Tensor, extra_args: Any, first: int) -> Tensor:
-        def begin() -> None:
-            self._meeting.tell(_FLOWS)
-            self.flows = True
-
-        find_patches = self._flow.find_patches
-
-        def find() -> Any:
-            with self._meeting.alone():  # it asks the module by itself, on this rank
-                found = find_patches()
-            if isinstance(found, str):
-                self._meeting.tell(_WHOLE)
-            return found
-
-        self._flow.find_patches = find  # type: ignore[method-assign]
-        sampler = PatchSampler(self._flow, first, self._end_step, begin, self._on_step)
-        latent = sampler(model, x, sigmas, extra_args=extra_args)
-        self.why_whole = sampler.why_whole
-        return latent
-
-    def _follow(self, model: Any, x: Tensor, sigmas: Tensor, extra_args: Any, first: int) -> Tensor:
-        request = self.request
-        step, levels, ones = step_of(request), Sigmas(sigmas, x.device), x.new_ones(len(x))
-        history = history_of(request, x.device)
-
-        def denoise(x: Tensor, sigma: Tensor) -> Tensor:
-            found: Tensor = model(x, sigma * ones, **extra_args)
-            return found
-
-        for i in range(len(sigmas) - 1):
-            if i == first and self._meeting.tell() == _FLOWS:
-                self.flows = True
-                self._flow.follow(self._sides, i, self._on_step)
-                return torch.empty_like(x)
-            x, denoised = run(step(x, levels, i, history), denoise)
-            self._end_step(denoised)
-        return x

@@ -98,22 +98,6 @@ def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Te
     return [sigma for i in range(first, len(sigmas) - 1) for sigma in model_calls(step, sigmas, i)]
 
 
-class _Guided:
-    """In place of sampling.guidance.Guidance, where ComfyUI guides: `velocities` are what is denoised already."""
-
-    def part(self, of: Callable[[Tensor], Tensor]) -> _Guided:
-        return self
-
-    def model_input(self, x: Tensor, sigma: Tensor) -> Tensor:
-        return x
-
-    def denoised(self, x: Tensor, sigma: Tensor, velocities: list[Tensor]) -> Tensor:
-        return velocities[0]
-
-
-GUIDED = _Guided()
-
-
 @dataclass(frozen=True)
 class _Coming:
     """One network call's elements of a patch on their way back to the first stage. `shares`: rows of each pipeline."""
@@ -152,11 +136,6 @@ class PatchFlow:
     @property
     def _patch_count(self) -> int:
         return min(self._layout.strategy.pipeline_patches, self._stages.tokens)
-
-    @property
-    def lag(self) -> int:
-        """How many patches the first stage is ahead of the last."""
-        return self._stages.count
 
     def whole(self, call: ModuleCall) -> Any:
         """The network's answer to whole images, which leave keys and values to patches."""
@@ -275,7 +254,7 @@ class PatchFlow:
             sampling, denoise = self._lead
             if self._has_elements(patch.number):
                 elements = sampling.enter(self.patches.span(patch.number))
-                self.patches.put(elements[..., 0], patch.number, self._x)
+                self.patches.put(elements, patch.number, self._x)
             denoise(self._x, sigma)
         else:
             if self._stages.is_first:
@@ -299,4 +278,4 @@ class PatchFlow:
         self._now, self._answers = Patch(number, len(self.patches)), iter(found)
         denoised = self.patches.take(denoise(self._x, sigma), number)
         self._answers = None
-        sampling.leave(self.patches.span(number), [denoised.unsqueeze(2)])
+        sampling.leave(self.patches.span(number), denoised)

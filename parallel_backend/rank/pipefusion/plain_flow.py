@@ -13,7 +13,7 @@ from ...engine.plain_calls import answers_to
 from ...requests import Conditioning, Rows, SampleRequest
 from ...sampling.denoise import FlowSteps
 from ...sampling.patchwise import PatchSampling
-from .patch_flow import GUIDED, WHOLE, FlowRequest, PatchFlow, first_flowing
+from .patch_flow import WHOLE, FlowRequest, PatchFlow, first_flowing
 
 
 class PlainCalls(Protocol):
@@ -90,11 +90,8 @@ class PlainFlow:
             steps.sigmas,
             steps.first,
             steps.history,
-            GUIDED,
             steps.on_step,
             self.flow.patches,
-            lag=self.flow.lag,
-            keep=steps.keep,
         )
         self.flow.run(steps.sigmas, steps.first, steps.on_step, (sampling, denoise))
         return sampling.latent

@@ -28,7 +28,7 @@ from ...requests import InputShapes
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
-from ...wire.payloads import Tensors, take_loop_state
+from ...wire.payloads import Tensors, take_state
 from ...wire.protocol import RankRun, RunJob
 from ..jobs.reader import JobReader, set_random_states
 from ..outcome.agreement import RanksApart, agree
@@ -130,7 +130,7 @@ class Jobs:
         except ParallelError as refusal:
             error = refusal
         agree(world, error)
-        answers = Answers(on_step, take_loop_state(dict(tensors)))
+        answers = Answers(on_step, take_state(dict(tensors)))
         cache = ModuleCache(job.cache_threshold) if job.cache_threshold > 0 else None
         meeting = ModuleMeeting(
             self._layouts,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import Cancelled, TransportError
-from ...requests import LoopState, SamplerState
+from ...requests import LoopState
 from ...sampling.host_copy import HostCopy, most_lag
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import state_tensors
@@ -112,7 +112,7 @@ class StepBoundary:
         self._previews = previews
         self._states = states
         self._meter = meter
-        self._state: Callable[[], SamplerState | LoopState] | None = None
+        self._state: Callable[[], LoopState] | None = None
         self._states_seconds = self._last_state_seconds = 0.0
         self._request_begun = time.perf_counter()
         self._begun = _Moment(device)
@@ -167,11 +167,11 @@ class StepBoundary:
 
     @property
     def sends_states(self) -> bool:
-        """Whether anybody wants the sampler's state of this rank."""
+        """Whether anybody wants the loop's state of this rank."""
         return self._states and self._rank == 0
 
-    def keep(self, state: Callable[[], SamplerState | LoopState]) -> None:
-        """Has the coming step boundary send the sampler's state, unless that costs too much of the request's time."""
+    def keep(self, state: Callable[[], LoopState]) -> None:
+        """Has the coming step boundary send the loop's state, unless that costs too much of the request's time."""
         if not self.sends_states:
             return
         allowed = STATES_COST * (time.perf_counter() - self._request_begun)
@@ -234,7 +234,7 @@ class StepBoundary:
         return False
 
     def _tensors(self, denoised: Tensor) -> dict[str, HostCopy]:
-        """The first image as preview, and the sampler's state, on their way to the host."""
+        """The first image as preview, and the loop's state, on their way to the host."""
         if self._rank != 0:
             return {}
         tensors = {"denoised": denoised[:1].float()} if self._previews else {}

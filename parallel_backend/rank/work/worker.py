@@ -22,14 +22,13 @@ from ...requests import (
     LoadInfo,
     ModelSpec,
     Placement,
-    SamplerState,
     SleepInfo,
 )
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.calibration import Calibration
 from ...wire.heartbeat import heartbeat
-from ...wire.payloads import Tensors, sample_request, take_state
+from ...wire.payloads import Tensors, sample_request
 from ...wire.protocol import (
     Calibrate,
     KeepModels,
@@ -136,9 +135,6 @@ class RankWorker:
         from .switching import Switching
 
         begun = time.perf_counter()
-        state = take_state(tensors)
-        if state is not None:
-            heartbeat.steps_done(state.step)
         request = sample_request(message, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         forward = _watched(self._forward(held, placement), on_compile)
@@ -155,12 +151,10 @@ class RankWorker:
         cache: ModuleCache | None = None
         if request.cache_threshold > 0:
             check_step_cache(request.cache_threshold, placement.strategy)
-            calls, reused = (0, 0) if state is None else (state.calls, state.reused)
-            cache = ModuleCache(request.cache_threshold, calls, reused)
+            cache = ModuleCache(request.cache_threshold)
         plain = PlainForward((lambda: forward) if switching is None else (lambda: switching.current), cache)
         boundary = on_step if switching is None else switching.on_step
-        keep = on_step.keep if cache is None else _with_counts(on_step.keep, cache)
-        latent = denoise(plain, request, boundary, state=state, keep=keep)
+        latent = denoise(plain, request, boundary)
         on_step.finish()
         result = {
             "latent": latent.float(),
@@ -178,7 +172,7 @@ class RankWorker:
         if cache is not None:
             exact = run.exact and not cache.reused
             run = replace(run, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
-        return result, run if state is None else replace(run, exact=run.exact and state.exact)
+        return result, run
 
     @torch.inference_mode()
     def run_job(
@@ -350,23 +344,6 @@ class RankWorker:
             with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
         return int(flag.item())
-
-
-def _with_counts(
-    keep: Callable[[Callable[[], SamplerState]], None], cache: ModuleCache
-) -> Callable[[Callable[[], SamplerState]], None]:
-    """`keep` (sampling.denoise.Keep) of states that also say what was reused until then."""
-
-    def kept(make: Callable[[], SamplerState]) -> None:
-        calls, reused = cache.calls, cache.reused
-
-        def state() -> SamplerState:
-            made = make()
-            return replace(made, exact=made.exact and not reused, calls=calls, reused=reused)
-
-        keep(state)
-
-    return kept
 
 
 def _seen_from(setup: Setup) -> tuple[str, ...]:
