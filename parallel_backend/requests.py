@@ -129,14 +129,11 @@ class SampleRequest:
 class LoopState:
     """What the model calls of the first `step` steps of ComfyUI's loop gave, from number `first` on: the job run again
     with these is where it was. answers: [calls, prompts, B, C, …] float32, of each call what it computed of each side
-    (the prompts, their opposite) before guidance. calls, reused: of the network under a step cache so far, and how many
-    of them it answered."""
+    (the prompts, their opposite) before guidance."""
 
     step: int
     first: int
     answers: torch.Tensor
-    calls: int = 0
-    reused: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,16 @@ class LoopRecord:
         self.step = 0
         self._parts: list[Tensor] = []
         self._calls = 0
-        self._counts = (0, 0)  # of network calls under a step cache
 
     def add(self, part: LoopState) -> None:
         if part.first == self._calls:
             self.step = part.step
             self._parts.append(part.answers)
             self._calls += len(part.answers)
-            self._counts = (part.calls, part.reused)
 
     def whole(self) -> LoopState:
         self._parts = [torch.cat(self._parts)]
-        return LoopState(self.step, 0, self._parts[0], *self._counts)
+        return LoopState(self.step, 0, self._parts[0])
 
 
 @dataclass(frozen=True)

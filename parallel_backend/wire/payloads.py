@@ -56,7 +56,7 @@ def state_tensors(state: LoopState) -> Tensors:
     """A loop's state, numbers and all."""
     return {
         "state.answers": state.answers,
-        "state.at": torch.tensor([state.step, state.first, state.calls, state.reused]),
+        "state.at": torch.tensor([state.step, state.first]),
     }
 
 
@@ -66,10 +66,10 @@ def take_state(tensors: Tensors) -> LoopState | None:
     if "state.answers" not in tensors:
         return None
     answers, at = (_take(tensors, f"state.{name}") for name in ("answers", "at"))
-    if (at.dtype, at.shape) != (torch.int64, (4,)) or answers.dtype != torch.float32 or answers.ndim < 4:
+    if (at.dtype, at.shape) != (torch.int64, (2,)) or answers.dtype != torch.float32 or answers.ndim < 4:
         raise TransportError("the answers of model calls in a payload have the wrong shapes or dtypes")
-    step, first, calls, reused = at.tolist()
-    return LoopState(step, first, answers, calls, reused)
+    step, first = at.tolist()
+    return LoopState(step, first, answers)
 
 
 def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:

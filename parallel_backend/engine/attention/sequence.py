@@ -344,7 +344,7 @@ class UnevenAttention:
         return merge(partial_results(), q.dtype)
 
     def _to_send(self, k: Tensor, v: Tensor) -> Tensor:
-        """Keys and values [B, h, s, D] as they go over a ring: [s, 2, B, h, …], rounded where that is asked for."""
+        """Returns keys and values [B, h, s, D] as a ring sends them: [s, 2, B, h, …], rounded where asked for."""
         pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
         return pack(pairs) if self._rounds and pairs.shape[-1] >= LEAST_CHANNELS else pairs
 

@@ -46,12 +46,11 @@ class ModuleCache:
     own (of other lengths) decide each for itself, under every strategy alike.
     """
 
-    def __init__(self, threshold: float, calls: int = 0, reused: int = 0) -> None:
-        """`calls`, `reused`: those of a job that is resumed, whose cache is gone."""
+    def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._kept: dict[Key, list[Kept]] = {}
-        self.calls = calls
-        self.reused = reused
+        self.calls = 0
+        self.reused = 0
 
     def forget(self, prompts: tuple[int, ...]) -> None:
         """No call with these prompts comes any more."""

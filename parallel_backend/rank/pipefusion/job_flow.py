@@ -90,7 +90,7 @@ class JobFlow:
         return answer_prompts(self._guider.inner_model, sides, x, sigma, options)
 
     def sample(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **others: Any) -> Tensor:
-        """As ComfyUI's sampler of the job's name, whose arithmetic its steps have (sampling/samplers.py)."""
+        """Samples as ComfyUI's sampler of the job's name does, by its arithmetic (sampling/samplers.py)."""
         options = {**extra_args["model_options"], _HOOK: self._ask}
         extra_args = {**extra_args, "model_options": options}
         first = first_flowing(self._forward.layout.strategy)
