@@ -168,8 +168,8 @@ def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
     """Records what each picture took, and returns lines on how that compares with one device; none where nobody timed
     both."""
     choice, seconds = out.choice, run.seconds / pictures
+    alone, shared = choice.alone_seconds, choice.shared_seconds  # that decided, so without what this run took
     out.record(seconds)
-    alone, shared = choice.alone_seconds, choice.shared_seconds
     if len(out.sidecar.devices) == 1:
         return []
     if not out.is_alone:
@@ -177,7 +177,7 @@ def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
             return []
         PHASES.add_gain(running_prompt_id(), pictures * (as_shown(alone) - as_shown(seconds)))
         return [f"each: {seconds:.3g} s, {compare_with_one_device(seconds, alone)}"]
-    if alone is None or shared is None or alone >= shared:
+    if alone is None or shared is None:
         return [_TRIED]
     return [f"each: {seconds:.3g} s; the rows stay together, since shared out they took {shared:.3g} s"]
 
