@@ -210,15 +210,6 @@ class SampleResult:
 
 
 @dataclass(frozen=True)
-class SleepInfo:
-    """The outcome of going to sleep or waking. seconds: slowest rank; freed_bytes: of all ranks' memory, negative
-    for what waking took; on the CPU, where weights are the mapped file, 0."""
-
-    seconds: float
-    freed_bytes: int
-
-
-@dataclass(frozen=True)
 class LoadInfo:
     """The outcome of loading. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
     inputs: None for a VAE; model: the file's name; device_bytes: of weights on a rank's accelerator; host_bytes: of its

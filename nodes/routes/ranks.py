@@ -84,10 +84,6 @@ def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
     return None
 
 
-def _sleep(sidecar: Sidecar) -> None:
-    sidecar.sleep(level=2)
-
-
 def _stop(sidecar: Sidecar) -> None:
     """Ranks that serve a request are left to it: cancelling is ComfyUI's own button."""
     if not sidecar.stop_if_idle():
@@ -104,7 +100,7 @@ def _reset(sidecar: Sidecar) -> None:
 
 
 _ACTIONS: dict[str, Callable[[Sidecar], object]] = {
-    "sleep": _sleep,
+    "sleep": Sidecar.sleep,
     "wake": Sidecar.wake,
     "restart": _restart,
     "stop": _stop,

@@ -208,12 +208,12 @@ def _answer(
         Envelope,
         KeepModels,
         Load,
+        MoveOut,
         Prepare,
         RankCall,
         RunJob,
         Sample,
-        Sleep,
-        Wake,
+        TakeBack,
     )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
     from .outcome.errors import failure
@@ -264,10 +264,12 @@ def _answer(
                 if isinstance(record, RankCall):
                     return Done(call=record), answer
                 return Done(run=record), answer
-            case Sleep():
-                return Done(sleep=worker.sleep(message), models=worker.models.report()), None
-            case Wake():
-                return Done(sleep=worker.wake(), models=worker.models.report()), None
+            case MoveOut():
+                worker.move_out(message)
+                return Done(models=worker.models.report()), None
+            case TakeBack():
+                worker.take_back()
+                return Done(models=worker.models.report()), None
             case Calibrate():
                 return Done(calibration=worker.calibrate(message)), None
             case _:

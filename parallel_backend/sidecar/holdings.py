@@ -10,12 +10,12 @@ from pathlib import Path
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
 from ..errors import CheckpointError, OutOfMemory, RequestError
-from ..requests import LoadInfo, ModelSpec, SleepInfo
+from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.file_identity import FileIdentity, check_same
 from ..wire.payloads import Tensors
-from ..wire.protocol import Done, KeepModels, Load, RankAndModel, RankModels, Sleep, Wake
+from ..wire.protocol import Done, KeepModels, Load, MoveOut, RankModels, TakeBack
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
@@ -39,14 +39,15 @@ from .model_room import (
 
 
 class RankHoldings:
-    """Of the ranks of one sidecar. `asleep`: the level at which they sleep, 0 for awake; `start`: another object
-    after each start, from which on they have nothing; `modules`: text encoders and VAEs."""
+    """The holdings of one sidecar's ranks. `start`: another object after each start, from which on they have nothing;
+    `modules`: text encoders and VAEs."""
 
-    asleep: int
     start: object
     _held: list[CountedModel]  # the least recently used first
     _certain: bool  # False after a load that failed: the ranks may have dropped models, so they are asked
-    _woken_with: tuple[ModelKey, ...]  # the models discarded at level 2
+    _discarded: (
+        tuple[ModelKey, ...] | None
+    )  # what ranks that sleep held before, None for ranks that are awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks, self.modules = ranks, CountedModules(ranks.devices)
@@ -58,7 +59,12 @@ class RankHoldings:
     @property
     def models(self) -> tuple[ModelSpec, ...]:
         """Those in the devices' memory, the one in use first; none while the ranks sleep."""
-        return () if self.asleep else tuple(held.key.spec for held in reversed(self._held))
+        return tuple(held.key.spec for held in reversed(self._held))
+
+    @property
+    def asleep(self) -> bool:
+        """True if the ranks have discarded all that they held, by `sleep`."""
+        return self._discarded is not None
 
     @property
     def current(self) -> CountedModel:
@@ -67,13 +73,13 @@ class RankHoldings:
 
     def forget(self) -> None:
         """Notes that the ranks are gone, and all that they held."""
-        self.asleep, self._woken_with = 0, ()
+        self._discarded = None
         self._forget_modules()
         self._forget_models()
 
     def _forget_modules(self) -> None:
         self.start = object()
-        self.modules.forget()
+        self.modules.keep(())
 
     def _forget_models(self) -> None:
         self._held, self._certain = [], False
@@ -86,7 +92,7 @@ class RankHoldings:
             return self._ranks.start(lease)
         if self.asleep:
             lease.on_phase(Phase(PhaseKind.WAKING))
-            self._wake(lease)
+            self._discarded = None
         return 0.0
 
     def ensure_ready(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
@@ -256,7 +262,7 @@ class RankHoldings:
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Returns the bytes of one device's memory that the model takes now."""
-        if self.asleep or device not in self._ranks.devices:
+        if device not in self._ranks.devices:
             return 0
         rank = self._ranks.devices.index(device)
         return sum(model.bytes_on(rank) for model in self._held if model.key.spec == absolute(spec))
@@ -266,30 +272,34 @@ class RankHoldings:
         the host has no room for what is not in the file, which may be all, all ranks give it up."""
         rank = self._ranks.devices.index(device)
         held = [model for model in self._held if model.key.spec == absolute(spec) and model.bytes_on(rank)]
-        if not self._ranks.running or self.asleep or not held:
+        if not self._ranks.running or not held:
             return
         if free_room(()).host < sum(model.bytes_on(rank) for model in held):
             self.drop(spec, lease)
             return
         for model in held:
-            self._move(Sleep(1, RankAndModel(rank, model.number)), lease)
+            self._move(MoveOut(rank, model.number), lease)
             model.given_back |= {rank}
 
     def _take_back(self, key: ModelKey, lease: Lease) -> CountedModel | None:
         """Has ranks move to their devices again what they gave back; None where that cost the model `key`."""
         lease.on_phase(Phase(PhaseKind.WAKING))
-        self._wake_all(lease)
+        before = self._held
+        self._move(TakeBack(), lease)
+        self._untold += self._dropped_of(before)
+        for model in self._held:
+            model.given_back = frozenset()
         return next((model for model in self._held if model.key == key), None)
 
     def drop(self, spec: ModelSpec, lease: Lease) -> None:
         """Gives the memory of one model back, however it is split; the others stay."""
         staying = [model for model in self._held if model.key.spec != absolute(spec)]
-        if self._ranks.running and not self.asleep and len(staying) < len(self._held):
+        if self._ranks.running and len(staying) < len(self._held):
             self._keep(staying, lease)
 
     def release_cache(self, lease: Lease) -> None:
         """As Sidecar.release_cache."""
-        if self._ranks.running and not self.asleep and self._held:
+        if self._ranks.running and self._held:
             self._keep(self._held, lease)
 
     def drop_modules(self, lease: Lease) -> Room:
@@ -341,47 +351,24 @@ class RankHoldings:
                     f"Download the file again, or choose another one; the devices start again with the next prompt."
                 )
 
-    def sleep(self, level: int, lease: Lease) -> SleepInfo:
+    def sleep(self, lease: Lease) -> None:
         """As Sidecar.sleep."""
-        if not self._ranks.running or self.asleep >= level:
-            return SleepInfo(0.0, 0)
-        keys = tuple(held.key for held in self._held)
-        info, dropped = self._move(Sleep(level), lease)
-        self.asleep = level
+        if not self._ranks.running or self.asleep:
+            return
+        discarded = tuple(held.key for held in self._held)
+        self._keep([], lease, modules=())
+        self._discarded = discarded
         self._forget_modules()
-        if level == 2:
-            self._woken_with = keys
-        else:
-            self._untold += dropped
-        return info
 
-    def wake(self, lease: Lease) -> SleepInfo:
+    def wake(self, lease: Lease) -> None:
         """As Sidecar.wake."""
-        level, keys = self.asleep, self._woken_with
-        if not level or not self._ranks.running:
-            return SleepInfo(0.0, 0)
-        info = self._wake(lease)
-        if level == 2:
-            seconds = [self._ensure_loaded(key.spec, key.weights, lease).seconds for key in keys]
-            info = SleepInfo(sum(seconds), 0)
-        return info
+        discarded, self._discarded = self._discarded or (), None
+        for key in discarded:
+            self._ensure_loaded(key.spec, key.weights, lease)
 
-    def _wake(self, lease: Lease) -> SleepInfo:
-        level, self.asleep, self._woken_with = self.asleep, 0, ()
-        if level != 1:
-            return SleepInfo(0.0, 0)
-        return self._wake_all(lease)
-
-    def _wake_all(self, lease: Lease) -> SleepInfo:
-        info, dropped = self._move(Wake(), lease)
-        self._untold += dropped
-        for model in self._held:
-            model.given_back = frozenset()
-        return info
-
-    def _move(self, message: Sleep | Wake, lease: Lease) -> tuple[SleepInfo, list[str]]:
-        """Has every rank move its weights; how that went, and which models it cost, in words."""
-        before, size = self._held, sum(held.info.bytes for held in self._held)
+    def _move(self, message: MoveOut | TakeBack, lease: Lease) -> None:
+        """Has ranks move weights, which may cost models that have no room then."""
+        size = sum(held.info.bytes for held in self._held)
         exchange = lease.exchange(AGREED_ERRORS)
         exchange.send(message)
         try:
@@ -389,7 +376,4 @@ class RankHoldings:
         except BaseException:
             self._forget_models()  # who knows where the weights are
             raise
-        moved = reports(done, lambda answer: answer.sleep)
         self._take_models(done, exchange)
-        info = SleepInfo(max(one.seconds for one in moved), sum(one.freed_bytes for one in moved))
-        return info, self._dropped_of(before)

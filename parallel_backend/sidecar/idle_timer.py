@@ -125,7 +125,7 @@ def _act(sidecar: Sidecar, idle_s: float, timeouts: Timeouts) -> None:
             if sidecar.stop_if_idle():
                 log.info("parallel sampling: ended the processes on %s, idle for %.0f s", names, idle_s)
         elif 0 < timeouts.sleep_s <= idle_s and sidecar.state is State.READY:
-            sidecar.sleep(level=2, should_cancel=lambda: sidecar.state not in _IDLE)
+            sidecar.sleep(should_cancel=lambda: sidecar.state not in _IDLE)
             log.info("parallel sampling: put the processes on %s to sleep, idle for %.0f s", names, idle_s)
     except Cancelled:  # somebody asked for them meanwhile
         log.info("parallel sampling: the processes on %s are wanted and stay awake", names)

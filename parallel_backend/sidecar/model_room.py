@@ -123,10 +123,6 @@ class CountedModules:
         """Returns those of all of them, the oldest first."""
         return tuple(self._held)
 
-    def forget(self) -> None:
-        """Notes that all are gone."""
-        self._held = {}
-
     def keep(self, numbers: Sequence[int]) -> None:
         """Notes that these stay, and that others are gone."""
         self._held = {number: one for number, one in self._held.items() if number in numbers}

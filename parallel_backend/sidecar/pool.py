@@ -94,14 +94,11 @@ def all_sidecars() -> tuple[Sidecar, ...]:
 
 def put_to_sleep(spec: ModelSpec) -> None:
     """Discards `spec` on ranks that hold it and are idle; they stay, and load it again when they are asked for it.
-    Other models that they hold stay as well.
-
-    Level 2 and not 1: shares of weights, and those that LoRAs have changed, would be copied to host memory.
-    """
+    Other models that they hold stay as well."""
     for sidecar in all_sidecars():
         if spec in sidecar.models and sidecar.state is State.READY:
             alone = set(sidecar.models) == {spec}
-            _let_go(sidecar, partial(sidecar.sleep, 2) if alone else partial(sidecar.drop, spec))
+            _let_go(sidecar, sidecar.sleep if alone else partial(sidecar.drop, spec))
 
 
 def give_back(spec: ModelSpec, device: str) -> None:

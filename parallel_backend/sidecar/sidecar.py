@@ -16,7 +16,6 @@ from ..requests import (
     Placement,
     SampleRequest,
     SampleResult,
-    SleepInfo,
 )
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, TrialPlan
@@ -260,18 +259,11 @@ class Sidecar(ModuleRequests):
             exchange.send(Prepare(spec))
             exchange.wait(lambda: deadlines.LOAD_BASE)
 
-    def sleep(self, level: int = 1, should_cancel: ShouldCancel | None = None) -> SleepInfo:
-        """Gives the ranks' device memory back and leaves them running; the next request wakes them.
-
-        Level 1 keeps weights that are not the file's in host memory; level 2 discards all, and waking loads them again.
-        Ranks that do not run have nothing to give back.
-        """
-        if level not in (1, 2):
-            raise RequestError(
-                f"A sleep of level {level} is unknown; 1 keeps weights in host memory, 2 discards them."
-            )
+    def sleep(self, should_cancel: ShouldCancel | None = None) -> None:
+        """Discards all that the ranks hold and leaves them running; the next request loads what it needs again. Ranks
+        that do not run have nothing to give back."""
         with self._ranks.lease("sleep", should_cancel) as lease:
-            return self._holdings.sleep(level, lease)
+            self._holdings.sleep(lease)
 
     def drop(self, spec: ModelSpec, should_cancel: ShouldCancel | None = None) -> None:
         """Gives back the device memory of one model, and leaves others where they are; the next request that needs it
@@ -296,7 +288,7 @@ class Sidecar(ModuleRequests):
     def drop_modules(self, should_cancel: ShouldCancel | None = None) -> None:
         """Has the ranks let go of text encoders and VAEs; the next call of one sends it again."""
         with self._ranks.lease("give back", should_cancel) as lease:
-            if self._ranks.running and not self._holdings.asleep:
+            if self._ranks.running:
                 self._holdings.drop_modules(lease)
 
     def holds_module(self, number: int) -> bool:
@@ -311,10 +303,10 @@ class Sidecar(ModuleRequests):
         """Returns the bytes of one device's memory that a model takes now."""
         return self._holdings.bytes_on(spec, device)
 
-    def wake(self, on_phase: ShowPhase | None = None) -> SleepInfo:
-        """Gives the ranks back what `sleep` took, bit for bit; ranks that are awake need nothing."""
+    def wake(self, on_phase: ShowPhase | None = None) -> None:
+        """Loads again what `sleep` discarded; ranks that are awake need nothing."""
         with self._ranks.lease("wake", None, on_phase) as lease:
-            return self._holdings.wake(lease)
+            self._holdings.wake(lease)
 
     def stop(self) -> None:
         """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""

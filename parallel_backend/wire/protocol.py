@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..options import CompileStats
-from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, SleepInfo
+from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 19
+VERSION = 20
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -144,26 +144,17 @@ class Calibrate:
 
 
 @dataclass(frozen=True)
-class RankAndModel:
-    """A rank, and the number of a model that it holds."""
+class MoveOut:
+    """Parent to all ranks: `rank` gives back the memory that the model under the number `model` takes of its device.
+    Weights that are not the file's go to host memory, and the others are read again."""
 
     rank: int
     model: int
 
 
 @dataclass(frozen=True)
-class Sleep:
-    """Parent to all ranks: give device memory back. `level` 1: of all models, weights that are not the file's go to
-    host memory, and the others are read again; 2: all are discarded. `only`: at level 1, the rank and the model that
-    do, and no others."""
-
-    level: int
-    only: RankAndModel | None = None
-
-
-@dataclass(frozen=True)
-class Wake:
-    """Parent to all ranks: take the weights back that went at level 1, of all models that have room on the device."""
+class TakeBack:
+    """Parent to all ranks: take back what MoveOut moved, of all models that have room on the device."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +220,6 @@ class Done:
     run: RankRun | None = None
     calibration: Calibration | None = None
     call: RankCall | None = None
-    sleep: SleepInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -259,8 +249,8 @@ Message = (
     | Sample
     | RunJob
     | Calibrate
-    | Sleep
-    | Wake
+    | MoveOut
+    | TakeBack
     | Cancel
     | Progress
     | Compiling

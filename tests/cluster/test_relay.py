@@ -13,7 +13,7 @@ from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.cluster.channel import DATAGRAMS, Channel, Kind
 from parallel_backend.cluster.relay import Relay
 from parallel_backend.cluster.tls import make_context, secure
-from parallel_backend.wire.protocol import Done, Envelope, RunJob, Wake
+from parallel_backend.wire.protocol import Done, Envelope, RunJob, TakeBack
 from parallel_backend.wire.transport import close_all, link_pair, pack_tensors, unpack_tensors
 
 WAIT = 30.0
@@ -86,8 +86,8 @@ def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks)
             assert_same(unpack_tensors(*descriptors), big)
             close_all(descriptors)
         assert not before
-        pairs[0][0].send(Envelope(3, 5, Wake()))
-        assert pairs[0][1].receive(WAIT) == (Envelope(3, 5, Wake()), ())
+        pairs[0][0].send(Envelope(3, 5, TakeBack()))
+        assert pairs[0][1].receive(WAIT) == (Envelope(3, 5, TakeBack()), ())
         answer = pack_tensors(tensors())
         expected = unpack_tensors(answer)
         pairs[1][1].send(Envelope(3, 5, Done()), (answer,))

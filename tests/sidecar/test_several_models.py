@@ -22,7 +22,7 @@ from parallel_backend.sidecar.group.exchange import Exchange
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import KeepModels, RankAndModel, Sample, Sleep, Wake
+from parallel_backend.wire.protocol import KeepModels, MoveOut, Sample, TakeBack
 from scripted import NO_MEMORY, call_model, is_held, scripted_request, scripted_weights, two_ranks
 from shipped_jobs import ship_call
 from waiting import PATIENCE
@@ -177,20 +177,19 @@ def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, ma
     assert scale_of(sidecar, low)[1].switched
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_two_models_sleep_and_wake_together(sidecar, make, loaded, level):
+def test_two_models_sleep_and_wake_together(sidecar, make, loaded):
     high, low = make(2.0), make(3.0)
     sidecar.load(high)
     sidecar.load(low)
-    sidecar.sleep(level)
+    sidecar.sleep()
     assert sidecar.models == () and sidecar.state is State.ASLEEP and not is_held(low)
     sidecar.wake()
     assert sidecar.models == (low, high) and sidecar.state is State.READY
     assert sidecar.load(high).cached and scale_of(sidecar, low)[0] == 3.0
-    assert len(loaded) == 2 * level
-    sidecar.sleep(level)
+    assert len(loaded) == 4
+    sidecar.sleep()
     assert scale_of(sidecar, high)[0] == 2.0  # the request wakes the ranks
-    assert sidecar.models == ((high, low) if level == 1 else (high,))
+    assert sidecar.models == (high,)
 
 
 def test_one_of_two_gives_its_memory_back_alone(sidecar, make, monkeypatch):
@@ -288,12 +287,12 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sideca
     pool.give_back(spec, "cpu:0")
     pool.give_back(spec, "cpu:0")  # it has
     number = sidecar._holdings.current.number
-    assert moves == [Sleep(1, RankAndModel(0, number))]
+    assert moves == [MoveOut(0, number)]
     assert (pool.bytes_on(spec, "cpu:0"), pool.bytes_on(spec, "cpu:1")) == (0, 1000)
     assert sidecar.state is State.READY and sidecar.models == (spec,)
-    assert scale_of(sidecar, spec)[0] == 2.0 and [type(one) for one in moves[1:]] == [Wake, Sample]
+    assert scale_of(sidecar, spec)[0] == 2.0 and [type(one) for one in moves[1:]] == [TakeBack, Sample]
     assert pool.bytes_on(spec, "cpu:0") == 1000 and len(loaded) == 1
-    sidecar.sleep(1)
+    sidecar.sleep()
     assert pool.bytes_on(spec, "cpu:0") == 0
 
 

@@ -15,7 +15,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     spec = ModelSpec(str(write_tiny_flux(tmp_path / "tiny.safetensors")))
     never_started, sidecar = Sidecar(("cpu:0",)).status(), two_real_ranks
     assert (never_started.state, never_started.ranks) == ("down", ())
-    sidecar.sleep(level=2)  # what other tests left there
+    sidecar.sleep()  # what other tests left there
     seen = []
     request = SampleRequest(
         noise=torch.randn(1, 16, 8, 8),
@@ -34,7 +34,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
         on_step=lambda *_: seen.append(sidecar.status()),
     )
     after = sidecar.status()
-    sidecar.sleep(level=2)
+    sidecar.sleep()
     asleep = sidecar.status()
     assert [(one.state, one.phase, one.step, one.steps) for one in seen] == [
         ("running", Phase(PhaseKind.SAMPLING), step, 3) for step in (1, 2, 3)

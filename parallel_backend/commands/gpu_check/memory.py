@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
@@ -37,17 +39,23 @@ def check_offload(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_sleep(ranks: Ranks) -> Sequence[Finding]:
-    """Both levels of sleep, and the same picture after each."""
+    """Both ways to give memory back, and the same picture after each."""
     expected = ranks.sample()
+    sidecar = ranks.group(1)
+    ways: dict[str, tuple[str, Callable[[], None]]] = {
+        "give back": (
+            "left to the file and host memory",
+            partial(sidecar.give_back, ranks.spec, sidecar.devices[0]),
+        ),
+        "sleep": ("discarded", sidecar.sleep),
+    }
     found = []
-    for level, where in ((1, "weights left to the file and host memory"), (2, "weights discarded")):
-        sidecar = ranks.group(1)
-        slept = sidecar.sleep(level)
-        awake = sidecar.wake() if level == 1 else None
-        words = f"{where} in {slept.seconds:.2f} s, {gigabytes(slept.freed_bytes)} freed"
-        if awake is not None:
-            words += f", awake in {awake.seconds:.2f} s"
-        found.append(same_bits(f"sleep {level}", ranks.sample(), expected, words))
+    for name, (where, act) in ways.items():
+        before, begun = ranks.memory(1)[0].weight_bytes, time.perf_counter()
+        act()
+        seconds, freed = time.perf_counter() - begun, before - ranks.memory(1)[0].weight_bytes
+        words = f"weights {where} in {seconds:.2f} s, {gigabytes(freed)} freed"
+        found.append(same_bits(name, ranks.sample(), expected, words))
     return found
 
 

@@ -42,10 +42,6 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 class MemoryMeter:
     """`bytes_sent`: to other ranks so far, as a function."""
 

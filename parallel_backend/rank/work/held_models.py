@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 class HeldModel:
     """The model of a file. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks
-    of it that sleep in host memory or in the mapped file."""
+    of it that lie in host memory or in the mapped file for now."""
 
     def __init__(self, model: ModuleModel, inputs: InputShapes | None) -> None:
         self.model = model
@@ -99,10 +99,6 @@ class HeldModels:
         del before
         if dropped:
             collect(self._device)
-
-    def keep_files(self) -> None:
-        """Drops text encoders and VAEs, which are sent again when they are called."""
-        self.keep([number for number, _ in self])
 
     def drop_first(self) -> None:
         self.keep([*self._models][1:])

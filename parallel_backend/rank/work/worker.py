@@ -22,7 +22,6 @@ from ...requests import (
     LoadInfo,
     ModelSpec,
     Placement,
-    SleepInfo,
 )
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
@@ -33,17 +32,16 @@ from ...wire.protocol import (
     Calibrate,
     KeepModels,
     Load,
-    RankAndModel,
+    MoveOut,
     RankCall,
     RankModels,
     RankRun,
     RunJob,
     Sample,
     Setup,
-    Sleep,
 )
 from ..outcome.errors import PeerFailed, is_out_of_memory
-from .device import MemoryMeter, allocated, device_of
+from .device import MemoryMeter, device_of
 from .held_models import HeldModel, HeldModels, collect, import_for
 from .run_record import run_record
 from .step_boundary import StepBoundary
@@ -227,41 +225,26 @@ class RankWorker:
 
         return calibrate(self.world, self._layouts.get(message.strategy), message)
 
-    def sleep(self, message: Sleep) -> SleepInfo:
-        """Gives device memory back: at level 1 weights that are not the file's go to host memory, at level 2 all go.
-
-        VAEs and text encoders go at both: ComfyUI's process has them in host memory already. A rank that gives back one
-        model alone keeps all else, and every rank joins the agreement on that.
-        """
-        begun, device = time.perf_counter(), self.world.device
-        before = allocated(device)
-        if message.only is None:
-            self.models.keep_files()
-        if message.level == 1:
-            for number, held in self.models:
-                if message.only in (None, RankAndModel(self.world.rank, number)):
-                    held.move_out(device)
-            self._move(torch.device("cpu"), is_waking=False)
-        else:
-            self.models.clear()
+    def move_out(self, message: MoveOut) -> None:
+        """Has one rank give back what a model takes of its device; every rank joins the agreement on that."""
+        if message.rank == self.world.rank:
+            self.models.of_file(message.model).move_out(self.world.device)
+        self._move(torch.device("cpu"), is_waking=False)
         self._record_weights()
-        return SleepInfo(time.perf_counter() - begun, before - allocated(device))
 
-    def wake(self) -> SleepInfo:
-        """Takes back the weights that went at level 1, bit for bit."""
-        begun, before = time.perf_counter(), allocated(self.world.device)
+    def take_back(self) -> None:
+        """Takes back the weights that went by `move_out`, bit for bit."""
         self._move(self.world.device, is_waking=True)
         for _, held in self.models:
             held.moved_out = []
         self._record_weights()
-        return SleepInfo(time.perf_counter() - begun, before - allocated(self.world.device))
 
     def _record_weights(self) -> None:
         self.meter.record_weights(self.models.chunks)
 
     def _move(self, device: torch.device, *, is_waking: bool) -> None:
-        """Moves what sleeps at level 1, on every rank. Where one has no room, all drop a model after the other, and the
-        last one with the error."""
+        """Moves what has been moved out, on every rank. Where one has no room, all drop a model after the other, and
+        the last one with the error."""
         error = self._try_move(device, is_waking)
         worst = self._agree(error)
         while worst == _NO_MEMORY and len(self.models) > 1:

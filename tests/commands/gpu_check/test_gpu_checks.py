@@ -47,7 +47,7 @@ GOOD = [
     (one_gpu.check_same_bits, {"two runs": "ok"}),
     (memory.check_fp8, {"fp8": "ok"}),
     (memory.check_offload, {"offload": "ok"}),
-    (memory.check_sleep, {"sleep 1": "ok", "sleep 2": "ok"}),
+    (memory.check_sleep, {"give back": "ok", "sleep": "ok"}),
     (memory.check_comfyui, {"text encoder and VAE": "skipped"}),
     (
         several_gpus.check_strategies,

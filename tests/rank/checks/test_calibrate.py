@@ -171,7 +171,7 @@ def test_one_rank_has_no_links():
 
 def test_a_sidecar_measures_before_it_holds_a_model_and_stays_usable(two_real_ranks):
     sidecar = two_real_ranks
-    sidecar.sleep(2)
+    sidecar.sleep()
     assert sidecar.model is None
     placement = Placement(ParallelStrategy(ulysses_degree=2))
     first = sidecar.calibrate(placement, budget_s=5.0)

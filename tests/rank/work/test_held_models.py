@@ -17,7 +17,7 @@ from parallel_backend.requests import LoadInfo, ModelSpec
 from parallel_backend.sidecar import model_room as sidecar_held_models
 from parallel_backend.sidecar.model_room import ModelKey, Room, choose_to_drop, free_room
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import Load, RankAndModel, RankModels, Sleep
+from parallel_backend.wire.protocol import Load, MoveOut, RankModels
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -112,9 +112,9 @@ def test_only_the_rank_that_is_named_moves_the_model_that_is(models, rank, moves
     worker = RankWorker.__new__(RankWorker)
     worker.world = SimpleNamespace(rank=rank, device=CPU, control=None)
     worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
-    worker.sleep(Sleep(1, RankAndModel(0, 2)))
+    worker.move_out(MoveOut(0, 2))
     assert [bool(one.moved_out) for _, one in models] == [False, moves, False] and len(models) == 3
-    worker.wake()
+    worker.take_back()
     assert not any(one.moved_out for _, one in models)
 
 
@@ -126,7 +126,7 @@ class Beside:
         return LoadInfo(seconds, 4, False, "", "")
 
 
-def test_text_encoders_and_vaes_are_held_with_the_others_and_go_when_they_sleep(models):
+def test_text_encoders_and_vaes_are_held_with_the_others(models):
     models.add(7, Beside())
     assert models.report().models == (1, 2, 3, 7) and [number for number, _ in models] == [1, 2, 3]
     with pytest.raises(RequestError, match="model 7 is a text encoder or VAE"):
@@ -134,9 +134,6 @@ def test_text_encoders_and_vaes_are_held_with_the_others_and_go_when_they_sleep(
     assert models.of_file(2) is models.get(2)
     models.keep((7, 3, 1))
     models.drop_first()
-    assert models.report().models == (3, 1)
-    models.add(8, Beside())
-    models.keep_files()
     assert models.report().models == (3, 1)
 
 

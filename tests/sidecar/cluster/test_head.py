@@ -19,7 +19,7 @@ from parallel_backend.errors import DeviceError, PlatformError
 from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.sidecar.group.device_health import FailingDevices, left_out
 from parallel_backend.wire import deadlines
-from parallel_backend.wire.protocol import Envelope, Progress, Wake, encode
+from parallel_backend.wire.protocol import Envelope, Progress, TakeBack, encode
 from waiting import wait_until
 
 FRAME = clusters.receive_first.__globals__["_HEADER"]
@@ -177,7 +177,7 @@ BAD = {
     "a payload where none may be": FRAME.pack(Kind.BEAT, 0, 0, 5),
     "a text that is no JSON": frame(Kind.MESSAGE, b"\x80\x04\x95."),
     "a message that nobody knows": frame(
-        Kind.MESSAGE, encode(Envelope(1, 1, Wake())).replace(b"Wake", b"Eval")
+        Kind.MESSAGE, encode(Envelope(1, 1, TakeBack())).replace(b"TakeBack", b"EvalBack")
     ),
     "a sign of life of another size": frame(Kind.BEAT, b"x" * 13),
     "a payload that never came": frame(Kind.AGAIN, encode(Envelope(1, 1, Progress(1, 1, 1.0)))),
