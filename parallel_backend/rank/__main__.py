@@ -34,11 +34,10 @@ def main(make_worker: MakeWorker | None = None) -> None:
 
     `make_worker(setup)` gives the object that does the work; it is RankWorker unless a test brings its own.
     """
-    begun = time.perf_counter()
     faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
     if any(word.startswith("--join") for word in sys.argv[1:]):
-        _serve_elsewhere(begun)
+        _serve_elsewhere()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True, help="the inherited control link")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
@@ -58,7 +57,7 @@ def main(make_worker: MakeWorker | None = None) -> None:
     link = Link.from_descriptor(arguments.fd)
     os.set_inheritable(arguments.fd, False)
     try:
-        worker = _join(link, arguments.epoch, make_worker, begun, arguments.heartbeat)
+        worker = _join(link, arguments.epoch, make_worker, arguments.heartbeat)
         serve(link, arguments.epoch, worker)
     except LinkClosed:
         _exit(0)
@@ -67,7 +66,7 @@ def main(make_worker: MakeWorker | None = None) -> None:
         _exit(1)
 
 
-def _serve_elsewhere(begun: float) -> NoReturn:
+def _serve_elsewhere() -> NoReturn:
     """The same for a ComfyUI on another computer. torchrun starts another rank in the place of this one, so its end is
     never a success."""
     from functools import partial
@@ -88,7 +87,7 @@ def _serve_elsewhere(begun: float) -> NoReturn:
 
     try:
         with suppress(LinkClosed):
-            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, own=own), begun, page))
+            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, own=own), page))
     except BaseException:
         traceback.print_exc()
     _exit(1)
@@ -101,19 +100,19 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, page: int) -> RankWorker:
-    """The handshake: Hello, Setup, process group, Ready. A failure is reported before this rank ends."""
+def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> RankWorker:
+    """The handshake: Hello, Setup, process group, Done. A failure is reported before this rank ends."""
     import torch
 
     from ..wire.checks.fault_injection import arm
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import NO_REQUEST, VERSION, Envelope, Hello, Ready, Setup
+    from ..wire.protocol import NO_REQUEST, VERSION, Done, Envelope, Hello, Setup
     from .outcome.errors import failure
 
     def answer(message: Message) -> None:
         link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
 
-    answer(Hello(os.getpid(), VERSION, platform.python_version(), str(torch.__version__)))
+    answer(Hello(VERSION, platform.python_version(), str(torch.__version__)))
     setup = _receive(link, epoch)[0].message
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
@@ -129,7 +128,7 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, begun: float, 
     except Exception as error:
         answer(failure(error, setup.rank, setup.devices[setup.rank]))
         raise
-    answer(Ready(time.perf_counter() - begun))
+    answer(Done())
     return worker
 
 

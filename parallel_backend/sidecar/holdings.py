@@ -207,9 +207,7 @@ class RankHoldings:
         emit(Loaded(self._ranks.devices, key.spec, info))
         return info
 
-    def load_module(
-        self, message: Load, tensors: Tensors, size: int, exchange: Exchange[Done]
-    ) -> CountedModule:
+    def load_module(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> CountedModule:
         """Has the ranks hold the text encoder or VAE in a payload, whose weights have `size` bytes."""
         before = list(self._held)
         found = CountedModule(message.rank, tuple(self._send_load(message, tensors, size, exchange)))
@@ -226,9 +224,7 @@ class RankHoldings:
         """Returns those of all that the ranks hold, first what goes first where memory ends."""
         return (*self.modules.numbers, *(model.number for model in self._held))
 
-    def _send_load(
-        self, message: Load, tensors: Tensors, size: int, exchange: Exchange[Done]
-    ) -> list[LoadInfo]:
+    def _send_load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
         self._certain = False
         exchange.send(message, tensors or None)
         done = exchange.wait(lambda: deadlines.load_budget(size))
@@ -248,7 +244,7 @@ class RankHoldings:
         exchange.send(KeepModels((*kept, *(model.number for model in models))))
         return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
 
-    def _take_models(self, done: list[Done], exchange: Exchange[Done]) -> list[RankModels]:
+    def _take_models(self, done: list[Done], exchange: Exchange) -> list[RankModels]:
         """Notes what the ranks say that they hold."""
         ranks = reports(done, lambda answer: answer.models)
         if len({rank.models for rank in ranks}) > 1:

@@ -189,7 +189,7 @@ def _latent_in_words(first: object = None) -> str:
     return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
-def _answer(exchange: Exchange[Done]) -> list[Tensor]:
+def _answer(exchange: Exchange) -> list[Tensor]:
     """Rank 0's answer to a call of the network: one tensor, or several."""
     parts = unpack_answer(exchange.result)
     if not parts or any(part.dtype != torch.float32 for part in parts):
@@ -197,7 +197,7 @@ def _answer(exchange: Exchange[Done]) -> list[Tensor]:
     return parts
 
 
-def _result(exchange: Exchange[Done], shapes: dict[str, tuple[int, ...] | None]) -> Tensors:
+def _result(exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> Tensors:
     """Rank 0's tensors, named and shaped as they must be (None: any shape); those with a shape are float32."""
     result = exchange.result
     found = {name: tuple(tensor.shape) for name, tensor in result.items()}

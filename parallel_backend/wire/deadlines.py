@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 LOAD_BYTES_PER_SECOND = 50e6  # a slow network disk; a local NVMe is 40 times faster
 TORCH_BYTES = 6e9  # a CUDA build of torch with its libraries, of which an import reads the most
-# s without a word from any rank while they start, before Hello and again before Ready: from a cold disk that is long
+# s without a word from any rank while they start, before Hello and again before Done: from a cold disk that is long
 START = 60.0 + TORCH_BYTES / LOAD_BYTES_PER_SECOND
 LOAD_BASE = 60.0  # s, importing the model library and building the module, whatever the file's size
 FIRST_STEP = 300.0  # s, torch.compile and kernel autotuning happen here

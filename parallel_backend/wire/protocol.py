@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 20
+VERSION = 21
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -30,7 +30,6 @@ SHARED_STORE = "torchrun:"  # before the prefix of a group's own part of torchru
 class Hello:
     """Rank to parent, first message: what runs at the other end. `protocol`: VERSION of the rank's code."""
 
-    pid: int
     protocol: int
     python: str
     torch: str
@@ -48,13 +47,6 @@ class Setup:
     rendezvous: str
     backend: str
     deterministic: bool = False
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Rank to parent: the process group stands. `seconds` since the rank's process began to run its code."""
-
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -212,7 +204,8 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Done:
-    """Rank to parent, terminal: the request ended well. Rank 0's carries the result tensors.
+    """Rank to parent, terminal: the request ended well, or the process group stands. Rank 0's carries the result
+    tensors.
     `models`: where the request may have changed which ones are held."""
 
     load: LoadInfo | None = None
@@ -242,7 +235,6 @@ PEER_FAILED = "PeerFailed"
 Message = (
     Hello
     | Setup
-    | Ready
     | Load
     | KeepModels
     | Prepare

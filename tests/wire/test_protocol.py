@@ -28,7 +28,6 @@ from parallel_backend.wire.protocol import (
     RankCall,
     RankModels,
     RankRun,
-    Ready,
     RunJob,
     Sample,
     Setup,
@@ -50,14 +49,14 @@ CALIBRATION = Calibration(
 # (message, payloads it may come with)
 SAMPLING = Sample(placement=PLACEMENT, cfg=3.5, sampler="euler", seed=2**64 - 1, previews=True)
 MESSAGES = [
-    (Hello(pid=7, protocol=1, python="3.11.7", torch="2.13.0"), 0),
+    (Hello(protocol=1, python="3.11.7", torch="2.13.0"), 0),
     (
         Setup(
             rank=1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b/store", backend="nccl"
         ),
         0,
     ),
-    (Ready(seconds=1.5), 0),
+    (Done(), 0),
     (
         Load(
             ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16"),

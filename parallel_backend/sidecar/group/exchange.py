@@ -16,22 +16,13 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from ...errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, TransportError, from_wire
 from ...wire import deadlines
 from ...wire.heartbeat import find_laggard, in_words
 from ...wire.payloads import Tensors
-from ...wire.protocol import (
-    PEER_FAILED,
-    Cancel,
-    Done,
-    Envelope,
-    Failed,
-    Message,
-    Ready,
-    encode,
-)
+from ...wire.protocol import NO_REQUEST, PEER_FAILED, Cancel, Done, Envelope, Failed, Message, encode
 from ...wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unpack_tensors
 from .liveness import MOST_EXTENSIONS, is_computing, last_beat
 from .supervisor import RankGroup, get_supervisor
@@ -46,7 +37,6 @@ AGREED_ERRORS = USER_ERRORS | {"OutOfMemory"}
 
 # (rank, message, payload tensors or None)
 OnMessage = Callable[[int, Message, "Tensors | None"], None]
-Terminal = TypeVar("Terminal", Done, Ready)
 M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -72,25 +62,23 @@ def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
     return found
 
 
-class Exchange(Generic[Terminal]):
-    """One request, from send to outcome. `cancelled()` is asked at least every 50 ms and may raise; `terminal`: the
-    message with which every rank ends it; `survivable`: the errors that leave the group usable."""
+class Exchange:
+    """One request, from send to outcome. `cancelled()` is asked at least every 50 ms and may raise; `survivable`: the
+    errors that leave the group usable."""
 
     def __init__(
         self,
         group: RankGroup,
         request: int,
         cancelled: Callable[[], bool],
-        terminal: type[Terminal],
         survivable: frozenset[str],
     ) -> None:
         self._group = group
         self._request = request
         self._cancelled = cancelled
-        self._terminal: type[Terminal] = terminal
         self._survivable = survivable
         self._pending = set(range(group.world_size))
-        self._done: dict[int, Terminal] = {}
+        self._done: dict[int, Done] = {}
         self._failed: dict[int, Failed] = {}  # in the order of arrival
         self._interrupt: BaseException | None = None
         self._deadline = float("inf")
@@ -126,7 +114,7 @@ class Exchange(Generic[Terminal]):
             cause = f"took no request for {deadlines.SEND:g} s"
             raise self._kill(RankFailed(rank, cause, crashed=True, reason="hang")) from None
 
-    def wait(self, budget: Callable[[], float], on_message: OnMessage | None = None) -> list[Terminal]:
+    def wait(self, budget: Callable[[], float], on_message: OnMessage | None = None) -> list[Done]:
         """Every rank's terminal message, in rank order. `budget()` is the seconds allowed until the next sign of life;
         without `on_message` no other message is due.
 
@@ -206,7 +194,7 @@ class Exchange(Generic[Terminal]):
     ) -> None:
         def call() -> None:
             if on_message is None:
-                expect(rank, message, self._terminal)
+                expect(rank, message, Done)
             else:
                 on_message(rank, message, tensors)
 
@@ -233,7 +221,7 @@ class Exchange(Generic[Terminal]):
         if self._interrupt is not None:
             return
         self._interrupt = reason
-        if self._terminal is Ready:  # a group that is starting has no step boundary
+        if self._request == NO_REQUEST:  # a group that is starting has no step boundary
             self._deadline = 0.0
             return
         self._deadline = min(self._deadline, time.monotonic() + deadlines.CANCEL)
@@ -266,7 +254,7 @@ class Exchange(Generic[Terminal]):
 
     def _take_terminal(self, rank: int, message: Message, tensors: Tensors | None) -> bool:
         """Whether `message` ends the request on `rank`."""
-        if not isinstance(message, (self._terminal, Failed)):
+        if not isinstance(message, (Done, Failed)):
             return False
         if rank not in self._pending:
             raise self.refuse(f"process {rank} ended request {self._request} twice")
@@ -281,7 +269,7 @@ class Exchange(Generic[Terminal]):
                 self.result = tensors
         return True
 
-    def _outcome(self) -> list[Terminal]:
+    def _outcome(self) -> list[Done]:
         """All ranks have reported."""
         if any(failed.kind not in self._survivable for failed in self._failed.values()):
             get_supervisor().kill(self._group)

@@ -20,7 +20,6 @@ from ...errors import (
     TransportError,
 )
 from ...wire import deadlines
-from ...wire.protocol import Done
 from ..cluster import head as clusters
 from ..process.device_lock import lock_devices
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
@@ -318,8 +317,8 @@ class RankGroupRunner:
         group.close()
         self._forget()
 
-    def _exchange(self, lease: Lease, survivable: frozenset[str]) -> Exchange[Done]:
+    def _exchange(self, lease: Lease, survivable: frozenset[str]) -> Exchange:
         if lease.cancelled():
             raise Cancelled("The request was cancelled before it reached the processes.")
         assert self.group is not None, "processes start before a request is sent to them"
-        return Exchange(self.group, next(self._requests), lease.cancelled, Done, survivable)
+        return Exchange(self.group, next(self._requests), lease.cancelled, survivable)

@@ -10,14 +10,14 @@ import torch
 from ...errors import RankFailed
 from ...wire import deadlines
 from ...wire.payloads import Tensors
-from ...wire.protocol import NO_REQUEST, VERSION, Hello, Message, Ready, Setup
+from ...wire.protocol import NO_REQUEST, VERSION, Hello, Message, Setup
 from .exchange import Exchange, expect
 from .supervisor import RankGroup
 
 
 def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
     """Tells every rank who it is and waits until the process group stands. Raises what kept a rank from joining."""
-    exchange = Exchange(group, NO_REQUEST, cancelled, Ready, survivable=frozenset())
+    exchange = Exchange(group, NO_REQUEST, cancelled, survivable=frozenset())
 
     def greet(rank: int, message: Message, tensors: Tensors | None) -> None:
         _check_versions(rank, expect(rank, message, Hello))

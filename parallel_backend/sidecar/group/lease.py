@@ -12,7 +12,6 @@ from ...requests import ModelSpec, RunInfo
 from ...strategy import ParallelStrategy
 from ...wire import deadlines
 from ...wire.file_identity import FileIdentity
-from ...wire.protocol import Done
 from .exchange import USER_ERRORS, Exchange
 from .phases import OnPhase
 
@@ -45,7 +44,7 @@ class Lease:
         cancel: threading.Event,
         should_cancel: ShouldCancel | None,
         on_phase: OnPhase,
-        new_exchange: Callable[[Lease, frozenset[str]], Exchange[Done]],
+        new_exchange: Callable[[Lease, frozenset[str]], Exchange],
     ) -> None:
         self.request = request
         self.info: RunInfo | None = None
@@ -66,7 +65,7 @@ class Lease:
         """Since it began."""
         return time.monotonic() - self.begun
 
-    def exchange(self, survivable: frozenset[str] = USER_ERRORS) -> Exchange[Done]:
+    def exchange(self, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
         """A new one with all ranks; `survivable`: the errors that leave them usable. Raises Cancelled."""
         return self._new_exchange(self, survivable)
 

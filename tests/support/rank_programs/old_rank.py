@@ -7,5 +7,5 @@ from parallel_backend.wire import protocol
 
 if __name__ == "__main__":
     greeting = protocol.Hello
-    protocol.Hello = functools.wraps(greeting)(lambda pid, version, *rest: greeting(pid, version + 1, *rest))
+    protocol.Hello = functools.wraps(greeting)(lambda version, *rest: greeting(version + 1, *rest))
     main()
