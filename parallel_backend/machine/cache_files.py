@@ -1,18 +1,32 @@
-"""The user's cache folder, and files in it that several processes write: one at a time, and each file whole."""
+"""The user's cache folder, and JSON files in it that several processes write: one at a time, and each file whole.
+
+What is there is a convenience: a file that is damaged, of another format or unreadable counts as empty, and a disk that
+cannot be written to is no error.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+from ..errors import TransportError
+from ..wire.strict_json import from_json, parse
 
 FOLDER = "comfyui-parallel-sampling"
 VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
 _POLL = 0.003  # s
+MAX_BYTES = 8 * 1024**2  # of a file; the largest that the pack writes is a tenth of it
+
+log = logging.getLogger(__name__)
+Entry = TypeVar("Entry")
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -50,7 +64,60 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def replace_whole(path: Path, data: bytes) -> None:
+class CacheFile:
+    """One JSON file of the cache folder, for any number of processes at once. `path`: None where nothing is to be kept;
+    `format`: the number of its layout; a file of another one is written over."""
+
+    def __init__(self, name: str, format: int, folder: Path | None) -> None:
+        folder = folder or cache_folder()
+        self.path = None if folder is None else folder / name
+        self._format = format
+
+    def read_bytes(self) -> bytes:
+        """Returns what the file has, for read_frame; nothing where it cannot be read."""
+        if self.path is None:
+            return b""
+        try:
+            with self.path.open("rb") as file:
+                return file.read(MAX_BYTES + 1)
+        except OSError:
+            return b""
+
+    def replace(self, make_fields: Callable[[], dict[str, object]]) -> bool:
+        """Writes a new file, of fields that are made while no other process writes. Returns True if it reached the
+        disk, and never raises for the disk's sake."""
+        if self.path is None:
+            return False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with locked(self.path.with_suffix(".lock")):
+                frame = {"format": self._format, **make_fields()}
+                _replace_whole(self.path, json.dumps(frame, allow_nan=False).encode())
+        except OSError as error:  # read-only, full, not ours, or locked by a process that hangs
+            log.debug("%s is not written: %s", self.path.name, error)
+            return False
+        return True
+
+
+def read_frame(data: bytes, format: int) -> dict[str, object]:
+    """Returns the fields of a file of that format; none where it is damaged, or of another one."""
+    try:
+        frame = parse(data.decode()) if len(data) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        frame = None
+    return frame if isinstance(frame, dict) and frame.get("format") == format else {}
+
+
+def read_entries(entries: object, kind: type[Entry]) -> Iterator[Entry]:
+    """Yields the entries of a field one by one, so that one which this version does not know costs only itself."""
+    for entry in entries if isinstance(entries, list) else []:
+        try:
+            yield from_json(entry, kind, kind.__name__)
+        except TransportError as error:
+            log.debug("an entry is left out: %s", error)
+
+
+def _replace_whole(path: Path, data: bytes) -> None:
     """Writes a whole file or none: readers see the old one until the new one is complete."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:

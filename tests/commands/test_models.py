@@ -11,7 +11,7 @@ from comfy_harness import require_comfyui
 from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor.probes import probe_classes
 from parallel_backend.commands.doctor.versions import check_classes
-from parallel_backend.machine import self_tests
+from parallel_backend.machine import cache_files, self_tests
 from parallel_backend.models.proof.installed import VARIABLE
 from parallel_backend.models.proof.states import entry_digest
 from parallel_backend.models.tokens.table import TABLE
@@ -31,7 +31,7 @@ def newer(tmp_path, monkeypatch):
     shutil.copy(root / "comfyui_version.py", copy)
     (copy / LTX_SOURCE).write_text((copy / LTX_SOURCE).read_text() + "\n# another release\n")
     (copy / "comfy/ldm/krea2/model.py").unlink()
-    monkeypatch.setattr(self_tests, "cache_folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr(cache_files, "cache_folder", lambda: tmp_path / "kept")
     return copy
 
 

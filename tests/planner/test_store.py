@@ -100,7 +100,7 @@ def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypa
         lambda data: b"\xff\x00" * 50,
         lambda data: b"[" * 100_000,
         lambda data: data.replace(b'"format": %d' % module.FORMAT, b'"format": 99'),
-        lambda data: b" " * (module.MAX_BYTES + 1) + data,
+        lambda data: b" " * (cache_files.MAX_BYTES + 1) + data,
         lambda data: b"null",
     ],
     ids=["empty", "half", "binary", "deep", "another format", "huge", "no object"],
