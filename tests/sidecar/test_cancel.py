@@ -32,6 +32,7 @@ def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(side
         steps.append(step)
         if step == after:
             sidecar.cancel()
+            sidecar.cancel()  # which changes nothing
 
     sidecar.load(weights)
     pids = sidecar.pids
@@ -43,17 +44,17 @@ def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(side
     assert sidecar.pids == pids
 
 
-def test_a_request_cancelled_before_it_is_sent_never_reaches_the_ranks(sidecar, weights):
+def test_a_cancel_while_nothing_runs_is_forgotten_and_one_before_a_request_is_sent_reaches_no_rank(
+    sidecar, weights
+):
     sidecar.load(weights)
+    pids = sidecar.pids
+    sidecar.cancel()
+    sidecar.sample(weights, scripted_request(), two_ranks())
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=lambda: True)
     sidecar.sample(weights, scripted_request(), two_ranks())
-
-
-def test_a_cancel_while_nothing_runs_is_forgotten(sidecar, weights):
-    sidecar.load(weights)
-    sidecar.cancel()
-    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
 
 
 def test_a_start_that_is_cancelled_leaves_no_rank(sidecar, weights):

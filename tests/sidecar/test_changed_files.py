@@ -51,17 +51,6 @@ def test_a_job_whose_ranks_crash_is_not_made_again_with_another_file(sidecar, sp
     assert sidecar.sample(spec, scripted_request(), two_ranks()).info.notes == ()
 
 
-def test_a_job_is_made_again_after_a_crash_while_its_file_is_the_same(sidecar, spec):
-    killed = []
-
-    def on_step(step, steps, denoised):
-        if step == 2 and not killed:
-            killed.append(os.kill(sidecar.pids[1], signal.SIGKILL))
-
-    result = sidecar.sample(spec, scripted_request(SLOW, steps=8), two_ranks(), on_step=on_step)
-    assert len(result.info.step_seconds) == 8 and "begins again" in " ".join(result.info.notes)
-
-
 def test_a_file_changed_with_its_old_size_and_time_is_another_one(tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"\x04\0\0\0\0\0\0\0{ 1}data")

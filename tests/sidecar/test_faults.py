@@ -27,6 +27,7 @@ from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, Paralle
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.group import exchange, liveness
 from parallel_backend.sidecar.group.device_health import FAILING
+from parallel_backend.sidecar.group.supervisor import Supervisor
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
@@ -99,7 +100,7 @@ def test_memory_that_ends_on_one_rank_is_raised_as_such_and_not_tried_again(
     try:
         with (
             fault("oom", "an all-reduce", step=2, once=once),
-            pytest.raises(OutOfMemory, match="Process 1 ran out of memory"),
+            pytest.raises(OutOfMemory, match=r"Process 1 ran out of memory on cpu .*smaller image"),
         ):
             sidecar.sample(weights, scripted_request(), two_ranks())
         assert torch.equal(sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
@@ -209,19 +210,6 @@ def test_a_load_that_does_not_end_is_ended_by_a_cancel(works_again, sidecar, wei
     assert sidecar.pids == ()
 
 
-def test_a_second_cancel_changes_nothing(works_again, sidecar, weights):
-    sidecar.load(weights)
-    pids = sidecar.pids
-
-    def on_step(step, steps, denoised):
-        sidecar.cancel()
-        sidecar.cancel()
-
-    with pytest.raises(Cancelled):
-        sidecar.sample(weights, scripted_request(SLOW, steps=20), two_ranks(), on_step=on_step)
-    assert sidecar.pids == pids
-
-
 def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, weights, monkeypatch):
     monkeypatch.setattr("parallel_backend.sidecar.group.restart_policy.FAILURES_UNTIL_BROKEN", 100)
     outcomes = []
@@ -245,11 +233,6 @@ def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, wei
 
 
 # 14: a narrow machine.
-
-
-def test_a_temporary_folder_that_takes_nothing_is_refused_in_words(no_leaks, tmp_path):
-    out = run_script(start_in("/proc"), tmp_path)
-    assert "/proc takes no files" in out and "TMPDIR" in out
 
 
 def test_a_full_temporary_folder_and_a_tiny_shared_memory(no_leaks, tmp_path):
@@ -363,7 +346,7 @@ def test_a_job_made_again_gives_the_same_bits(no_leaks, weights, tmp_path):
     assert not result.info.load.cached  # new ranks loaded the weights again, which the report tells
 
 
-def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights):
+def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights, monkeypatch):
     sidecar = scripted_sidecar(resumes=True)
     try:
         with fault("kill", "an all-reduce", step=1):
@@ -373,10 +356,12 @@ def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights
             with pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
                 sidecar.sample(weights, scripted_request(), two_ranks())
         assert sidecar.state is State.BROKEN
-        with pytest.raises(
-            RankFailed, match=r"(?s)3 times within 10 minutes.*s ago, process 1 on cpu:1: killed by SIGKILL"
-        ):
+        words = r"(?s)3 times within 10 minutes.*doctor.*s ago, process 1 on cpu:1: killed by SIGKILL"
+        with monkeypatch.context() as patched, pytest.raises(RankFailed, match=words):
+            patched.setattr(Supervisor, "spawn", lambda *arguments: pytest.fail("processes were started"))
             sidecar.sample(weights, scripted_request(), two_ranks())
+        sidecar.stop()
+        assert sidecar.state is State.DOWN
+        sidecar.sample(weights, scripted_request(), two_ranks())
     finally:
         sidecar.stop()
-    assert sidecar.state is State.DOWN

@@ -11,10 +11,11 @@ from parallel_backend.errors import CheckpointError, RankFailed, RequestError
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import holdings, pool
 from parallel_backend.sidecar.group.events import Ended, Loaded
+from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from scripted import CRASH, SLOW, call_model, scripted_request, scripted_weights, two_ranks
+from scripted import SLOW, call_model, scripted_request, scripted_weights, two_ranks
 from waiting import wait_until
 
 X = torch.ones(1, 4, 6, 6)
@@ -132,9 +133,8 @@ def test_a_request_that_runs_is_not_waited_for(sidecar, make):
 
 def test_ranks_that_failed_too_often_are_not_started(sidecar, make):
     first = make(1.0)
-    for _ in range(3):
-        with pytest.raises(RankFailed):
-            sidecar.sample(first, scripted_request(CRASH), two_ranks())
+    for _ in range(FAILURES_UNTIL_BROKEN):
+        sidecar._ranks.crashes.add(RankFailed(0, "killed by SIGKILL"), "cpu:0")
     assert sidecar.state is State.BROKEN
     with pytest.raises(RankFailed, match="Allow restarts"):
         sidecar.preload(first)
