@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
-from parallel_backend.errors import OutOfMemory
+from parallel_backend.errors import Cancelled, OutOfMemory
 from parallel_backend.job.answer_tree import pack_tree
 from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.requests import LoadInfo, ModelSpec
@@ -32,7 +33,8 @@ WORKING = GIB  # of a job, on each card, beside the weights
 
 class Cards:
     """Stands for the ranks on two cards: they hold what they are told to, as far as there is room, and count the bytes
-    that are copied onto the cards. What does not fit of a module is copied for each call, as ComfyUI does."""
+    that are copied onto the cards. What does not fit of a module is copied for each call, as ComfyUI does.
+    `fail(cards)` raises what ends a call of a module."""
 
     devices, running, state = CARDS, True, State.READY
 
@@ -41,10 +43,14 @@ class Cards:
         self.modules: dict[int, list[int]] = {}  # bytes that lie on each card
         self.wanted: dict[int, list[int]] = {}  # bytes that they compute with on each
         self.copied = 0
+        self.phases: list[str] = []
+        self.fail: Callable[[Cards], None] = lambda cards: None
 
     @contextmanager
     def lease(self, request, should_cancel=None, on_phase=None):
-        yield SimpleNamespace(exchange=self.exchange, on_phase=lambda phase: None, file=None)
+        yield SimpleNamespace(
+            exchange=self.exchange, on_phase=lambda phase: self.phases.append(phase.text), file=None
+        )
 
     def through_a_crash(self, attempt, lease, survive=None):
         return attempt()
@@ -68,6 +74,7 @@ class Cards:
 
     def take(self, message):
         if isinstance(message, RunJob):
+            self.fail(self)
             self._bring(message.model)
             return [Done(call=RankCall(1.0, 0))] * 2
         if isinstance(message, KeepModels):
@@ -129,7 +136,16 @@ def sidecar(cards, monkeypatch):
 
 
 @pytest.fixture
-def prompt(sidecar, cards, monkeypatch, tmp_path):
+def spec(tmp_path):
+    """A model of MODEL bytes."""
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(MODEL)  # of holes
+    return ModelSpec(path=str(path))
+
+
+@pytest.fixture
+def prompt(sidecar, cards, spec, monkeypatch):
     """Runs a prompt with a new text, as nodes do: the text, the plan, the model, and with `decodes` a VAE. Returns the
     GiB that were copied onto cards, and the notes of the plan."""
     import_comfyui_here()
@@ -137,10 +153,6 @@ def prompt(sidecar, cards, monkeypatch, tmp_path):
     monkeypatch.setattr(Capacity, "of", staticmethod(lambda devices: Capacity((CARD, CARD), (0, 0))))
     monkeypatch.setattr(aside.memory_in_use, "held_by_ranks", lambda device: 0)
     monkeypatch.setattr(aside, "_movable", lambda device: iter(()))
-    path = tmp_path / "model.safetensors"
-    with path.open("wb") as file:
-        file.truncate(MODEL)  # of holes
-    spec = ModelSpec(path=str(path))
 
     def run(strategy, *, decodes=False, is_named=False):
         before = cards.copied
@@ -207,15 +219,52 @@ def test_a_vae_stays_where_there_is_room(prompt, cards):
     assert {number: sum(sizes) for number, sizes in cards.modules.items()} == SIZES
 
 
-def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, cards, tmp_path):
+def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, cards, spec):
     """Where nothing was planned before the load."""
-    path = tmp_path / "model.safetensors"
-    with path.open("wb") as file:
-        file.truncate(MODEL)
     sidecar.call_module(request(TEXT, ModuleKind.TEXT, ALL_DEVICES))
-    sidecar.load(ModelSpec(path=str(path)), WHOLE)
+    sidecar.load(spec, WHOLE)
     assert cards.modules == {} and list(cards.models.values()) == [MODEL]
     assert not sidecar._holdings.modules
+
+
+MAKING_ROOM = "memory ended; going on without the other models"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_where_memory_ends_beside_models_they_go_and_a_vae_has_another_try(sidecar, cards, spec, ends):
+    """As in ComfyUI, where a VAE that needs room takes that of the model that sampled."""
+
+    def fail(cards):
+        if cards.models or ends:
+            raise OutOfMemory("no room")
+
+    cards.fail = fail
+    decode = request(DECODER, ModuleKind.VAE_DECODER, ALL_DEVICES)
+    sidecar.load(spec, SHARDED)
+    if ends:
+        with pytest.raises(OutOfMemory):
+            sidecar.call_module(decode)
+    else:
+        assert sidecar.call_module(decode).value == "an answer"
+    assert cards.models == {} and cards.phases.count(MAKING_ROOM) == 1
+    if ends:  # though nothing is beside it
+        with pytest.raises(OutOfMemory):
+            sidecar.call_module(decode)
+        assert cards.phases.count(MAKING_ROOM) == 1
+
+
+def test_a_call_that_fails_leaves_its_encoder_on_the_device(sidecar, cards):
+    """What is planned next counts it, and the next call does not send it again."""
+
+    def fail(cards):
+        raise Cancelled("by hand")
+
+    cards.fail = fail
+    for _ in range(2):
+        with pytest.raises(Cancelled):
+            sidecar.call_module(request(TEXT, ModuleKind.TEXT, AUTO))
+        assert cards.phases.count("sending the text encoder to the processes") == 1
+        assert pool.module_bytes("cuda:0", TEXT) == ENCODER
 
 
 def test_what_comfyui_is_told_of_an_encoder_is_what_lies_on_its_device(sidecar):

@@ -12,10 +12,9 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
-from parallel_backend.requests import LoadInfo
 from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.model_room import CountedModule, CountedModules, Room, new_number
+from parallel_backend.sidecar.model_room import CountedModules, Room, new_number
 from parallel_backend.sidecar.module_requests import (
     ALL_DEVICES,
     AUTO,
@@ -195,34 +194,3 @@ def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests._holdings = SimpleNamespace(modules=modules, free_room=lambda lease: Room(free))
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank
-
-
-def test_a_call_that_fails_leaves_its_encoder_on_the_device():
-    """What is planned next counts it, and the next call does not send it again."""
-    sent = []
-
-    def wait(budget, on_message):
-        raise Cancelled("by hand")
-
-    requests = ModuleRequests()
-    requests.devices = ("cuda:0",)
-    modules = CountedModules(requests.devices)
-
-    def load(message, *_):
-        sent.append(message.model)
-        found = CountedModule(message.rank, (LoadInfo(1.0, 10, False, "", "", device_bytes=10),))
-        modules.add(message.model, found)
-        return found
-
-    requests._holdings = SimpleNamespace(
-        modules=modules, numbers=(), load_module=load, keep_modules=lambda numbers, lease: None
-    )
-    exchange = SimpleNamespace(send=lambda *message: None, wait=wait)
-    lease = SimpleNamespace(on_phase=lambda phase: None, exchange=lambda survivable: exchange)
-    request = ModuleRequest(
-        ModuleKind.TEXT, 1, (1,), 10, import_comfyui_here(), lambda _: {}, lambda *_: {}, AUTO
-    )
-    for _ in range(2):
-        with pytest.raises(Cancelled):
-            requests._attempt(request, lease, None)
-        assert sent == [1] and modules.bytes_on("cuda:0") == 10

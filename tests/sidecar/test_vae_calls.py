@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +15,11 @@ from fault_injection import fault
 from flux_requests import flux_request
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
-from parallel_backend.errors import Cancelled, OutOfMemory, PlatformError, RankFailed, RequestError
+from parallel_backend.errors import Cancelled, PlatformError, RankFailed, RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.module_requests import ModuleRequests
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from scripted import is_running
@@ -291,60 +288,3 @@ def test_a_second_killed_rank_is_named_and_the_next_decode_works(ranks):
     assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
     assert vae.sent == 3
     assert not set(ranks.pids) & set(killed)
-
-
-class _Ranks:
-    """Of a sidecar: a lease, and no crash."""
-
-    @contextmanager
-    def lease(self, request, should_cancel, on_phase):
-        yield SimpleNamespace(on_phase=lambda phase: on_phase(phase.text), images=0)
-
-    def through_a_crash(self, attempt, lease):
-        return attempt()
-
-    def working(self):
-        pass
-
-
-class _Beside(ModuleRequests):
-    """Requests to ranks that hold `models`, beside which a VAE has no room for its largest layer."""
-
-    devices = ("cuda:0", "cuda:1")
-
-    def __init__(self, *models):
-        self._ranks, self._holdings = _Ranks(), self
-        self.models, self.tries = models, 0
-
-    def ensure_started(self, lease):
-        pass
-
-    def drop(self, spec, lease):
-        self.models = tuple(model for model in self.models if model != spec)
-
-    def _attempt(self, request, lease, on_step):
-        self.tries += 1
-        if self.models or self.tries > 2:
-            raise OutOfMemory("no room")
-        return "the image"
-
-
-def _decode_beside(*models):
-    ranks, phases = _Beside(*models), []
-    request = flux().request(torch.zeros(1, 16, 4, 4))
-    return ranks, phases, lambda: ranks.call_module(request, on_phase=phases.append)
-
-
-def test_where_memory_ends_beside_models_they_go_and_the_vae_has_another_try():
-    """As in ComfyUI, where a VAE that needs room takes that of the model that sampled."""
-    ranks, phases, decode_on = _decode_beside("flux", "wan")
-    assert decode_on() == "the image" and ranks.tries == 2 and ranks.models == ()
-    assert phases == ["memory ended; going on without the other models"]
-
-
-def test_where_memory_ends_though_nothing_is_beside_it_that_is_told():
-    ranks, phases, decode_on = _decode_beside()
-    ranks.tries = 2
-    with pytest.raises(OutOfMemory):
-        decode_on()
-    assert ranks.tries == 3 and not phases

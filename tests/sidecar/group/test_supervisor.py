@@ -43,19 +43,12 @@ def spawn():
         group.close()
 
 
-def test_the_rendezvous_folder_is_private_and_goes_with_the_group(spawn):
+def test_stop_blocks_until_every_rank_and_the_private_rendezvous_folder_are_gone(spawn):
     group = spawn("tests.support.rank_programs.scripted_rank")
-    folder = Path(group.folder.path)
+    folder, pids = Path(group.folder.path), group.pids
     assert folder.stat().st_mode & 0o777 == 0o700
     get_supervisor().stop(group)
-    assert not folder.exists()
-
-
-def test_stop_blocks_until_every_rank_is_gone(spawn):
-    group = spawn("tests.support.rank_programs.scripted_rank")
-    pids = group.pids
-    get_supervisor().stop(group)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not folder.exists() and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert group.death is None
     get_supervisor().stop(group)  # again is nothing
 
@@ -134,13 +127,6 @@ def test_stop_gives_up_on_ranks_that_cannot_be_killed(spawn, monkeypatch, caplog
     assert group.gone.wait(PATIENCE)
 
 
-def test_two_groups_share_no_rendezvous(spawn):
-    assert (
-        spawn("tests.support.rank_programs.scripted_rank").rendezvous
-        != spawn("tests.support.rank_programs.scripted_rank").rendezvous
-    )
-
-
 def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
     """The ranks find the pack from its own path, whatever ComfyUI called the package."""
     folder = tmp_path / "my packs" / "multi.gpu v1.2"
@@ -171,9 +157,8 @@ def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
     assert done.stdout.strip() == "READY", done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_are_gone_soon_after_their_parent(number):
-    """Two seconds on a machine that does little else; by themselves they would stay."""
+def test_ranks_are_gone_soon_after_their_parent_was_told_to_end():
+    """By themselves they would stay. Of a parent that is killed: tests/sidecar/test_faults.py."""
     script = textwrap.dedent(
         """
         import time
@@ -194,7 +179,7 @@ def test_ranks_are_gone_soon_after_their_parent(number):
     with parent:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_running, pids))
-        parent.send_signal(number)
+        parent.terminate()
         parent.wait()
         wait_until(lambda: not any(map(is_running, pids)) and not ranks_of(parent.pid))
 
@@ -240,19 +225,15 @@ def test_ranks_start_with_the_flags_of_comfyuis_own_python(flags, variables, exp
     assert done.stdout.split() == expected, done.stderr
 
 
-def test_a_rank_has_the_flags_and_starts_with_them(spawn, monkeypatch):
+def test_a_rank_starts_with_the_flags_and_is_told_that_comfyui_is_deterministic(spawn, monkeypatch):
+    sent, send = [], Exchange.send_to
+    monkeypatch.setattr(Exchange, "send_to", lambda self, rank, m: (sent.append(m), send(self, rank, m)))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(supervisor_module, "interpreter_flags", lambda: ["-s", "-E"])
     group = spawn("tests.support.rank_programs.scripted_rank", count=1)
     join_ranks(group, lambda: False)
     command = Path(f"/proc/{group.pids[0]}/cmdline").read_bytes().split(b"\0")
     assert {b"-u", b"-s", b"-E"} <= set(command)
-
-
-def test_ranks_are_told_that_comfyui_is_deterministic(spawn, monkeypatch):
-    sent, send = [], Exchange.send_to
-    monkeypatch.setattr(Exchange, "send_to", lambda self, rank, m: (sent.append(m), send(self, rank, m)))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    join_ranks(spawn("tests.support.rank_programs.scripted_rank", count=1), lambda: False)
     assert [setup.deterministic for setup in sent] == [True]
 
 

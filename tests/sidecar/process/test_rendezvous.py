@@ -65,6 +65,7 @@ def test_the_folder_of_a_process_that_was_ended_is_gone_with_the_next_one(temp, 
     process.wait()
     assert folder.is_dir()
     second = RendezvousFolder()
+    assert second.store != first.store
     assert not folder.exists() and Path(first.path).is_dir()
     first.remove()
     second.remove()
