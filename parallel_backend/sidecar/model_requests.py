@@ -13,15 +13,7 @@ from ..devices import is_cpu
 from ..errors import TransportError
 from ..job.payload import ANSWER, DENOISED, unpack_answer
 from ..options import CompileStats
-from ..requests import (
-    InputShapes,
-    LoadInfo,
-    ModelSpec,
-    Placement,
-    RunInfo,
-    SampleRequest,
-    SampleResult,
-)
+from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.payloads import Tensors, check_inputs
@@ -34,16 +26,16 @@ from .group.phases import Phase, PhaseKind
 from .holdings import RankHoldings
 from .resume import ResumableJob, ShippedRequest
 
-_STEPS_SHOWN = 60  # whose times a status has
+STEPS_SHOWN = 60  # whose times a status has
 
 
 @dataclass
 class StepProgress:
-    """The progress of the sampling job that runs: its step, and how long its latest ones took, in seconds."""
+    """The progress of the sampling job that runs: its step, and how long those before took, in seconds."""
 
     step: int = 0
     steps: int = 0
-    seconds: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=_STEPS_SHOWN))
+    seconds: list[float] = field(default_factory=list)
 
     def end(self) -> None:
         """No job runs; the times of its steps stay."""
@@ -69,13 +61,14 @@ class ModelRequests:
         trials, placement = job.trials, message.placement
         assert placement is not None, "a model of a file has one"
         strategies = (placement.strategy, *trials.strategies)
+        load, latent = self._holdings.ensure_ready(spec, placement.strategy, lease), job.request.noise
         if not isinstance(job.request, SampleRequest):  # ComfyUI's own module knows its shapes
-            load = self._holdings.ensure_ready(spec, placement.strategy, lease)
-            size = _latent_in_words(job.request.noise)
-        else:
+            size = _latent_in_words(latent)
+        else:  # on the ranks, another width would only be an error of torch half-way through a collective
+            if load.inputs is None:
+                raise TransportError("the processes loaded a model without saying what it takes")
+            check_inputs(job.request, load.inputs)
             size = image_size(job.shape)
-            load, _ = self._ensure_ready(spec, job.request, placement, lease)
-        seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
         compiling = CompileWatch(size, lease.on_phase)
@@ -89,9 +82,8 @@ class ModelRequests:
             step = expect(rank, answer, Progress)
             if not 0 <= step.strategy < len(strategies):
                 raise TransportError(f"process {rank} names a strategy {step.strategy}, of {len(strategies)}")
-            seconds.append(step.seconds)
             self.progress.step, self.progress.steps = step.step, step.steps
-            self.progress.seconds.append(step.seconds)
+            seconds.append(step.seconds)
             under[step.strategy] += 1
             phase = Phase(PhaseKind.SAMPLING)
             if step.strategy > 0 and under[step.strategy] <= MOST_STEPS:
@@ -104,7 +96,8 @@ class ModelRequests:
             job.take(step, tensors)
 
         exchange = lease.exchange()
-        self.progress.seconds.clear()
+        seconds = self.progress.seconds
+        seconds.clear()
         exchange.send(replace(message, model=held.number, trials=trials), job.begin(self._holdings))
         packs = job.request.imports() if isinstance(job.request, ShippedRequest) else ""
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
@@ -112,46 +105,29 @@ class ModelRequests:
 
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
             if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks
-                return max(
-                    deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, job.request.noise)
-                )
+                return max(deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, latent))
             steps = [max(seconds)] if job.request.cache_threshold and seconds else seconds
-            return compiling.budget(self._step_budget(steps, job.request.noise))
+            return compiling.budget(self._step_budget(steps, latent))
 
         done = exchange.wait(budget, on_message)
         if isinstance(job.request, ShippedRequest) and job.request.is_call:
             parts, denoised = _answer(exchange), None
-            seconds = [reports(done, lambda answer: answer.run)[0].seconds]
+            step_seconds = [reports(done, lambda answer: answer.run)[0].seconds]
         else:
             denoised = exchange.result.pop(DENOISED, None)
             # A sampler of ComfyUI's or of a pack may give another size than it was given.
             shape = job.shape if isinstance(job.request, SampleRequest) else None
             result = _result(exchange, {ANSWER: shape, "step_seconds": None})
-            parts, seconds = [result[ANSWER]], result["step_seconds"].tolist()
-        info = _run_info(done, load, step_seconds=tuple(seconds))
+            parts, step_seconds = [result[ANSWER]], result["step_seconds"].tolist()
+        info = _run_info(done, load, tuple(step_seconds))
         return SampleResult(parts[0], job.merged(info), tuple(parts), denoised)
 
-    def _step_budget(self, earlier: Sequence[float], sampled: object = None) -> float:
-        """Seconds for the next step; `sampled`: the latent, or its parts."""
+    def _step_budget(self, earlier: Sequence[float], latent: object) -> float:
+        """Seconds for the next step."""
         usual = deadlines.step_budget(earlier)
         if earlier:
             return usual
-        return usual + deadlines.size_allowance(_positions(sampled), is_cpu(self._devices))
-
-    def _ensure_ready(
-        self,
-        spec: ModelSpec,
-        request: SampleRequest,
-        placement: Placement,
-        lease: Lease,
-    ) -> tuple[LoadInfo, InputShapes]:
-        """The model is held and takes what `request` has: on the ranks, another width would only be an error of torch
-        half-way through a collective."""
-        load = self._holdings.ensure_ready(spec, placement.strategy, lease)
-        if load.inputs is None:
-            raise TransportError("the processes loaded a model without saying what it takes")
-        check_inputs(request, load.inputs)
-        return load, load.inputs
+        return usual + deadlines.size_allowance(_positions(latent), is_cpu(self._devices))
 
 
 def sample_message(
@@ -174,16 +150,14 @@ def sample_message(
     )
 
 
-def _positions(sampled: object) -> int:
-    """Of a latent [B, C, ...] or of its parts; 0 where it is none."""
-    parts = sampled if isinstance(sampled, (list, tuple)) else [sampled]
-    latents = [part for part in parts if isinstance(part, Tensor) and part.ndim > 2 and part.numel()]
-    return sum(latent.numel() // latent.shape[1] for latent in latents)
+def _positions(latent: object) -> int:
+    """Returns the positions of a latent [B, C, ...], 0 where it is none: ComfyUI has several parts in one object."""
+    if not isinstance(latent, Tensor) or latent.ndim < 3 or not latent.numel():
+        return 0
+    return latent.numel() // latent.shape[1]
 
 
-def _latent_in_words(first: object = None) -> str:
-    """Of what is sampled, the first part where there are several (video and sound)."""
-    latent = first[0] if isinstance(first, (list, tuple)) and first else first
+def _latent_in_words(latent: object) -> str:
     if not isinstance(latent, Tensor) or latent.ndim < 2:
         return "this model"
     return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"

@@ -29,7 +29,7 @@ from .group.lease import Lease, ShouldCancel, State
 from .group.phases import Phase, PhaseKind, ShowPhase
 from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
-from .model_requests import ModelRequests, sample_message
+from .model_requests import STEPS_SHOWN, ModelRequests, sample_message
 from .module_requests import ModuleRequests
 from .process.exit_status import BUS_ERROR
 from .resume import OnStep, ResumableJob, ShippedRequest
@@ -102,7 +102,7 @@ class Sidecar(ModuleRequests):
             model=names[0] if names else "",
             step=progress.step,
             steps=progress.steps,
-            step_seconds=tuple(progress.seconds),
+            step_seconds=tuple(progress.seconds[-STEPS_SHOWN:]),
             ranks=read_ranks(self._ranks.group),
             models=names,
         )
