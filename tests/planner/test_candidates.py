@@ -78,11 +78,6 @@ def test_by_less_than_two_percent_or_against_what_was_not_seen_the_rule_stands()
     assert unseen.best.strategy == ULYSSES and unseen.reason == ""
 
 
-def test_one_device_when_that_is_faster():
-    ranking = rank_candidates(entries(ONE, ULYSSES, seconds={ULYSSES: 30.0, ONE: 22.0}))
-    assert ranking.best.strategy == ONE and ranking.reason.startswith("one device: measured before")
-
-
 def test_what_does_not_fit_is_never_chosen_and_comes_last():
     ranking = rank_candidates(entries(ONE, RING, ULYSSES, unfit=(ULYSSES,)))
     assert ranking.best.strategy == RING and ranking.ranked[-1].strategy == ULYSSES

@@ -92,6 +92,7 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
         seen.record(work(FP8), RunInfo("native", strategy, step_seconds=(9.0, seconds, seconds)))
     decided = plan(StrategySettings(), work(FP8))
     assert decided.strategy == ONE and decided.devices == ("cuda:0",)
+    assert decided.reason == "one device: measured before, a step takes one device 1 s, Ulysses 2 1.5 s"
     assert decided.candidates[0].strategy == ONE and decided.candidates[0].step_s == 1.0
     # By hand it is as asked for, and what was seen of it is told.
     manual = plan(StrategySettings("manual", "all", ULYSSES), work(FP8))

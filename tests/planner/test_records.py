@@ -6,7 +6,7 @@ import pytest
 
 import fake_nvml
 from jobs import flux_file, flux_job
-from parallel_backend.machine.fingerprint import Fingerprint, cpu_name, device_key, take_fingerprint
+from parallel_backend.machine.fingerprint import Fingerprint, cpu_name, take_fingerprint
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
 from parallel_backend.models.diffusers.keys import FLUX_DEV
@@ -65,23 +65,6 @@ def test_of_each_group_of_devices_the_latest_link_is_kept():
 def test_only_the_latest_runs_are_kept():
     found = known(*[(kind(), 9.0)] * 30, *[(kind(), 1.0)] * KEPT_RUNS)
     assert found.observed[0].seconds == (1.0,) * KEPT_RUNS
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"model": "another"},
-        {"engine": "xfuser"},
-        {"devices": device_key(("GPU-c", "GPU-d"))},
-        {"width": 512},
-        {"prompts": 2},
-        {"model_calls": 2},
-        {"strategy": ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_runs_of_another_kind_do_not_count(other):
-    assert measured(known((kind(**other), 0.5)), JOB, *HERE) == {}
 
 
 def test_old_runs_are_ignored_and_forgotten():

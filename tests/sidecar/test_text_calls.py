@@ -123,11 +123,10 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
     assert two_real_ranks.pids == pids
 
 
-@pytest.mark.parametrize("place", [FIRST, ALL_DEVICES])
-def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks, place):
+def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks):
     sidecar, module = Sidecar(("cpu:0", "cpu:1")), ToyEncoder()
     try:
-        request = request_of(module, place, new_number())
+        request = request_of(module, ALL_DEVICES, new_number())
         before = sidecar.call_module(request)
         os.kill(sidecar.pids[1], signal.SIGKILL)
         phases = []

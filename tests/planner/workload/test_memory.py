@@ -260,9 +260,7 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
         (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True), 2),
         (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1), 2),
         (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=2), 2),
-        (ParallelStrategy(ring_degree=2), job_of(32, 48, 64, steps=2), 2),
         (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=2), 2),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, steps=2), 2),
         (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2),
         (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, batch=3, steps=2), 2),
         (
