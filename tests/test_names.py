@@ -56,7 +56,6 @@ SPEAK_DIALECT = {
     "OwnFiles",
     "PROMPTS_KEPT",
     "put_together",
-    "replace_whole",
     "rows_together",
     "run_whole",
     "said",

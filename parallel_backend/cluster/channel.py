@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from ..errors import TransportError
 from ..wire.protocol import MAX_MESSAGE_BYTES, Envelope, decode
-from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed
-from .payload import IncomingPayload
+from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed, seal
 
-_HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
+HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
 _CHUNK = 64 * 1024  # bytes given to TLS at once
 _MOST_READS = 64  # in one turn, so that a flood does not keep the other way waiting
 
@@ -62,6 +61,45 @@ class _Outgoing:
     offset: int = 0
 
 
+class IncomingPayload:
+    """A memfd that takes what comes, and is sealed against any change once all has, as readers want it."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._written = size, 0
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.descriptor = os.memfd_create("parallel-backend-remote", flags)
+        try:
+            os.ftruncate(self.descriptor, max(1, size))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def missing(self) -> bool:
+        return self._written < self._size
+
+    def write(self, view: memoryview) -> int:
+        """How much of `view` was taken."""
+        taken = 0
+        while self.missing and taken < len(view):
+            part = view[taken : taken + self._size - self._written]
+            written = os.pwrite(self.descriptor, part, self._written)
+            taken += written
+            self._written += written
+        return taken
+
+    def finish(self) -> int:
+        """The descriptor, sealed; the taker closes it."""
+        seal(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        return descriptor
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
 DATAGRAMS = frozenset({Kind.MESSAGE, Kind.CARRYING, Kind.AGAIN})
 
 
@@ -92,7 +130,7 @@ class Channel:
         """Puts a frame behind those that wait; `flush` sends them. `descriptor`: of its payload, which stays the
         caller's."""
         size = os.fstat(descriptor).st_size if descriptor >= 0 else 0
-        head = memoryview(_HEADER.pack(kind, rank, len(text), size) + text)
+        head = memoryview(HEADER.pack(kind, rank, len(text), size) + text)
         self._outgoing.append(_Outgoing(head, os.dup(descriptor) if size else -1, size))
 
     def flush(self) -> None:
@@ -152,17 +190,17 @@ class Channel:
 
     def _take_head(self, view: memoryview) -> int:
         """Adds to the header and text that come; how much of `view` belonged to them."""
-        wanted = _HEADER.size
+        wanted = HEADER.size
         if len(self._held) >= wanted:
             wanted += _read_header(self._held, self._accepts)[2]
         taken = min(wanted - len(self._held), len(view))
         self._held += view[:taken]
-        if len(self._held) < _HEADER.size:
+        if len(self._held) < HEADER.size:
             return taken
         kind, rank, length, size = _read_header(self._held, self._accepts)
-        if len(self._held) < _HEADER.size + length:
+        if len(self._held) < HEADER.size + length:
             return taken
-        text = bytes(self._held[_HEADER.size :])
+        text = bytes(self._held[HEADER.size :])
         self._held.clear()
         envelope = None
         if kind in DATAGRAMS:
@@ -183,7 +221,7 @@ class Channel:
 
 
 def _read_header(data: bytearray, accepts: frozenset[Kind]) -> tuple[Kind, int, int, int]:
-    kind, rank, length, size = _HEADER.unpack_from(data)
+    kind, rank, length, size = HEADER.unpack_from(data)
     if kind not in accepts:
         raise TransportError(f"a frame of the unknown or here forbidden kind {kind} came")
     if length > MAX_MESSAGE_BYTES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import ssl
-import struct
 import time
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,10 +12,9 @@ from typing import TypeVar
 from ..errors import TransportError
 from ..wire.protocol import MAX_MESSAGE_BYTES, VERSION
 from ..wire.strict_json import from_json, parse, to_json
-from .channel import Kind
+from .channel import HEADER, Kind
 
 T = TypeVar("T")
-_HEADER = struct.Struct("!BBIQ")
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,13 @@ def unpack(text: bytes, kind: type[T]) -> T:
 
 def send_first(sock: ssl.SSLSocket, kind: Kind, text: bytes = b"") -> None:
     """One frame on a connection that is no channel yet."""
-    sock.sendall(_HEADER.pack(kind, 0, len(text), 0) + text)
+    sock.sendall(HEADER.pack(kind, 0, len(text), 0) + text)
 
 
 def receive_first(sock: ssl.SSLSocket, seconds: float) -> tuple[Kind, bytes]:
     """The first frame, within so many seconds however slowly it comes. Raises TransportError, OSError."""
     until = time.monotonic() + seconds
-    kind, _, length, size = _HEADER.unpack(_read(sock, _HEADER.size, until))
+    kind, _, length, size = HEADER.unpack(_read(sock, HEADER.size, until))
     if kind not in (Kind.JOIN, Kind.WELCOME, Kind.REFUSED) or length > MAX_MESSAGE_BYTES or size:
         raise TransportError("the first frame is none that begins a connection")
     return Kind(kind), _read(sock, length, until)

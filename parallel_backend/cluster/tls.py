@@ -1,13 +1,39 @@
-"""TLS 1.3 between a head and its machines: both show a certificate, and each accepts the one that it was given."""
+"""TLS 1.3 between a head and its machines: both show a certificate, and each accepts the one that it was given.
+
+The openssl command, which every Linux has or can install, makes the keys and self-signed certificates.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import ssl
+import subprocess
+import tempfile
+from pathlib import Path
 
-from ..errors import TransportError
+from ..errors import PlatformError, TransportError
 from .endpoint import HEAD, Endpoint
+
+DAYS = 3650  # a certificate is pinned and made anew by `cluster init`; nothing renews it
+
+
+def make_certificate(name: str) -> tuple[str, str]:
+    """(key, certificate) in PEM, on the curve P-256. Raises PlatformError where there is no openssl."""
+    if shutil.which("openssl") is None:
+        raise PlatformError(
+            "The openssl command, which makes the certificates, is not installed (Debian: apt-get install openssl)."
+        )
+    with tempfile.TemporaryDirectory() as folder:  # mode 0700
+        key, certificate = Path(folder, "key.pem"), Path(folder, "certificate.pem")
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        command += ["-nodes", "-sha256", "-days", str(DAYS), "-subj", f"/CN={name}"]
+        command += ["-keyout", str(key), "-out", str(certificate)]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise PlatformError(f"openssl made no certificate: {done.stderr.strip()[-500:]}")
+        return key.read_text(), certificate.read_text()
 
 
 def make_context(endpoint: Endpoint) -> ssl.SSLContext:

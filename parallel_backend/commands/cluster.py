@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..cluster.certificates import make_certificate
 from ..cluster.endpoint import (
     HEAD,
     MACHINE,
@@ -19,6 +18,7 @@ from ..cluster.endpoint import (
     read_endpoint,
     write_endpoint,
 )
+from ..cluster.tls import make_certificate
 from ..errors import RequestError
 
 

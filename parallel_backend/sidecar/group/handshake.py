@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 
 import torch
 
+from ...cluster.handshake import versions
 from ...errors import RankFailed
 from ...wire import deadlines
 from ...wire.payloads import Tensors
-from ...wire.protocol import NO_REQUEST, VERSION, Hello, Message, Setup
+from ...wire.protocol import NO_REQUEST, Hello, Message, Setup
 from .exchange import Exchange, expect
 from .supervisor import RankGroup
 
@@ -39,8 +39,7 @@ def _backend(devices: tuple[str, ...]) -> str:
 
 
 def _check_versions(rank: int, hello: Hello) -> None:
-    ours = (VERSION, platform.python_version(), str(torch.__version__))
-    theirs = (hello.protocol, hello.python, hello.torch)
+    ours, theirs = versions(), (hello.protocol, hello.python, hello.torch)
     if ours != theirs:
         raise RankFailed(
             rank,

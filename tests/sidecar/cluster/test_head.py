@@ -13,16 +13,14 @@ import pytest
 from cluster_machines import BareMachine, connect, make_cluster
 from parallel_backend import devices
 from parallel_backend.cluster import endpoint as endpoints
-from parallel_backend.cluster.certificates import make_certificate
-from parallel_backend.cluster.channel import Kind
+from parallel_backend.cluster.channel import HEADER, Kind
+from parallel_backend.cluster.tls import make_certificate
 from parallel_backend.errors import DeviceError, PlatformError
 from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.sidecar.group.device_health import FailingDevices, left_out
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.protocol import Envelope, Progress, TakeBack, encode
 from waiting import wait_until
-
-FRAME = clusters.receive_first.__globals__["_HEADER"]
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def head(secret, no_leaks, monkeypatch):
 
 
 def frame(kind, text=b"", rank=0, size=0):
-    return FRAME.pack(kind, rank, len(text), size) + text
+    return HEADER.pack(kind, rank, len(text), size) + text
 
 
 def is_at_peace(head):
@@ -172,9 +170,9 @@ def test_slow_clients_keep_nobody_out_and_are_sent_away(head, secret, monkeypatc
 BAD = {
     "a kind that nobody knows": frame(77),
     "a kind that only a head sends": frame(Kind.START, b"{}"),
-    "a text over the limit": FRAME.pack(Kind.MESSAGE, 0, 1 << 20, 0),
-    "a payload over the limit": FRAME.pack(Kind.CARRYING, 0, 2, 1 << 60),
-    "a payload where none may be": FRAME.pack(Kind.BEAT, 0, 0, 5),
+    "a text over the limit": HEADER.pack(Kind.MESSAGE, 0, 1 << 20, 0),
+    "a payload over the limit": HEADER.pack(Kind.CARRYING, 0, 2, 1 << 60),
+    "a payload where none may be": HEADER.pack(Kind.BEAT, 0, 0, 5),
     "a text that is no JSON": frame(Kind.MESSAGE, b"\x80\x04\x95."),
     "a message that nobody knows": frame(
         Kind.MESSAGE, encode(Envelope(1, 1, TakeBack())).replace(b"TakeBack", b"EvalBack")
