@@ -111,7 +111,7 @@ class RankHoldings:
         self._ranks.working()
         if not self._certain and self._held:
             self._keep(self._held, lease)
-        held = next((model for model in self._held if model.key == key), None)
+        held = self._find(key)
         if held is not None and held.given_back:
             held = self._take_back(key, lease)
         if held is None:
@@ -123,14 +123,16 @@ class RankHoldings:
             lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
         return replace(held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_untold())
 
+    def _find(self, key: ModelKey) -> CountedModel | None:
+        return next((model for model in self._held if model.key == key), None)
+
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Loads a model ahead of its first request, where that costs no other one. RequestError where it would."""
         key = ModelKey.of(spec, strategy)
         self.ensure_started(lease)
         self._ranks.working()
-        free = free_room(self._keep(self._held, lease))
-        held = next((model for model in self._held if model.key == key), None)
-        if held is not None:
+        free = self.free_room(lease)
+        if (held := self._find(key)) is not None:
             return replace(held.info, seconds=0.0, cached=True, notes=())
         for model, reason in self._in_the_way(key, free):
             raise RequestError(
@@ -153,7 +155,7 @@ class RankHoldings:
         check_same(key.spec.path, key.identity)
         dropped: list[tuple[CountedModel, str]] = []
         if self._held or self.modules:
-            free = free_room(self._keep(self._held, lease))
+            free = self.free_room(lease)
             if self.modules and free.lacks(self._room_for(key)):
                 free = self.drop_modules(lease)
             dropped = self._in_the_way(key, free)
@@ -285,7 +287,7 @@ class RankHoldings:
         self._untold += self._dropped_of(before)
         for model in self._held:
             model.given_back = frozenset()
-        return next((model for model in self._held if model.key == key), None)
+        return self._find(key)
 
     def drop(self, spec: ModelSpec, lease: Lease) -> None:
         """Gives the memory of one model back, however it is split; the others stay."""

@@ -116,13 +116,7 @@ class ModuleRequests:
         """
         if request.placement not in PLACEMENTS:
             raise RequestError(f"placement is {request.placement}; choose one of {', '.join(PLACEMENTS)}.")
-        is_waiting = not waits
-
-        def cancelled() -> bool:
-            return is_waiting or (should_cancel is not None and should_cancel())
-
-        with self._ranks.lease(request.kind.request, cancelled, on_phase) as lease:
-            is_waiting = False
+        with self._ranks.lease(request.kind.request, should_cancel, on_phase, waits) as lease:
             lease.images = request.images
             return self._beside_models(request, lease, on_step)
 

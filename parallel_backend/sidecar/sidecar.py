@@ -134,7 +134,7 @@ class Sidecar(ModuleRequests):
         nothing that they hold. Raises RequestError where that cannot be; what they hold stays."""
         waiting = True
         try:
-            with self._ranks.lease("preload", lambda: waiting) as lease:
+            with self._ranks.lease("preload", waits=False) as lease:
                 waiting, lease.spec = False, spec
                 return self._holdings.preload(spec, strategy or ParallelStrategy(), lease)
         except Cancelled:
@@ -280,9 +280,7 @@ class Sidecar(ModuleRequests):
     def release_cache(self) -> None:
         """Gives back what torch keeps of the devices' memory for the next model call. Raises Cancelled where a request
         has the ranks."""
-        waiting = True
-        with self._ranks.lease("give back", lambda: waiting) as lease:
-            waiting = False
+        with self._ranks.lease("give back", waits=False) as lease:
             self._holdings.release_cache(lease)
 
     def drop_modules(self, should_cancel: ShouldCancel | None = None) -> None:

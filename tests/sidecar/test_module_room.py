@@ -47,7 +47,7 @@ class Cards:
         self.fail: Callable[[Cards], None] = lambda cards: None
 
     @contextmanager
-    def lease(self, request, should_cancel=None, on_phase=None):
+    def lease(self, request, should_cancel=None, on_phase=None, waits=True):
         yield SimpleNamespace(
             exchange=self.exchange, on_phase=lambda phase: self.phases.append(phase.text), file=None
         )

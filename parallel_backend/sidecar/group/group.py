@@ -157,13 +157,15 @@ class RankGroupRunner:
         request: str,
         should_cancel: ShouldCancel | None = None,
         on_phase: Callable[[str], None] | None = None,
+        waits: bool = True,
     ) -> Iterator[Lease]:
-        """Waits until no other caller has the ranks; keeps count of crashes. `request`: its kind, for Ended."""
+        """Waits until no other caller has the ranks; keeps count of crashes. `request`: its kind, for Ended; `waits`:
+        False to raise Cancelled where another caller has them."""
         require_linux()
         if self._owner == threading.get_ident():
             raise RequestError("A callback of a request may not send another request to the same processes.")
         while not self._lock.acquire(timeout=deadlines.POLL):
-            if should_cancel is not None and should_cancel():
+            if not waits or (should_cancel is not None and should_cancel()):
                 raise Cancelled("The request was cancelled while it waited for its turn.")
         self._owner = threading.get_ident()
         self._cancel.clear()
