@@ -115,6 +115,16 @@ def weights(tmp_path) -> ModelSpec:
 
 
 @pytest.fixture
+def scaled(tmp_path):
+    """Writes, by scale, a file for scripted ranks whose velocity is x times that."""
+
+    def written(scale: float, script: str = "good") -> ModelSpec:
+        return scripted_weights(tmp_path / f"{scale:g}.safetensors", f"{script} {scale}")
+
+    return written
+
+
+@pytest.fixture
 def sidecar(no_leaks):
     """A sidecar of two scripted ranks, stopped after the test."""
     with_ranks = scripted_sidecar()

@@ -100,7 +100,7 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
         handles.append(handle)
         boards.append(board)
     links = [_nvlinks(nvml, handle) for handle in handles]
-    boards = [_with_links(board, link) for board, link in zip(boards, links, strict=True)]
+    boards = [replace(board, nvlinks=len(link[1])) for board, link in zip(boards, links, strict=True)]
 
     slices = [_slices(nvml, handle, board) for handle, board in zip(handles, boards, strict=True)]
     members = [
@@ -177,10 +177,6 @@ def _nvlinks(nvml: Nvml, handle: Any) -> _NvLinks:
         info = ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link, default=None)
         ends.append(_bus(info.busId) if info is not None else "")
     return version, ends, switch
-
-
-def _with_links(board: Device, links: _NvLinks) -> Device:
-    return replace(board, nvlinks=len(links[1]))
 
 
 def _slices(nvml: Nvml, handle: Any, board: Device) -> list[Device] | None:

@@ -1,6 +1,5 @@
 """Topology from NVML's answers for real shapes of boxes, in CUDA's order."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import fake_nvml
 from parallel_backend.errors import DeviceError
 from parallel_backend.machine.local import joinable, neighbours_first
 from parallel_backend.machine.probe import read_topology, read_visible
-from parallel_backend.machine.topology import Topology
 
 GIB = 1024**3
 
@@ -71,14 +69,6 @@ def test_mig_slices_replace_their_gpu_and_have_no_peer_access(box):
     assert any("has no slice" in note for note in topology.notes)
     assert any("2 MIG slices" in note for note in topology.notes)
     assert joinable(topology, 2) == 1
-
-
-def test_slices_of_two_gpus_join_and_those_of_one_do_not(tmp_path):
-    nvml = fake_nvml.mig()
-    for board in nvml.boards:
-        board.slices = [("3g.40gb", 39.5)]
-    topology = _read(nvml, tmp_path)
-    assert joinable(topology, 2) == 2 and joinable(topology, 1) == 1
 
 
 def test_boards_of_one_kind_vary_a_little_in_memory(tmp_path):
@@ -277,8 +267,3 @@ def test_slices_that_cuda_tells_by_their_gpu_are_taken_from_the_environment(torc
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     torch_sees(("H100", 40, UUIDS[0].removeprefix("GPU-")))
     assert [device.is_mig for device in read_visible(fake_nvml.mig()).devices] == [True, True]
-
-
-def test_facts_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Topology(()).devices = ()

@@ -15,21 +15,11 @@ from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from scripted import SLOW, call_model, scripted_request, scripted_weights, two_ranks
+from scripted import SLOW, call_model, scripted_request, two_ranks
 from waiting import wait_until
 
 X = torch.ones(1, 4, 6, 6)
 WHOLE = ParallelStrategy()
-
-
-@pytest.fixture
-def make(tmp_path):
-    """By scale: a file whose velocity is x times that."""
-
-    def written(scale: float, script: str = "good") -> ModelSpec:
-        return scripted_weights(tmp_path / f"{scale:g}.safetensors", f"{script} {scale}")
-
-    return written
 
 
 def scale_of(sidecar, spec):
@@ -38,8 +28,8 @@ def scale_of(sidecar, spec):
     return velocity[0, 0, 0, 0].item(), info.load.cached
 
 
-def test_the_first_request_finds_the_model_there(sidecar, make, events):
-    first, second = make(2.0), make(3.0)
+def test_the_first_request_finds_the_model_there(sidecar, scaled, events):
+    first, second = scaled(2.0), scaled(3.0)
     assert not sidecar.preload(first).cached and sidecar.state is State.READY  # ranks started for it
     assert scale_of(sidecar, first) == (2.0, True)
     assert not sidecar.preload(second).cached
@@ -50,14 +40,14 @@ def test_the_first_request_finds_the_model_there(sidecar, make, events):
     assert [event.result for event in ended] == ["done"] * 4 and ended[0].spec == first
 
 
-def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, make, monkeypatch):
+def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, scaled, monkeypatch):
     """Room for 20 bytes on each rank. A file has 14, as much as is guessed; its weights take 8."""
     monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
     room = 20
     monkeypatch.setattr(
         holdings, "free_room", lambda ranks: Room(tuple(room - 8 * len(rank.models) for rank in ranks))
     )
-    first, second = make(1.0, "  weighs 8"), make(2.0, "  weighs 8")
+    first, second = scaled(1.0, "  weighs 8"), scaled(2.0, "  weighs 8")
     sidecar.preload(first)
     with pytest.raises(RequestError, match=r"2.safetensors was not .*: 1.safetensors would .*lack of memory"):
         sidecar.preload(second)
@@ -68,15 +58,15 @@ def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, make, monk
     room = 10  # other programs took the rest, and no model of ours would help
     sidecar.drop(first)
     sidecar.drop(second)
-    third = make(3.0, "  weighs 8")
+    third = scaled(3.0, "  weighs 8")
     with pytest.raises(RequestError, match=r"3.safetensors was not .* GiB of memory are missing"):
         sidecar.preload(third)
     assert sidecar.state is State.READY
 
 
-def test_a_job_takes_the_room_that_a_preload_does_not(sidecar, make):
+def test_a_job_takes_the_room_that_a_preload_does_not(sidecar, scaled):
     """The negative control: the same models, asked for by jobs, and the oldest goes."""
-    specs = [make(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
+    specs = [scaled(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
     for spec in specs[:-1]:
         sidecar.preload(spec)
     with pytest.raises(RequestError, match=r"1.safetensors would have to go \(4 are the most\)"):
@@ -85,37 +75,37 @@ def test_a_job_takes_the_room_that_a_preload_does_not(sidecar, make):
     assert scale_of(sidecar, specs[-1]) == (5.0, False) and specs[0] not in sidecar.models
 
 
-def test_memory_that_ends_on_the_way_costs_the_others_nothing(sidecar, make, events):
-    first, second = make(1.0), make(2.0)
+def test_memory_that_ends_on_the_way_costs_the_others_nothing(sidecar, scaled, events):
+    first, second = scaled(1.0), scaled(2.0)
     sidecar.load(first)
     sidecar.load(second)
     pids = sidecar.pids
     with pytest.raises(RequestError, match=r"memory ended on the way\. What was loaded stays"):
-        sidecar.preload(make(3.0, "no-memory 1"))
+        sidecar.preload(scaled(3.0, "no-memory 1"))
     assert scale_of(sidecar, first) == (1.0, True) and scale_of(sidecar, second) == (2.0, True)
     assert sidecar.pids == pids and sum(isinstance(event, Loaded) for event in events) == 2
 
 
-def test_a_file_that_is_not_there_or_is_refused_costs_nothing(sidecar, make):
-    first = make(1.0)
+def test_a_file_that_is_not_there_or_is_refused_costs_nothing(sidecar, scaled):
+    first = scaled(1.0)
     sidecar.load(first)
     with pytest.raises(CheckpointError, match="cannot be read"):
         sidecar.preload(ModelSpec("/nowhere/at all.safetensors"))
     with pytest.raises(CheckpointError, match="refused by process 1"):
-        sidecar.preload(make(2.0, "refused 1"))
+        sidecar.preload(scaled(2.0, "refused 1"))
     assert scale_of(sidecar, first) == (1.0, True)
 
 
-def test_one_that_is_split_another_way_stays_as_it_is(sidecar, make):
-    first = make(1.0, "  weighs 8")
+def test_one_that_is_split_another_way_stays_as_it_is(sidecar, scaled):
+    first = scaled(1.0, "  weighs 8")
     sidecar.load(first)
     with pytest.raises(RequestError, match="split another way"):
         sidecar.preload(first, ParallelStrategy(pipefusion_degree=2))
     assert scale_of(sidecar, first) == (1.0, True)
 
 
-def test_a_request_that_runs_is_not_waited_for(sidecar, make):
-    first, second = make(1.0), make(2.0)
+def test_a_request_that_runs_is_not_waited_for(sidecar, scaled):
+    first, second = scaled(1.0), scaled(2.0)
     steps = []
     job = threading.Thread(
         target=lambda: sidecar.sample(
@@ -131,8 +121,8 @@ def test_a_request_that_runs_is_not_waited_for(sidecar, make):
     assert len(steps) == 20 and sidecar.models == (first,)
 
 
-def test_ranks_that_failed_too_often_are_not_started(sidecar, make):
-    first = make(1.0)
+def test_ranks_that_failed_too_often_are_not_started(sidecar, scaled):
+    first = scaled(1.0)
     for _ in range(FAILURES_UNTIL_BROKEN):
         sidecar._ranks.crashes.add(RankFailed(0, "killed by SIGKILL"), "cpu:0")
     assert sidecar.state is State.BROKEN
@@ -141,7 +131,7 @@ def test_ranks_that_failed_too_often_are_not_started(sidecar, make):
     assert sidecar.pids == ()
 
 
-def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, make, monkeypatch):
+def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, scaled, monkeypatch):
     monkeypatch.setattr(
         pool,
         "Sidecar",
@@ -150,7 +140,7 @@ def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, make, monkeypatch)
         ),
     )
     try:
-        first = make(1.0)
+        first = scaled(1.0)
         pool.preload(("cpu:0", "cpu:1"), first, WHOLE)
         with pytest.raises(RequestError, match="processes on cpu:0, cpu:1 would end"):
             pool.preload(("cpu:1", "cpu:2"), first, WHOLE)

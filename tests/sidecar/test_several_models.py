@@ -14,7 +14,7 @@ from comfy_weight_files import write as write_module
 from differences import relative_difference
 from parallel_backend.errors import CheckpointError, OutOfMemory, RequestError
 from parallel_backend.models.comfyui.load import load
-from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.requests import Placement
 from parallel_backend.sidecar import holdings, pool
 from parallel_backend.sidecar import model_room as held_models
 from parallel_backend.sidecar.group.events import Loaded, listen
@@ -23,7 +23,7 @@ from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import KeepModels, MoveOut, Sample, TakeBack
-from scripted import NO_MEMORY, call_model, is_held, is_running, scripted_request, scripted_weights, two_ranks
+from scripted import NO_MEMORY, call_model, is_held, is_running, scripted_request, two_ranks
 from shipped_jobs import ship_call
 from waiting import wait_until
 
@@ -55,16 +55,6 @@ def sent(monkeypatch):
     return messages
 
 
-@pytest.fixture
-def make(tmp_path):
-    """By scale: a file whose velocity is x times that."""
-
-    def written(scale: float, script: str = "good") -> ModelSpec:
-        return scripted_weights(tmp_path / f"{scale:g}.safetensors", f"{script} {scale}")
-
-    return written
-
-
 def scale_of(sidecar, spec, behaviour=0):
     """What the ranks multiply by, and how the model came to be in use."""
     velocity, info = call_model(sidecar, spec, X, behaviour)
@@ -72,8 +62,8 @@ def scale_of(sidecar, spec, behaviour=0):
     return velocity[0, 0, 0, 0].item(), info.load
 
 
-def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(sidecar, make, loaded):
-    high, low = make(2.0), make(3.0)
+def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(sidecar, scaled, loaded):
+    high, low = scaled(2.0), scaled(3.0)
     phases = []
     for turn in range(3):
         for spec, scale in ((high, 2.0), (low, 3.0)):
@@ -91,18 +81,18 @@ def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(side
     assert info.model == "2.safetensors" and 0 < info.seconds < 0.05 and info.notes == ()
 
 
-def test_jobs_of_two_models_take_turns(sidecar, make, loaded):
+def test_jobs_of_two_models_take_turns(sidecar, scaled, loaded):
     results = [
         sidecar.sample(spec, scripted_request(steps=3), two_ranks())
-        for spec in (make(0.5), make(0.25), make(0.5))
+        for spec in (scaled(0.5), scaled(0.25), scaled(0.5))
     ]
     assert torch.equal(results[0].latent, results[2].latent)
     assert not torch.equal(results[0].latent, results[1].latent)
     assert len(loaded) == 2 and results[2].info.load.switched
 
 
-def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(sidecar, make, loaded):
-    specs = [make(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
+def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(sidecar, scaled, loaded):
+    specs = [scaled(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
     for spec in specs[:-1]:
         assert sidecar.load(spec).notes == ()
     assert sidecar.load(specs[0]).switched  # so the second one is the oldest now
@@ -115,8 +105,8 @@ def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(side
     assert len(loaded) == MOST_MAPPED + 2
 
 
-def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, make, loaded):
-    first, second, third = make(1.0), make(2.0), make(3.0, "no-memory 1")
+def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, scaled, loaded):
+    first, second, third = scaled(1.0), scaled(2.0), scaled(3.0, "no-memory 1")
     sidecar.load(first)
     sidecar.load(second)
     pids, phases = sidecar.pids, []
@@ -129,13 +119,13 @@ def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, m
     assert sidecar.pids == pids and loaded == [f"{name}.safetensors" for name in (1, 2, 3, 1)]
 
 
-def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sidecar, make, monkeypatch):
+def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sidecar, scaled, monkeypatch):
     """Room for 20 bytes on each rank. A file has 14 bytes, as much as is guessed; its weights take 8."""
     monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
     monkeypatch.setattr(
         holdings, "free_room", lambda ranks: Room(tuple(20 - 8 * len(rank.models) for rank in ranks))
     )
-    first, second, third = (make(float(scale), "  weighs 8") for scale in (1, 2, 3))
+    first, second, third = (scaled(float(scale), "  weighs 8") for scale in (1, 2, 3))
     sidecar.load(first)
     assert sidecar.load(second).notes == ("dropped 1.safetensors: for lack of memory",)  # 14 > 12
     assert sidecar.load(first).notes == ()  # 8 <= 12
@@ -146,44 +136,44 @@ def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sideca
     assert sidecar.models == (third,)
 
 
-def test_a_model_that_does_not_fit_alone_costs_all_others_and_leaves_the_ranks(sidecar, make):
-    first, second = make(1.0), make(2.0)
+def test_a_model_that_does_not_fit_alone_costs_all_others_and_leaves_the_ranks(sidecar, scaled):
+    first, second = scaled(1.0), scaled(2.0)
     sidecar.load(first)
     sidecar.load(second)
     pids = sidecar.pids
     with pytest.raises(OutOfMemory, match=r"cpu.*tried to load a lot.*Use"):
-        sidecar.load(make(3.0, "no-memory always"))
+        sidecar.load(scaled(3.0, "no-memory always"))
     assert sidecar.models == ()
     assert not sidecar.load(second).cached and scale_of(sidecar, first)[0] == 1.0
     assert sidecar.pids == pids
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_that_one_rank_refuses_costs_none_of_the_others(sidecar, make, rank):
-    first, second = make(1.0), make(2.0)
+def test_a_file_that_one_rank_refuses_costs_none_of_the_others(sidecar, scaled, rank):
+    first, second = scaled(1.0), scaled(2.0)
     sidecar.load(first)
     sidecar.load(second)
     pids = sidecar.pids
     with pytest.raises(CheckpointError, match=f"refused by process {rank}"):
-        sidecar.load(make(3.0, f"refused {rank}"))
+        sidecar.load(scaled(3.0, f"refused {rank}"))
     assert sidecar.load(first).cached and sidecar.load(second).cached
     assert sidecar.models == (second, first)
     assert scale_of(sidecar, second)[0] == 2.0 and sidecar.pids == pids
 
 
-def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, make):
+def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, scaled):
     """Rank 1 has no memory for the file and refuses it once there is some: what went for it is gone."""
-    first, second = make(1.0), make(2.0)
+    first, second = scaled(1.0), scaled(2.0)
     sidecar.load(first)
     sidecar.load(second)
     with pytest.raises(CheckpointError, match="refused by process 1"):
-        sidecar.load(make(3.0, "no-memory-then-refused 1"))
+        sidecar.load(scaled(3.0, "no-memory-then-refused 1"))
     assert not sidecar.load(first).cached
     assert scale_of(sidecar, first)[0] == 1.0 and scale_of(sidecar, second)[0] == 2.0
 
 
-def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, make, tmp_path):
-    high, low = make(2.0), make(3.0)
+def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, scaled, tmp_path):
+    high, low = scaled(2.0), scaled(3.0)
     scale_of(sidecar, high)
     scale_of(sidecar, low)
     (tmp_path / "2.safetensors").write_text("good 7.25")
@@ -193,8 +183,8 @@ def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, ma
     assert scale_of(sidecar, low)[1].switched
 
 
-def test_two_models_sleep_and_wake_together(sidecar, make, loaded):
-    high, low = make(2.0), make(3.0)
+def test_two_models_sleep_and_wake_together(sidecar, scaled, loaded):
+    high, low = scaled(2.0), scaled(3.0)
     sidecar.load(high)
     sidecar.load(low)
     sidecar.sleep()
@@ -208,8 +198,8 @@ def test_two_models_sleep_and_wake_together(sidecar, make, loaded):
     assert sidecar.models == (high,)
 
 
-def test_one_of_two_gives_its_memory_back_alone(sidecar, make, monkeypatch):
-    high, low = make(2.0), make(3.0)
+def test_one_of_two_gives_its_memory_back_alone(sidecar, scaled, monkeypatch):
+    high, low = scaled(2.0), scaled(3.0)
     sidecar.load(high)
     sidecar.load(low)
     monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
@@ -222,8 +212,8 @@ def test_one_of_two_gives_its_memory_back_alone(sidecar, make, monkeypatch):
     assert sidecar.state is State.ASLEEP and not is_held(low)
 
 
-def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, make):
-    high, low = make(2.0), make(3.0)
+def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, scaled):
+    high, low = scaled(2.0), scaled(3.0)
     sidecar.load(high)
     sidecar.load(low)
     victim, survivor = sidecar.pids
@@ -234,8 +224,8 @@ def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, make):
     assert not sidecar.load(low).cached
 
 
-def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, make):
-    high, low = make(2.0), make(3.0)
+def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, scaled):
+    high, low = scaled(2.0), scaled(3.0)
     sidecar.load(high)
     assert scale_of(sidecar, low)[0] == 3.0
     found, load = scale_of(sidecar, low, NO_MEMORY)
@@ -245,8 +235,8 @@ def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, 
     assert "one at a time" in sidecar.load(high).notes[0] and sidecar.models == (high,)
 
 
-def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, make):
-    high, low = make(2.0), make(3.0)
+def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, scaled):
+    high, low = scaled(2.0), scaled(3.0)
     sidecar.load(high)
     sidecar.load(low)
     with pytest.raises(OutOfMemory):
@@ -256,8 +246,8 @@ def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar
     assert sidecar.models == (low, high)
 
 
-def test_the_ranks_refuse_a_model_that_they_were_not_given(sidecar, make):
-    spec = make(2.0)
+def test_the_ranks_refuse_a_model_that_they_were_not_given(sidecar, scaled):
+    spec = scaled(2.0)
     sidecar.load(spec)
     sidecar._holdings.current.number = 99
     with pytest.raises(RequestError, match="hold no model 99"):
@@ -288,9 +278,9 @@ def test_two_modules_of_comfyuis_share_the_ranks(two_real_ranks, tmp_path, shard
 
 
 def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
-    sidecar, make, loaded, sent, monkeypatch
+    sidecar, scaled, loaded, sent, monkeypatch
 ):
-    spec = make(2.0, "weighs 1000")
+    spec = scaled(2.0, "weighs 1000")
     sidecar.load(spec)
     sent.clear()
     monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
@@ -309,24 +299,24 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
 
 
 def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
-    sidecar, make, loaded, sent, monkeypatch
+    sidecar, scaled, loaded, sent, monkeypatch
 ):
-    spec = make(2.0, "weighs 1000")
+    spec = scaled(2.0, "weighs 1000")
     sidecar.load(spec)
     sent.clear()
     monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
     pool.release_cache(spec)
     assert sent == []  # ranks on the CPU keep nothing
     monkeypatch.setattr(pool, "is_cpu", lambda devices: False)
-    pool.release_cache(make(3.0, "weighs 1000"))  # which nobody holds
+    pool.release_cache(scaled(3.0, "weighs 1000"))  # which nobody holds
     pool.release_cache(spec)
     assert [type(message) for message in sent] == [KeepModels] and len(sent[0].models) == 1
     assert sidecar.state is State.READY and sidecar.models == (spec,)
     assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 1
 
 
-def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, make, loaded, monkeypatch):
-    spec = make(2.0, "weighs 1000")
+def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, scaled, loaded, monkeypatch):
+    spec = scaled(2.0, "weighs 1000")
     sidecar.load(spec)
     monkeypatch.setattr(held_models, "available_memory", lambda total: 0)
     sidecar.give_back(spec, "cpu:0")
