@@ -36,7 +36,7 @@ from subject import SIZES, finish, prompt, random_flux, sample_request
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
-from parallel_backend.planner.workload.rank_memory import CPU_BASE_BYTES
+from parallel_backend.planner.workload.rank_memory import CPU_BASE_BYTES, RankMemory
 from parallel_backend.requests import BANDS, ROWS, STAY, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -153,8 +153,8 @@ def _predicted_over_measured(
             sidecar.sample(spec, request, Placement(strategy, "native"))
     measured = [peak - start for peak, start in zip(peaks, before, strict=True)]
     for rank, grown in zip(predicted, measured, strict=True):
-        print(f"  rank {rank.rank}: {grown / 1e6:.1f} MB measured, {rank.growth / 1e6:.1f} MB predicted")
-    return [rank.growth / grown for rank, grown in zip(predicted, measured, strict=True)]
+        print(f"  rank {rank.rank}: {grown / 1e6:.1f} MB measured, {_added(rank) / 1e6:.1f} MB predicted")
+    return [_added(rank) / grown for rank, grown in zip(predicted, measured, strict=True)]
 
 
 def _full_size(name: str, folder: Path) -> float:
@@ -177,6 +177,11 @@ def _full_size(name: str, folder: Path) -> float:
     )
     _say(name, f"predicted / measured {ratio:.3f}", abs(ratio - 1) <= PREDICTION_GOAL)
     return ratio
+
+
+def _added(rank: RankMemory) -> int:
+    """Returns the bytes that a job is predicted to add to an idle rank."""
+    return rank.private_bytes - rank.base
 
 
 def _host_growth(spec: ModelSpec, ranks: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,8 +99,6 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
         handles.append(handle)
         boards.append(board)
     links = [_nvlinks(nvml, handle) for handle in handles]
-    boards = [replace(board, nvlinks=len(link[1])) for board, link in zip(boards, links, strict=True)]
-
     slices = [_slices(nvml, handle, board) for handle, board in zip(handles, boards, strict=True)]
     members = [
         (i, device)

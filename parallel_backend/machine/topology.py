@@ -20,8 +20,8 @@ PATHS = ("NVSWITCH", "NVLINK", "same board", "PIX", "PXB", "PHB", "NODE", "SYS",
 class Device:
     """One GPU or MIG slice. `memory`: bytes; `capability`: CUDA's, (0, 0) if unknown; `pcie`: GB/s one way, nominal.
 
-    `index`: place in NVML's order (by PCI bus); `nvlinks`: active links; `parent`: the GPU's UUID of a MIG slice;
-    `exclusive`: its compute mode keeps a second process out.
+    `index`: place in NVML's order (by PCI bus); `parent`: the GPU's UUID of a MIG slice; `exclusive`: its compute mode
+    keeps a second process out.
     """
 
     index: int
@@ -32,7 +32,6 @@ class Device:
     bus: str = ""
     numa: int | None = None
     pcie: float = 0.0
-    nvlinks: int = 0
     parent: str = ""
     exclusive: bool = False
 

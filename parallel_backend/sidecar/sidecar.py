@@ -76,11 +76,6 @@ class Sidecar(ModuleRequests):
         return State.ASLEEP if self._holdings.asleep and state is State.READY else state
 
     @property
-    def model(self) -> ModelSpec | None:
-        """The one in use of those that the ranks hold; None for nothing, or while they sleep."""
-        return next(iter(self.models), None)
-
-    @property
     def models(self) -> tuple[ModelSpec, ...]:
         """Those that the ranks hold in their devices' memory, the one used last first; none while they sleep."""
         return self._holdings.models

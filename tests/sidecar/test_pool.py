@@ -89,7 +89,7 @@ def test_ranks_that_hold_a_model_give_it_back_and_others_keep_theirs(tmp_path):
     for sidecar, spec in zip(sidecars, specs, strict=True):
         assert not is_held(spec)
         sidecar.load(spec)
-        assert sidecar.model == spec and is_held(spec)
+        assert sidecar.models == (spec,) and is_held(spec)
     pool.put_to_sleep(specs[0])
     assert [sidecar.state for sidecar in sidecars] == [State.ASLEEP, State.READY]
     assert not is_held(specs[0]) and is_held(specs[1])

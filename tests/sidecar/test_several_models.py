@@ -73,7 +73,7 @@ def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(side
             again, load = scale_of(sidecar, spec)
             assert again == scale and load.cached and not load.switched and load.seconds == 0.0
     assert loaded == ["2.safetensors", "3.safetensors"]
-    assert sidecar.models == (low, high) and sidecar.model == low
+    assert sidecar.models == (low, high)
     assert sidecar.status().models == ("3.safetensors", "2.safetensors")
     assert sidecar.status().model == "3.safetensors"
     info = sidecar.load(high, two_ranks().strategy, on_phase=phases.append)

@@ -35,11 +35,6 @@ class RankMemory:
         """The memory of this rank that no other can share: on a GPU its device memory."""
         return self.weights + self.activations + self.buffers + self.base
 
-    @property
-    def growth(self) -> int:
-        """The same beyond the process itself: what a job adds to an idle rank."""
-        return self.private_bytes - self.base
-
     def in_short(self, where: str) -> str:
         """Returns one sentence: what each `where`, GPU or process, needs, and what the machine needs once."""
         each = f"Needs about {in_gib(self.private_bytes)} GiB per {where}"

@@ -92,11 +92,6 @@ class RankGroupRunner:
         return self.group is not None and not self.group.ended.is_set()
 
     @property
-    def epoch(self) -> int:
-        """The number of this start of the ranks; 0 while there are none."""
-        return 0 if self.group is None else self.group.epoch
-
-    @property
     def last_failure(self) -> str:
         """Why there are no ranks, in a line; "" where nothing failed."""
         group, failure = self.group, self._last_failure

@@ -118,7 +118,7 @@ def test_a_rank_that_joins_has_a_queue_for_each_communicator(monkeypatch):
 
 def test_a_file_that_a_machine_lacks_is_named_with_the_machine_and_costs_nothing(lab, tmp_path):
     sidecar, spec, _ = lab
-    epoch, folder = sidecar._ranks.epoch, Path(spec.path).parents[2]
+    epoch, folder = sidecar._ranks.group.epoch, Path(spec.path).parents[2]
     other = write_tiny_flux(tmp_path / "other.safetensors", seed=1)
     shutil.copy(other, folder / "a" / "unet")
     with pytest.raises(CheckpointError, match=r"Machine b has no other\.safetensors \(searched .*/b/unet\)"):
@@ -131,12 +131,12 @@ def test_a_file_that_a_machine_lacks_is_named_with_the_machine_and_costs_nothing
     shutil.copy(other, folder / "b" / "unet")
     assert sidecar.load(ModelSpec(str(other))).model == "other.safetensors"
     assert sidecar.load(spec, ParallelStrategy()).model == "tiny.safetensors"
-    assert sidecar._ranks.epoch == epoch
+    assert sidecar._ranks.group.epoch == epoch
 
 
 def test_a_cancelled_job_leaves_the_machines_warm(lab, one_process):
     sidecar, spec, _ = lab
-    epoch = sidecar._ranks.epoch
+    epoch = sidecar._ranks.group.epoch
 
     class Enough(Exception):
         pass
@@ -147,7 +147,7 @@ def test_a_cancelled_job_leaves_the_machines_warm(lab, one_process):
     with pytest.raises(Enough):
         sidecar.sample(spec, replace(JOB, sigmas=torch.linspace(1, 0, 41)), CFG, on_step)
     assert is_equal(sidecar.sample(spec, JOB, CFG).latent, oracle_sample(one_process, JOB))
-    assert sidecar._ranks.epoch == epoch
+    assert sidecar._ranks.group.epoch == epoch
 
 
 def test_torchrun_brings_a_killed_rank_back_and_the_job_is_made_again(lab, one_process):
