@@ -48,7 +48,7 @@ def default_devices() -> tuple[str, ...]:
 def groups() -> tuple[GroupStatus, ...]:
     """Every group of ranks; while there is none, the one that could be started."""
     found = tuple(sidecar.status() for sidecar in pool.all_sidecars())
-    return found or (GroupStatus(default_devices(), "down", "", None, "", 0, 0, (), ()),)
+    return found or (GroupStatus(default_devices(), "down", "", None, (), 0, 0, (), ()),)
 
 
 def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:

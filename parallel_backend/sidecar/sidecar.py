@@ -87,19 +87,17 @@ class Sidecar(ModuleRequests):
 
     def status(self) -> GroupStatus:
         """The ranks' state and progress, without asking them. Any thread, at any time."""
-        models, progress = self.models, self._requests.progress
-        names = tuple(Path(model.path).name for model in models)
+        progress = self._requests.progress
         return GroupStatus(
             devices=self.devices,
             state=self.state.value,
             reason=self._ranks.last_failure,
             phase=self._ranks.phase,
-            model=names[0] if names else "",
+            models=tuple(Path(model.path).name for model in self.models),
             step=progress.step,
             steps=progress.steps,
             step_seconds=tuple(progress.seconds[-STEPS_SHOWN:]),
             ranks=read_ranks(self._ranks.group),
-            models=names,
         )
 
     # Requests.

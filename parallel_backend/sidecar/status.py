@@ -28,21 +28,19 @@ class GroupStatus:
     """The ranks of one device set.
 
     `state`: one of State's values; `reason`: of a failure, "" for none; `phase`: of the request that runs, None
-    for none; `model`: the file's name of the one in use, "" for none; `step` of `steps`, 0 outside a sampling job;
-    `step_seconds`: of its latest steps, or the job's before; `ranks`: empty when there are none; `models`: the names of
-    all that are held, the one in use first.
+    for none; `models`: the names of the files that are held, the one in use first; `step` of `steps`, 0 outside a
+    sampling job; `step_seconds`: of its latest steps, or the job's before; `ranks`: empty when there are none.
     """
 
     devices: tuple[str, ...]
     state: str
     reason: str
     phase: Phase | None
-    model: str
+    models: tuple[str, ...]
     step: int
     steps: int
     step_seconds: tuple[float, ...]
     ranks: tuple[RankStatus, ...]
-    models: tuple[str, ...] = ()
 
 
 def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:

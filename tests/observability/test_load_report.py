@@ -11,7 +11,7 @@ from parallel_backend.sidecar.status import GroupStatus
 
 def _report(waiting=0, states=("ready",), draining=False):
     groups = [
-        GroupStatus((f"cuda:{i}",), state, "", None, "", 0, 0, (), ()) for i, state in enumerate(states)
+        GroupStatus((f"cuda:{i}",), state, "", None, (), 0, 0, (), ()) for i, state in enumerate(states)
     ]
     return report_load(waiting, groups, {"cuda:0": Gauge("a card", 24, 7)}, draining=draining)
 

@@ -16,7 +16,7 @@ RANKS = (
     RankStatus(0, "cuda:0", 11, 12, 0.5, 10, 20, 30),
     RankStatus(1, "cuda:1", 12, 11, 0.25, 11, 21, 31),
 )
-GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", None, "flux.safetensors", 0, 0, (0.25, 0.5), RANKS)
+GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", None, ("flux.safetensors",), 0, 0, (0.25, 0.5), RANKS)
 
 
 NOW = 1000.0  # s, of time.monotonic()
@@ -157,7 +157,7 @@ def test_only_buttons_that_do_something_can_be_pressed():
 
 
 def test_all_models_that_are_held_are_named_the_one_in_use_first():
-    group = replace(GROUP, model="low.safetensors", models=("low.safetensors", "high.safetensors"))
+    group = replace(GROUP, models=("low.safetensors", "high.safetensors"))
     (shown,) = show_groups([group], {})["groups"]
     assert shown["model"] == "low.safetensors"
     assert shown["models"] == ["low.safetensors", "high.safetensors"]

@@ -40,7 +40,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
         ("running", Phase(PhaseKind.SAMPLING), step, 3) for step in (1, 2, 3)
     ]
     assert [len(one.step_seconds) for one in seen] == [1, 2, 3]
-    assert [one.model for one in seen] == ["tiny.safetensors"] * 3
+    assert [one.models for one in seen] == [("tiny.safetensors",)] * 3
     ranks = after.ranks
     assert [(rank.rank, rank.device) for rank in ranks] == [(0, "cpu:0"), (1, "cpu:1")]
     assert all((rank.step, rank.loaded) == (3, 1.0) and rank.pid for rank in ranks)
@@ -48,6 +48,6 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     assert all(rank.weight_bytes == pytest.approx(held, rel=0.1) for rank in ranks)
     assert all(rank.working_bytes > 0 and rank.bytes_sent > 0 for rank in ranks)
     assert (after.step, after.steps, after.phase) == (0, 0, None)
-    assert (asleep.state, asleep.model) == ("asleep", "")
+    assert (asleep.state, asleep.models) == ("asleep", ())
     assert [rank.weight_bytes for rank in asleep.ranks] == [0, 0]
     assert read_ranks(None) == ()

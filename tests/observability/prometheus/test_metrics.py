@@ -162,7 +162,7 @@ def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story
         > 2**30
     )
     cards = two_4090()  # which do not say what they draw
-    group = GroupStatus(("cuda:0", "cpu:0"), "down", "", None, "", 0, 0, (), ())
+    group = GroupStatus(("cuda:0", "cpu:0"), "down", "", None, (), 0, 0, (), ())
     scrape = Scrape(
         Metrics(lambda: [group], DeviceGauges(cards, read_topology(cards).visible({})).read).text()
     )
