@@ -10,6 +10,7 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
+from pages import wait_for_extensions
 from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
 from second_comfyui import SecondComfyUI, second_comfyui
@@ -22,6 +23,17 @@ _PACKS = {
     **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises", "locks")},
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_WINDOW = {"width": 1280, "height": 900}
+_CLEAR = """async () => {
+  localStorage.clear();
+  const { sidebarTab, toast, workflow } = app.extensionManager;
+  for (const dialog of document.querySelectorAll('dialog[open]')) dialog.close();
+  if (sidebarTab.activeSidebarTabId) sidebarTab.toggleSidebarTab(sidebarTab.activeSidebarTabId);
+  toast.removeAll();
+  await app.loadGraphData({ nodes: [], links: [], version: 0.4, id: crypto.randomUUID() }, true, true, 'empty');
+  const others = workflow.openWorkflows.filter(one => !workflow.isActive(one));
+  for (const other of others) await workflow.closeWorkflow(other);
+}"""
 
 
 @pytest.fixture(scope="session")
@@ -72,11 +84,8 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
     settings.write_text(
         '{"Comfy.TutorialCompleted": true}'
     )  # else templates greet a new user, over everything
-    server = start_comfyui(
-        base,
-        pack_folder="comfyui-parallel-sampling",
-        environment={"PARALLEL_SAMPLING_MEASUREMENTS": str(kept)},
-    )
+    environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(kept), "PARALLEL_TEST_FORKED_RANKS": "1"}
+    server = start_comfyui(base, pack_folder="comfyui-parallel-sampling", environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
 
@@ -112,21 +121,54 @@ def browser():
         browser.close()
 
 
+class _Tab:
+    """ComfyUI's page, loaded once for the tests of a module, which find it without what those before them have left."""
+
+    def __init__(self, browser, url: str) -> None:
+        self._browser, self._url = browser, url
+        self.page = None
+        self.problems: list[str] = []  # errors in the console
+
+    def ready(self):
+        """Returns the page: an empty workflow, no dialog, no toast, nothing in the browser's storage."""
+        if self.page is None:
+            self._open()
+        else:
+            self.page.unroute_all(behavior="ignoreErrors")
+            self.page.set_viewport_size(_WINDOW)
+            self.page.evaluate(_CLEAR)
+        self.problems.clear()
+        return self.page
+
+    def close(self) -> None:
+        if self.page is not None:
+            self.page.close()
+        self.page = None
+
+    def _open(self) -> None:
+        self.page = page = self._browser.new_page(viewport=_WINDOW)
+        page.on("console", lambda told: self.problems.append(told.text) if told.type == "error" else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.goto(self._url)
+        wait_for_extensions(page)
+
+
+@pytest.fixture(scope="module")
+def _tab(browser, measuring):
+    tab = _Tab(browser, measuring[0].server.url)
+    yield tab
+    tab.close()
+
+
 @pytest.fixture
-def page(browser, measuring):
+def page(_tab, request):
     """ComfyUI's page with this pack's extensions loaded. Fails the test for errors of theirs in the console."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    problems: list[str] = []
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(measuring[0].server.url)
-    page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-    for script in (Path(__file__).resolve().parents[2] / "web").glob("*.js"):
-        name = f"parallel_sampling.{script.stem}"
-        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
-    yield page
-    page.close()
-    assert [text for text in problems if "parallel" in text.lower()] == []
+    failed = request.session.testsfailed
+    yield _tab.ready()
+    problems = [text for text in _tab.problems if "parallel" in text.lower()]
+    if problems or request.session.testsfailed > failed:
+        _tab.close()  # the next test shall not suffer from it
+    assert problems == []
 
 
 @pytest.fixture(params=["canvas", "vue"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphs import Graph
-from pages import show_prompt
+from pages import show_prompt, wait_for_extensions
 
 UNET = "tiny_devices.safetensors"  # two attention heads
 ROUTE = "**/parallel_sampling/devices*"
@@ -145,9 +145,7 @@ def test_it_speaks_the_pages_language(page):
     page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'zh')")
     try:
         page.reload()
-        page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-        name = "parallel_sampling.strategy_panel"
-        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
+        wait_for_extensions(page)
         page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
         _show(page)
         words = _open(page, "选择设备").inner_text()

@@ -8,7 +8,7 @@ import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
-from pages import show_prompt
+from pages import show_prompt, wait_for_extensions
 
 UNET = "tiny_languages.safetensors"
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
@@ -33,9 +33,7 @@ def speak(page):
     def set_language(language: str) -> None:
         page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
         page.reload()
-        page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-        name = "parallel_sampling.node_colors"
-        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
+        wait_for_extensions(page)
 
     yield set_language
     page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from graphs import Graph
+from pages import wait_for_extensions
 
 EVENT = "parallel_sampling.status"
 UNET = "tiny_panel_status.safetensors"
@@ -89,8 +90,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
         "websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text)[:60]))
     )
     page.reload()
-    page.wait_for_function("() => window.app?.extensionManager && app.graph", timeout=60_000)
-    page.wait_for_function("() => app.extensions.some(e => e.name === 'parallel_sampling.status_panel')")
+    wait_for_extensions(page)
 
     def wait_for(words: str) -> None:
         # The rest of 240 steps may be waited for.
@@ -134,9 +134,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     page.evaluate("() => app.api.socket.close()")
     press("Sleep", "asleep")
     page.reload()
-    page.wait_for_function(
-        "() => window.app?.extensions?.some(e => e.name === 'parallel_sampling.status_panel')", timeout=60_000
-    )
+    wait_for_extensions(page)
     panel = _open(page)
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("asleep")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+WEB = Path(__file__).resolve().parents[2] / "web"
 # What the canvas writes while it draws all of it once; of nodes that Vue draws, the text of their badges.
 BADGES = """(byVue) => {
   if (!window.app?.canvas) return ''; // while the page loads
@@ -18,6 +20,15 @@ BADGES = """(byVue) => {
   try { app.canvas.draw(true, true); } finally { CanvasRenderingContext2D.prototype.fillText = fillText; }
   return written.join('\\n');
 }"""
+
+
+def wait_for_extensions(page) -> None:
+    """Waits until the page that was opened or loaded anew has all of ours."""
+    page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
+    names = [f"parallel_sampling.{script.stem}" for script in WEB.glob("*.js")]
+    page.wait_for_function(
+        "names => names.every(name => app.extensions.some(e => e.name === name))", arg=names, timeout=60_000
+    )
 
 
 def show_prompt(page, prompt: dict, kind: str) -> None:
