@@ -10,6 +10,7 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
+from lora_files import write_loras
 from pages import wait_for_extensions
 from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
@@ -51,6 +52,18 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
     assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
+
+
+@pytest.fixture(scope="session")
+def unet(comfy: Comfy) -> str:
+    """The loader's name for a tiny Flux."""
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.fixture(scope="session")
+def loras(comfy: Comfy) -> dict[str, str]:
+    """The loader's names for LoRAs of that Flux, by layout, and for bad ones by what is wrong with them."""
+    return write_loras(comfy.server.base_directory / "models" / "loras")
 
 
 @pytest.fixture(scope="session")
@@ -171,18 +184,35 @@ def page(_tab, request):
     assert problems == []
 
 
+@pytest.fixture
+def set_setting(page):
+    """Sets one of ComfyUI's settings until the test ends; they are kept on the server that tests share."""
+    before = {}
+
+    def set_one(name: str, value: object) -> None:
+        before.setdefault(name, page.evaluate("n => app.extensionManager.setting.get(n)", name))
+        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+
+    yield set_one
+    for name, value in before.items():
+        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+
+
 @pytest.fixture(params=["canvas", "vue"])
-def drawn_by(page, request):
+def drawn_by(set_setting, request):
     """How ComfyUI draws nodes."""
-    page.evaluate(
-        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
-    )
-    yield request.param
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+    set_setting("Comfy.VueNodes.Enabled", request.param == "vue")
+    return request.param
 
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:
-    """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
-    server = next((own for own in ("measuring", "door", "packs") if own in item.fixturenames), "comfy")
+    """Keeps the tests of each ComfyUI on one worker, so that there is one of each.
+
+    Of the shared one, which has the most tests, there are two, each for half of its modules: all would wait for it.
+    """
+    own = ("measuring", "door", "packs", "_second", "comfy")
+    server = next((one for one in own if one in item.fixturenames), "none of them")
+    if server == "comfy" and item.path.name > "test_p":
+        server = "_second"
     item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)
