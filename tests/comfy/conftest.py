@@ -144,26 +144,29 @@ class _Tab:
 
     def ready(self):
         """Returns the page: an empty workflow, no dialog, no toast, nothing in the browser's storage."""
-        if self.page is None:
-            self._open()
-        else:
-            self.page.unroute_all(behavior="ignoreErrors")
-            self.page.set_viewport_size(_WINDOW)
-            self.page.evaluate(_CLEAR)
+        page, self.page = self.page, None  # one that fails here is not used again
         self.problems.clear()
-        return self.page
+        if page is None:
+            page = self._opened()
+        else:
+            page.unroute_all(behavior="ignoreErrors")
+            page.set_viewport_size(_WINDOW)
+            page.evaluate(_CLEAR)
+        self.page = page
+        return page
 
     def close(self) -> None:
         if self.page is not None:
             self.page.close()
         self.page = None
 
-    def _open(self) -> None:
-        self.page = page = self._browser.new_page(viewport=_WINDOW)
+    def _opened(self):
+        page = self._browser.new_page(viewport=_WINDOW)
         page.on("console", lambda told: self.problems.append(told.text) if told.type == "error" else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.goto(self._url)
+        page.goto(self._url, timeout=60_000)
         wait_for_extensions(page)
+        return page
 
 
 @pytest.fixture(scope="module")
