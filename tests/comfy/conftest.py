@@ -10,6 +10,8 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
+from lora_files import write_loras
+from pages import wait_for_extensions
 from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
 from second_comfyui import SecondComfyUI, second_comfyui
@@ -22,6 +24,17 @@ _PACKS = {
     **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises", "locks")},
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_WINDOW = {"width": 1280, "height": 900}
+_CLEAR = """async () => {
+  localStorage.clear();
+  const { sidebarTab, toast, workflow } = app.extensionManager;
+  for (const dialog of document.querySelectorAll('dialog[open]')) dialog.close();
+  if (sidebarTab.activeSidebarTabId) sidebarTab.toggleSidebarTab(sidebarTab.activeSidebarTabId);
+  toast.removeAll();
+  await app.loadGraphData({ nodes: [], links: [], version: 0.4, id: crypto.randomUUID() }, true, true, 'empty');
+  const others = workflow.openWorkflows.filter(one => !workflow.isActive(one));
+  for (const other of others) await workflow.closeWorkflow(other);
+}"""
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +52,18 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
     assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
+
+
+@pytest.fixture(scope="session")
+def unet(comfy: Comfy) -> str:
+    """The loader's name for a tiny Flux."""
+    return comfy.write_flux("tiny_dev.safetensors")
+
+
+@pytest.fixture(scope="session")
+def loras(comfy: Comfy) -> dict[str, str]:
+    """The loader's names for LoRAs of that Flux, by layout, and for bad ones by what is wrong with them."""
+    return write_loras(comfy.server.base_directory / "models" / "loras")
 
 
 @pytest.fixture(scope="session")
@@ -72,11 +97,8 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
     settings.write_text(
         '{"Comfy.TutorialCompleted": true}'
     )  # else templates greet a new user, over everything
-    server = start_comfyui(
-        base,
-        pack_folder="comfyui-parallel-sampling",
-        environment={"PARALLEL_SAMPLING_MEASUREMENTS": str(kept)},
-    )
+    environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(kept), "PARALLEL_TEST_FORKED_RANKS": "1"}
+    server = start_comfyui(base, pack_folder="comfyui-parallel-sampling", environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
 
@@ -112,35 +134,88 @@ def browser():
         browser.close()
 
 
+class _Tab:
+    """ComfyUI's page, loaded once for the tests of a module, which find it without what those before them have left."""
+
+    def __init__(self, browser, url: str) -> None:
+        self._browser, self._url = browser, url
+        self.page = None
+        self.problems: list[str] = []  # errors in the console
+
+    def ready(self):
+        """Returns the page: an empty workflow, no dialog, no toast, nothing in the browser's storage."""
+        page, self.page = self.page, None  # one that fails here is not used again
+        self.problems.clear()
+        if page is None:
+            page = self._opened()
+        else:
+            page.unroute_all(behavior="ignoreErrors")
+            page.set_viewport_size(_WINDOW)
+            page.evaluate(_CLEAR)
+        self.page = page
+        return page
+
+    def close(self) -> None:
+        if self.page is not None:
+            self.page.close()
+        self.page = None
+
+    def _opened(self):
+        page = self._browser.new_page(viewport=_WINDOW)
+        page.on("console", lambda told: self.problems.append(told.text) if told.type == "error" else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.goto(self._url, timeout=60_000)
+        wait_for_extensions(page)
+        return page
+
+
+@pytest.fixture(scope="module")
+def _tab(browser, measuring):
+    tab = _Tab(browser, measuring[0].server.url)
+    yield tab
+    tab.close()
+
+
 @pytest.fixture
-def page(browser, measuring):
+def page(_tab, request):
     """ComfyUI's page with this pack's extensions loaded. Fails the test for errors of theirs in the console."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    problems: list[str] = []
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.goto(measuring[0].server.url)
-    page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-    for script in (Path(__file__).resolve().parents[2] / "web").glob("*.js"):
-        name = f"parallel_sampling.{script.stem}"
-        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
-    yield page
-    page.close()
-    assert [text for text in problems if "parallel" in text.lower()] == []
+    failed = request.session.testsfailed
+    yield _tab.ready()
+    problems = [text for text in _tab.problems if "parallel" in text.lower()]
+    if problems or request.session.testsfailed > failed:
+        _tab.close()  # the next test shall not suffer from it
+    assert problems == []
+
+
+@pytest.fixture
+def set_setting(page):
+    """Sets one of ComfyUI's settings until the test ends; they are kept on the server that tests share."""
+    before = {}
+
+    def set_one(name: str, value: object) -> None:
+        before.setdefault(name, page.evaluate("n => app.extensionManager.setting.get(n)", name))
+        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+
+    yield set_one
+    for name, value in before.items():
+        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
 
 
 @pytest.fixture(params=["canvas", "vue"])
-def drawn_by(page, request):
+def drawn_by(set_setting, request):
     """How ComfyUI draws nodes."""
-    page.evaluate(
-        "on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "vue"
-    )
-    yield request.param
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+    set_setting("Comfy.VueNodes.Enabled", request.param == "vue")
+    return request.param
 
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:
-    """Keep the tests of each shared ComfyUI on one worker, so that there is one of each."""
-    server = next((own for own in ("measuring", "door", "packs") if own in item.fixturenames), "comfy")
+    """Keeps the tests of each ComfyUI on one worker, so that there is one of each.
+
+    Of the shared one, which has the most tests, there are two, each for half of its modules: all would wait for it.
+    """
+    own = ("measuring", "door", "packs", "_second", "comfy")
+    server = next((one for one in own if one in item.fixturenames), "none of them")
+    if server == "comfy" and item.path.name > "test_p":
+        server = "_second"
     item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)

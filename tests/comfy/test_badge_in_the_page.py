@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from graphs import Graph
-from pages import BADGES, show_prompt
+from pages import BADGES, run, set_widget, shoot, show_prompt
 
 UNET = {"canvas": "tiny_badge.safetensors", "vue": "tiny_badge_2.safetensors"}  # measured apart
 OVER = """() => Object.fromEntries(Object.entries({
   badge: document.querySelector('.parallel-badge'),
   node: document.querySelector('[data-node-id]:has(> .parallel-badge)'),
 }).map(([name, e]) => [name, e.getBoundingClientRect().toJSON()]))"""
-SET = """([type, name, value]) => {
-  app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
-}"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +36,7 @@ def test_a_badge_says_what_ran_and_what_it_won_once_one_device_was_measured(page
     def wait_for(pattern: str) -> None:
         page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))", timeout=120_000)
 
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
     if drawn_by == "vue":
         over = page.evaluate(OVER)
@@ -49,18 +44,17 @@ def test_a_badge_says_what_ran_and_what_it_won_once_one_device_was_measured(page
             over["badge"]["bottom"] <= over["node"]["top"]
             and over["badge"]["right"] <= over["node"]["right"] + 1
         )
-    if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / f"badge_{drawn_by}.png")
+    shoot(page, f"badge_{drawn_by}")
     page.get_by_role("button", name="Prove it").click()
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · .* one device")
     page.get_by_role("dialog").get_by_role("button", name="Close").click()
     # From here on it is known to every run; to one that failed nothing is.
     for name, value in (("channels", 5), ("draw", 1)):
-        page.evaluate(SET, ["TestLatent", name, value])
-    page.evaluate(SET, ["ParallelSampler", "seed", 2])
-    page.evaluate("() => app.queuePrompt(0, 1)")
+        set_widget(page, "TestLatent", name, value)
+    set_widget(page, "ParallelSampler", "seed", 2)
+    run(page)
     page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))", timeout=60_000)
     for name, value in (("channels", 16), ("draw", -1)):
-        page.evaluate(SET, ["TestLatent", name, value])
-    page.evaluate("() => app.queuePrompt(0, 1)")
+        set_widget(page, "TestLatent", name, value)
+    run(page)
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · (.* one device|not compared)")

@@ -7,11 +7,10 @@ import json
 
 import pytest
 
-from comfy_harness import ROOT
 from graphs import Graph
+from pages import REPORT, command, run, show_prompt, words_of
 
 UNET = "tiny_candidates.safetensors"
-REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 ROWS = """() => [...document.querySelectorAll('.parallel-candidates tr')].map(row => ({
   name: row.querySelector('button').textContent.replace('→ ', ''), time: row.cells[1].innerText.trim(),
   possible: !row.classList.contains('impossible') }))"""
@@ -28,10 +27,6 @@ def model(measuring):
     measuring[0].write_flux(UNET, single_blocks=8)
 
 
-def _words() -> dict:
-    return json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
-
-
 def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2")
@@ -39,15 +34,9 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     latent = graph.parallel_sampler(loader, *inputs, steps=6, cfg=3.0)
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("PreviewImage", images=image)
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'candidates')")
-    page.evaluate(
-        """async () => {
-          const saved = app.graph.serialize();
-          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'candidates');
-        }"""
-    )
+    show_prompt(page, graph.prompt, "StrategySelector")
     page.wait_for_selector(".parallel-strategy", timeout=60_000)
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
     rows = page.evaluate(ROWS)
     rest = [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
@@ -55,7 +44,7 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     report, before = page.evaluate(REPORT), page.evaluate(VALUES)
 
     page.get_by_role(
-        "button", name=_words()["measure_rest"].replace("{count}", str(len(rest)))
+        "button", name=words_of()["measure_rest"].replace("{count}", str(len(rest)))
     ).dispatch_event("click")
     known = f"() => ({ROWS})().every(r => !r.possible || r.time.includes('measured'))"
     page.wait_for_function(known, timeout=180_000)
@@ -68,7 +57,7 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     page.get_by_role("button", name="Ring 2", exact=True).dispatch_event("click")
     after = page.evaluate(VALUES)
     assert after == {**before, "mode": "manual", "ring_degree": 2}
-    page.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+    command(page, "Comfy.Undo")
     page.wait_for_function(f"() => ({VALUES})().mode === 'auto'", timeout=20_000)
     assert page.evaluate(VALUES) == before
     page.reload()  # the measurements are no run of this graph's sampler

@@ -7,7 +7,6 @@ import pytest
 from any_graphs import AnyGraph
 from any_runs import TOLERANCE, latents
 from differences import relative_difference
-from lora_files import write_loras
 
 SAMPLING = {"steps": 3, "cfg": 3.0}
 
@@ -35,11 +34,6 @@ def _hook(graph: AnyGraph, prompt: list, lora: str) -> list:
 CARRIED = {"area": _area, "mask": _mask, "hook": _hook}
 
 
-@pytest.fixture(scope="module")
-def lora(comfy):
-    return write_loras(comfy.server.base_directory / "models" / "loras")["kohya"]
-
-
 @pytest.mark.parametrize(
     ("kind", "carried"),
     [
@@ -47,10 +41,10 @@ def lora(comfy):
         ("flux", "hook"),  # whose LoRA is one of Flux
     ],
 )
-def test_cfg_is_first_and_the_latent_is_stocks(comfy, lora, kind, carried):
+def test_cfg_is_first_and_the_latent_is_stocks(comfy, loras, kind, carried):
     graph = AnyGraph(comfy, kind)
     positive, negative, latent = graph.request(1)
-    second = CARRIED[carried](graph, positive, lora)
+    second = CARRIED[carried](graph, positive, loras["kohya"])
     both = [graph.add("ConditioningCombine", conditioning_1=second, conditioning_2=positive), 0]
     stock = graph.stock()
     ours = graph.parallel(stock, "cpu:2")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from comfy_harness import ROOT
+from pages import command, set_widget
 
 # Of each text of ours that is seen [words, contrast, whether it is disabled]: its colour and the backgrounds behind it,
 # laid over one another with their opacities.
@@ -53,27 +54,16 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_texts_and_disabled_controls_stand_out_from_what_is_behind_them(page, theme):
+def test_texts_and_disabled_controls_stand_out_from_what_is_behind_them(page, set_setting, theme):
     workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
-    page.evaluate("theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
-    try:
-        page.evaluate("w => app.loadGraphData(w, true, true, 'contrast')", workflow)
-        page.wait_for_selector(".parallel-strategy .basis", timeout=60_000)
-        page.evaluate("() => app.extensionManager.command.execute('parallel_sampling.status_panel')")
-        page.wait_for_selector(".parallel-status", timeout=20_000)
-        page.evaluate(
-            """() => {
-              const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
-              for (const [name, value] of [['mode', 'manual'], ['ulysses_degree', 4], ['devices', 'cpu:2']]) {
-                const widget = node.widgets.find(w => w.name === name);
-                widget.value = value;
-                widget.callback(value);
-              }
-            }"""
-        )
-        page.wait_for_selector(".parallel-strategy [role=alert] p", timeout=20_000)
-        contrasts = page.evaluate(CONTRASTS)
-        assert len(contrasts) > 8
-        assert [one for one in contrasts if one[1] < (3 if one[2] else 4.5)] == []
-    finally:
-        page.evaluate("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
+    set_setting("Comfy.ColorPalette", theme)
+    page.evaluate("w => app.loadGraphData(w, true, true, 'contrast')", workflow)
+    page.wait_for_selector(".parallel-strategy .basis", timeout=60_000)
+    command(page, "parallel_sampling.status_panel")
+    page.wait_for_selector(".parallel-status", timeout=20_000)
+    for name, value in (("mode", "manual"), ("ulysses_degree", 4), ("devices", "cpu:2")):
+        set_widget(page, "StrategySelector", name, value)
+    page.wait_for_selector(".parallel-strategy [role=alert] p", timeout=20_000)
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 8
+    assert [one for one in contrasts if one[1] < (3 if one[2] else 4.5)] == []

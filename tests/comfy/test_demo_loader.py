@@ -199,7 +199,7 @@ def test_image_to_image_starts_from_the_drawing(comfy, uploaded):
 def test_it_still_works_after_comfyui_has_freed_its_memory(comfy):
     graph = DemoGraph()
     before = picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=4), vae=graph.vae), 0])
-    comfy.client.free()
+    comfy.forget()
     graph = DemoGraph()
     after = picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=4), vae=graph.vae), 0])
     assert torch.equal(before, after)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 
 from graphs import Graph
-from pages import show_prompt
+from pages import command, set_widget, show_prompt, wait_for_extensions
 
 UNET = "tiny_devices.safetensors"  # two attention heads
 ROUTE = "**/parallel_sampling/devices*"
 SELECTOR = "app.graph.nodes.find(n => n.comfyClass === 'StrategySelector')"
 TEXT = f"() => {SELECTOR}.widgets.find(w => w.name === 'devices').value"
-WRITE = f"""text => {{
-  const widget = {SELECTOR}.widgets.find(w => w.name === 'devices');
-  widget.value = text;
-  widget.callback?.(text);
-}}"""
 GIB = 2**30
 
 
@@ -74,19 +69,19 @@ def test_a_machine_without_gpus_says_so_and_lists_its_cpu(page):
     words = picker.inner_text()
     assert "No usable GPU" in words and "GiB" in words and words.count("free ") >= 2
     # What is typed counts as it always did, and the picker follows.
-    page.evaluate(WRITE, "cpu:4")
+    set_widget(page, "StrategySelector", "devices", "cpu:4")
     _wait_for(page, "cpu:4", [f"cpu:{rank}" for rank in range(4)])
     picker.get_by_label("cpu:2").focus()
     page.keyboard.press("Space")
     _wait_for(page, "cpu:0,cpu:1,cpu:3", ["cpu:0", "cpu:1", "cpu:3"])
-    page.evaluate(WRITE, "cpu:1")
+    set_widget(page, "StrategySelector", "devices", "cpu:1")
     _wait_for(page, "cpu:1", ["cpu:0"])
     picker.get_by_label("cpu:0").click()  # the last one stays
     _wait_for(page, "cpu:1", ["cpu:0"])
     # One step that undo takes back.
     picker.get_by_label("cpu:1").check()
     _wait_for(page, "cpu:2", ["cpu:0", "cpu:1"])
-    page.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+    command(page, "Comfy.Undo")
     page.wait_for_function(f"() => ({TEXT})() === 'cpu:1'", timeout=20_000)
 
     # What another node gives is shown, and not written.
@@ -111,7 +106,7 @@ def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, 
 
     page.route(ROUTE, answer)
     _show(page)
-    page.evaluate(WRITE, "0-1")
+    set_widget(page, "StrategySelector", "devices", "0-1")
     picker = _open(page)
     _wait_for(page, "0-1", ["cuda:0", "cuda:1"])
     assert picker.locator("label").count() == 9
@@ -141,18 +136,13 @@ def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, 
     _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
 
 
-def test_it_speaks_the_pages_language(page):
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'zh')")
-    try:
-        page.reload()
-        page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-        name = "parallel_sampling.strategy_panel"
-        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
-        page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
-        _show(page)
-        words = _open(page, "选择设备").inner_text()
-    finally:
-        page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
+def test_it_speaks_the_pages_language(page, set_setting):
+    set_setting("Comfy.Locale", "zh")
+    page.reload()
+    wait_for_extensions(page)
+    page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
+    _show(page)
+    words = _open(page, "选择设备").inner_text()
     assert BOX["devices"][0]["name"] in words
     for english in ("free ", "processes of", "process", "slowest path", "devices on"):
         assert english not in words

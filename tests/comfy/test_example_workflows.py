@@ -67,7 +67,7 @@ def test_no_example_is_missing_or_untested():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_loads_and_validates(comfy_with_picture, name):
     comfy = comfy_with_picture
-    prompt = workflow_to_api(_workflow(name), comfy.client.object_info())
+    prompt = workflow_to_api(_workflow(name), comfy.registry)
     for node in prompt.values():
         if node["inputs"].get("mode") == "manual":  # for two devices, of which a test machine has one
             assert node["inputs"]["devices"] == "all"
@@ -105,7 +105,7 @@ def test_an_example_is_a_new_workflow_whenever_it_is_opened(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_sockets_of_an_example_are_those_of_its_nodes(comfy, name):
     """The prompt that the server checks has neither the types that a file keeps nor its outputs."""
-    info = comfy.client.object_info()
+    info = comfy.registry
     workflow = _workflow(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     for node in nodes.values():
@@ -162,7 +162,7 @@ def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_g
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_keeps_a_value_for_every_widget(comfy, name):
     """So that what an example shows does not hang on a default."""
-    info = comfy.client.object_info()
+    info = comfy.registry
     for node in _workflow(name)["nodes"]:
         if node["type"] in info:
             wanted = sum(1 + bool(o.get("control_after_generate")) for *_, o in widgets(info[node["type"]]))

@@ -6,14 +6,10 @@ from __future__ import annotations
 import pytest
 
 from graphs import Graph
-from pages import show_prompt
+from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_failures.safetensors"
-REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 LEFT = "() => document.querySelector('.parallel-left')?.textContent ?? ''"
-SET = """([type, name, value]) => {
-  app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
-}"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,20 +32,20 @@ def test_the_panel_says_what_failed_what_was_refused_and_how_long_a_run_still_ta
     page.set_viewport_size({"width": size[0], "height": size[1]})
     _show(page)
     for name, value in (("channels", 5), ("draw", 1)):
-        page.evaluate(SET, ["TestLatent", name, value])
-    page.evaluate("() => app.queuePrompt(0, 1)")
+        set_widget(page, "TestLatent", name, value)
+    run(page)
     page.wait_for_selector(".parallel-report.problem", timeout=120_000)
     assert len(page.evaluate(REPORT)) > 30 and page.evaluate(REPORT) != "The latest run failed."
 
     for name, value in (("channels", 16), ("draw", -1)):
-        page.evaluate(SET, ["TestLatent", name, value])
-    page.evaluate(SET, ["ParallelSampler", "steps", 0])
+        set_widget(page, "TestLatent", name, value)
+    set_widget(page, "ParallelSampler", "steps", 0)
     page.evaluate("() => app.queuePrompt(0, 1).catch(() => {})")
     page.wait_for_function(f"() => ({REPORT})().startsWith('ComfyUI refused')", timeout=60_000)
     assert "steps" in page.evaluate(REPORT)
 
-    page.evaluate(SET, ["ParallelSampler", "steps", 4000])
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    set_widget(page, "ParallelSampler", "steps", 4000)
+    run(page)
     page.wait_for_function(
         f"() => /^step [0-9]+ of 4000 · about [0-9]+ (s|min|h) left$/.test(({LEFT})())", timeout=120_000
     )

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
+from any_runs import latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from gguf_files import write, write_unpacked
 from graphs import STOCK, Graph
-from lora_files import write_loras
 
 KIND = "Q4_0"
 TOLERANCE = 3e-3  # of the largest value: weights unpack in float16, and the other file has them in float32
@@ -45,39 +45,33 @@ def test_a_file_gives_the_latent_of_what_it_unpacks_to(comfy, files, choice):
         "KSampler": graph.ksampler([ours, 0], *request, **SAMPLING),
         "Parallel Sampler": graph.parallel_sampler([ours, 1], *request, **SAMPLING),
     }
-    for name, latent in ways.items():
-        graph.save(latent, f"gguf-{name}.safetensors")
-    comfy.run(graph.prompt, timeout=300)
-    found = {name: load_file(comfy.output(f"gguf-{name}.safetensors"))["samples"] for name in ways}
+    found = latents(comfy, graph, ways)
     for way in ("KSampler", "Parallel Sampler"):
         assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
     assert relative_difference(found["whole"], found["stock"]) > 5 * TOLERANCE, "packing takes something away"
 
 
 @pytest.mark.parametrize("way", ["whole", "shared out", "by hooks"])
-def test_loras_count_as_on_the_unpacked_weights(comfy, files, way):
+def test_loras_count_as_on_the_unpacked_weights(comfy, files, loras, way):
     packed, unpacked, _ = files
-    lora = write_loras(comfy.server.base_directory / "models" / "loras")["kohya"]
     graph = Graph()
     request = (graph.text(1), graph.text(2), graph.latent())
     choice = {"shard_weights": True} if way == "shared out" else {}
     ours, stock = [loader(graph, packed, ulysses=2, **choice), 0], graph.model(STOCK, unpacked)
+    ways = {"none": graph.ksampler(ours, *request, **SAMPLING)}
     for name, model in (("ours", ours), ("stock", stock)):
         positive = request[0]
         if way == "by hooks":
-            hook = graph.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=0.8)
+            hook = graph.add("CreateHookLoraModelOnly", lora_name=loras["kohya"], strength_model=0.8)
             properties = {"strength": 1.0, "set_cond_area": "default", "hooks": [hook, 0]}
             positive = [graph.add("ConditioningSetProperties", cond_NEW=positive, **properties), 0]
         else:
-            model = [graph.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=0.8), 0]
-        sampled = graph.ksampler(model, positive, *request[1:], **SAMPLING)
-        graph.save(sampled, f"gguf-lora-{name}.safetensors")
-    graph.save(graph.ksampler(ours, *request, **SAMPLING), "gguf-lora-none.safetensors")
-    comfy.run(graph.prompt, timeout=300)
-    found = {
-        name: load_file(comfy.output(f"gguf-lora-{name}.safetensors"))["samples"]
-        for name in ("ours", "stock", "none")
-    }
+            model = [
+                graph.add("LoraLoaderModelOnly", model=model, lora_name=loras["kohya"], strength_model=0.8),
+                0,
+            ]
+        ways[name] = graph.ksampler(model, positive, *request[1:], **SAMPLING)
+    found = latents(comfy, graph, ways)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
     assert relative_difference(found["none"], found["stock"]) > 10 * TOLERANCE
 

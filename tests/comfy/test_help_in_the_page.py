@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from comfy_harness import ROOT
 
 # Rectangles with their titles, which lie above a node's position; where Vue draws the nodes, those of its elements.
@@ -59,29 +57,24 @@ def test_the_title_of_a_new_node_is_not_cut(page):
     assert len(left) == len(nodes) and all(pixels >= 0 for pixels in left), left
 
 
-@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
 def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_the_page_gives_them(
     page, drawn_by
 ):
     """ComfyUI's page enlarges a node whose widgets do not fit."""
     page.set_viewport_size({"width": 1600, "height": 1000})
-    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", drawn_by == "vue")
-    try:
-        for path in sorted((ROOT / "example_workflows").glob("*.json")):
-            workflow = json.loads(path.read_text("utf-8"))
-            page.evaluate(
-                "async w => { await app.loadGraphData(w, true, true, 'template', { openSource: 'template' }); }",
-                workflow,
-            )
-            page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
-            if drawn_by == "vue":
-                page.wait_for_function(
-                    "n => document.querySelectorAll('.lg-node[data-node-id]').length === n",
-                    arg=len(workflow["nodes"]),
-                )
+    for path in sorted((ROOT / "example_workflows").glob("*.json")):
+        workflow = json.loads(path.read_text("utf-8"))
+        page.evaluate(
+            "async w => { await app.loadGraphData(w, true, true, 'template', { openSource: 'template' }); }",
+            workflow,
+        )
+        page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
+        if drawn_by == "vue":
             page.wait_for_function(
-                "() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77", timeout=20_000
+                "n => document.querySelectorAll('.lg-node[data-node-id]').length === n",
+                arg=len(workflow["nodes"]),
             )
-            assert page.evaluate(OVERLAPS) == [], path.stem
-    finally:
-        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+        page.wait_for_function(
+            "() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77", timeout=20_000
+        )
+        assert page.evaluate(OVERLAPS) == [], path.stem

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from comfyui_client import PromptFailed, PromptRejected
-from graphs import STOCK, Graph
+from graphs import Graph
 
 OURS = ("StrategySelector", "ParallelFluxLoader", "ParallelModelLoader", "ParallelModel", "ParallelSampler")
 
@@ -30,13 +30,7 @@ def _prompts(unet: str) -> dict[str, dict]:
     found = {}
     for kind in ("ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"):
         graph = Graph()
-        strategy = graph.strategy("cpu:2", ulysses=2)
-        if kind == "ParallelModel":
-            model = [graph.add(kind, model=graph.model(STOCK, unet), strategy=strategy), 1]
-        else:
-            name = "unet_name" if kind == "ParallelFluxLoader" else "model_name"
-            inputs = {name: unet, "weight_dtype": "auto" if name == "unet_name" else "default"}
-            model = [graph.add(kind, strategy=strategy, **inputs), int(kind == "ParallelModelLoader")]
+        model = graph.loaded_by(kind, unet, graph.strategy("cpu:2", ulysses=2))
         latent = graph.parallel_sampler(model, graph.text(1), graph.text(2), graph.latent(), steps=1)
         graph.save(latent, "hostile.safetensors")
         found[kind] = graph.prompt

@@ -8,10 +8,9 @@ import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
-from pages import show_prompt
+from pages import REPORT, command, run, set_widget, show_prompt, wait_for_extensions
 
 UNET = "tiny_languages.safetensors"
-REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 # Of the node's own panel, the strategies, and the sidebar.
 SHOWN = """() => ['.parallel-headline', '.parallel-candidates', '.parallel-strategy', '.parallel-status'].map(
   c => document.querySelector(c)?.innerText ?? '').join('\\n')"""
@@ -27,18 +26,15 @@ def model(measuring):
 
 
 @pytest.fixture
-def speak(page):
+def speak(page, set_setting):
     """Has ComfyUI's page speak a language until the test ends; it is kept on the server that tests share."""
 
     def set_language(language: str) -> None:
-        page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
+        set_setting("Comfy.Locale", language)
         page.reload()
-        page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
-        name = "parallel_sampling.node_colors"
-        page.wait_for_function(f"() => app.extensions.some(e => e.name === '{name}')", timeout=60_000)
+        wait_for_extensions(page)
 
-    yield set_language
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
+    return set_language
 
 
 @pytest.mark.parametrize("language", ["es", "zh"])
@@ -53,7 +49,7 @@ def test_our_nodes_keep_their_colour_and_our_commands_and_headings_are_translate
 
     locale = ROOT / "locales" / language
     headings = json.loads((locale / "main.json").read_text("utf-8"))["settingsCategories"]
-    page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+    command(page, "Comfy.ShowSettingsDialog")
     page.get_by_text(headings["Parallel Sampling"], exact=True).first.click(timeout=20_000)
     page.get_by_text(headings["Devices"], exact=True).first.wait_for(timeout=20_000)
 
@@ -79,7 +75,7 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
     )
     graph.save(latent, "languages.safetensors")
     show_prompt(page, graph.prompt, "ParallelSampler")
-    page.evaluate("() => app.extensionManager.command.execute('parallel_sampling.status_panel')")
+    command(page, "parallel_sampling.status_panel")
     said = {
         one: dict(zip(("es", "zh"), others, strict=True))
         for one, *others in json.loads((ROOT / "web" / "said.json").read_text("utf-8"))["said"]
@@ -89,7 +85,7 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
         arg=said["After a run: what ran, where, why, and how long."][language],
         timeout=60_000,
     )
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     head = said["strategy: {why}"][language].split("{")[0]
     page.wait_for_function(f"head => ({REPORT})().startsWith(head)", arg=head, timeout=120_000)
     english = page.evaluate(ENGLISH_REPORT).splitlines()
@@ -107,16 +103,8 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
         sentence in page.evaluate(SHOWN) for sentence in ("not tried", "Plan for", "Run the", "measured")
     )
 
-    page.evaluate(
-        """() => {
-          const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
-          for (const [name, value] of [['mode', 'manual'], ['ulysses_degree', 4]]) {
-            const widget = node.widgets.find(w => w.name === name);
-            widget.value = value;
-            widget.callback(value);
-          }
-        }"""
-    )
+    for name, value in (("mode", "manual"), ("ulysses_degree", 4)):
+        set_widget(page, "StrategySelector", name, value)
     label = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text("utf-8"))[
         "StrategySelector"
     ]["inputs"]["ulysses_degree"]["name"]

@@ -40,11 +40,6 @@ class Wired(Graph):
 
 
 @pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_dev.safetensors")
-
-
-@pytest.fixture(scope="module")
 def lora(comfy):
     """A name for the loader's list; what is refused is never read."""
     folder = comfy.server.base_directory / "models" / "loras"

@@ -7,12 +7,13 @@ from math import prod
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from any_runs import latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import AXES, OURS, STOCK, Graph
-from lora_files import LAYOUTS, of_all_layers, write_loras
+from lora_files import LAYOUTS, of_all_layers
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 ULYSSES = {"ulysses": 2}
@@ -23,11 +24,6 @@ STACK = (("kohya", 0.8), ("peft, alpha", -0.6))
 @pytest.fixture(scope="module")
 def unet(comfy):
     return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
-
-
-@pytest.fixture(scope="module")
-def loras(comfy):
-    return write_loras(comfy.server.base_directory / "models" / "loras")
 
 
 def run(comfy, unet, loras, stack, choice=ULYSSES, ways=WAYS, sampler="euler", **sampling) -> dict:
@@ -50,16 +46,11 @@ def run(comfy, unet, loras, stack, choice=ULYSSES, ways=WAYS, sampler="euler", *
             "ParallelLoraLoader", parallel_model=parallel, lora_name=loras[name], strength=strength
         )
         parallel = [loader, 0]
-    latents = {
+    found = {
         kind: graph.ksampler(model, *request, **settings) for kind, model in models.items() if kind in ways
     }
-    latents["parallel"] = graph.parallel_sampler(parallel[0], *request, **settings)
-    for way, latent in latents.items():
-        graph.save(latent, f"lora-{way}.safetensors")
-    graph.add("TestSaveText", text=[latents["parallel"][0], 1], path="lora-report.txt")
-    comfy.run(graph.prompt, timeout=300)
-    found = {way: load_file(comfy.output(f"lora-{way}.safetensors"))["samples"] for way in latents}
-    return {**found, "report": comfy.output("lora-report.txt").read_text()}
+    found["parallel"] = graph.parallel_sampler(parallel[0], *request, **settings)
+    return latents(comfy, graph, found, {"report": [found["parallel"][0], 1]})
 
 
 def assert_equal_to_stock(found: dict) -> None:
@@ -155,7 +146,7 @@ def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_co
     comfy, unet, loras, plain, lora
 ):
     graph = Graph()
-    latents = {}
+    ways = {}
     for kind in (STOCK, OURS):
         model = graph.model(kind, unet, "cpu:2", **ULYSSES)
         clip = [graph.add("TestClip"), 0]
@@ -163,12 +154,10 @@ def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_co
             "LoraLoader", model=model, clip=clip, lora_name=loras[lora], strength_model=0.7, strength_clip=0.5
         )
         request = (graph.text(1), graph.text(2), graph.latent())
-        latents[kind] = graph.ksampler([loaded, 0], *request, cfg=2.0, steps=2)
-        graph.save(latents[kind], f"lora-{kind}.safetensors")
-    comfy.run(graph.prompt, timeout=300)
-    stock, ours = (load_file(comfy.output(f"lora-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
-    assert relative_difference(ours, stock) <= TOLERANCE
-    assert (relative_difference(ours, plain["ours"]) > 100 * TOLERANCE) == (lora == "both")
+        ways[kind] = graph.ksampler([loaded, 0], *request, cfg=2.0, steps=2)
+    found = latents(comfy, graph, ways)
+    assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
+    assert (relative_difference(found[OURS], plain["ours"]) > 100 * TOLERANCE) == (lora == "both")
 
 
 def load_alone(comfy, unet, name: str) -> PromptFailed:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from safetensors.torch import load_file
 
 from any_graphs import AnyGraph
-from any_runs import latents as graph_latents
+from any_runs import latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import OURS, STOCK, Graph
-from lora_files import write_loras
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 SAMPLING = {"cfg": 2.0, "steps": 4, "sampler_name": "euler"}
@@ -19,11 +17,6 @@ SAMPLING = {"cfg": 2.0, "steps": 4, "sampler_name": "euler"}
 @pytest.fixture(scope="module")
 def unet(comfy):
     return comfy.write_flux("tiny_hooked.safetensors")
-
-
-@pytest.fixture(scope="module")
-def loras(comfy):
-    return write_loras(comfy.server.base_directory / "models" / "loras")
 
 
 class Hooked(Graph):
@@ -50,16 +43,6 @@ class Hooked(Graph):
         return [self.add(node, cond_NEW=prompt, **properties), 0]
 
 
-def latents(comfy, graph: Graph, by_name: dict, report: list) -> dict:
-    """What the samplers of `by_name` give; "report": the text of that one."""
-    for name, latent in by_name.items():
-        graph.save(latent, f"hooks-{name}.safetensors")
-    graph.add("TestSaveText", text=report, path="hooks-report.txt")
-    comfy.run(graph.prompt, timeout=300)
-    found = {name: load_file(comfy.output(f"hooks-{name}.safetensors"))["samples"] for name in by_name}
-    return found | {"report": comfy.output("hooks-report.txt").read_text()}
-
-
 def sampled(comfy, unet, prompts, choice, base=None) -> dict:
     """Latents of one request: on the stock model, on ours, by Parallel Sampler, and on ours without hooks before and
     after. `prompts(graph)`: (positive, negative); `base`: a LoRA of the whole run."""
@@ -84,7 +67,7 @@ def sampled(comfy, unet, prompts, choice, base=None) -> dict:
         "sampler": resident,
         "plain": graph.ksampler(ours, graph.text(1), graph.text(2), request[-1], **SAMPLING),
     }
-    return latents(comfy, graph, by_name, [resident[0], 1])
+    return latents(comfy, graph, by_name, {"report": [resident[0], 1]})
 
 
 def assert_equal_to_stock(found: dict) -> None:
@@ -139,7 +122,7 @@ def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
         "plain": graph.ksampler(stock, *plain, **SAMPLING),
         "after": graph.parallel_sampler([node, 1], *plain, **SAMPLING),
     }
-    found = latents(comfy, graph, by_name, [resident[0], 1])
+    found = latents(comfy, graph, by_name, {"report": [resident[0], 1]})
     assert_equal_to_stock(found)
     assert relative_difference(found["after"], found["plain"]) <= TOLERANCE
 
@@ -167,7 +150,7 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy):
         "stock": graph.ksampler(stock, prompt, *others),
         "ours": graph.ksampler([graph.parallel(stock, cfg=2), 0], prompt, *others),
     }
-    found = graph_latents(comfy, graph, ways)
+    found = latents(comfy, graph, ways)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
 
 

@@ -3,13 +3,11 @@ or another click, takes it out again, and links and values are as they were."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
-from comfy_harness import ROOT
 from graphs import STOCK, Graph
+from pages import command, menu_of, show_prompt, words_of
 
 UNET = "tiny_made.safetensors"
 # [from, to, input] of each link by node class, in each graph.
@@ -26,29 +24,12 @@ OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.i
   && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
 COUNT = "() => app.graph.nodes.filter(n => n.type === 'ParallelModel').length"
 MENU = """() => app.canvas.getCanvasMenuOptions().map(item => item?.content).filter(Boolean)"""
-NODE_MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
-  item => item?.content).filter(Boolean)"""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def model(measuring):
     """There before the page asks which models there are."""
     measuring[0].write_flux(UNET, single_blocks=2)
-
-
-def _words(language: str = "en") -> dict:
-    return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
-
-
-def _show(page, prompt: dict) -> None:
-    page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'made')")
-    page.wait_for_function("n => app.graph.nodes.length === n", arg=len(prompt))
-    page.evaluate(
-        """async () => {
-          const saved = app.graph.serialize();
-          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'made');
-        }"""
-    )
 
 
 def _graph() -> Graph:
@@ -68,19 +49,15 @@ def _graph() -> Graph:
     return graph
 
 
-def _command(page, name: str) -> None:
-    page.evaluate("name => app.extensionManager.command.execute(name)", name)
-
-
 def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(page):
-    _show(page, _graph().prompt)
+    show_prompt(page, _graph().prompt)
     links, values = page.evaluate(LINKS), page.evaluate(VALUES)
-    words = _words()
+    words = words_of()
     assert words["make_parallel"] in page.evaluate(MENU) and words["make_stock"] not in page.evaluate(MENU)
-    assert words["make_parallel"] in page.evaluate(NODE_MENU, "UNETLoader")
-    assert words["make_parallel"] not in page.evaluate(NODE_MENU, "KSampler")
+    assert words["make_parallel"] in menu_of(page, "UNETLoader")
+    assert words["make_parallel"] not in menu_of(page, "KSampler")
 
-    _command(page, "parallel_sampling.make_parallel")
+    command(page, "parallel_sampling.make_parallel")
     told = page.get_by_text(words["made_parallel"].replace("{count}", "2").replace("{where}", ""))
     told.wait_for(timeout=10_000)
     (made,) = page.evaluate(LINKS)
@@ -91,19 +68,19 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
     assert not any(a == "UNETLoader" and b != "ParallelModel" for a, b, _ in made)
     assert len(made) == len(links[0]) + 2
     assert words["make_parallel"] not in page.evaluate(MENU)
-    assert words["make_stock"] in page.evaluate(NODE_MENU, "ParallelModel")
+    assert words["make_stock"] in menu_of(page, "ParallelModel")
 
     page.wait_for_timeout(7000)  # longer than a toast lives
     assert told.is_visible()
-    _command(page, "Comfy.Undo")
+    command(page, "Comfy.Undo")
     told.wait_for(state="detached", timeout=10_000)
     page.wait_for_function(f"() => ({COUNT})() === 0", timeout=10_000)
     assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
-    _command(page, "Comfy.Redo")
+    command(page, "Comfy.Redo")
     page.wait_for_function(f"() => ({COUNT})() === 2", timeout=10_000)
     assert page.evaluate(LINKS) == [made]
 
-    _command(page, "parallel_sampling.make_stock")
+    command(page, "parallel_sampling.make_stock")
     page.wait_for_function(f"() => ({COUNT})() === 0", timeout=10_000)
     assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
 
@@ -114,8 +91,8 @@ def test_a_made_workflow_runs_and_gives_the_stock_latent(page, measuring):
     latent = graph.ksampler(graph.model(STOCK, UNET), graph.text(1), graph.text(2), graph.latent())
     graph.save(latent, "made.safetensors")
     stock = comfy.sample(graph.prompt, latent)
-    _show(page, graph.prompt)
-    _command(page, "parallel_sampling.make_parallel")
+    show_prompt(page, graph.prompt)
+    command(page, "parallel_sampling.make_parallel")
     made = page.evaluate("async () => (await app.graphToPrompt()).output")
     (sampler,) = [name for name, node in made.items() if node["class_type"] == "KSampler"]
     assert made[made[sampler]["inputs"]["model"][0]]["class_type"] == "ParallelModel"
@@ -123,7 +100,7 @@ def test_a_made_workflow_runs_and_gives_the_stock_latent(page, measuring):
 
 
 def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_what_stock_gives(
-    page, measuring
+    page, measuring, set_setting
 ):
     comfy = measuring[0]
     graph = Graph()
@@ -145,34 +122,29 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
     paths.append(comfy.output("made-image.safetensors"))
     comfy.run(graph.prompt)
     stock = [load_file(path) for path in paths]
-    _show(page, graph.prompt)
+    show_prompt(page, graph.prompt)
     links = page.evaluate(LINKS)
-    assert _words()["make_parallel"] not in page.evaluate(MENU)
-    page.evaluate("() => app.extensionManager.setting.set('parallel_sampling.make_encoders_parallel', true)")
-    try:
-        assert _words()["make_parallel"] in page.evaluate(NODE_MENU, "TestEncoder")
-        _command(page, "parallel_sampling.make_parallel")
-        (made,) = page.evaluate(LINKS)
-        assert made.count(["TestEncoder", "ParallelCLIP", "clip"]) == 1
-        assert made.count(["ParallelCLIP", "CLIPTextEncode", "clip"]) == 1
-        assert made.count(["ParallelCLIP", "CLIPSetLastLayer", "clip"]) == 1
-        assert made.count(["ParallelVAEEncode", "ParallelVAEDecode", "samples"]) == 1
-        assert made.count(["TestImageVAE", "ParallelVAEDecode", "vae"]) == 1
-        assert made.count(["ParallelVAEDecode", "TestSaveImage", "image"]) == 1
-        assert len(made) == len(links[0]) + 1
-        for path in paths:
-            path.unlink()
-        comfy.run(page.evaluate("async () => (await app.graphToPrompt()).output"))
-        for path, expected in zip(paths, stock, strict=True):
-            found, tolerance = load_file(path), 1e-5 * (path.name == "made-image.safetensors")
-            for name, one in expected.items():
-                assert (found[name] - one).abs().max() <= tolerance * one.abs().max()
-        _command(page, "parallel_sampling.make_stock")
-        assert page.evaluate(LINKS) == links
-    finally:
-        page.evaluate(
-            "() => app.extensionManager.setting.set('parallel_sampling.make_encoders_parallel', false)"
-        )
+    assert words_of()["make_parallel"] not in page.evaluate(MENU)
+    set_setting("parallel_sampling.make_encoders_parallel", True)
+    assert words_of()["make_parallel"] in menu_of(page, "TestEncoder")
+    command(page, "parallel_sampling.make_parallel")
+    (made,) = page.evaluate(LINKS)
+    assert made.count(["TestEncoder", "ParallelCLIP", "clip"]) == 1
+    assert made.count(["ParallelCLIP", "CLIPTextEncode", "clip"]) == 1
+    assert made.count(["ParallelCLIP", "CLIPSetLastLayer", "clip"]) == 1
+    assert made.count(["ParallelVAEEncode", "ParallelVAEDecode", "samples"]) == 1
+    assert made.count(["TestImageVAE", "ParallelVAEDecode", "vae"]) == 1
+    assert made.count(["ParallelVAEDecode", "TestSaveImage", "image"]) == 1
+    assert len(made) == len(links[0]) + 1
+    for path in paths:
+        path.unlink()
+    comfy.run(page.evaluate("async () => (await app.graphToPrompt()).output"))
+    for path, expected in zip(paths, stock, strict=True):
+        found, tolerance = load_file(path), 1e-5 * (path.name == "made-image.safetensors")
+        for name, one in expected.items():
+            assert (found[name] - one).abs().max() <= tolerance * one.abs().max()
+    command(page, "parallel_sampling.make_stock")
+    assert page.evaluate(LINKS) == links
 
 
 def _coders() -> Graph:
@@ -201,14 +173,15 @@ LARGE = {
 
 
 @pytest.mark.parametrize("reason", ["time", "memory"])
-def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, reason):
-    _show(page, _coders().prompt)
+def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, set_setting, reason):
+    set_setting("parallel_sampling.make_encoders_parallel", False)  # and again after the test, which sets it
+    show_prompt(page, _coders().prompt)
     links = page.evaluate(LINKS)
     if reason == "memory":
         for address, answer in LARGE.items():
             page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
         sizes = {"encoder": "9.0", "model": "12.0", "device": "16.0"}
-        expected = _words()["too_by_memory"].format(**sizes)
+        expected = words_of()["too_by_memory"].format(**sizes)
     else:
         # As ComfyUI tells of a prompt: the text for a second, the sampler for two.
         page.evaluate(
@@ -224,35 +197,30 @@ def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, re
               api.dispatchCustomEvent('executing', null);
             }"""
         )
-        expected = _words()["too_by_time"].partition("{share}")[0]
+        expected = words_of()["too_by_time"].partition("{share}")[0]
     page.evaluate(OPEN, "parallel_sampling.make_parallel")
     dialog = page.locator(OFFER)
     dialog.get_by_text(expected).wait_for(timeout=10_000)
     dialog.get_by_role("button", name="Close").click()  # nothing is made, and it will be offered again
     assert page.evaluate(LINKS) == links and page.evaluate(SETTING) is False
     page.evaluate(OPEN, "parallel_sampling.make_parallel")
-    try:
-        dialog.get_by_role("button", name=_words()["too_go"]).click()
-        page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'ParallelVAEDecode')")
-        (made,) = page.evaluate(LINKS)
-        assert ["ParallelCLIP", "CLIPTextEncode", "clip"] in made
-        assert ["UNETLoader", "ParallelModel", "model"] in made
-        assert page.evaluate(SETTING) is True
-    finally:
-        page.evaluate(
-            "() => app.extensionManager.setting.set('parallel_sampling.make_encoders_parallel', false)"
-        )
+    dialog.get_by_role("button", name=words_of()["too_go"]).click()
+    page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'ParallelVAEDecode')")
+    (made,) = page.evaluate(LINKS)
+    assert ["ParallelCLIP", "CLIPTextEncode", "clip"] in made
+    assert ["UNETLoader", "ParallelModel", "model"] in made
+    assert page.evaluate(SETTING) is True
 
 
 def test_who_wants_the_model_alone_is_not_asked_again(page):
     for address, answer in LARGE.items():
         page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
     for asked in (True, False):
-        _show(page, _coders().prompt)
+        show_prompt(page, _coders().prompt)
         page.evaluate(OPEN, "parallel_sampling.make_parallel")
         if asked:
             page.locator(OFFER).get_by_role("checkbox").uncheck()
-            page.locator(OFFER).get_by_role("button", name=_words()["too_go"]).click()
+            page.locator(OFFER).get_by_role("button", name=words_of()["too_go"]).click()
         page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'ParallelModel')")
         assert page.locator(OFFER).count() == 0
         (made,) = page.evaluate(LINKS)
@@ -263,7 +231,7 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     graph = _graph()
     parallel = [graph.add("ParallelModel", model=graph.model(STOCK, UNET)), 0]
     graph.save(graph.ksampler(parallel, graph.text(1), graph.text(2), graph.latent()), "kept.safetensors")
-    _show(page, graph.prompt)
+    show_prompt(page, graph.prompt)
     page.evaluate(
         """() => {
           const inside = app.graph.nodes.filter(n => n.type === 'UNETLoader').filter(
@@ -275,9 +243,9 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     outer, inner = page.evaluate(LINKS)
     assert inner == [["UNETLoader", "outside", ""]]
     holder = page.evaluate("() => app.graph.nodes.find(n => n.subgraph).title")
-    _command(page, "parallel_sampling.make_parallel")
-    where = _words()["inside"].replace("{names}", holder)
-    said = _words()["made_parallel"].replace("{count}", "2").replace("{where}", where)
+    command(page, "parallel_sampling.make_parallel")
+    where = words_of()["inside"].replace("{names}", holder)
+    said = words_of()["made_parallel"].replace("{count}", "2").replace("{where}", where)
     page.get_by_text(said).wait_for(timeout=10_000)
     made, inside = page.evaluate(LINKS)
     assert inside == [["ParallelModel", "outside", ""], ["UNETLoader", "ParallelModel", "model"]]
@@ -292,7 +260,7 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
                 origin["class_type"],
                 prompt[origin["inputs"]["model"][0]]["class_type"],
             )
-    _command(page, "Comfy.Undo")
+    command(page, "Comfy.Undo")
     page.wait_for_function(f"() => ({COUNT})() === 1", timeout=10_000)
     assert page.evaluate(LINKS) == [outer, inner]
 
@@ -302,33 +270,28 @@ def test_a_parallel_model_that_parallel_sampler_needs_stays_and_that_is_said(pag
     loader = graph.add("ParallelModel", model=graph.model(STOCK, UNET))
     inputs = (graph.text(1), graph.text(2), graph.latent())
     graph.prompt[graph.parallel_sampler(loader, *inputs)[0]]["inputs"]["parallel_model"] = [loader, 1]
-    _show(page, graph.prompt)
-    assert _words()["make_stock"] not in page.evaluate(MENU)
-    _command(page, "parallel_sampling.make_stock")
-    page.get_by_text(_words()["stays"].replace("{count}", "1")).wait_for(timeout=10_000)
+    show_prompt(page, graph.prompt)
+    assert words_of()["make_stock"] not in page.evaluate(MENU)
+    command(page, "parallel_sampling.make_stock")
+    page.get_by_text(words_of()["stays"].replace("{count}", "1")).wait_for(timeout=10_000)
     assert page.evaluate(COUNT) == 1
 
 
-@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
 def test_the_menu_that_a_right_click_opens_has_it(page, drawn_by):
-    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", drawn_by == "vue")
-    try:
-        _show(page, _graph().prompt)
-        page.evaluate(
-            """() => {
-              const node = app.graph.nodes.find(n => n.type === 'UNETLoader');
-              app.canvas.ds.scale = 1;
-              app.canvas.ds.offset = [300 - node.pos[0], 300 - node.pos[1]];
-              app.canvas.draw(true, true);
-            }"""
-        )
-        page.mouse.click(360, 285, button="right")  # on its title
-        item = page.get_by_text(_words()["make_parallel"], exact=True)
-        extensions = page.get_by_text("Extensions", exact=True)
-        item.or_(extensions).first.wait_for(timeout=20_000)
-        if not item.first.is_visible():
-            extensions.first.hover()
-        item.first.click(timeout=10_000)
-        page.wait_for_function(f"() => ({COUNT})() === 2", timeout=10_000)
-    finally:
-        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+    show_prompt(page, _graph().prompt)
+    page.evaluate(
+        """() => {
+          const node = app.graph.nodes.find(n => n.type === 'UNETLoader');
+          app.canvas.ds.scale = 1;
+          app.canvas.ds.offset = [300 - node.pos[0], 300 - node.pos[1]];
+          app.canvas.draw(true, true);
+        }"""
+    )
+    page.mouse.click(360, 285, button="right")  # on its title
+    item = page.get_by_text(words_of()["make_parallel"], exact=True)
+    extensions = page.get_by_text("Extensions", exact=True)
+    item.or_(extensions).first.wait_for(timeout=20_000)
+    if not item.first.is_visible():
+        extensions.first.hover()
+    item.first.click(timeout=10_000)
+    page.wait_for_function(f"() => ({COUNT})() === 2", timeout=10_000)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import urllib.error
-import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,15 +15,10 @@ _SEEDS = itertools.count(701)
 
 
 def _ask(
-    comfy, path: str = ROUTE, method: str = "GET", body: bytes | None = None, **headers: str
+    comfy, path: str = ROUTE, method: str = "GET", body: object = None, **headers: str
 ) -> tuple[int, str]:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(comfy.server.url + path, body, method=method, headers=named)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    return comfy.request(path, body, method, **named)
 
 
 def _set(comfy, value: bool | float, name: str = "metrics") -> None:

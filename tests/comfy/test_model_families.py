@@ -30,7 +30,7 @@ FAMILIES = {
     "ltx_video": (RING, ULYSSES_3, {"ulysses": 4}),
     "ltx_sound": (ULYSSES, RING_3, CFG | ULYSSES),
     "cogvideo": (RING, ULYSSES_3, RING | ULYSSES),
-    "qwen_image": (ULYSSES, RING_3, CFG | RING),
+    "qwen_image": (ULYSSES, RING_3),  # as wide as the real one, so no third time
     "minimax": (ULYSSES, RING_3, DATA | RING),
     "unet": (CFG, ULYSSES_3, CFG | DATA),
     "sdxl": (ULYSSES,),

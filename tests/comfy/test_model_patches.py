@@ -171,4 +171,4 @@ def test_nodes_that_are_called_newer_are_not_in_this_comfyui(comfy):
     version = (require_comfyui() / "comfyui_version.py").read_text()
     if "0.30.0" not in version:
         pytest.skip(f"the list is about ComfyUI 0.30.0, and this one says {version}")
-    assert not NEWER_NODES & set(comfy.client.object_info())
+    assert not NEWER_NODES & set(comfy.registry)

@@ -20,24 +20,10 @@ def model(comfy):
     comfy.write_flux(UNET, double_blocks=2, single_blocks=2)
 
 
-def _loader(graph: Graph, kind: str, strategy: list | None) -> list:
-    """The parallel_model of a loader; `strategy`: its own, or none."""
-    own = {} if strategy is None else {"strategy": strategy}
-    if kind == "ParallelModel":
-        stock = [graph.add("UNETLoader", unet_name=UNET, weight_dtype="default"), 0]
-        changed = graph.add(
-            "ModelSamplingFlux", model=stock, max_shift=1.15, base_shift=0.5, width=128, height=96
-        )
-        return [graph.add(kind, model=[changed, 0], **own), 1]
-    if kind == "ParallelModelLoader":
-        return [graph.add(kind, model_name=UNET, weight_dtype="default", **own), 1]
-    return [graph.add(kind, unet_name=UNET, weight_dtype="auto", **own), 0]
-
-
 def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> Graph:
     graph = Graph()
     strategy = graph.strategy(devices, **choice)
-    loader = _loader(graph, kind, None if at_sampler else strategy)
+    loader = graph.loaded_by(kind, UNET, None if at_sampler else strategy)
     own = {"strategy": strategy} if at_sampler else {}
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), steps=1, **own)
     graph.save(latent, "rules.safetensors")

@@ -13,11 +13,6 @@ LATENT = {"width": 16, "height": 12, "batch": 1, "draw": -1, "batch_index": "", 
 
 
 @pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_dev.safetensors")
-
-
-@pytest.fixture(scope="module")
 def lora(comfy):
     """A LoRA in the original key names, on the fused qkv of the first block."""
     folder = comfy.server.base_directory / "models" / "loras"

@@ -6,15 +6,10 @@ from __future__ import annotations
 import pytest
 
 from graphs import Graph
-from pages import show_prompt
+from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_panels.safetensors"  # two attention heads
 PHASE = "$$node-text-preview"  # ComfyUI's name for what a node is doing
-SET = """([type, name, value]) => {
-  const widget = app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name);
-  widget.value = value;
-  widget.callback?.(value);
-}"""
 # Heights in pixels of the graph, of what can be seen of an element.
 SEEN = """(selector) => {
   const part = document.querySelector(selector);
@@ -47,7 +42,7 @@ def _show(page, kind: str) -> None:
 
 def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, drawn_by):
     _show(page, "ParallelSampler")
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.locator(".parallel-fold summary").wait_for(timeout=120_000)
     page.wait_for_function(
         f"() => !app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}'))", timeout=20_000
@@ -56,12 +51,8 @@ def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, dra
     page.wait_for_timeout(500)
     assert page.evaluate(SEEN, ".parallel-headline") > 20
     assert page.evaluate(SEEN, ".parallel-fold") >= 40
-    assert page.evaluate("() => document.querySelector('.parallel-report').textContent").startswith(
-        "strategy"
-    )
-    page.evaluate(
-        "() => app.queuePrompt(0, 1)"
-    )  # ComfyUI says what the next run does, as it said of the first one's
+    assert page.evaluate(REPORT).startswith("strategy")
+    run(page)  # ComfyUI says what the next run does, as it said of the first one's
     page.wait_for_function(
         f"() => app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}' && w.value))",
         timeout=60_000,
@@ -71,7 +62,7 @@ def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, dra
 def test_an_error_and_its_remedy_are_on_strategy_selector_which_stays_as_high(page, drawn_by):
     _show(page, "StrategySelector")
     before = page.evaluate(HEIGHT, "StrategySelector")
-    page.evaluate(SET, ["StrategySelector", "ulysses_degree", 3])
+    set_widget(page, "StrategySelector", "ulysses_degree", 3)
     apply = page.get_by_role("button", name="Apply ulysses_degree 2")
     apply.wait_for(timeout=30_000)
     assert page.evaluate(HEIGHT, "StrategySelector") == pytest.approx(before, abs=2)

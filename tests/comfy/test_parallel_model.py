@@ -163,7 +163,7 @@ def test_what_keeps_its_state_in_the_options_works_as_in_stock(comfy, name, inpu
     plain = graph.stock()
     defaults = {
         field: entry[1]["default"]
-        for field, entry in comfy.client.object_info()[name]["input"]["required"].items()
+        for field, entry in comfy.registry[name]["input"]["required"].items()
         if len(entry) > 1 and "default" in entry[1]
     }
     stock, ours = (
@@ -286,9 +286,9 @@ def test_a_file_replaced_in_mid_run_never_shares_a_picture_with_the_one_before(c
     (path,) = (comfy.server.base_directory / "models").rglob("any_wan_t2v.safetensors")
     before = path.read_bytes()
     try:
-        comfy.client.free()
+        comfy.forget()
         assert relative_difference(sampled(replace_file), expected) <= TOLERANCE
-        comfy.client.free()
+        comfy.forget()
         assert relative_difference(sampled(), expected) > 100 * TOLERANCE
     finally:
         path.write_bytes(before)

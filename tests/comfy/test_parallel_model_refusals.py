@@ -40,7 +40,7 @@ def test_a_strategy_that_the_model_does_not_have_is_refused(comfy, kind, choice,
 
 
 @pytest.mark.parametrize(
-    ("notes", "words"), [(True, "TestUnknownLoader"), (False, "does not say which file it was loaded from")]
+    ("notes", "words"), [(True, "unknown_loader"), (False, "does not say which file it was loaded from")]
 )
 def test_a_model_of_another_packs_loader_is_refused_with_those_that_work(comfy, notes, words):
     graph = AnyGraph(comfy, "flux")
@@ -133,13 +133,8 @@ def test_a_link_to_a_file_that_is_gone_is_told_with_the_remedy(comfy, loader):
         parallel = graph.parallel(graph.stock(), ulysses=2)
         model = graph.add(loader, parallel_model=[parallel, 1], lora_name=link.name, strength=1.0)
     else:
-        name, dtype = {
-            "ParallelFluxLoader": ("unet_name", "auto"),
-            "ParallelModelLoader": ("model_name", "default"),
-        }[loader]
-        model = graph.add(loader, weight_dtype=dtype, **{name: link.name})
-    slot = int(loader == "ParallelModelLoader")
-    latent = graph.parallel_sampler([model, slot], *graph.request(), steps=1)
+        model = graph.loaded_by(loader, link.name)
+    latent = graph.parallel_sampler(model, *graph.request(), steps=1)
     message = fails(comfy, graph, latent)
     link.unlink()
     assert message.startswith("There is no file behind gone.safetensors: ") and "choose another" in message
@@ -158,12 +153,10 @@ def test_loaders_offer_files_by_any_ending_that_comfyui_lists(comfy):
     for _, options in lists:
         assert set(names) <= set(options["options"])
     graph = AnyGraph(comfy, "flux")
-    shared = {"strategy": graph.strategy("cpu:2", ulysses=2)}
-    loader = graph.add("ParallelFluxLoader", unet_name=names[0], weight_dtype="auto", **shared)
-    other = graph.add("ParallelModelLoader", model_name=names[1], weight_dtype="default", **shared)
+    strategy = graph.strategy("cpu:2", ulysses=2)
     latents = [
-        graph.parallel_sampler([node, slot], *graph.request(), steps=1)
-        for node, slot in ((loader, 0), (other, 1))
+        graph.parallel_sampler(graph.loaded_by(loader, name, strategy), *graph.request(), steps=1)
+        for loader, name in zip(("ParallelFluxLoader", "ParallelModelLoader"), names, strict=True)
     ]
     first, second = (comfy.sample(graph.prompt, latent) for latent in latents)
     assert relative_difference(first, second) < 1e-4

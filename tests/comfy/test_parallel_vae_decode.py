@@ -334,7 +334,7 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
     assert steps[-1][0] < steps[-1][1] // 2
     assert comfy.ranks() == ranks
-    comfy.client.free()
+    comfy.forget()
     graph = DecodeGraph()
     again = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
     assert torch.equal(again[0], before[0])
@@ -348,7 +348,7 @@ def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(c
     with comfy.amid(output[0], ranks[1].kill):
         found = images(comfy, long, output)
     assert found[0].isfinite().all() and ranks[1] not in comfy.ranks()
-    comfy.client.free()
+    comfy.forget()
     graph = DecodeGraph()
     again = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
     assert torch.equal(again[0], expected[0])

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from safetensors.torch import load_file
 
+from any_runs import assert_same, latents
 from graphs import OURS, STOCK, Graph
-
-TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
-
-
-@pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_dev.safetensors")
 
 
 def advanced(
@@ -205,13 +198,11 @@ def a_noise_mask(graph, model):
 )
 def test_a_stock_workflow_gives_the_stock_latent(comfy, unet, workflow):
     graph = Graph()
-    for kind in (STOCK, OURS):
-        graph.save(workflow(graph, graph.model(kind, unet, "cpu:2")), f"custom-{kind}.safetensors")
-    comfy.run(graph.prompt, timeout=300)
-    stock, ours = (load_file(comfy.output(f"custom-{kind}.safetensors"))["samples"] for kind in (STOCK, OURS))
-    assert ours.shape == stock.shape
-    assert stock.abs().max() > 0.1
-    assert ((ours - stock).abs().max() / stock.abs().max()).item() <= TOLERANCE
+    found = latents(
+        comfy, graph, {kind: workflow(graph, graph.model(kind, unet, "cpu:2")) for kind in (STOCK, OURS)}
+    )
+    assert found[STOCK].abs().max() > 0.1
+    assert_same(found)
 
 
 def test_model_sampling_flux_changes_our_model_too(comfy, unet):
@@ -228,8 +219,7 @@ def test_parallel_sampler_takes_combined_prompts(comfy, unet):
     both = graph.add("ConditioningCombine", conditioning_1=graph.text(1), conditioning_2=graph.text(3))
     inputs = ([both, 0], graph.text(2), graph.latent())
     parallel = graph.parallel_sampler(ours[0], *inputs)
-    graph.save(graph.ksampler(stock, *inputs), "areas-stock.safetensors")
-    latent, report = comfy.sample_with_text(graph.prompt, parallel, [parallel[0], 1])
-    assert "result: exact" in report
-    expected = load_file(comfy.output("areas-stock.safetensors"))["samples"]
-    assert ((latent - expected).abs().max() / expected.abs().max()).item() <= TOLERANCE
+    ways = {STOCK: graph.ksampler(stock, *inputs), OURS: parallel}
+    found = latents(comfy, graph, ways, {"report": [parallel[0], 1]})
+    assert_same(found)
+    assert "result: exact" in found["report"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-from urllib.parse import urlsplit
 
 import pytest
 from safetensors.torch import load_file
@@ -20,20 +18,6 @@ EXACT = 1e-5  # of the largest value
 ROUNDS = 5  # in which each model has a prompt
 
 
-def _ask(comfy, body: object, **headers: str) -> tuple[int, dict]:
-    """(status, what the answer says)."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    address = urlsplit(comfy.server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    try:
-        connection.request("POST", ROUTE, body=data, headers=headers)
-        answer = connection.getresponse()
-        text = answer.read()
-        return answer.status, json.loads(text) if text.startswith(b"{") else {}
-    finally:
-        connection.close()
-
-
 def _files(comfy) -> tuple[str, ...]:
     return tuple(comfy.write_flux(name, single_blocks=2 + number) for number, name in enumerate(FILES))
 
@@ -44,16 +28,8 @@ def _sampled(loader: str | None, file: str, seed: int) -> tuple[Graph, list]:
     request = graph.text(1), graph.text(2), graph.latent()
     if loader is None:
         return graph, graph.ksampler(graph.model(STOCK, file), *request, seed=seed)
-    if loader == "ParallelModel":
-        stock = [graph.add("UNETLoader", unet_name=file, weight_dtype="default"), 0]
-        changed = [graph.add("ModelSamplingFlux", model=stock, max_shift=1.15, base_shift=0.5,
-                             width=128, height=96), 0]  # fmt: skip
-        model = [graph.add("ParallelModel", model=changed, strategy=graph.strategy("cpu:2", ulysses=2)), 1]
-    elif loader == "ParallelModelLoader":
-        strategy = graph.strategy("cpu:2")
-        model = [graph.add(loader, model_name=file, weight_dtype="default", strategy=strategy), 1]
-    else:
-        model = [graph.parallel_loader(file, "cpu:2", ulysses=2), 0]
+    choice = {} if loader == "ParallelModelLoader" else {"ulysses": 2}
+    model = graph.loaded_by(loader, file, graph.strategy("cpu:2", **choice))
     return graph, graph.parallel_sampler(model, *request, seed=seed)
 
 
@@ -90,24 +66,10 @@ class _Log:
 @pytest.fixture
 def idle(comfy):
     """Ranks that hold nothing, and a ComfyUI whose nodes do neither."""
-    comfy.client.free()
-    graph = Graph()  # ComfyUI may miss the wish until its next prompt has ended
-    graph.add("TestSaveText", text="idle", path="idle.txt")
-    comfy.run(graph.prompt)
-    wait_until(lambda: not any(_held(comfy)))
+    comfy.forget()
+    wait_until(lambda: not any(group["models"] for group in comfy.groups()))
     comfy.client.free()  # and collects what the first wish has left in cycles: outputs of older prompts, with MODELs
     return comfy
-
-
-def _held(comfy) -> list[list[str]]:
-    address = urlsplit(comfy.server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    try:
-        connection.request("GET", "/parallel_sampling/ranks")
-        groups = json.loads(connection.getresponse().read())["groups"]
-        return [group["models"] for group in groups]
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"])
@@ -115,14 +77,14 @@ def test_a_preloaded_model_s_first_prompt_does_not_load_it(idle, loader):
     _, file = _files(idle)
     log = _Log(idle)
     graph, latent = _sampled(loader, file, seed=len(loader))
-    status, told = _ask(idle, {"prompt": graph.prompt, "node": _node(graph, loader)})
+    status, told = idle.ask(ROUTE, {"prompt": graph.prompt, "node": _node(graph, loader)})
     assert (status, told["model"], told["devices"], told["was_there"]) == (
         200,
         file,
         ["cpu:0", "cpu:1"],
         False,
     )
-    status, told = _ask(idle, {"prompt": graph.prompt, "node": _node(graph, loader)})
+    status, told = idle.ask(ROUTE, {"prompt": graph.prompt, "node": _node(graph, loader)})
     assert (status, told["was_there"], told["seconds"]) == (200, True, 0.0)
     assert idle.sample(graph.prompt, latent).isfinite().all()
     assert log.requests(3) == [("preload", True), ("preload", False), ("sample", False)]
@@ -132,12 +94,12 @@ def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(idle):
     file, other = _files(idle)
     graph, latent = _sampled("ParallelFluxLoader", file, seed=40)
     loader = _node(graph, "ParallelFluxLoader")
-    assert _ask(idle, {"prompt": graph.prompt, "node": loader})[0] == 200
+    assert idle.ask(ROUTE, {"prompt": graph.prompt, "node": loader})[0] == 200
 
     def refused(change, node: str = loader) -> str:
         prompt = json.loads(json.dumps(graph.prompt))
         change(prompt)
-        status, told = _ask(idle, {"prompt": prompt, "node": node})
+        status, told = idle.ask(ROUTE, {"prompt": prompt, "node": node})
         assert status == 409, told
         return told["error"]
 
@@ -157,12 +119,12 @@ def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(idle):
     assert "names no model" in refused(lambda prompt: None, node=latent[0])
     behind, _ = _sampled("ParallelModel", other, seed=41)
     behind.prompt[_node(behind, "UNETLoader")]["class_type"] = "LoaderOfSomePack"
-    status, told = _ask(idle, {"prompt": behind.prompt, "node": _node(behind, "ParallelModel")})
+    status, told = idle.ask(ROUTE, {"prompt": behind.prompt, "node": _node(behind, "ParallelModel")})
     assert status == 409 and "Its first prompt loads it" in told["error"]
     for body in (b"[", b"{}", {"prompt": {"1": {}}, "node": "1"}, {"prompt": graph.prompt, "node": 1}):
-        assert _ask(idle, body)[0] == 400
-    assert _ask(idle, b" " * (4 * 2**20 + 1))[0] == 400
-    assert _ask(idle, b"{}", Origin="https://elsewhere.example")[0] == 403
+        assert idle.ask(ROUTE, body)[0] == 400
+    assert idle.ask(ROUTE, b" " * (4 * 2**20 + 1))[0] == 400
+    assert idle.ask(ROUTE, b"{}", Origin="https://elsewhere.example")[0] == 403
     log = _Log(idle)
     idle.sample(graph.prompt, latent)
     assert log.requests(1) == [("sample", False)]
@@ -178,7 +140,7 @@ def test_while_a_prompt_samples_nothing_is_loaded_beside_it(idle):
     answers = []
 
     def ask_and_end_it() -> None:
-        answers.append(_ask(idle, body))
+        answers.append(idle.ask(ROUTE, body))
         idle.client.interrupt()
 
     with idle.amid(latent[0], ask_and_end_it), pytest.raises(PromptInterrupted):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from comfy_harness import ROOT
 from graphs import Graph
+from pages import choose, menu_of, set_widget, show_prompt, words_of
 
 UNET = "tiny_preload.safetensors"
-CHOOSE = """([type, words]) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).find(
-  item => item?.content === words).callback()"""
-MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
-  item => item?.content).filter(Boolean)"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,24 +18,20 @@ def model(measuring):
 
 
 def test_preload_says_what_it_did_and_why_it_could_not(page, measuring):
-    words = json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
+    words = words_of()
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
     graph.save(graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent()), "preload")
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'preload')")
-    page.wait_for_function("n => app.graph.nodes.length === n", arg=len(graph.prompt))
-    assert words["preload"] not in page.evaluate(MENU, "ParallelSampler")
+    show_prompt(page, graph.prompt, "ParallelFluxLoader")
+    assert words["preload"] not in menu_of(page, "ParallelSampler")
 
-    def choose(said: str) -> None:
-        page.evaluate(CHOOSE, ["ParallelFluxLoader", words["preload"]])
+    def preload(said: str) -> None:
+        choose(page, "ParallelFluxLoader", words["preload"])
         page.get_by_text(said).first.wait_for(timeout=60_000)
 
-    choose(words["preloaded"].format(model=UNET, devices="cpu:0, cpu:1"))
-    choose(words["preload_held"].format(model=UNET, devices="cpu:0, cpu:1"))
-    page.evaluate(
-        """() => { app.graph.nodes.find(n => n.type === 'ParallelFluxLoader').widgets.find(
-          w => w.name === 'unet_name').value = 'nowhere.safetensors'; }"""
-    )
-    choose("nowhere.safetensors")
+    preload(words["preloaded"].format(model=UNET, devices="cpu:0, cpu:1"))
+    preload(words["preload_held"].format(model=UNET, devices="cpu:0, cpu:1"))
+    set_widget(page, "ParallelFluxLoader", "unet_name", "nowhere.safetensors")
+    preload("nowhere.safetensors")
     page.evaluate("() => { app.graph.nodes.find(n => n.type === 'ParallelFluxLoader').mode = 2; }")
-    choose(words["preload_off"])
+    preload(words["preload_off"])

@@ -3,19 +3,14 @@ compares shows them on itself."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 
-from comfy_harness import ROOT
 from graphs import Graph
 from pack_nodes import import_node_module
+from pages import REPORT, choose, run, set_widget, shoot, show_prompt, words_of
 from waiting import wait_until
 
 UNET = "tiny_proved.safetensors"
-REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 SEED = "() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(w => w.name === 'seed').value"
 COMPARED = """async () => {
   const history = Object.values(await (await app.api.fetchApi('/history')).json());
@@ -68,18 +63,7 @@ def _graph(decoded: bool = True) -> Graph:
 
 def _show(page, prompt: dict, kind: str = "ParallelSampler") -> None:
     """The graph as a workflow with an id of its own, with the node of this kind in view."""
-    page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'proof')")
-    page.evaluate(
-        """async (kind) => {
-          const saved = app.graph.serialize();
-          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'proof');
-          const node = app.graph.nodes.find(n => n.comfyClass === kind);
-          app.canvas.ds.scale = 1;
-          app.canvas.ds.offset = [120 - node.pos[0], 100 - node.pos[1]];
-          app.canvas.setDirty(true, true);
-        }""",
-        kind,
-    )
+    show_prompt(page, prompt, kind)
     page.wait_for_selector(".parallel-report", timeout=60_000)
 
 
@@ -94,17 +78,13 @@ def _prove(page):
     """The dialog that a click on Prove it ends with."""
     from playwright.sync_api import TimeoutError  # installed with the browser only
 
-    page.get_by_role("button", name=_words()["prove"]).click()
-    dialog = page.get_by_role("dialog", name=_words()["proof"].format(count=2))
+    page.get_by_role("button", name=words_of()["prove"]).click()
+    dialog = page.get_by_role("dialog", name=words_of()["proof"].format(count=2))
     try:
         dialog.wait_for(timeout=120_000)
     except TimeoutError as error:
         raise AssertionError(f"no dialog: {page.evaluate(STATE)}") from error
     return dialog
-
-
-def _words(language: str = "en") -> dict:
-    return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
 
 
 def _sentence(split: float, one: float) -> str:
@@ -123,15 +103,9 @@ def _shows_all_that_counts(page, height: int) -> None:
 def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     _show(page, _graph().prompt)
     seed = 100 if drawn_by == "vue" else 200
-    page.evaluate(
-        """(seed) => {
-          const { widgets } = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
-          widgets.find(w => w.name === 'seed').value = seed;
-          widgets.find(w => w.name === 'control_after_generate').value = 'increment';
-        }""",
-        seed,
-    )
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    set_widget(page, "ParallelSampler", "seed", seed)
+    set_widget(page, "ParallelSampler", "control_after_generate", "increment")
+    run(page)
     page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
     _ended(page, seed)
     assert page.evaluate(SEED) == seed + 1  # the next run's
@@ -142,7 +116,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
         f"() => {{ const s = ({PICTURES})('dialog'); return s.length === 2 && s.every(Boolean); }}"
     )
     words = dialog.inner_text()
-    assert words.startswith("Same picture on 2 devices?") and _words()["same_picture"] in words
+    assert words.startswith("Same picture on 2 devices?") and words_of()["same_picture"] in words
     times = page.evaluate(TIMES)
     assert [title for title, _ in times] == ["one device", "Ulysses 2"]
     one, split = (float(time.removesuffix(" s per step")) for _, time in times)
@@ -150,8 +124,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     for width, height in ((1366, 768), (1920, 1000), (1920, 1080)):
         page.set_viewport_size({"width": width, "height": height})
         _shows_all_that_counts(page, height)
-        if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
-            page.screenshot(path=Path(folder) / f"prove_{drawn_by}_{width}.png")
+        shoot(page, f"prove_{drawn_by}_{width}")
     page.set_viewport_size({"width": 1280, "height": 900})
 
     slider = dialog.get_by_role("slider")
@@ -160,9 +133,9 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
     page.mouse.click(box["x"] + box["width"] * 0.9, box["y"] + box["height"] / 2)
     assert before == "inset(0px 0px 0px 50%)" and int(slider.input_value()) > 80
     assert page.evaluate(EDGE, "dialog") == f"inset(0px 0px 0px {slider.input_value()}%)"
-    dialog.get_by_role("button", name=_words()["show_difference"]).click()
+    dialog.get_by_role("button", name=words_of()["show_difference"]).click()
     assert page.evaluate(BLENDED) == ["difference", "brightness(10)"] and not slider.is_visible()
-    dialog.get_by_role("button", name=_words()["show_pictures"]).click()
+    dialog.get_by_role("button", name=words_of()["show_pictures"]).click()
     assert page.evaluate(BLENDED) == ["normal", "none"] and slider.is_visible()
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
@@ -173,14 +146,9 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed(page, drawn_by):
 def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
     """ComfyUI's history has a prompt once it has ended, and the report is there before."""
     _show(page, _graph().prompt)
-    page.evaluate(
-        """() => {
-          const { widgets } = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
-          widgets.find(w => w.name === 'seed').value = 300;
-          widgets.find(w => w.name === 'control_after_generate').value = 'increment';
-        }"""
-    )
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    set_widget(page, "ParallelSampler", "seed", 300)
+    set_widget(page, "ParallelSampler", "control_after_generate", "increment")
+    run(page)
     page.wait_for_function(f"() => ({REPORT})().startsWith('strategy: ')", timeout=120_000)
     still = {"queue_running": [_ended(page, 300)], "queue_pending": []}
     page.route("**/api/queue", lambda route: route.fulfill(json=still))
@@ -192,14 +160,8 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
 
 def test_the_menu_of_the_node_proves_too_and_says_what_is_missing(page):
     _show(page, _graph(decoded=False).prompt)
-    page.evaluate(
-        """() => {
-          const node = app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler');
-          const items = app.canvas.getNodeMenuOptions(node);
-          items.find(item => item?.content === 'Prove it').callback();
-        }"""
-    )
-    page.get_by_text(_words()["prove_no_vae"]).wait_for(timeout=20_000)
+    choose(page, "ParallelSampler", "Prove it")
+    page.get_by_text(words_of()["prove_no_vae"]).wait_for(timeout=20_000)
 
 
 def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_reload(page, drawn_by):
@@ -211,7 +173,7 @@ def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_
         name: node for name, node in graph.prompt.items() if node["class_type"] != "TestSaveLatent"
     }
     _show(page, graph.prompt, "CompareWithOneDevice")
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     shown = f"() => {{ const s = ({PICTURES})('.parallel-run'); return s.length === 2 && s.every(Boolean); }}"
     page.wait_for_function(shown, timeout=120_000)
     sizes = page.evaluate(
@@ -219,22 +181,18 @@ def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_
           c => document.querySelector(`.parallel-run ${c}, ${c}.parallel-run`).getBoundingClientRect().toJSON())"""
     )
     pictures, caption, panel = sizes
-    if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / f"compared_{drawn_by}.png")
+    shoot(page, f"compared_{drawn_by}")
     assert pictures["height"] > 80 and caption["bottom"] <= panel["bottom"] + 1
     page.reload()
     page.wait_for_function(shown, timeout=60_000)
 
 
 @pytest.mark.parametrize("language", ["es", "zh"])
-def test_the_words_of_the_page_follow_its_language(page, language):
-    page.evaluate("l => app.extensionManager.setting.set('Comfy.Locale', l)", language)
-    try:
-        _show(page, _graph().prompt)
-        words = _words(language)
-        page.get_by_role("button", name=words["prove"], exact=True).wait_for(timeout=20_000)
-    finally:
-        page.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
+def test_the_words_of_the_page_follow_its_language(page, set_setting, language):
+    set_setting("Comfy.Locale", language)
+    _show(page, _graph().prompt)
+    words = words_of(language)
+    page.get_by_role("button", name=words["prove"], exact=True).wait_for(timeout=20_000)
 
 
 def test_every_language_has_all_words_of_the_page_with_the_same_values_in_them():
@@ -243,7 +201,7 @@ def test_every_language_has_all_words_of_the_page_with_the_same_values_in_them()
             name: sorted(part.split("}")[0] for part in text.split("{")[1:]) for name, text in words.items()
         }
 
-    english = _words()
+    english = words_of()
     for language in ("es", "zh"):
-        assert values(_words(language)) == values(english)
-        assert all(text != english[name] for name, text in _words(language).items())
+        assert values(words_of(language)) == values(english)
+        assert all(text != english[name] for name, text in words_of(language).items())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
-import urllib.request
 
 import pytest
 import torch
@@ -38,17 +36,11 @@ def _again(comfy, unet: str) -> bool:
     return WARM not in report
 
 
-def _free(comfy) -> None:
-    body = json.dumps({"unload_models": True, "free_memory": True}).encode()
-    request = urllib.request.Request(comfy.server.url + "/free", data=body, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
-
-
 def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(comfy, unet):
     _sample(comfy, unet)
     assert not _again(comfy, unet)
     ranks = comfy.ranks()
-    _free(comfy)  # done between prompts, sometime soon
+    comfy.client.free()  # done between prompts, sometime soon
     wait_until(lambda: _again(comfy, unet))
     assert comfy.ranks() == ranks
     assert not _again(comfy, unet)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import random
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -31,29 +29,14 @@ def warm(measuring):
     return comfy
 
 
-def _ask(comfy, path: str, body: bytes | dict | None = None, method: str = "POST", **headers: str):
-    """(status, what the answer's JSON says)."""
-    if isinstance(body, dict):
-        body = json.dumps(body).encode()
-    address = urlsplit(comfy.server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    try:
-        connection.request(method, path, body=body, headers=headers)
-        answer = connection.getresponse()
-        text = answer.read()
-        return answer.status, json.loads(text) if text.startswith(b"{") else {}
-    finally:
-        connection.close()
-
-
 def _group(comfy) -> dict:
-    (group,) = _ask(comfy, ROUTE, method="GET")[1]["groups"]
+    (group,) = comfy.groups()
     return group
 
 
 def test_each_button_does_what_it_says_and_refuses_where_it_makes_no_sense(warm):
     def press(action):
-        status, said = _ask(warm, f"{ROUTE}/{action}", GROUP)
+        status, said = warm.ask(f"{ROUTE}/{action}", GROUP)
         return status, said.get("error", "") if status != 200 else said["groups"][0]["state"]
 
     held = _group(warm)
@@ -67,7 +50,7 @@ def test_each_button_does_what_it_says_and_refuses_where_it_makes_no_sense(warm)
     assert not pids & {rank["pid"] for rank in _group(warm)["ranks"]}
     assert press("stop") == (200, "down")
     assert press("stop")[0] == press("reset")[0] == 409
-    assert _ask(warm, f"{ROUTE}/stop", {"devices": ["cpu:0"]})[0] == 404
+    assert warm.ask(f"{ROUTE}/stop", {"devices": ["cpu:0"]})[0] == 404
 
 
 def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
@@ -81,10 +64,10 @@ def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
             {"Origin": "null"},
             {"Sec-Fetch-Site": "cross-site"},
         ):
-            assert _ask(warm, path, body, **headers)[0] == 403
+            assert warm.ask(path, body, **headers)[0] == 403
         for method in ("GET", "PUT", "DELETE"):
-            assert _ask(warm, path, body, method=method)[0] in (404, 405)
-    assert _ask(warm, WATCH, watch)[0] == 409  # a page that has no websocket here
+            assert warm.ask(path, body, method=method)[0] in (404, 405)
+    assert warm.ask(WATCH, watch)[0] == 409  # a page that has no websocket here
 
     draw = random.Random(7)
 
@@ -109,7 +92,7 @@ def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
     ]
     for body in bodies:
         for path in draw.sample(paths, 3):
-            status, said = _ask(warm, path, body)
+            status, said = warm.ask(path, body)
             assert 400 <= status < 500 and said["error"], (path, body)
     after = _group(warm)
     assert (after["state"], [rank["pid"] for rank in after["ranks"]]) == (

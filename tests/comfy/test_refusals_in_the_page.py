@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from graphs import Graph
+from graphs import STOCK, Graph
+from pages import run, show_prompt
 
 UNET = "tiny_refused.safetensors"  # two attention heads
 MARKED = """() => Object.values(app.lastNodeErrors ?? {}).flatMap(
@@ -30,7 +31,7 @@ def graph(page):
     loader = graph.parallel_loader(UNET, "cpu:2", ulysses=3, ring=2)
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
     graph.save(latent, "refused.safetensors")
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'refused')")
+    show_prompt(page, graph.prompt, "StrategySelector")
     page.get_by_role("button", name="Apply").wait_for(timeout=20_000)
 
 
@@ -40,7 +41,7 @@ def _queued(page) -> int:
 
 
 def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with_a_click(page, graph):
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.wait_for_function(f"() => ({MARKED})().length", timeout=20_000)
     marked = page.evaluate(MARKED)
     assert {name for name, _ in marked} == {"ulysses_degree", "ring_degree", "devices"}
@@ -61,14 +62,14 @@ def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with
 
 def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_comfyuis_own(page):
     graph = Graph()
-    stock = [graph.add("UNETLoader", unet_name=UNET, weight_dtype="default"), 0]
+    stock = graph.model(STOCK, UNET)
     loader = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:3", ulysses=3))
     latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent())
     graph.save(latent, "refused.safetensors")
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'refused')")
+    show_prompt(page, graph.prompt, "StrategySelector")
     apply = page.get_by_role("button", name="Apply")
     apply.wait_for(timeout=60_000)
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.wait_for_function(f"() => ({MARKED})().length", timeout=20_000)
     ((name, words),) = page.evaluate(MARKED)
     assert name == "ulysses_degree" and "is more than the 2 attention heads" in words and _queued(page) == 0
@@ -80,7 +81,7 @@ def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_co
 
 
 def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.locator("[data-testid=error-overlay]").wait_for(timeout=60_000)
     toast = {"severity": "error", "summary": "Failed", "detail": "Again", "life": None, "about": "cpu:0"}
 

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from graphs import Graph
+from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_report.safetensors"
 SHORT = "tiny_report_cut_off.safetensors"
-REPORT = "() => document.querySelector('.parallel-report')?.textContent"
 HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
   w => w.name.includes('text-preview'))?.value || ''"""
@@ -20,9 +20,6 @@ ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
 TIMELINE = """() => [...document.querySelectorAll('.parallel-timeline .row')].flatMap(row => [
   row.querySelector('span').textContent,
   [...row.querySelectorAll('g')].filter(g => g.querySelectorAll('rect').length === 3).length])"""
-SET = """([type, name, value]) => {
-  app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
-}"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,13 +31,13 @@ def model(measuring):
 
 
 def _wait_for_report(page, words: str) -> None:
-    page.wait_for_function(f"() => ({REPORT})()?.startsWith({json.dumps(words)})", timeout=120_000)
+    page.wait_for_function(f"() => ({REPORT})().startsWith({json.dumps(words)})", timeout=120_000)
 
 
 def _run(page, **sampler) -> None:
     for name, value in sampler.items():
-        page.evaluate(SET, ["ParallelSampler", name, value])
-    page.evaluate("() => app.queuePrompt(0, 1)")
+        set_widget(page, "ParallelSampler", name, value)
+    run(page)
 
 
 def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page):
@@ -48,13 +45,7 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     loader = graph.parallel_loader(UNET, "cpu:2")
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
     graph.save(latent, "report.safetensors")
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'report')")
-    page.evaluate(
-        """async () => {
-          const saved = app.graph.serialize();
-          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'report');
-        }"""
-    )
+    show_prompt(page, graph.prompt, "ParallelSampler")
     _wait_for_report(page, "After a run")
     _run(page, seed=1)
     _wait_for_report(page, "strategy: ")
@@ -86,15 +77,12 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     _run(page, seed=3, steps=2)
     _wait_for_report(page, "strategy: ")
     # The loader refuses the file, and the sampler never begins.
-    page.evaluate(SET, ["ParallelFluxLoader", "unet_name", SHORT])
+    set_widget(page, "ParallelFluxLoader", "unet_name", SHORT)
     _run(page, seed=4)
     page.wait_for_selector(".parallel-report.problem", timeout=60_000)
-    assert (
-        page.evaluate("() => document.querySelector('.parallel-report').textContent")
-        != "The latest run failed."
-    )
+    assert page.evaluate(REPORT) != "The latest run failed."
     assert page.evaluate(ROWS) == 0
 
-    page.evaluate(SET, ["ParallelFluxLoader", "unet_name", UNET])
+    set_widget(page, "ParallelFluxLoader", "unet_name", UNET)
     _run(page, seed=3)  # all of it is known already
     _wait_for_report(page, "strategy: ")

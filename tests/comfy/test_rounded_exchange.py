@@ -20,7 +20,7 @@ def _both(comfy, kind, **choice):
     return float((found - stock).abs().max() / stock.abs().max()), report
 
 
-@pytest.mark.parametrize("kind", ["flux", "wan_t2v", "qwen_image", "sd3"])
+@pytest.mark.parametrize("kind", ["flux", "wan_t2v", "sd3"])
 def test_the_latent_is_near_stocks_and_the_report_says_that_it_is_not_the_same(comfy, kind):
     difference, report = _both(comfy, kind, ulysses=2)
     assert 1e-5 < difference < 0.1

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from graphs import Graph
+from pages import set_widget
 
 UNET = "tiny_folds.safetensors"  # two attention heads
 DECIDED = {
@@ -19,11 +20,6 @@ SELECTOR = "app.graph.nodes.find(n => n.comfyClass === 'StrategySelector')"
 ON_CANVAS = f"() => {SELECTOR}.widgets.filter(w => !w.hidden).map(w => w.name)"
 BY_VUE = """() => [...document.querySelector('.parallel-strategy').closest('[data-node-id]')
   .querySelectorAll('.lg-node-widget')].map(row => row.innerText.trim().split('\\n')[0])"""
-EDIT = f"""([name, value]) => {{
-  const widget = {SELECTOR}.widgets.find(w => w.name === name);
-  widget.value = value;
-  widget.callback?.(value);
-}}"""
 ALERTS = "() => [...document.querySelectorAll('.parallel-strategy [role=alert] p')].map(p => p.textContent)"
 NOTES = "() => document.querySelector('.parallel-strategy .notes').textContent"
 
@@ -50,33 +46,28 @@ def _wait_for(page, function: str, wanted: set[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
 def test_what_auto_decides_is_folded_away_and_seen_where_a_person_sets_it(page, drawn_by):
     shown = BY_VUE if drawn_by == "vue" else ON_CANVAS
-    page.evaluate("on => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", drawn_by == "vue")
-    try:
-        graph = Graph()
-        graph.parallel_loader(UNET, "cpu:2")
-        _load(page, graph)
-        _wait_for(page, shown, ALWAYS)
-        assert not set(page.evaluate(shown)) & DECIDED
-        page.evaluate(EDIT, ["mode", "manual"])
-        _wait_for(page, shown, ALWAYS | DECIDED)
-        saved = page.evaluate(f"() => {SELECTOR}.serialize().widgets_values")
-        assert saved == ["manual", "cpu:2", 1, 1, 1, 1, 1, "auto", 1, False, False, 0, 1, "", "if_needed"]
-        # A workflow that was saved before there was anything to fold.
-        page.evaluate(
-            """async () => {
-              const saved = app.graph.serialize();
-              for (const node of saved.nodes) delete node.showAdvanced;
-              await app.loadGraphData(saved, true, true, 'old');
-            }"""
-        )
-        _wait_for(page, shown, ALWAYS | DECIDED)
-        page.evaluate(EDIT, ["mode", "auto"])
-        page.wait_for_function(f"() => !({shown})().includes('cfg_degree')", timeout=20_000)
-    finally:
-        page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+    graph = Graph()
+    graph.parallel_loader(UNET, "cpu:2")
+    _load(page, graph)
+    _wait_for(page, shown, ALWAYS)
+    assert not set(page.evaluate(shown)) & DECIDED
+    set_widget(page, "StrategySelector", "mode", "manual")
+    _wait_for(page, shown, ALWAYS | DECIDED)
+    saved = page.evaluate(f"() => {SELECTOR}.serialize().widgets_values")
+    assert saved == ["manual", "cpu:2", 1, 1, 1, 1, 1, "auto", 1, False, False, 0, 1, "", "if_needed"]
+    # A workflow that was saved before there was anything to fold.
+    page.evaluate(
+        """async () => {
+          const saved = app.graph.serialize();
+          for (const node of saved.nodes) delete node.showAdvanced;
+          await app.loadGraphData(saved, true, true, 'old');
+        }"""
+    )
+    _wait_for(page, shown, ALWAYS | DECIDED)
+    set_widget(page, "StrategySelector", "mode", "auto")
+    page.wait_for_function(f"() => !({shown})().includes('cfg_degree')", timeout=20_000)
 
 
 def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
@@ -96,8 +87,8 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
         }}"""
     )
     page.wait_for_function(f"() => ({ALERTS})().some(t => t.includes('2 attention heads'))", timeout=20_000)
-    page.evaluate("() => { app.graph.nodes.find(n => n.type === 'PrimitiveInt').widgets[0].value = 2; }")
-    page.evaluate(EDIT, ["ring_degree", 2])
+    set_widget(page, "PrimitiveInt", "value", 2)
+    set_widget(page, "StrategySelector", "ring_degree", 2)
     page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')", timeout=20_000)
 
     # What has to run first is not known; the rest is checked.
@@ -109,12 +100,12 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
           text.connect(0, {SELECTOR}, slot);
         }}"""
     )
-    page.evaluate(EDIT, ["ring_degree", 1])
+    set_widget(page, "StrategySelector", "ring_degree", 1)
     page.wait_for_function(
         f"() => ({NOTES})().startsWith('ulysses_degree comes from another node')", timeout=20_000
     )
     assert page.evaluate(ALERTS) == []
-    page.evaluate(EDIT, ["cfg_degree", 3])
+    set_widget(page, "StrategySelector", "cfg_degree", 3)
     page.wait_for_function(
         f"() => ({ALERTS})().some(t => t.startsWith('cfg_degree 3: there are'))", timeout=20_000
     )

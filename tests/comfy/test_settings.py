@@ -22,19 +22,6 @@ DEFAULTS = {
 }
 
 
-@pytest.fixture
-def change(page):
-    """`change(name, value)`, as a person does it; the defaults come back after the test."""
-
-    def set_to(name: str, value: object) -> None:
-        path = f"parallel_sampling.{name}"
-        page.evaluate("([id, value]) => app.extensionManager.setting.set(id, value)", [path, value])
-
-    yield set_to
-    for name, value in DEFAULTS.items():
-        set_to(name, value)
-
-
 def _decode(comfy, draw: int) -> None:
     """On the default devices: there is no Strategy Selector."""
     graph = Graph()
@@ -44,19 +31,19 @@ def _decode(comfy, draw: int) -> None:
     comfy.run(graph.prompt)
 
 
-def test_settings_count_from_the_next_use_on(measuring, page, change):
+def test_settings_count_from_the_next_use_on(measuring, page, set_setting):
     comfy, _ = measuring
     write_vae(comfy.server.base_directory / "models" / "vae" / VAE, FLUX)
     shown = page.evaluate("() => app.extensionManager.setting.settings")
     assert {name: shown[f"parallel_sampling.{name}"]["defaultValue"] for name in DEFAULTS} == DEFAULTS
 
     comfy.stop_ranks()
-    change("default_devices", "cpu:2")
+    set_setting("parallel_sampling.default_devices", "cpu:2")
     _decode(comfy, draw=1)
     running = [group["devices"] for group in comfy.groups() if group["state"] == "ready"]
     assert running == [["cpu:0", "cpu:1"]]
 
-    change("allow_approximate", False)
+    set_setting("parallel_sampling.allow_approximate", False)
     graph = Graph()
     unet = comfy.write_flux("tiny_settings.safetensors", single_blocks=2)
     loader = graph.parallel_loader(unet, "cpu:2", pipefusion=2, warmup_steps=1)
@@ -64,6 +51,6 @@ def test_settings_count_from_the_next_use_on(measuring, page, change):
     with pytest.raises(PromptFailed, match="Allow approximate strategies"):
         comfy.sample(graph.prompt, latent)
 
-    change("sleep_after_minutes", 0.02)
+    set_setting("parallel_sampling.sleep_after_minutes", 0.02)
     _decode(comfy, draw=2)  # whose end sets the timer
     wait_until(lambda: "asleep" in {group["state"] for group in comfy.groups()})

@@ -6,14 +6,12 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
-import urllib.request
-from pathlib import Path
 
 import pytest
 
 from graphs import Graph
+from pages import run, shoot, show_prompt, wait_for_extensions
 
 EVENT = "parallel_sampling.status"
 UNET = "tiny_panel_status.safetensors"
@@ -46,19 +44,6 @@ def model(measuring):
     measuring[0].write_flux(UNET, single_blocks=3)
 
 
-@pytest.fixture
-def shoot(page, tmp_path):
-    """`shoot(name)` keeps a picture of the page among the test's files, and where people look at them."""
-
-    def take(name: str) -> None:
-        page.screenshot(path=tmp_path / f"{name}.png")
-        if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            shutil.copy(tmp_path / f"{name}.png", Path(folder, f"{name}.png"))
-
-    return take
-
-
 def _graph(steps: int) -> Graph:
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
@@ -77,20 +62,14 @@ def _open(page):
     return panel
 
 
-def _group(comfy) -> dict:
-    with urllib.request.urlopen(f"{comfy.server.url}/parallel_sampling/ranks", timeout=30) as answer:
-        return json.load(answer)["groups"][0]
-
-
-def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
+def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     comfy, _ = measuring
     frames: list[str] = []
     page.on(
         "websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text)[:60]))
     )
     page.reload()
-    page.wait_for_function("() => window.app?.extensionManager && app.graph", timeout=60_000)
-    page.wait_for_function("() => app.extensions.some(e => e.name === 'parallel_sampling.status_panel')")
+    wait_for_extensions(page)
 
     def wait_for(words: str) -> None:
         # The rest of 240 steps may be waited for.
@@ -101,16 +80,16 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
         wait_for(then)
 
     # A job, from the page that then shows its bars.
-    page.evaluate(f"() => app.loadApiJson({json.dumps(_graph(240).prompt)}, 'status')")
+    show_prompt(page, _graph(240).prompt, "ParallelSampler")
     panel = _open(page)
     card = panel.locator(".parallel-group").first
     page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.wait_for_function(
         "() => recorded.some(t => /^step [1-9]\\d* of 240 · about \\d+ s left$/.test(t))", timeout=120_000
     )
-    shoot("status-sampling")
-    os.kill(_group(comfy)["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
+    shoot(page, "status-sampling")
+    os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')", timeout=60_000)
     page.locator(".p-toast-detail", has_text="after: process 0 failed: killed by SIGKILL").wait_for(
         timeout=10_000
@@ -134,9 +113,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
     page.evaluate("() => app.api.socket.close()")
     press("Sleep", "asleep")
     page.reload()
-    page.wait_for_function(
-        "() => window.app?.extensions?.some(e => e.name === 'parallel_sampling.status_panel')", timeout=60_000
-    )
+    wait_for_extensions(page)
     panel = _open(page)
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("asleep")
@@ -144,10 +121,10 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page, shoot):
 
     # A dead rank shows with its reason, and can be started from here.
     page.evaluate(RECORD, ".p-toast-summary")
-    os.kill(_group(comfy)["ranks"][1]["pid"], signal.SIGKILL)
+    os.kill(comfy.groups()[0]["ranks"][1]["pid"], signal.SIGKILL)
     wait_for("failed")
     assert "process 1 failed" in card.locator(".reason").inner_text()
-    shoot("status-failed")
+    shoot(page, "status-failed")
     press("Start", "ready")
     page.wait_for_function("() => recorded.includes('Processes started')", timeout=20_000)
     assert page.evaluate("recorded.filter(t => t === 'Processes started').length") == 1
@@ -228,7 +205,7 @@ STATES = {
 }
 
 
-def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
+def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
     # Only what this test says reaches the panel.
     page.route("**/parallel_sampling/watch", lambda route: route.fulfill(json={"seconds": 15}))
     panel = _open(page)
@@ -261,9 +238,9 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, shoot):
         page.evaluate(f"() => app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
         page.set_viewport_size({"width": 1280, "height": 900})
         page.wait_for_timeout(300)  # until colours have changed
-        shoot(f"status-{theme}")
+        shoot(page, f"status-{theme}")
         page.set_viewport_size({"width": 320, "height": 900})
-        shoot(f"status-{theme}-320")
+        shoot(page, f"status-{theme}-320")
         assert page.evaluate(STICKS_OUT) == []
 
     # A toast that stays, as it comes from the server.

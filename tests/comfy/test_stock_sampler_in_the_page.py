@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 
-from comfy_harness import ROOT
 from graphs import STOCK, Graph
-from pages import BADGES, show_prompt
+from pages import BADGES, choose, menu_of, run, set_widget, shoot, show_prompt, words_of
 
 UNET = "tiny_stock_sampler.safetensors"
-MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
-  item => item?.content).filter(Boolean)"""
-CHOOSE = """([type, words]) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).find(
-  item => item?.content === words).callback()"""
 # The middle of the badge that the canvas draws, in pixels of the page.
 BADGE = """() => {
   const { fillText } = CanvasRenderingContext2D.prototype;
@@ -33,10 +26,7 @@ BADGE = """() => {
   const ratio = app.canvas.canvas.width / width;
   return [left + at.x / ratio, top + at.y / ratio];
 }"""
-SET = """([type, name, value]) => {
-  app.graph.nodes.find(n => n.comfyClass === type).widgets.find(w => w.name === name).value = value;
-}"""
-WORDS = json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
+WORDS = words_of()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,17 +63,16 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     def wait_for(pattern: str) -> None:
         page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))", timeout=120_000)
 
-    assert WORDS["prove"] in page.evaluate(MENU, kind)
-    assert WORDS["open_report"] not in page.evaluate(MENU, kind)
-    assert WORDS["prove"] not in page.evaluate(MENU, "ParallelModel")
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    assert WORDS["prove"] in menu_of(page, kind)
+    assert WORDS["open_report"] not in menu_of(page, kind)
+    assert WORDS["prove"] not in menu_of(page, "ParallelModel")
+    run(page)
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
     page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached", timeout=20_000)
     page.wait_for_function(
         "() => Object.values(app.nodeOutputs).some(({ images }) => images)", timeout=60_000
     )
-    if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / f"stock_{drawn_by}.png")
+    shoot(page, f"stock_{drawn_by}")
 
     if drawn_by == "vue":
         page.locator(".parallel-badge").click()
@@ -104,10 +93,10 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert re.search(r"sampling [\d.]+ s \(\d+ %\)\s+decoding [\d.]+ s \(\d+ %\)", phases)
     assert report.locator(".parallel-phases rect").count() == len(re.findall(r" s \(", phases)) >= 2
     report.get_by_role("button", name="Close").click()
-    page.evaluate(CHOOSE, [kind, WORDS["open_report"]])
+    choose(page, kind, WORDS["open_report"])
     report.get_by_role("button", name="Close").click(timeout=20_000)
 
-    page.evaluate(CHOOSE, [kind, WORDS["prove"]])
+    choose(page, kind, WORDS["prove"])
     proof = page.get_by_role("dialog", name=WORDS["proof"].format(count=2))
     proof.wait_for(timeout=120_000)
     words = proof.inner_text()
@@ -117,7 +106,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
 
     page.reload()
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
-    page.evaluate(SET, ["TestLatent", "batch_index", "none"])  # it fails, and the sampler never begins
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    set_widget(page, "TestLatent", "batch_index", "none")  # it fails, and the sampler never begins
+    run(page)
     page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))", timeout=60_000)
-    assert WORDS["open_report"] not in page.evaluate(MENU, kind)
+    assert WORDS["open_report"] not in menu_of(page, kind)

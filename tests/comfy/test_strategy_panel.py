@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
+from pages import run, set_widget, shoot, show_prompt
 
 UNET = "tiny_panel.safetensors"  # two attention heads
 DEGREES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
@@ -27,12 +26,6 @@ READ = """() => {
     chosen: [...panel.querySelectorAll('tr[aria-current]')].map(r => r.cells[0].innerText.trim()),
     cut: panel.scrollWidth > panel.clientWidth + 1,
   };
-}"""
-# Edits as widgets do: the value, then who waits for it.
-EDIT = """([name, value]) => {
-  const widget = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.find(w => w.name === name);
-  widget.value = value;
-  widget.callback?.(value);
 }"""
 WIDGETS = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(
   w => ({ name: w.name, off: w.disabled, label: w.label, value: w.value }))"""
@@ -53,28 +46,6 @@ def model(measuring):
     measuring[0].write_flux(UNET, single_blocks=4)
 
 
-@pytest.fixture
-def picture(page, tmp_path):
-    """Keeps a screenshot: in the folder that PARALLEL_SAMPLING_SCREENSHOTS names, else beside the test's files."""
-    folder = Path(os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return lambda name: page.screenshot(path=folder / f"{name}.png")
-
-
-@pytest.fixture
-def set_setting(page):
-    """Sets one of ComfyUI's settings until the test ends; they are kept on the server that tests share."""
-    before = {}
-
-    def set_one(name, value):
-        before.setdefault(name, page.evaluate("n => app.extensionManager.setting.get(n)", name))
-        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
-
-    yield set_one
-    for name, value in before.items():
-        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
-
-
 def _graph(devices="cpu:2", **choice) -> Graph:
     graph = Graph()
     loader = graph.parallel_loader(UNET, devices, **choice)
@@ -84,23 +55,12 @@ def _graph(devices="cpu:2", **choice) -> Graph:
 
 
 def _load(page, prompt: dict) -> None:
-    """Puts the graph on the canvas, as a workflow with an id of its own, and moves the selector into view."""
-    page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'panel')")
-    page.evaluate(
-        """async () => {
-          const saved = app.graph.serialize();
-          await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'panel');
-          const selector = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
-          app.canvas.ds.scale = 1;
-          app.canvas.ds.offset = [120 - selector.pos[0], 100 - selector.pos[1]];
-          app.canvas.setDirty(true, true);
-        }"""
-    )
+    show_prompt(page, prompt, "StrategySelector")
     page.wait_for_selector(".parallel-strategy", timeout=60_000)
 
 
 def _edit(page, name: str, value: object) -> None:
-    page.evaluate(EDIT, [name, value])
+    set_widget(page, "StrategySelector", name, value)
 
 
 def _wait_for(page, condition: str) -> None:
@@ -112,7 +72,7 @@ def _off(page) -> set[str]:
     return {widget["name"] for widget in page.evaluate(WIDGETS) if widget["off"]}
 
 
-def test_the_diagram_and_the_degrees_follow_the_inputs(page, picture):
+def test_the_diagram_and_the_degrees_follow_the_inputs(page):
     _load(page, _graph("cpu:8", cfg=2, ring=2, ulysses=2).prompt)
     _wait_for(page, "shown.devices.length === 8")
     shown = page.evaluate(READ)
@@ -121,7 +81,7 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page, picture):
     assert shown["devices"][3] == "cpu:3 · prompt · ring 2/2 · heads 2/2"
     assert shown["devices"][4] == "cpu:4 · negative prompt · ring 1/2 · heads 1/2"
     assert _off(page) == set() and not shown["cut"]
-    picture("diagram")
+    shoot(page, "diagram")
 
     live = page.evaluate(ARROW, "data_degree")
     page.mouse.click(*live)  # in manual a degree takes it, and sixteen devices are not selected
@@ -139,14 +99,10 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page, picture):
     before = page.evaluate(WIDGETS)
     page.mouse.click(*live)
     assert page.evaluate(WIDGETS) == before
-    picture("auto")
+    shoot(page, "auto")
 
 
-@pytest.mark.parametrize("drawn_by", ["canvas", "vue"])
-def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected(
-    page, measuring, picture, set_setting, drawn_by
-):
-    set_setting("Comfy.VueNodes.Enabled", drawn_by == "vue")
+def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected(page, measuring, drawn_by):
     _load(page, _graph("cpu:3", ulysses=2).prompt)
     _wait_for(page, "shown.devices.length === 3")
     plain = page.evaluate(WIDGETS)
@@ -168,7 +124,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     invalid = page.locator("[aria-invalid=true]")
     if drawn_by == "vue":
         invalid.wait_for(timeout=60_000)
-    picture(f"invalid_{drawn_by}")
+    shoot(page, f"invalid_{drawn_by}")
     asked = {
         "inputs": {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3},
         "loader": {"node": "ParallelFluxLoader", "unet_name": UNET},
@@ -209,18 +165,16 @@ def test_an_answer_that_comes_late_is_dropped(page):
     assert shown["alerts"] == [] and shown["titles"] == ["one device"]
 
 
-def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(
-    page, picture, set_setting
-):
+def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(page, set_setting):
     _load(page, _graph().prompt)
     _wait_for(page, "shown.titles.length === 2")
     assert "After a run" in page.evaluate(READ)["text"]
     sizes = page.evaluate(SIZES)
 
-    page.evaluate("() => app.queuePrompt(0, 1)")
+    run(page)
     page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
     shown = page.evaluate(READ)
-    picture("after_a_run")
+    shoot(page, "after_a_run")
     names = [row[0].split("\n")[0].removeprefix("→ ") for row in shown["rows"]]
     assert {"one device", "CFG 2"} <= set(names) and len(names) == len(set(names))
     assert shown["rows"][0][0].startswith("→ ") and len(shown["chosen"]) == 1
@@ -265,7 +219,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     assert page.evaluate(REPORT) == report
     _wait_for(page, "shown.basis === 'The latest run'")
     page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)", timeout=60_000)
-    picture("after_a_run_light")
+    shoot(page, "after_a_run_light")
 
 
 def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from dataclasses import asdict
 
 import pytest
@@ -15,25 +12,10 @@ ROUTE = "/parallel_sampling/check_strategy"
 UNET = "tiny_check.safetensors"  # two attention heads
 
 
-def _ask(comfy, body: bytes, method: str = "POST", **headers: str) -> tuple[int, dict]:
-    request = urllib.request.Request(comfy.server.url + ROUTE, body, method=method, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        said = error.read()
-        return error.code, json.loads(said) if said.startswith(b"{") else {}
-
-
 def _check(comfy, inputs: dict, **loader: str) -> dict:
-    status, said = _ask(comfy, json.dumps({"inputs": inputs, "loader": loader}).encode())
+    status, said = comfy.ask(ROUTE, {"inputs": inputs, "loader": loader})
     assert status == 200
     return said
-
-
-def _groups(comfy) -> dict:
-    with urllib.request.urlopen(comfy.server.url + "/parallel_sampling/ranks", timeout=60) as answer:
-        return json.load(answer)
 
 
 def test_the_check_takes_what_the_node_has(comfy):
@@ -75,7 +57,7 @@ def test_a_name_that_no_loader_offers_reads_no_file(comfy, name):
 
 
 def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
-    groups = _groups(comfy)
+    groups = comfy.groups()
     for body in (
         b"",
         b"\xff\x00",
@@ -88,7 +70,7 @@ def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
         b'{"loader": 7}',
         b" " * 1_000_000,
     ):
-        status, said = _ask(comfy, body)
+        status, said = comfy.ask(ROUTE, body)
         assert status == 400 and len(said["error"]) < 500, body[:50]
     for inputs in (
         {"devices": "\ud800"},
@@ -97,16 +79,16 @@ def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
         {"mode": "manual", "devices": "cpu:16", **dict.fromkeys(("cfg_degree", "tensor_degree"), 64)},
     ):
         assert _check(comfy, inputs)["problems"]
-    assert _groups(comfy) == groups
+    assert comfy.groups() == groups
 
 
 def test_other_pages_and_other_methods_get_nothing(comfy):
-    assert _ask(comfy, b"{}", Origin="https://elsewhere.example")[0] == 403
-    assert _ask(comfy, b"{}", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert comfy.ask(ROUTE, b"{}", Origin="https://elsewhere.example")[0] == 403
+    assert comfy.ask(ROUTE, b"{}", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
     rebound = {
         "Host": "elsewhere.example",
         "Origin": "http://elsewhere.example",
     }  # its name points at 127.0.0.1
-    assert _ask(comfy, b"{}", **rebound)[0] == 403
-    assert _ask(comfy, b"{}", Host="localhost", Origin="http://localhost")[0] == 200
-    assert _ask(comfy, b"{}", "PUT")[0] in (404, 405)
+    assert comfy.ask(ROUTE, b"{}", **rebound)[0] == 403
+    assert comfy.ask(ROUTE, b"{}", Host="localhost", Origin="http://localhost")[0] == 200
+    assert comfy.ask(ROUTE, b"{}", "PUT")[0] in (404, 405)

@@ -3,13 +3,10 @@ and one undo, or the way back, gives the workflow as it was."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from comfy_harness import ROOT
 from graphs import STOCK, Graph
-from pages import show_prompt
+from pages import command, menu_of, show_prompt, words_of
 
 UNET = "tiny_swapped.safetensors"
 LINKS = """() => [app.graph, ...app.graph.subgraphs.values()].map(graph => [...graph.links.values()].map(link => [
@@ -22,19 +19,13 @@ KINDS = "() => app.graph.nodes.map(n => n.type).sort()"
 OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.id < b.id
   && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
   && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
-MENU = """(type) => app.canvas.getNodeMenuOptions(app.graph.nodes.find(n => n.type === type)).map(
-  item => item?.content).filter(Boolean)"""
-WORDS = json.loads((ROOT / "locales" / "en" / "main.json").read_text("utf-8"))["parallel_sampling"]
+WORDS = words_of()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def model(measuring):
     """There before the page asks which models there are."""
     measuring[0].write_flux(UNET, single_blocks=2)
-
-
-def _command(page, name: str) -> None:
-    page.evaluate("name => app.extensionManager.command.execute(name)", name)
 
 
 def _graph() -> Graph:
@@ -61,11 +52,9 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState?.()")
     assert page.evaluate(OVERLAPS) == []
     links, values, kinds = (page.evaluate(what) for what in (LINKS, VALUES, KINDS))
-    assert WORDS["swap"] in page.evaluate(MENU, "KSampler") and WORDS["swap"] in page.evaluate(
-        MENU, "UNETLoader"
-    )
+    assert WORDS["swap"] in menu_of(page, "KSampler") and WORDS["swap"] in menu_of(page, "UNETLoader")
 
-    _command(page, "parallel_sampling.swap_in")
+    command(page, "parallel_sampling.swap_in")
     page.get_by_text(WORDS["swapped"].replace("{count}", "3")).wait_for(timeout=10_000)
     (made,) = page.evaluate(LINKS)
     names = {"UNETLoader": "ParallelModelLoader", "KSampler": "ParallelSampler"}
@@ -88,8 +77,8 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
         assert any(one.items() <= after[node][1].items() for one in (shown, renamed)), kind
         assert title != "Mine" or after[node][0] == "Mine"
     assert page.evaluate(OVERLAPS) == []
-    assert WORDS["swap"] not in page.evaluate(MENU, "ParallelSampler")
-    assert WORDS["swap_back"] in page.evaluate(MENU, "ParallelSampler")
+    assert WORDS["swap"] not in menu_of(page, "ParallelSampler")
+    assert WORDS["swap_back"] in menu_of(page, "ParallelSampler")
 
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     latents = {node["inputs"]["seed"]: name for name, node in prompt.items() if "seed" in node["inputs"]}
@@ -97,17 +86,17 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
         found = comfy.sample(prompt, [latents[graph.prompt[name]["inputs"]["seed"]], 0])
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
-    _command(page, "Comfy.Undo")
+    command(page, "Comfy.Undo")
     page.wait_for_function(
         f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=3, timeout=10_000
     )
     assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
-    _command(page, "Comfy.Redo")
+    command(page, "Comfy.Redo")
     page.wait_for_function(
         f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=0, timeout=10_000
     )
 
-    _command(page, "parallel_sampling.swap_out")
+    command(page, "parallel_sampling.swap_out")
     page.get_by_text(WORDS["swapped_back"].replace("{count}", "3")).wait_for(timeout=10_000)
     assert page.evaluate(KINDS) == kinds and page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
     assert page.evaluate(OVERLAPS) == []
@@ -123,7 +112,7 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
           n => ['UNETLoader', 'KSampler'].includes(n.type))))"""
     )
     before = page.evaluate(LINKS)
-    _command(page, "parallel_sampling.swap_in")
+    command(page, "parallel_sampling.swap_in")
     outer, inner = page.evaluate(LINKS)
     assert outer == before[0]
     assert ["ParallelModelLoader", 1, "ParallelSampler", "parallel_model"] in inner
@@ -131,12 +120,12 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     assert outside > {"positive", "negative", "latent_image"}  # and widgets that the subgraph shows
     assert {name for a, _, b, name in inner if (a, b) == ("outside", "ParallelSampler")} == outside
     assert ["ParallelSampler", 0, "outside", ""] in inner
-    _command(page, "parallel_sampling.swap_out")
+    command(page, "parallel_sampling.swap_out")
     assert page.evaluate(LINKS) == before
 
     alone = Graph()
     alone.parallel_sampler(alone.parallel_loader(UNET, "cpu:2"), alone.text(1), alone.text(2), alone.latent())
     show_prompt(page, alone.prompt, "ParallelSampler")
-    for command, words in (("swap_in", "nothing_to_swap"), ("swap_out", "nothing_to_swap_back")):
-        _command(page, f"parallel_sampling.{command}")
+    for name, words in (("swap_in", "nothing_to_swap"), ("swap_out", "nothing_to_swap_back")):
+        command(page, f"parallel_sampling.{name}")
         page.get_by_text(WORDS[words]).wait_for(timeout=10_000)

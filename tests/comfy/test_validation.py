@@ -8,11 +8,6 @@ from comfyui_client import PromptFailed, PromptRejected
 from graphs import Graph
 
 
-@pytest.fixture(scope="module")
-def unet(comfy):
-    return comfy.write_flux("tiny_dev.safetensors")
-
-
 def _prompt(unet: str, devices, **choice) -> dict:
     graph = Graph()
     loader = graph.parallel_loader(unet, devices, **choice)
@@ -26,6 +21,7 @@ def _prompt(unet: str, devices, **choice) -> dict:
     [
         ("cpu:2", {"ring": 3}, "ring_degree, devices: Ring 3 needs 3 devices; 2 are selected"),
         ("gpu7", {}, "devices: devices 'gpu7' is not understood"),
+        ("cpu:99", {}, "devices: devices 'cpu:99': the CPU takes 1 to 16 processes"),
         ("cpu:4", {"cfg": 3}, "cfg_degree: cfg_degree 3: there are only two prompts"),
         (
             "cpu:2",
@@ -37,8 +33,10 @@ def _prompt(unet: str, devices, **choice) -> dict:
     ],
 )
 def test_what_the_devices_cannot_run_is_never_queued(comfy, unet, devices, choice, line):
+    before = comfy.ranks()
     with pytest.raises(PromptRejected) as rejected:
         comfy.client.queue(_prompt(unet, devices, **choice))
+    assert comfy.ranks() == before
     ((name, report),) = rejected.value.node_errors.items()
     assert name == "StrategySelector0" and report["class_type"] == "StrategySelector"
     by_input = {error["extra_info"]["input_name"]: error for error in report["errors"]}

@@ -58,7 +58,7 @@ def expected_prompt(unet: str) -> dict:
 
 def test_a_saved_workflow_becomes_a_prompt_that_runs(comfy):
     unet = comfy.write_flux("tiny_dev.safetensors")
-    prompt = workflow_to_api(saved_workflow(unet), comfy.client.object_info())
+    prompt = workflow_to_api(saved_workflow(unet), comfy.registry)
     without_titles = {
         key: {"class_type": n["class_type"], "inputs": n["inputs"]} for key, n in prompt.items()
     }
@@ -73,7 +73,7 @@ def saved_video(codec: str, *more) -> dict:
 
 def test_a_choice_brings_its_own_inputs_by_dotted_names(comfy):
     """One level deeper since ComfyUI 0.33, where the container brings the codec."""
-    registry = comfy.client.object_info()
+    registry = comfy.registry
     codec = "codec" if "codec" in registry["SaveVideo"]["input"]["required"] else "format.codec"
     plain = workflow_to_api(saved_video("auto"), registry)["1"]["inputs"]
     assert plain == {"filename_prefix": "video/clip", "format": "auto", codec: "auto"}
@@ -86,10 +86,10 @@ def test_a_choice_brings_its_own_inputs_by_dotted_names(comfy):
 
 def test_saved_values_that_fit_no_input_are_named(comfy):
     with pytest.raises(WorkflowError, match=r"saved values that fit no input: .*24"):
-        workflow_to_api(saved_video("auto", 23, 24), comfy.client.object_info())
+        workflow_to_api(saved_video("auto", 23, 24), comfy.registry)
 
 
 def test_a_socket_of_several_types_is_the_widget_that_it_names(comfy):
     node = {"id": 1, "type": "LTXVEmptyLatentAudio", "inputs": [], "widgets_values": [121, 24.0, 1]}
-    prompt = workflow_to_api({"nodes": [node], "links": []}, comfy.client.object_info())
+    prompt = workflow_to_api({"nodes": [node], "links": []}, comfy.registry)
     assert prompt["1"]["inputs"] == {"frames_number": 121, "frame_rate": 24.0, "batch_size": 1}

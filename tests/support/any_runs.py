@@ -6,14 +6,16 @@ from safetensors.torch import load_file
 
 from any_graphs import MODELS, AnyGraph
 from differences import relative_difference
+from graphs import Graph
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 
 
-def latents(comfy, graph: AnyGraph, found: dict[str, list], texts: dict[str, list] | None = None) -> dict:
+def latents(comfy, graph: Graph, found: dict[str, list], texts: dict[str, list] | None = None) -> dict:
     """What a run saves of LATENTs and STRINGs, by name."""
+    several = isinstance(graph, AnyGraph) and ";" in MODELS[graph.kind]["latent"]
     for name, latent in found.items():
-        if ";" in MODELS[graph.kind]["latent"]:
+        if several:
             latent = [graph.add("TestFlatLatent", latent=latent), 0]
         graph.save(latent, f"any-{name}.safetensors")
     for name, text in (texts or {}).items():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -37,6 +39,11 @@ class Comfy:
     client: ComfyUIClient
     _names: itertools.count = field(default_factory=itertools.count)
 
+    @cached_property
+    def registry(self) -> dict[str, dict]:
+        """What ComfyUI says of each node; the files in its lists are those that were there at the first look."""
+        return self.client.object_info()
+
     def run(self, prompt: Prompt, timeout: float = 120) -> dict:
         """Run a prompt in API format; returns its history entry, raises what the client raises."""
         return self.client.run(prompt, timeout)
@@ -56,6 +63,13 @@ class Comfy:
         save = {"class_type": "TestSaveText", "inputs": {"text": text, "path": name}}
         samples = self.sample({**prompt, "save-text": save}, latent, timeout)
         return samples, self.output(name).read_text()
+
+    def forget(self) -> None:
+        """Has ComfyUI forget the outputs and models that it keeps. It may miss the wish until its next prompt ends."""
+        self.client.free()
+        self.run(
+            {"forgotten": {"class_type": "TestSaveText", "inputs": {"text": "", "path": "forgotten.txt"}}}
+        )
 
     @contextmanager
     def amid(self, node: str, act: Callable[[], object]) -> Iterator[Events]:
@@ -88,10 +102,28 @@ class Comfy:
 
         return list(filter(is_rank, self.server.children()))
 
+    def request(
+        self, path: str, body: object = None, method: str = "POST", **headers: str
+    ) -> tuple[int, str]:
+        """(status, the answer's text); `body`: bytes, or what becomes JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        address = urlsplit(self.server.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=240)
+        try:
+            connection.request(method, path, data, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def ask(self, path: str, body: object = None, method: str = "POST", **headers: str) -> tuple[int, dict]:
+        """As `request`, with what the answer's JSON says, if it is some."""
+        status, text = self.request(path, body, method, **headers)
+        return status, json.loads(text) if text.startswith("{") else {}
+
     def groups(self) -> list[dict]:
         """What the route of ranks says of each group."""
-        with urllib.request.urlopen(f"{self.server.url}/parallel_sampling/ranks", timeout=30) as answer:
-            return json.load(answer)["groups"]
+        return self.ask("/parallel_sampling/ranks", method="GET")[1]["groups"]
 
     def stop_ranks(self) -> None:
         """Ends the groups that tests before have left, as a person does it."""
@@ -104,10 +136,8 @@ class Comfy:
     def _press(self, action: str) -> None:
         for group in self.groups():
             if not group["why_not"][action]:
-                body = json.dumps({"devices": group["devices"]}).encode()
-                urllib.request.urlopen(
-                    f"{self.server.url}/parallel_sampling/ranks/{action}", body, timeout=30
-                ).close()
+                status, said = self.ask(f"/parallel_sampling/ranks/{action}", {"devices": group["devices"]})
+                assert status == 200, said
 
     def output(self, name: str) -> Path:
         """The path of a file that a node saved under ``name``."""

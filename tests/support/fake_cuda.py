@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from types import SimpleNamespace
 
-import torch
-
 
 class FakeCuda:
     """`sizes`: bytes of each card's memory, by its number."""
@@ -46,42 +44,3 @@ class FakeCuda:
             raise RuntimeError("called a synchronizing CUDA operation")
         if self._mode == 1:
             warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
-
-
-class OnGpu:
-    """A tensor of a GPU as far as ArenaWriter looks at it: one of inference mode, that nobody counts writes into."""
-
-    def __init__(self, numbers: torch.Tensor, device: str = "cuda:0"):
-        self._numbers, self.device = numbers, torch.device(device)
-        self.dtype, self.shape, self.nbytes = numbers.dtype, numbers.shape, numbers.nbytes
-
-    def detach(self):
-        return self._numbers
-
-    def is_inference(self):
-        return True
-
-
-class FakeRuntime:
-    """The part of torch.cuda by which memory is locked and copies are waited for; `did`: what was asked, in order."""
-
-    def __init__(self):
-        self.did, self.locked = [], set()
-
-    def put_in_place(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch.cuda, "current_stream", self._stream)
-        return self
-
-    def cudaHostRegister(self, address, size, flags):
-        assert flags == 0 and address not in self.locked
-        self.did.append("register")
-        self.locked.add(address)
-        return 0
-
-    def cudaHostUnregister(self, address):
-        self.locked.remove(address)  # KeyError: CUDA has an error for that
-        self.did.append("unregister")
-
-    def _stream(self, device):
-        return SimpleNamespace(synchronize=lambda: self.did.append(f"synchronize {device}"))

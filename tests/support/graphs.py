@@ -73,6 +73,17 @@ class Graph:
             return [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0]
         return [self.parallel_loader(unet, devices, **choice), 1]
 
+    def loaded_by(self, kind: str, unet: str, strategy: list | None = None) -> list:
+        """The PARALLEL_MODEL of one of our loaders, or of Parallel Model behind a node that changes a stock MODEL."""
+        own = {} if strategy is None else {"strategy": strategy}
+        if kind == "ParallelModel":
+            shifts = {"max_shift": 1.15, "base_shift": 0.5, "width": 128, "height": 96}
+            changed = self.add("ModelSamplingFlux", model=self.model(STOCK, unet), **shifts)
+            return [self.add(kind, model=[changed, 0], **own), 1]
+        if kind == "ParallelModelLoader":
+            return [self.add(kind, model_name=unet, weight_dtype="default", **own), 1]
+        return [self.add(kind, unet_name=unet, weight_dtype="auto", **own), 0]
+
     def ksampler(self, model: list, positive: list, negative: list, latent: list, **changes) -> list:
         inputs = SAMPLING | changes
         names = {"positive": positive, "negative": negative, "latent_image": latent}

@@ -10,79 +10,16 @@ import os
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from .any_model import NODES as ANY_MODEL
-from .inputs import (
-    TestAnything,
-    TestAttentionMask,
-    TestConditioning,
-    TestImage,
-    TestLatent,
-    TestNew,
-    TestStyle,
-)
-from .loops import TestTwice
-from .model_patches import NODES as MODEL_PATCHES
-from .other_vaes import TestLtxVAE, TestSeed, TestShapeVAE
-from .outputs import TestAppend, TestSaveImage, TestSaveLatent, TestSaveText
-from .ranks import (
-    TestNoFreeMemory,
-    TestOtherPlatform,
-    TestRankStates,
-    TestUnload,
-    TestUntilEarly,
-    TestUntilHeld,
-    fork_ranks,
-)
-from .text_and_image_coders import (
-    TestCircularVAE,
-    TestClip,
-    TestImageVAE,
-    TestOtherSwish,
-    TestScaledVAE,
-    TestTinyVAE,
-    TestWanVAE,
-)
-from .text_encoders import NODES as TEXT_ENCODERS
+from . import any_model, coders, inputs, model_patches, outputs, ranks, text_encoders  # noqa: F401, they make NODES
+from .node import NODES
 
 
 class InjectExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [
-            *ANY_MODEL,
-            *MODEL_PATCHES,
-            *TEXT_ENCODERS,
-            TestAnything,
-            TestAppend,
-            TestCircularVAE,
-            TestClip,
-            TestConditioning,
-            TestLatent,
-            TestNew,
-            TestNoFreeMemory,
-            TestOtherPlatform,
-            TestSaveImage,
-            TestSaveLatent,
-            TestSaveText,
-            TestOtherSwish,
-            TestScaledVAE,
-            TestStyle,
-            TestTwice,
-            TestLtxVAE,
-            TestSeed,
-            TestShapeVAE,
-            TestTinyVAE,
-            TestAttentionMask,
-            TestRankStates,
-            TestUnload,
-            TestUntilEarly,
-            TestUntilHeld,
-            TestWanVAE,
-            TestImageVAE,
-            TestImage,
-        ]
+        return NODES
 
 
 async def comfy_entrypoint() -> InjectExtension:
     if "PARALLEL_TEST_FORKED_RANKS" in os.environ:
-        PromptServer.instance.add_on_prompt_handler(fork_ranks)
+        PromptServer.instance.add_on_prompt_handler(ranks.fork_ranks)
     return InjectExtension()

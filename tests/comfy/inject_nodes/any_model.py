@@ -1,4 +1,4 @@
-"""Test-only nodes for models of any family: what writes their files, and what feeds them."""
+"""Nodes for models of any family: what writes their files, and what feeds them."""
 
 from __future__ import annotations
 
@@ -15,299 +15,146 @@ from comfy.patcher_extension import WrappersMP
 from comfy_api.latest import io
 from safetensors.torch import save_file
 
-from .category import CATEGORY
+from .node import node
 from .tiny_models import FILES, tensors_of
 
+LATENT, MODEL, PROMPT = (
+    io.Latent.Input("latent"),
+    io.Model.Input("model"),
+    io.Conditioning.Input("conditioning"),
+)
+FOLDERS = ["diffusion_models", "checkpoints", "controlnet"]
 
-class TestWriteModel(io.ComfyNode):
+
+def _drawn(size: list[int] | torch.Size, seed: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def _sides(shape: str) -> list[int]:
+    return [int(side) for side in shape.split(",")]
+
+
+@node(
+    "TestWriteModel",
+    [io.Combo.Input("kind", options=list(FILES)), io.Combo.Input("folder", options=FOLDERS)],
+    is_output_node=True,
+)
+def write_model(kind, folder):
     """Writes a model's file into a folder of models unless it is there."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestWriteModel",
-            category=CATEGORY,
-            inputs=[
-                io.Combo.Input("kind", options=list(FILES)),
-                io.Combo.Input("folder", options=["diffusion_models", "checkpoints", "controlnet"]),
-            ],
-            is_output_node=True,
-        )
-
-    @classmethod
-    def execute(cls, kind, folder) -> io.NodeOutput:
-        path = Path(folder_paths.get_folder_paths(folder)[0], f"any_{kind}.safetensors")
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tensors, metadata = tensors_of(kind)
-            save_file(tensors, path, metadata)
-        return io.NodeOutput()
+    path = Path(folder_paths.get_folder_paths(folder)[0], f"any_{kind}.safetensors")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors, metadata = tensors_of(kind)
+        save_file(tensors, path, metadata)
 
 
-class TestShapedLatent(io.ComfyNode):
+@node(
+    "TestShapedLatent",
+    [io.String.Input("shape"), io.Int.Input("draw", default=-1, min=-1)],
+    [io.Latent.Output()],
+)
+def shaped_latent(shape, draw):
     """LATENT of any shape, such as 1,16,3,8,8, or of several with ; between them; drawn, or an empty one."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestShapedLatent",
-            category=CATEGORY,
-            inputs=[io.String.Input("shape"), io.Int.Input("draw", default=-1, min=-1)],
-            outputs=[io.Latent.Output()],
-        )
-
-    @classmethod
-    def execute(cls, shape, draw) -> io.NodeOutput:
-        generator = torch.Generator().manual_seed(abs(draw))
-        sizes = [[int(side) for side in part.split(",")] for part in shape.split(";")]
-        parts = [torch.randn(size, generator=generator) * (draw >= 0) for size in sizes]
-        return io.NodeOutput({"samples": parts[0] if len(parts) == 1 else NestedTensor(parts)})
+    generator = torch.Generator().manual_seed(abs(draw))
+    sizes = map(_sides, shape.split(";"))
+    parts = [torch.randn(size, generator=generator) * (draw >= 0) for size in sizes]
+    return {"samples": parts[0] if len(parts) == 1 else NestedTensor(parts)}
 
 
-class TestFlatLatent(io.ComfyNode):
+@node("TestFlatLatent", [LATENT], [io.Latent.Output()])
+def flat_latent(latent):
     """A LATENT in several parts, such as video and sound, as one row of numbers each."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestFlatLatent",
-            category=CATEGORY,
-            inputs=[io.Latent.Input("latent")],
-            outputs=[io.Latent.Output()],
-        )
-
-    @classmethod
-    def execute(cls, latent) -> io.NodeOutput:
-        parts = latent["samples"].unbind()
-        return io.NodeOutput({"samples": torch.cat([part.flatten(1) for part in parts], dim=1)})
+    return {"samples": torch.cat([part.flatten(1) for part in latent["samples"].unbind()], dim=1)}
 
 
-class TestVideoStart(io.ComfyNode):
+@node("TestFirstFrameKept", [LATENT], [io.Latent.Output()])
+def first_frame_kept(latent):
+    """A video LATENT whose first frame is kept, as Wan22ImageToVideoLatent leaves it."""
+    samples = latent["samples"]
+    mask = torch.ones(1, 1, *samples.shape[2:])
+    mask[:, :, 0] = 0
+    first = _drawn(samples[:, :, :1].shape, 32)
+    return {"samples": torch.cat([first, samples[:, :, 1:]], 2), "noise_mask": mask}
+
+
+def _with(conditioning: list, **extras: object) -> list:
+    """The prompt with more beside its text."""
+    ((context, extra),) = conditioning
+    return [[context, {**extra, **extras}]]
+
+
+@node("TestVideoStart", [PROMPT, LATENT], [io.Conditioning.Output()])
+def video_start(conditioning, latent):
     """A prompt with the first image of a video, as WanImageToVideo leaves it."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestVideoStart",
-            category=CATEGORY,
-            inputs=[io.Conditioning.Input("conditioning"), io.Latent.Input("latent")],
-            outputs=[io.Conditioning.Output()],
-        )
-
-    @classmethod
-    def execute(cls, conditioning, latent) -> io.NodeOutput:
-        ((context, extra),) = conditioning
-        start = latent["samples"]
-        mask = torch.ones_like(start)[:, :4]
-        mask[:, :, :1] = 0
-        seen = SimpleNamespace(
-            penultimate_hidden_states=torch.randn(1, 5, 1280, generator=torch.Generator().manual_seed(3))
-        )
-        extra = {**extra, "concat_latent_image": start, "concat_mask": mask, "clip_vision_output": seen}
-        return io.NodeOutput([[context, extra]])
+    mask = torch.ones_like(latent["samples"])[:, :4]
+    mask[:, :, :1] = 0
+    seen = SimpleNamespace(penultimate_hidden_states=_drawn([1, 5, 1280], 3))
+    return _with(
+        conditioning, concat_latent_image=latent["samples"], concat_mask=mask, clip_vision_output=seen
+    )
 
 
-class TestKeyframe(io.ComfyNode):
+@node("TestKeyframe", [PROMPT, LATENT], [io.Conditioning.Output()])
+def keyframe(conditioning, latent):
     """A prompt with the first frame of a video, as MiniMaxH3ImageToVideo leaves it."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestKeyframe",
-            category=CATEGORY,
-            inputs=[io.Conditioning.Input("conditioning"), io.Latent.Input("latent")],
-            outputs=[io.Conditioning.Output()],
-        )
-
-    @classmethod
-    def execute(cls, conditioning, latent) -> io.NodeOutput:
-        ((context, extra),) = conditioning
-        keyframe = {"resolved_frame_index": 0, "latent": latent["samples"]}
-        extra = {**extra, "minimax_keyframes": [keyframe], "minimax_frame_count": 5}
-        return io.NodeOutput([[context, extra]])
+    frame = {"resolved_frame_index": 0, "latent": latent["samples"]}
+    return _with(conditioning, minimax_keyframes=[frame], minimax_frame_count=5)
 
 
-class TestTextMask(io.ComfyNode):
+@node("TestTextMask", [PROMPT, io.Int.Input("padding", default=2, min=0)], [io.Conditioning.Output()])
+def text_mask(conditioning, padding):
     """A prompt whose last tokens are padding, as text encoders with a mask leave it; or one that its model's own layers
     still have to prepare."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestTextMask",
-            category=CATEGORY,
-            inputs=[io.Conditioning.Input("conditioning"), io.Int.Input("padding", default=2, min=0)],
-            outputs=[io.Conditioning.Output()],
-        )
-
-    @classmethod
-    def execute(cls, conditioning, padding) -> io.NodeOutput:
-        ((context, extra),) = conditioning
-        if not padding:
-            return io.NodeOutput([[context, {**extra, "unprocessed_ltxav_embeds": True}]])
-        mask = torch.ones(context.shape[:2], dtype=torch.long)
-        mask[:, -padding:] = 0
-        return io.NodeOutput([[context, {**extra, "attention_mask": mask}]])
+    if not padding:
+        return _with(conditioning, unprocessed_ltxav_embeds=True)
+    mask = torch.ones(conditioning[0][0].shape[:2], dtype=torch.long)
+    mask[:, -padding:] = 0
+    return _with(conditioning, attention_mask=mask)
 
 
-class TestPromptExtra(io.ComfyNode):
+@node(
+    "TestPromptExtra",
+    [PROMPT, io.String.Input("name"), io.String.Input("shape"), io.Boolean.Input("listed")],
+    [io.Conditioning.Output()],
+)
+def prompt_extra(conditioning, name, shape, listed):
     """A prompt with a drawn tensor of `shape` under `name`, or a list of it, as nodes of its model leave it."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestPromptExtra",
-            category=CATEGORY,
-            inputs=[
-                io.Conditioning.Input("conditioning"),
-                io.String.Input("name"),
-                io.String.Input("shape"),
-                io.Boolean.Input("listed"),
-            ],
-            outputs=[io.Conditioning.Output()],
-        )
-
-    @classmethod
-    def execute(cls, conditioning, name, shape, listed) -> io.NodeOutput:
-        ((context, extra),) = conditioning
-        size = [int(side) for side in shape.split(",")]
-        drawn = torch.randn(size, generator=torch.Generator().manual_seed(31))
-        return io.NodeOutput([[context, {**extra, name: [drawn] if listed else drawn}]])
+    drawn = _drawn(_sides(shape), 31)
+    return _with(conditioning, **{name: [drawn] if listed else drawn})
 
 
-class TestFirstFrameKept(io.ComfyNode):
-    """A video LATENT whose first frame is kept, as Wan22ImageToVideoLatent leaves it."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestFirstFrameKept",
-            category=CATEGORY,
-            inputs=[io.Latent.Input("latent")],
-            outputs=[io.Latent.Output()],
-        )
-
-    @classmethod
-    def execute(cls, latent) -> io.NodeOutput:
-        samples = latent["samples"]
-        mask = torch.ones(1, 1, *samples.shape[2:])
-        mask[:, :, 0] = 0
-        first = torch.randn(samples[:, :, :1].shape, generator=torch.Generator().manual_seed(32))
-        return io.NodeOutput({"samples": torch.cat([first, samples[:, :, 1:]], 2), "noise_mask": mask})
-
-
-class TestForeignOption(io.ComfyNode):
-    """A MODEL with an option that is an object of Python, as other packs leave them."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestForeignOption",
-            category=CATEGORY,
-            inputs=[io.Model.Input("model"), io.String.Input("name", default="my_pack")],
-            outputs=[io.Model.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model, name) -> io.NodeOutput:
-        model = model.clone()
-        model.model_options["transformer_options"][name] = {"state": SimpleNamespace()}
-        return io.NodeOutput(model)
-
-
-class TestUnknownLoader(io.ComfyNode):
+@node("TestUnknownLoader", [MODEL, io.Boolean.Input("notes")], [io.Model.Output()])
+def unknown_loader(model, notes):
     """A MODEL as loaders of other packs give it: they note another way to load it, or none."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestUnknownLoader",
-            category=CATEGORY,
-            inputs=[io.Model.Input("model"), io.Boolean.Input("notes")],
-            outputs=[io.Model.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model, notes) -> io.NodeOutput:
-        model = model.clone()
-        model.cached_patcher_init = (cls.execute, (model, notes)) if notes else None
-        return io.NodeOutput(model)
+    model = model.clone()
+    model.cached_patcher_init = (unknown_loader, (model, notes)) if notes else None
+    return model
 
 
-class TestNumericFlags(io.ComfyNode):
+@node("TestNumericFlags", [io.String.Input("line")], [io.String.Output()])
+def numeric_flags(line):
     """What the pack hands on to ranks of a command line."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestNumericFlags",
-            category=CATEGORY,
-            inputs=[io.String.Input("line")],
-            outputs=[io.String.Output()],
-        )
-
-    @classmethod
-    def execute(cls, line) -> io.NodeOutput:
-        (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
-        given = parser.parse_args(line.split())
-        return io.NodeOutput(" ".join(flags.numeric_flags(given)))
+    (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
+    return " ".join(flags.numeric_flags(parser.parse_args(line.split())))
 
 
-class TestWrapper(io.ComfyNode):
+@node("TestWrapper", [MODEL, io.Float.Input("scale", default=0.5)], [io.Model.Output()])
+def wrapped(model, scale):
     """A MODEL with a wrapper around its network that scales the prompt."""
 
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestWrapper",
-            category=CATEGORY,
-            inputs=[io.Model.Input("model"), io.Float.Input("scale", default=0.5)],
-            outputs=[io.Model.Output()],
-        )
+    def wrapper(executor, *args, **kwargs):
+        # The third is the prompt wherever the class has it there; to all models here that matters.
+        return executor(args[0], args[1], args[2] * scale, *args[3:], **kwargs)
 
-    @classmethod
-    def execute(cls, model, scale) -> io.NodeOutput:
-        def wrapper(executor, *args, **kwargs):
-            # The third is the prompt wherever the class has it there; to all models here that matters.
-            return executor(args[0], args[1], args[2] * scale, *args[3:], **kwargs)
-
-        model = model.clone()
-        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-        return io.NodeOutput(model)
+    model = model.clone()
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+    return model
 
 
-class TestPlacesOfWeights(io.ComfyNode):
+@node("TestPlacesOfWeights", [MODEL], [io.String.Output()])
+def places_of_weights(model):
     """Where a MODEL's parameters lie: the devices, and how many bytes each has."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestPlacesOfWeights",
-            category=CATEGORY,
-            inputs=[io.Model.Input("model")],
-            outputs=[io.String.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model) -> io.NodeOutput:
-        places: dict[str, int] = {}
-        for parameter in model.model.diffusion_model.parameters():
-            places[parameter.device.type] = places.get(parameter.device.type, 0) + parameter.nbytes
-        return io.NodeOutput(json.dumps(places))
-
-
-NODES = [
-    TestFirstFrameKept,
-    TestFlatLatent,
-    TestForeignOption,
-    TestNumericFlags,
-    TestPlacesOfWeights,
-    TestPromptExtra,
-    TestShapedLatent,
-    TestTextMask,
-    TestUnknownLoader,
-    TestVideoStart,
-    TestWrapper,
-    TestWriteModel,
-    TestKeyframe,
-]
+    places: dict[str, int] = {}
+    for parameter in model.model.diffusion_model.parameters():
+        places[parameter.device.type] = places.get(parameter.device.type, 0) + parameter.nbytes
+    return json.dumps(places)

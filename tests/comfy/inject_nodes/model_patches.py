@@ -10,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_extras import nodes_model_patch
 
-from .category import CATEGORY
+from .node import node
 from .tiny_models import drawn
 
 _MADE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.manual_cast}
@@ -24,75 +24,31 @@ KINDS = {
 }  # fmt: skip
 
 
-class TestModelPatch(io.ComfyNode):
+@node("TestModelPatch", [io.Combo.Input("kind", options=list(KINDS))], [io.ModelPatch.Output()])
+def model_patch(kind):
     """A MODEL_PATCH with random weights."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestModelPatch",
-            category=CATEGORY,
-            inputs=[io.Combo.Input("kind", options=list(KINDS))],
-            outputs=[io.ModelPatch.Output()],
-        )
-
-    @classmethod
-    def execute(cls, kind) -> io.NodeOutput:
-        network = KINDS[kind]()
-        network.load_state_dict(drawn(network))
-        return io.NodeOutput(ModelPatcher(network, torch.device("cpu"), torch.device("cpu")))
+    network = KINDS[kind]()
+    network.load_state_dict(drawn(network))
+    return ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
 
 
-class TestSeenImage(io.ComfyNode):
+@node("TestSeenImage", outputs=[io.ClipVisionOutput.Output()])
+def seen_image():
     """What an encoder of images sees in one, layer by layer: CLIP_VISION_OUTPUT."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        outputs = [io.ClipVisionOutput.Output()]
-        return io.Schema(node_id="TestSeenImage", category=CATEGORY, inputs=[], outputs=outputs)
-
-    @classmethod
-    def execute(cls) -> io.NodeOutput:
-        layers = torch.randn(1, 24, 9, 12, generator=torch.Generator().manual_seed(5))
-        seen = SimpleNamespace(all_hidden_states=layers, penultimate_hidden_states=layers[:, -2])
-        return io.NodeOutput(seen)
+    layers = torch.randn(1, 24, 9, 12, generator=torch.Generator().manual_seed(5))
+    return SimpleNamespace(all_hidden_states=layers, penultimate_hidden_states=layers[:, -2])
 
 
-class TestHeardSound(io.ComfyNode):
+@node("TestHeardSound", [io.Int.Input("draw", default=6)], [io.AudioEncoderOutput.Output()])
+def heard_sound(draw):
     """What an encoder of sound hears, layer by layer: AUDIO_ENCODER_OUTPUT."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        inputs = [io.Int.Input("draw", default=6)]
-        outputs = [io.AudioEncoderOutput.Output()]
-        return io.Schema(node_id="TestHeardSound", category=CATEGORY, inputs=inputs, outputs=outputs)
-
-    @classmethod
-    def execute(cls, draw) -> io.NodeOutput:
-        generator = torch.Generator().manual_seed(draw)
-        layers = [torch.randn(1, 30, 768, generator=generator) for _ in range(13)]
-        return io.NodeOutput({"encoded_audio_all_layers": layers})
+    generator = torch.Generator().manual_seed(draw)
+    return {"encoded_audio_all_layers": [torch.randn(1, 30, 768, generator=generator) for _ in range(13)]}
 
 
-class TestSplatModel(io.ComfyNode):
+@node("TestSplatModel", [io.Model.Input("model")], [io.Model.Output(), io.Vae.Output()])
+def splat_model(model):
     """A MODEL and a VAE with what a preview of TripoSplat asks them for before sampling; no decoder."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestSplatModel",
-            category=CATEGORY,
-            inputs=[io.Model.Input("model")],
-            outputs=[io.Model.Output(), io.Vae.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model) -> io.NodeOutput:
-        model.model.diffusion_model.q_token_length = 4
-        stage = SimpleNamespace(gaussians_per_point=1, gs=SimpleNamespace(model_channels=8))
-        return io.NodeOutput(
-            model, SimpleNamespace(first_stage_model=stage, vae_dtype=torch.float32, patcher=None)
-        )
-
-
-NODES = [TestSplatModel, TestHeardSound, TestModelPatch, TestSeenImage]
+    model.model.diffusion_model.q_token_length = 4
+    stage = SimpleNamespace(gaussians_per_point=1, gs=SimpleNamespace(model_channels=8))
+    return [model, SimpleNamespace(first_stage_model=stage, vae_dtype=torch.float32, patcher=None)]

@@ -17,7 +17,7 @@ from comfy.text_encoders import flux, hunyuan_video, lumina2, qwen_image, wan, z
 from comfy_api.latest import io
 from safetensors.torch import load_file, save_file
 
-from .category import CATEGORY
+from .node import node, save
 from .outputs import output_path
 
 _CLIP = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 4}
@@ -52,6 +52,7 @@ _WIDTHS = ("hidden_size", "intermediate_size", "d_model", "d_ff")
 _SMALL = {"vocab_size": 400}  # of encoders with the tokenizer in PIECES
 PIECES = "pieces.model"  # a sentencepiece model, which the files of such encoders carry
 
+CLIP, CLIPS = io.Clip.Input("clip"), [io.Clip.Output()]
 # (class of the encoder, class of the tokenizer, sizes by the key under which ComfyUI looks for them)
 _KINDS = {
     "clip_l": (comfy.sd1_clip.SD1ClipModel, comfy.sd1_clip.SD1Tokenizer, {"clip_l": _CLIP}),
@@ -73,34 +74,27 @@ _KINDS = {
 }
 
 
-class TestEncoder(io.ComfyNode):
+@node(
+    "TestEncoder",
+    [
+        io.Combo.Input("kind", options=list(_KINDS)),
+        io.String.Input("clip_name"),
+        io.Int.Input("draw", default=0),
+        io.Int.Input("scale", default=1, optional=True, tooltip="times as wide"),
+    ],
+    CLIPS,
+)
+def encoder(kind, clip_name, draw, scale=1):
     """A CLIP of random weights, which lie in `clip_name` as a loader's do."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestEncoder",
-            category=CATEGORY,
-            inputs=[
-                io.Combo.Input("kind", options=list(_KINDS)),
-                io.String.Input("clip_name"),
-                io.Int.Input("draw", default=0),
-                io.Int.Input("scale", default=1, optional=True, tooltip="times as wide"),
-            ],
-            outputs=[io.Clip.Output()],
-        )
-
-    @classmethod
-    def execute(cls, kind, clip_name, draw, scale=1) -> io.NodeOutput:
-        path = Path(folder_paths.models_dir) / "text_encoders" / clip_name
-        clip = _make(kind, scale)
-        if not path.exists():
-            generator = torch.Generator().manual_seed(draw)
-            state = clip.cond_stage_model.state_dict()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: _drawn(one, generator) for name, one in state.items()}, path)
-        clip.cond_stage_model.load_state_dict(load_file(path))
-        return io.NodeOutput(clip)
+    path = Path(folder_paths.models_dir) / "text_encoders" / clip_name
+    clip = _make(kind, scale)
+    if not path.exists():
+        generator = torch.Generator().manual_seed(draw)
+        state = clip.cond_stage_model.state_dict()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: _drawn(one, generator) for name, one in state.items()}, path)
+    clip.cond_stage_model.load_state_dict(load_file(path))
+    return clip
 
 
 def _make(kind: str, scale: int) -> comfy.sd.CLIP:
@@ -135,114 +129,62 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (0.3 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
 
 
-class TestVision(io.ComfyNode):
+@node("TestVision", outputs=[io.ClipVision.Output()])
+def vision():
     """A CLIP_VISION of random weights."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(node_id="TestVision", category=CATEGORY, inputs=[], outputs=[io.ClipVision.Output()])
-
-    @classmethod
-    def execute(cls) -> io.NodeOutput:
-        vision = ClipVisionModel(_VISION)
-        _draw(vision.model)
-        return io.NodeOutput(vision)
+    found = ClipVisionModel(_VISION)
+    _draw(found.model)
+    return found
 
 
-class TestHearing(io.ComfyNode):
+@node("TestHearing", outputs=[io.AudioEncoder.Output(), io.Audio.Output()])
+def hearing():
     """An AUDIO_ENCODER of random weights, and a second of sound."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        outputs = [io.AudioEncoder.Output(), io.Audio.Output()]
-        return io.Schema(node_id="TestHearing", category=CATEGORY, inputs=[], outputs=outputs)
-
-    @classmethod
-    def execute(cls) -> io.NodeOutput:
-        encoder = AudioEncoderModel(dict(_HEARING))
-        _draw(encoder.model)
-        sound = torch.randn(1, 1, 16000, generator=torch.Generator().manual_seed(1))
-        return io.NodeOutput(encoder, {"waveform": sound, "sample_rate": 16000})
+    found = AudioEncoderModel(dict(_HEARING))
+    _draw(found.model)
+    sound = torch.randn(1, 1, 16000, generator=torch.Generator().manual_seed(1))
+    return [found, {"waveform": sound, "sample_rate": 16000}]
 
 
-class TestEncoderLora(io.ComfyNode):
+@node(
+    "TestEncoderLora",
+    [CLIP, io.String.Input("lora_name"), io.Float.Input("strength", default=1.0)],
+    CLIPS,
+)
+def encoder_lora(clip, lora_name, strength):
     """Puts a LoRA on a CLIP by ComfyUI's own function, without the MODEL that its node wants."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        inputs = [
-            io.Clip.Input("clip"),
-            io.String.Input("lora_name"),
-            io.Float.Input("strength", default=1.0),
-        ]
-        return io.Schema(
-            node_id="TestEncoderLora", category=CATEGORY, inputs=inputs, outputs=[io.Clip.Output()]
-        )
-
-    @classmethod
-    def execute(cls, clip, lora_name, strength) -> io.NodeOutput:
-        lora = load_file(folder_paths.get_full_path("loras", lora_name))
-        return io.NodeOutput(comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1])
+    lora = load_file(folder_paths.get_full_path("loras", lora_name))
+    return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
 
 
-class TestMapped(io.ComfyNode):
+@node("TestMapped", [CLIP, io.String.Input("file")], [io.String.Output()])
+def mapped(clip, file):
     """How many bytes of a CLIP's weights are pages of a file, and how many there are in all."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        inputs = [io.Clip.Input("clip"), io.String.Input("file")]
-        return io.Schema(node_id="TestMapped", category=CATEGORY, inputs=inputs, outputs=[io.String.Output()])
-
-    @classmethod
-    def execute(cls, clip, file) -> io.NodeOutput:
-        lines = [
-            line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)
-        ]
-        ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
-        weights = list(clip.cond_stage_model.parameters())
-        mapped = [w for w in weights if any(begin <= w.data_ptr() < end for begin, end in ranges)]
-        return io.NodeOutput(f"{sum(w.nbytes for w in mapped)} {sum(w.nbytes for w in weights)}")
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    weights = list(clip.cond_stage_model.parameters())
+    found = [w for w in weights if any(begin <= w.data_ptr() < end for begin, end in ranges)]
+    return f"{sum(w.nbytes for w in found)} {sum(w.nbytes for w in weights)}"
 
 
-class TestWrittenInto(io.ComfyNode):
+@node("TestWrittenInto", [CLIP], CLIPS)
+def written_into(clip):
     """A CLIP whose first encoder answers with the half of what it found: a pack's function in place of a method."""
+    found = clip.clone()
+    before = found.cond_stage_model.clip_l.encode_token_weights
 
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        inputs = [io.Clip.Input("clip")]
-        return io.Schema(
-            node_id="TestWrittenInto", category=CATEGORY, inputs=inputs, outputs=[io.Clip.Output()]
-        )
+    def halved(tokens):
+        cond, pooled, *more = before(tokens)
+        return (0.5 * cond, pooled, *more)
 
-    @classmethod
-    def execute(cls, clip) -> io.NodeOutput:
-        found = clip.clone()
-        before = found.cond_stage_model.clip_l.encode_token_weights
-
-        def halved(tokens):
-            cond, pooled, *more = before(tokens)
-            return (0.5 * cond, pooled, *more)
-
-        found.patcher.add_object_patch("clip_l.encode_token_weights", halved)
-        return io.NodeOutput(found)
+    found.patcher.add_object_patch("clip_l.encode_token_weights", halved)
+    return found
 
 
-class TestSaveTensors(io.ComfyNode):
+@save("TestSaveTensors", io.AnyType.Input("value"))
+def save_tensors(value, path):
     """Write the tensors of anything as safetensors, by their place in it."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestSaveTensors",
-            category=CATEGORY,
-            inputs=[io.AnyType.Input("value"), io.String.Input("path", default="text.safetensors")],
-            is_output_node=True,
-        )
-
-    @classmethod
-    def execute(cls, value, path) -> io.NodeOutput:
-        save_file({name: one.contiguous().cpu() for name, one in _tensors(value, "")}, output_path(path))
-        return io.NodeOutput()
+    save_file({name: one.contiguous().cpu() for name, one in _tensors(value, "")}, output_path(path))
 
 
 def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -254,14 +196,3 @@ def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, dict) or type(value).__name__ == "Output":  # of CLIP vision
         for key, one in (value if isinstance(value, dict) else vars(value)).items():
             yield from _tensors(one, f"{name}.{key}")
-
-
-NODES = [
-    TestEncoder,
-    TestEncoderLora,
-    TestHearing,
-    TestMapped,
-    TestSaveTensors,
-    TestVision,
-    TestWrittenInto,
-]

@@ -1,3 +1,0 @@
-"""Where the nodes stand in the menu."""
-
-CATEGORY = "parallel/testing"

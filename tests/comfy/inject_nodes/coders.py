@@ -1,0 +1,154 @@
+"""Tiny text encoders and VAEs, VAEs that another pack has changed, and one that makes no pictures."""
+
+from __future__ import annotations
+
+import json
+
+import comfy.sd
+import torch
+from comfy.ldm.hunyuan3d.vae import ShapeVAE
+from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+from comfy.ldm.modules.diffusionmodules import model as layers
+from comfy.ldm.modules.diffusionmodules.model import Decoder, Encoder
+from comfy.ldm.wan.vae import WanVAE
+from comfy.model_patcher import ModelPatcher
+from comfy.taesd.taesd import TAESD
+from comfy_api.latest import io
+
+from .node import node
+
+VAE, VAES = io.Vae.Input("vae"), [io.Vae.Output()]
+SWISH = layers.nonlinearity
+_LTX = {
+    "dims": 3,
+    "latent_channels": 128,
+    "norm_layer": "pixel_norm",
+    "patch_size": 4,
+    "encoder_blocks": [["res_x", {"num_layers": 1}]],
+    "decoder_blocks": [
+        ["res_x", {"num_layers": 1}],
+        ["compress_all", {"residual": True, "multiplier": 2}],
+        ["compress_space", {"multiplier": 2}],
+        ["res_x", {"num_layers": 1}],
+    ],
+    "encoder_base_channels": 8,
+    "decoder_base_channels": 4,
+    "latent_log_var": "uniform",
+    "timestep_conditioning": True,
+    "decode_noise_scale": 0.5,
+}
+
+
+@node("TestClip", outputs=[io.Clip.Output()])
+def clip():
+    """A CLIP of one weight under a name that text encoders' LoRAs go by, for loaders that want one beside a MODEL."""
+    encoder = torch.nn.Module()
+    encoder.__dict__["dtype"] = torch.float32
+    module = encoder
+    for name in ("clip_l", "transformer", "text_model", "encoder", "layers", "0", "mlp"):
+        module.add_module(name, torch.nn.Module())
+        module = module.get_submodule(name)
+    module.add_module("fc1", torch.nn.Linear(8, 8))
+    found = comfy.sd.CLIP(no_init=True)
+    found.cond_stage_model, found.tokenizer, found.layer_idx = encoder, None, None
+    found.patcher = ModelPatcher(encoder, torch.device("cpu"), torch.device("cpu"))
+    found.tokenizer_options, found.use_clip_schedule, found.apply_hooks_to_conds = {}, False, None
+    return found
+
+
+@node("TestTinyVAE", outputs=VAES)
+def tiny_vae():
+    """A random TAESD for 16 channels, as VAELoader makes one of its file."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: tensor.shape for name, tensor in TAESD(latent_channels=16).state_dict().items()}
+    sd = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return comfy.sd.VAE(sd=sd)
+
+
+@node("TestWanVAE", [io.Int.Input("channels", default=3, min=3, max=4)], VAES)
+def wan_vae(channels):
+    """A random VAE of Wan 2.1's kind, narrow, as VAELoader makes one of its file. `channels`: of its pictures."""
+    generator = torch.Generator().manual_seed(channels)
+    sizes = {"dim": 16, "z_dim": 16, "image_channels": channels, "conv_out_channels": channels}
+    sd = WanVAE(**sizes, temperal_downsample=[False, True, True]).state_dict()
+    for name, tensor in sd.items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        sd[name] = 1 + 0.2 * drawn if "gamma" in name else drawn * tensor[0].numel() ** -0.5
+    return comfy.sd.VAE(sd=sd)
+
+
+@node("TestImageVAE", outputs=VAES)
+def image_vae():
+    """A random VAE of Flux.1's kind, as VAELoader makes one of its file, whose encoder is as wide as all of them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = dict(z_channels=16, resolution=256, in_channels=3, out_ch=3, num_res_blocks=2)
+    sizes |= dict(double_z=True, ch_mult=[1, 2, 4, 4], attn_resolutions=[])
+    shapes = Decoder(ch=32, **sizes).state_dict(prefix="decoder.")
+    sd = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
+    for name, tensor in Encoder(ch=128, **sizes).state_dict(prefix="encoder.").items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        sd[name] = 1 + 0.2 * drawn if "norm" in name else drawn * tensor[0].numel() ** -0.5
+    return comfy.sd.VAE(sd=sd)
+
+
+@node("TestLtxVAE", outputs=VAES)
+def ltx_vae():
+    """A random and narrow VAE of LTX-Video's kind, whose decode draws noise."""
+    generator = torch.Generator().manual_seed(1)
+    sd = VideoVAE(config=_LTX).state_dict()
+    for name, tensor in sd.items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        sd[name] = drawn * max(1, tensor[:1].numel()) ** -0.5 if tensor.ndim > 1 else 1 + 0.2 * drawn
+    return comfy.sd.VAE(sd=sd, metadata={"config": json.dumps({"vae": _LTX})})
+
+
+@node(
+    "TestSeed",
+    [io.Latent.Input("latent"), io.Int.Input("number")],
+    [io.Latent.Output()],
+    anew=True,
+    not_idempotent=True,
+)
+def seed(latent, number):
+    """Sets what the decode behind it draws its noise by."""
+    torch.manual_seed(number)
+    return latent
+
+
+@node("TestShapeVAE", outputs=VAES)
+def shape_vae():
+    """A VAE with nothing of Hunyuan3D's but its class."""
+    vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
+    vae.first_stage_model.__class__ = ShapeVAE
+    return vae
+
+
+@node("TestCircularVAE", [VAE], VAES)
+def circular_vae(vae):
+    """A VAE whose convolutions wrap round the image, as packs for seamless textures make it."""
+    for layer in vae.first_stage_model.modules():
+        if isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (3, 3):
+            layer.padding_mode = "circular"
+    return vae
+
+
+def _other_swish(x):
+    return torch.nn.functional.gelu(x)
+
+
+@node("TestOtherSwish", [VAE, io.Boolean.Input("replaced")], VAES)
+def other_swish(vae, replaced):
+    """Replaces a function that ComfyUI's VAEs compute with, or puts it back, as packs that speed them up do."""
+    layers.nonlinearity = _other_swish if replaced else SWISH
+    return vae
+
+
+@node("TestScaledVAE", [VAE], VAES)
+def scaled_vae(vae):
+    """A VAE with one of its weights halved, in place.
+
+    Doubled, what is clamped to pixels of at most 1 is 2.8, and its rounding grows along: with oneDNN's AVX2
+    convolutions ComfyUI on one thread and on two then differ by 1.2e-5.
+    """
+    vae.first_stage_model.decoder.conv_out.weight.mul_(0.5)
+    return vae

@@ -1,0 +1,41 @@
+"""A node from one function: its inputs, its outputs, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from comfy_api.latest import io
+
+NODES: list[type[io.ComfyNode]] = []
+
+
+def node(
+    node_id: str, inputs: Sequence = (), outputs: Sequence = (), *, anew: bool = False, **schema: Any
+) -> Callable[[Callable], Callable]:
+    """Makes a node of the function below, which gives its output, or a list of several. `anew`: it runs in each prompt,
+    whatever was asked before."""
+
+    def register(run: Callable) -> Callable:
+        def define_schema(cls) -> io.Schema:
+            sockets = {"inputs": list(inputs), "outputs": list(outputs)}
+            return io.Schema(node_id=node_id, category="parallel/testing", **sockets, **schema)
+
+        def execute(cls, **given: Any) -> io.NodeOutput:
+            found = run(**given)
+            if isinstance(found, io.NodeOutput):
+                return found
+            return io.NodeOutput(*([found] if len(outputs) == 1 else found or ()))
+
+        methods = {"define_schema": classmethod(define_schema), "execute": classmethod(execute)}
+        if anew:
+            methods["fingerprint_inputs"] = classmethod(lambda cls, **given: float("nan"))
+        NODES.append(type(node_id, (io.ComfyNode,), methods))
+        return run
+
+    return register
+
+
+def save(node_id: str, value: Any, **schema: Any) -> Callable[[Callable], Callable]:
+    """A node at the end of a graph that writes a value to a path."""
+    return node(node_id, [value, io.String.Input("path")], is_output_node=True, **schema)
