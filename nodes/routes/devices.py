@@ -16,7 +16,7 @@ from ...parallel_backend.observability.device_list import (
 )
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.panel import Shown
-from .http import NOT_YOURS, is_same_origin, refuse
+from .http import for_own_page
 from .status import groups
 
 ROUTE = "/parallel_sampling/devices"
@@ -28,9 +28,8 @@ def add_route(routes: web.RouteTableDef) -> None:
     "selected": those that the text means, "machine": in a sentence}, or {"error"} with 403. Starts nothing."""
 
     @routes.get(ROUTE)
+    @for_own_page
     async def show(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
         text = request.query.get("text", "all")[:_MOST_LETTERS]
         return web.json_response(await asyncio.to_thread(_list, text))
 

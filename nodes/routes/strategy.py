@@ -6,11 +6,10 @@ import asyncio
 
 from aiohttp import web
 
-from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.observability.preview.form import MOST_BYTES, Loader, check_inputs, read_inputs
 from ..model.named_file import read_named
-from .http import NOT_YOURS, is_same_origin, read_body, refuse
+from .http import for_own_page, read_body
 
 ROUTE = "/parallel_sampling/check_strategy"
 
@@ -19,13 +18,9 @@ def add_route(routes: web.RouteTableDef) -> None:
     """POST what form.read_inputs takes; answers what check_inputs gives, or {"error"} with 400 or 403."""
 
     @routes.post(ROUTE)
+    @for_own_page
     async def check(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
-        try:
-            inputs, loader = read_inputs(await read_body(request, MOST_BYTES))
-        except RequestError as error:
-            return refuse(error, 400)
+        inputs, loader = read_inputs(await read_body(request, MOST_BYTES))
         return web.json_response(await asyncio.to_thread(check_inputs, inputs, loader, _find_file))
 
 
