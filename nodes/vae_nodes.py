@@ -21,7 +21,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar.module_requests import ModuleAnswer
 from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import ROWS, CannotBeSplit, SharedOut, check_splittable, report_lines
+from .host.vae_ranks import ROWS, CannotBeSplit, SharedOut, check_splittable, decode_here, report_lines
 from .job.vae import VaeShipment, as_sent, check_decoder, check_encoder, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, devices_input
@@ -80,7 +80,7 @@ class ParallelVAEDecode(io.ComfyNode):
         with errors_as_comfyuis():
             refuse_other_kinds(vae)
         settings = strategy or default_settings()
-        return _told("decod", lambda: _decode(vae, latent, settings), lambda: _decode_here(vae, latent))
+        return _told("decod", lambda: _decode(vae, latent, settings), lambda: decode_here(vae, latent))
 
 
 class ParallelVAEEncode(io.ComfyNode):
@@ -195,12 +195,6 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     frames = len(run.value) // len(sent) if sent.ndim == 5 else 1
     lines = report_lines("decoded", run, len(sent), frames, _TILES if cuts_tiles(vae) else ROWS)
     return _as_comfyuis(vae, run.value), [*lines, *_speed(run, len(sent), out), *out.notes]
-
-
-def _decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
-    image: Tensor = vae.decode(latent)
-    # Frames of a video become images, as VAEDecode has it.
-    return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
 
 
 def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:

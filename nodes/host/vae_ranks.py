@@ -106,6 +106,12 @@ def check_splittable(check: Callable[[comfy.sd.VAE], None], vae: comfy.sd.VAE) -
         raise CannotBeSplit(f"this VAE cannot be split: {reason}") from None
 
 
+def decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
+    """Returns IMAGE [N, H, W, C] as ComfyUI itself decodes it: frames of a video become images, as VAEDecode has it."""
+    image: Tensor = vae.decode(latent)
+    return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
+
+
 def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
     """Has ComfyUI move its own models aside on each GPU of the ranks, as for what would take it `bytes_alone`."""
     found = {one.device for one in comfy.model_management.current_loaded_models}
