@@ -14,7 +14,7 @@ from ...parallel_backend.wire.strict_json import parse
 from ..host import memory
 from ..host.prompt_graph import Prompt
 from ..host.settings import setting
-from ..routes.http import for_own_page, read_body, refuse
+from ..routes.http import read_body, refuse, same_origin_only
 from .named_model import preload
 from .next_prompt import NextPrompt, uses_ranks
 
@@ -47,7 +47,7 @@ def begin(server: PromptServer) -> None:
     server.app.middlewares.append(give_back)
 
     @server.routes.post(ROUTE)
-    @for_own_page
+    @same_origin_only
     async def load(request: web.Request) -> web.Response:
         prompt, node = _read(await read_body(request, MOST_BYTES))
         if uses_ranks(queue):

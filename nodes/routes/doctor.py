@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ...parallel_backend.sidecar import pool
-from .http import for_own_page, refuse
+from .http import refuse, same_origin_only
 
 ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"
@@ -32,7 +32,7 @@ def add_route(routes: web.RouteTableDef) -> None:
     busy = asyncio.Lock()
 
     @routes.post(ROUTE)
-    @for_own_page
+    @same_origin_only
     async def examine(request: web.Request) -> web.StreamResponse:
         if busy.locked():
             return refuse(_BUSY, 409)
@@ -40,7 +40,7 @@ def add_route(routes: web.RouteTableDef) -> None:
             return await _examine(request)
 
     @routes.post(GPU_ROUTE)
-    @for_own_page
+    @same_origin_only
     async def check_gpu(request: web.Request) -> web.StreamResponse:
         if busy.locked():
             return refuse(_BUSY, 409)

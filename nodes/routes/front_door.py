@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.load_report import FOR, LoadReport, report_load
-from .http import for_own_page, read_as, refuse
+from .http import read_as, refuse, same_origin_only
 from .status import groups
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def add_routes(server: PromptServer) -> None:
         return _Nothing()
 
     @server.routes.get(HEALTH)
-    @for_own_page
+    @same_origin_only
     async def show(request: web.Request) -> web.Response:
         return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())
 
     @server.routes.post(DRAIN)
-    @for_own_page
+    @same_origin_only
     async def drain(request: web.Request) -> web.Response:
         nonlocal draining
         draining = (await read_as(DrainRequest, request, _MOST_BYTES)).draining

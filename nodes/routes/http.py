@@ -65,7 +65,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def for_own_page(handler: Handler) -> Handler:
+def same_origin_only(handler: Handler) -> Handler:
     """Has a handler answer ComfyUI's own page alone, any other {"error"} with 403; what it raises as RequestError
     becomes {"error"} with 400."""
 

@@ -12,7 +12,7 @@ from ...parallel_backend.errors import ParallelError, RequestError
 from ...parallel_backend.observability.panel import BUSY, show_groups, why_not
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from .http import Handler, for_own_page, read_as, refuse
+from .http import Handler, read_as, refuse, same_origin_only
 from .status import default_devices, groups, left_out
 
 ROUTE = "/parallel_sampling/ranks"
@@ -36,7 +36,7 @@ def add_routes(routes: web.RouteTableDef) -> None:
         return await _shown()
 
     def on_request(name: str) -> Handler:
-        @for_own_page
+        @same_origin_only
         async def answer(request: web.Request) -> web.Response:
             devices = (await read_as(GroupRequest, request, MOST_BYTES)).devices
             if devices in served:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ..runs.stock_run import kept_runs
-from .http import for_own_page
+from .http import same_origin_only
 
 ROUTE = "/parallel_sampling/runs"
 
@@ -14,6 +14,6 @@ def add_route(routes: web.RouteTableDef) -> None:
     """GET answers {prompt id: {node id: its output}} of the latest prompts, or {"error"} with 403."""
 
     @routes.get(ROUTE)
-    @for_own_page
+    @same_origin_only
     async def show(request: web.Request) -> web.Response:
         return web.json_response(kept_runs())

@@ -17,7 +17,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.device_health import FAILING
 from ...parallel_backend.sidecar.status import GroupStatus
 from ..host.settings import setting, settings_problems
-from .http import for_own_page, read_as, refuse
+from .http import read_as, refuse, same_origin_only
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -84,7 +84,7 @@ def begin(server: PromptServer) -> LiveSender[Shown]:
     sender = LiveSender(snapshot, send, left=_gauges.close)
 
     @server.routes.post(ROUTE)
-    @for_own_page
+    @same_origin_only
     async def watch(request: web.Request) -> web.Response:
         said = await read_as(Watch, request, MOST_BYTES)
         if not said.looking:
