@@ -11,7 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 import nodes
 
-from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed
+from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed, with_those_before
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -120,10 +120,5 @@ def _is_output(prompt: Prompt, node: str) -> bool:
 
 
 def _loader_of(prompt: Prompt, node: str) -> str | None:
-    seen: set[str] = set()
-    while node in prompt and node not in seen:
-        seen.add(node)
-        if prompt[node].get("class_type") in LOADERS:
-            return node
-        node = next((o for name, o, _ in links(inputs_of(prompt, node)) if name == "parallel_model"), "")
-    return None
+    path = with_those_before(prompt, node, "parallel_model")
+    return next((one for one in path if prompt[one].get("class_type") in LOADERS), None)
