@@ -55,6 +55,7 @@ def price_per_gpu_hour() -> float:
     return float(setting("price_per_gpu_hour"))
 
 
-def fingerprint() -> tuple[str | bool | float, ...]:
-    """Of the settings that decide what loaders give: when it changes, ComfyUI's cached outputs do not count."""
+def fingerprint(cls: type, **inputs: object) -> tuple[str | bool | float, ...]:
+    """A node's `fingerprint_inputs`: of the settings that decide what loaders give. When it changes, ComfyUI's cached
+    outputs do not count."""
     return setting("default_devices"), setting("allow_approximate")

@@ -41,18 +41,17 @@ def _devices(value: object) -> str | None:
     return None
 
 
-def _minutes(value: Any) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 <= value <= MOST_MINUTES:  # of any size: no number is made a float that none holds
-        return None
-    return f"it must be a number of minutes from 0 (never) to {MOST_MINUTES}"
+def _number(most: float, words: str) -> Callable[[Any], str | None]:
+    def problem(value: Any) -> str | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # A number of any size is compared: none is made a float that does not hold it.
+        return None if is_number and 0 <= value <= most else f"it must be {words}"
+
+    return problem
 
 
-def _price(value: Any) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 <= value <= MOST_PRICE:
-        return None
-    return f"it must be a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency"
+_minutes = _number(MOST_MINUTES, f"a number of minutes from 0 (never) to {MOST_MINUTES}")
+_price = _number(MOST_PRICE, f"a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency")
 
 
 def _switch(value: object) -> str | None:

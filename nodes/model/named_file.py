@@ -18,22 +18,16 @@ from ..host.prompt_graph import Prompt, source_of, value_of
 from ..host.prompt_links import loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
-from .files import GGUF_FOLDER, model_path
+from .files import PARTS, model_path
 from .header_model import open_model
 from .source import make_spec
 
 # By loader: the provider of its models, the input that names the file, the folders that it offers files of.
 _NAMES = {
     "ParallelFluxLoader": ("flux", "unet_name", ("diffusion_models",)),
-    "ParallelModelLoader": ("comfyui", "model_name", ("diffusion_models", "checkpoints", GGUF_FOLDER)),
+    "ParallelModelLoader": ("comfyui", "model_name", tuple(PARTS)),
     "UNETLoader": ("comfyui", "unet_name", ("diffusion_models",)),
     "CheckpointLoaderSimple": ("comfyui", "ckpt_name", ("checkpoints",)),
-}
-# What ComfyUI loads from them (ComfyUISource.part).
-_PARTS = {
-    "diffusion_models": "diffusion_model",
-    "checkpoints": "checkpoint",
-    GGUF_FOLDER: "diffusion_model",
 }
 
 
@@ -50,7 +44,7 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     for folder in folders:
         if name in folder_paths.get_filename_list(folder):
             path = model_path(folder, name)
-            return _of_the_first_family(path) if provider == "flux" else _counted(path, _PARTS[folder])
+            return _of_the_first_family(path) if provider == "flux" else _counted(path, PARTS[folder])
     return ANY_MODEL if is_behind else None
 
 

@@ -191,7 +191,7 @@ def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into
 
     monkeypatch.setattr(module.VaeShipment, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(module.VaeShipment, "run", ends)
-    monkeypatch.setattr(module, "check_splittable", lambda check, vae: None)
+    monkeypatch.setattr(module, "check_splittable", lambda vae, *, encodes: None)
     given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
     as_it_is = "as_sent" if verb == "decode" else "_as_network_takes"
     monkeypatch.setattr(module, as_it_is, lambda vae, tensor: tensor)
