@@ -80,9 +80,14 @@ def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
     return found[0] if len(found) == 1 else None
 
 
+def types_of(kind: str) -> tuple[str, ...]:
+    """Returns the types of a node class's outputs; of one that nobody knows, none."""
+    return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "RETURN_TYPES", ()))
+
+
 def _type_of(prompt: Prompt, node: str, output: int) -> str | None:
-    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
-    return next(iter(list(getattr(kind, "RETURN_TYPES", ()))[output : output + 1]), None)
+    types = types_of(str(prompt.get(node, {}).get("class_type", "")))
+    return next(iter(types[output : output + 1]), None)
 
 
 def running_prompt() -> Prompt | None:
