@@ -29,7 +29,6 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.host import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
             from .nodes.preload import route as preload
-            from .nodes.routes import devices as devices_route
             from .nodes.routes import doctor as doctor_route
             from .nodes.routes import front_door, queue_log
             from .nodes.routes import launch as at_launch
@@ -39,11 +38,10 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.routes import strategy as strategy_route
             from .parallel_backend.observability.logs.event_log import begin_log
 
-            devices_route.add_route(PromptServer.instance.routes)
             doctor_route.add_route(PromptServer.instance.routes)
             rank_routes.add_routes(PromptServer.instance.routes)
             runs_route.add_route(PromptServer.instance.routes)
-            strategy_route.add_route(PromptServer.instance.routes)
+            strategy_route.add_routes(PromptServer.instance.routes)
             front_door.add_routes(PromptServer.instance)
             at_launch.begin(PromptServer.instance)
             preload.begin(PromptServer.instance)

@@ -21,8 +21,18 @@ from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .model.options import RECORD, SETTINGS
-from .runs.two_runs import check_comparable, check_is_picture, run_twice, show_comparison
+from .runs.two_runs import check_comparable, check_is_picture, compare_runs
 from .sampling_job import LINKED, SamplingJob, sampling_inputs
+
+
+def _outputs(by_one: str) -> list[io.Output]:
+    return [
+        io.Image.Output("one_device", tooltip=by_one),
+        io.Image.Output("all_devices", tooltip="What the strategy gives."),
+        io.String.Output(
+            "report", tooltip="Both times, what the strategy gains, the largest difference, and what ran."
+        ),
+    ]
 
 
 class CompareWithOneDevice(io.ComfyNode):
@@ -40,14 +50,7 @@ class CompareWithOneDevice(io.ComfyNode):
                 *sampling_inputs(),
                 io.Vae.Input("vae", tooltip="Decodes both latents."),
             ],
-            outputs=[
-                io.Image.Output("one_device", tooltip="What one device gives, without a step cache."),
-                io.Image.Output("all_devices", tooltip="What the strategy gives."),
-                io.String.Output(
-                    "report",
-                    tooltip="Both times, what the strategy gains, the largest difference, and what ran.",
-                ),
-            ],
+            outputs=_outputs("What one device gives, without a step cache."),
         )
 
     validate_inputs = refuse_literals(*LINKED, "vae")
@@ -64,8 +67,7 @@ class CompareWithOneDevice(io.ComfyNode):
             record = RunRecord(cache_threshold=wanted.reuse_below)
             return record, wanted.run(settings, record)
 
-        two = run_twice(job.settings, run)
-        return show_comparison(cls, vae, two, job.parallel_model.file, has_cfg=job.cfg != 1.0)
+        return compare_runs(cls, vae, job.settings, job.parallel_model.file, run)
 
 
 def _check(job: SamplingJob, settings: StrategySettings) -> None:
@@ -94,14 +96,7 @@ class ProveSampler(io.ComfyNode):
                 io.String.Input("sampler_class", tooltip="The sampler's class, such as KSampler."),
                 io.Vae.Input("vae", tooltip="Decodes both latents."),
             ],
-            outputs=[
-                io.Image.Output("one_device", tooltip="What one device gives."),
-                io.Image.Output("all_devices", tooltip="What the strategy gives."),
-                io.String.Output(
-                    "report",
-                    tooltip="Both times, what the strategy gains, the largest difference, and what ran.",
-                ),
-            ],
+            outputs=_outputs("What one device gives."),
         )
 
     validate_inputs = refuse_literals("vae")
@@ -123,10 +118,7 @@ class ProveSampler(io.ComfyNode):
             changed = {**inputs, name: _with_model(inputs[name], model)}
             return record, _latent_of(sampler_class, changed)
 
-        two = run_twice(settings, run)
-        plan = two.record.plan
-        has_cfg = plan is not None and plan.job.has_cfg
-        return show_comparison(cls, vae, two, patcher.job_model.file, has_cfg=has_cfg)
+        return compare_runs(cls, vae, settings, patcher.job_model.file, run)
 
 
 def _parallel_input(inputs: dict[str, object]) -> tuple[str, JobPatcher]:

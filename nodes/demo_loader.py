@@ -51,10 +51,7 @@ class ParallelDemoLoader(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(cls, strategy: StrategySettings | None = None) -> io.NodeOutput:

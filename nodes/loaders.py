@@ -30,7 +30,7 @@ from .links import (
     parallel_model_output,
     strategy_input,
 )
-from .model.files import GGUF_FOLDER, model_names, model_path
+from .model.files import PARTS, model_names, model_path
 from .model.header_model import open_model
 from .model.source import make_spec
 from .parallel_model import over_devices
@@ -43,12 +43,6 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
 DTYPES = tuple(_OPTIONS)
-# Folders of models by what ComfyUI loads from them (ComfyUISource.part).
-_FOLDERS = {
-    "diffusion_models": "diffusion_model",
-    "checkpoints": "checkpoint",
-    GGUF_FOLDER: "diffusion_model",
-}
 
 
 def _named(
@@ -62,7 +56,7 @@ def name_model(
 ) -> ParallelModel:
     """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
     path = model_path(folder, name)
-    return _named(path, _FOLDERS[folder], _OPTIONS[weight_dtype], settings, computing)
+    return _named(path, PARTS[folder], _OPTIONS[weight_dtype], settings, computing)
 
 
 class ParallelModelLoader(io.ComfyNode):
@@ -78,7 +72,7 @@ class ParallelModelLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=model_names(*_FOLDERS),
+                    options=model_names(*PARTS),
                     tooltip="A .safetensors file from models/diffusion_models or models/checkpoints, or a .gguf file "
                     "from models/diffusion_models.",
                 ),
@@ -100,10 +94,7 @@ class ParallelModelLoader(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(
@@ -115,7 +106,7 @@ class ParallelModelLoader(io.ComfyNode):
         exchange_dtype: str = SAME,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
-        folder = next(f for f in _FOLDERS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
+        folder = next(f for f in PARTS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
         computing = ComputeOptions(compile, exchange_dtype=exchange_dtype)
         parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), computing)
         return io.NodeOutput(parallel.patcher, parallel)
@@ -184,10 +175,7 @@ class ParallelFluxLoader(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(

@@ -82,10 +82,7 @@ class ParallelModelNode(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("model", "strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(
@@ -152,10 +149,7 @@ class ParallelCLIPNode(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("clip", "strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(cls, clip: Any, placement: str, strategy: StrategySettings | None = None) -> io.NodeOutput:

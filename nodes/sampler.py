@@ -52,5 +52,4 @@ class ParallelSampler(io.ComfyNode):
             report_progress(summarise(record))
         report = write_report(record)
         file = job.parallel_model.file
-        shown = run_ui(record, report, settings, file, images=samples.shape[0], has_cfg=job.cfg != 1.0)
-        return io.NodeOutput(job.as_latent(samples), report, ui=shown)
+        return io.NodeOutput(job.as_latent(samples), report, ui=run_ui(record, report, settings, file))

@@ -21,8 +21,8 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar.module_requests import ModuleAnswer
 from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import ROWS, CannotBeSplit, SharedOut, check_splittable, report_lines
-from .job.vae import VaeShipment, as_sent, check_decoder, check_encoder, cuts_tiles, refuse_other_kinds
+from .host.vae_ranks import ROWS, SharedOut, decode_here, report_lines
+from .job.vae import CannotBeSplit, VaeShipment, as_sent, check_splittable, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, devices_input
 from .runs.report import phases_in_words
@@ -64,10 +64,7 @@ class ParallelVAEDecode(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("samples", "vae", "strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(
@@ -80,7 +77,7 @@ class ParallelVAEDecode(io.ComfyNode):
         with errors_as_comfyuis():
             refuse_other_kinds(vae)
         settings = strategy or default_settings()
-        return _told("decod", lambda: _decode(vae, latent, settings), lambda: _decode_here(vae, latent))
+        return _told("decod", lambda: _decode(vae, latent, settings), lambda: decode_here(vae, latent))
 
 
 class ParallelVAEEncode(io.ComfyNode):
@@ -116,10 +113,7 @@ class ParallelVAEEncode(io.ComfyNode):
         )
 
     validate_inputs = refuse_literals("pixels", "vae", "strategy")
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: object) -> tuple:
-        return fingerprint()
+    fingerprint_inputs = classmethod(fingerprint)
 
     @classmethod
     def execute(
@@ -186,7 +180,7 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
-    check_splittable(check_decoder, vae)
+    check_splittable(vae, encodes=False)
     is_taken = latent.ndim == 2 + getattr(vae, "latent_dim", 2)  # the ranks refuse any other in words
     needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) if is_taken else 0.0
     sent = as_sent(vae, latent).cpu()
@@ -197,15 +191,9 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     return _as_comfyuis(vae, run.value), [*lines, *_speed(run, len(sent), out), *out.notes]
 
 
-def _decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
-    image: Tensor = vae.decode(latent)
-    # Frames of a video become images, as VAEDecode has it.
-    return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
-
-
 def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:
     """LATENT as VAE.encode gives it, and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
-    check_splittable(check_encoder, vae)
+    check_splittable(vae, encodes=True)
     inputs = _as_network_takes(vae, pixels)
     needed = vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype)
     out = SharedOut(settings, vae, inputs, needed, encodes=True)

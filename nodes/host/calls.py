@@ -19,7 +19,7 @@ from ...parallel_backend.planner.plan import find_machine, plan_execution
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
-from ...parallel_backend.requests import LoadInfo, Placement, RunInfo
+from ...parallel_backend.requests import LoadInfo, RunInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
@@ -129,14 +129,6 @@ def _of_as_many_ranks(plan: Plan, settings: StrategySettings, machine: LocalMach
     if settings.mode == "manual" and wanted > 1 and plan.strategy == ParallelStrategy():
         return replace(plan, devices=machine.devices[:wanted])
     return plan
-
-
-@contextmanager
-def ranks_for(plan: Plan) -> Iterator[tuple[Sidecar, Placement]]:
-    """The sidecar of its devices, started or not; inside, the ranks' errors become the ones ComfyUI knows."""
-    with errors_as_comfyuis():
-        placement = Placement(plan.strategy, plan.engine, plan.job.model.compute_options)
-        yield pool.get_sidecar(plan.devices), placement
 
 
 @contextmanager

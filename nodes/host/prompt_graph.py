@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_type", "inputs"}
@@ -62,14 +62,20 @@ def value_of(prompt: Prompt, node: str, name: str) -> object:
 
 def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
     """(class, inputs) of the loader in front of a Parallel Model, past nodes that change its MODEL; else ("", {})."""
+    for one in with_those_before(prompt, node, "model"):
+        inputs = inputs_of(prompt, one)
+        if not isinstance(inputs.get("model"), list):
+            return str(prompt[one].get("class_type", "")), inputs
+    return "", {}
+
+
+def with_those_before(prompt: Prompt, node: str, name: str) -> Iterator[str]:
+    """Yields a node, the one that gives its input `name`, and so on, each once."""
     seen: set[str] = set()
     while node in prompt and node not in seen:
         seen.add(node)
-        inputs = inputs_of(prompt, node)
-        if not isinstance(inputs.get("model"), list):
-            return str(prompt[node].get("class_type", "")), inputs
-        node = next((origin for name, origin, _ in links(inputs) if name == "model"), "")
-    return "", {}
+        yield node
+        node = next((origin for link, origin, _ in links(inputs_of(prompt, node)) if link == name), "")
 
 
 def inputs_of(prompt: Prompt, node: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 import nodes
 
-from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed
+from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed, with_those_before
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -80,9 +80,14 @@ def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
     return found[0] if len(found) == 1 else None
 
 
+def types_of(kind: str) -> tuple[str, ...]:
+    """Returns the types of a node class's outputs; of one that nobody knows, none."""
+    return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "RETURN_TYPES", ()))
+
+
 def _type_of(prompt: Prompt, node: str, output: int) -> str | None:
-    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
-    return next(iter(list(getattr(kind, "RETURN_TYPES", ()))[output : output + 1]), None)
+    types = types_of(str(prompt.get(node, {}).get("class_type", "")))
+    return next(iter(types[output : output + 1]), None)
 
 
 def running_prompt() -> Prompt | None:
@@ -120,10 +125,5 @@ def _is_output(prompt: Prompt, node: str) -> bool:
 
 
 def _loader_of(prompt: Prompt, node: str) -> str | None:
-    seen: set[str] = set()
-    while node in prompt and node not in seen:
-        seen.add(node)
-        if prompt[node].get("class_type") in LOADERS:
-            return node
-        node = next((o for name, o, _ in links(inputs_of(prompt, node)) if name == "parallel_model"), "")
-    return None
+    path = with_those_before(prompt, node, "parallel_model")
+    return next((one for one in path if prompt[one].get("class_type") in LOADERS), None)

@@ -6,14 +6,12 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...parallel_backend.devices import resolve_devices
-from ...parallel_backend.errors import DeviceError, StrategyError
-from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +39,17 @@ def _devices(value: object) -> str | None:
     return None
 
 
-def _minutes(value: Any) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 <= value <= MOST_MINUTES:  # of any size: no number is made a float that none holds
-        return None
-    return f"it must be a number of minutes from 0 (never) to {MOST_MINUTES}"
+def _number(most: float, words: str) -> Callable[[Any], str | None]:
+    def problem(value: Any) -> str | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # A number of any size is compared: none is made a float that does not hold it.
+        return None if is_number and 0 <= value <= most else f"it must be {words}"
+
+    return problem
 
 
-def _price(value: Any) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 <= value <= MOST_PRICE:
-        return None
-    return f"it must be a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency"
+_minutes = _number(MOST_MINUTES, f"a number of minutes from 0 (never) to {MOST_MINUTES}")
+_price = _number(MOST_PRICE, f"a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency")
 
 
 def _switch(value: object) -> str | None:
@@ -88,34 +85,6 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
             value = setting.default
         values[name] = float(value) if isinstance(setting.default, float) else value
     return values, problems
-
-
-def without_approximation(
-    settings: StrategySettings,
-    steps: int,
-    *,
-    step_cache: bool = False,
-    computing: ComputeOptions = DEFAULT_COMPUTE,
-) -> StrategySettings:
-    """`settings` where approximate ways are not allowed: `auto` has none to choose from, and what a person asked for by
-    hand is refused with StrategyError, since another picture than was asked for would be no answer either.
-
-    `steps`: of the request; `step_cache`: one was asked for; `computing`: what else was.
-    """
-    strategy = settings.strategy
-    asked = []
-    if settings.mode == "manual" and strategy.pipefusion_degree > 1 and strategy.warmup_steps < steps:
-        asked.append(f"set pipefusion_degree to 1, or warmup_steps to {steps}, with which it is exact")
-    if step_cache:
-        asked.append("set step_cache to off, or take Parallel Step Cache out")
-    asked += computing.approximate_inputs
-    if asked:
-        raise StrategyError(
-            f"This is approximate, and the setting Allow approximate strategies (Settings, Parallel Sampling) is off: "
-            f"{'; '.join(asked)}; or turn the setting on.",
-            inputs=("pipefusion_degree", "warmup_steps"),
-        )
-    return replace(settings, approximation="never")
 
 
 def _said(default: str | bool | float) -> str:

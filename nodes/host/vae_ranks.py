@@ -3,14 +3,11 @@ what they did."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import comfy.model_management
 import comfy.sd
 from torch import Tensor
 
 from ...parallel_backend.devices import devices_of_a_run
-from ...parallel_backend.errors import RequestError
 from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.observability.gauges import read_free_bytes
 from ...parallel_backend.planner.history import open_history
@@ -25,10 +22,6 @@ from .settings import setting
 
 # Of what ComfyUI expects a whole picture to take, free memory that one device must have to compute it alone.
 _SPARE = 1.5
-
-
-class CannotBeSplit(Exception):
-    """The reason, in a user's words, why the ranks cannot decode or encode it."""
 
 
 def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
@@ -98,12 +91,10 @@ class SharedOut:
         return True
 
 
-def check_splittable(check: Callable[[comfy.sd.VAE], None], vae: comfy.sd.VAE) -> None:
-    """Raises CannotBeSplit where `check(vae)` refuses."""
-    try:
-        check(vae)
-    except RequestError as reason:
-        raise CannotBeSplit(f"this VAE cannot be split: {reason}") from None
+def decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
+    """Returns IMAGE [N, H, W, C] as ComfyUI itself decodes it: frames of a video become images, as VAEDecode has it."""
+    image: Tensor = vae.decode(latent)
+    return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
 
 
 def make_room(bytes_alone: float, sidecar: Sidecar) -> None:

@@ -13,22 +13,23 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...parallel_backend.devices import resolve_devices
-from ...parallel_backend.errors import RequestError, StrategyError
+from ...parallel_backend.errors import DeviceError, RequestError, StrategyError
 from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.models.proof.states import ClassVerdict
+from ...parallel_backend.models.proof.states import UNKNOWN, ClassVerdict
 from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.requests import ModelSpec
-from ..host.calls import refusal
+from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
+from ..host.comfyui_flags import comfyui_root
 from ..host.memory import give_cache_back, held_on, make_room, size_on, watch
 from ..host.prompt_links import running_node
+from ..model.class_verdict import ensure_verdict
 from ..model.facts import count_facts
 from ..model.options import COMPUTE_OPTIONS, SETTINGS
-from ..model.verdict import verdict_on
 from .lora_checks import check_patches
 from .mapped import map_weights
 from .outline import Outline
@@ -177,10 +178,10 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
 
     def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Tensor]:
         found: dict[str, Tensor]
-        if filter_prefix is None or not self._lacks_weights:  # who wants names asks for all
+        patcher = None if filter_prefix is None else self._over_file()  # who wants names asks for all
+        if patcher is None:
             found = super().model_state_dict(filter_prefix)
             return found
-        patcher = self._over_file()
         found = patcher.model_state_dict(filter_prefix)
         for key in found.keys() & self.patches.keys():
             if not hasattr(patcher.model.get_submodule(key.rpartition(".")[0]), "comfy_cast_weights"):
@@ -188,33 +189,26 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         return found
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict:
-        found: dict = (
-            self._over_file().get_key_patches(filter_prefix)
-            if self._lacks_weights
-            else super().get_key_patches(filter_prefix)
-        )
+        found: dict = self._reader.get_key_patches(filter_prefix)
         return found
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        if self._lacks_weights:
-            return self._over_file().patch_weight_to_device(key, *args, **kwargs)
-        return super().patch_weight_to_device(key, *args, **kwargs)
+        return self._reader.patch_weight_to_device(key, *args, **kwargs)
 
     def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        if self._lacks_weights:
-            return self._over_file().model_state_dict_for_saving(*args, **kwargs)
-        return super().model_state_dict_for_saving(*args, **kwargs)
+        return self._reader.model_state_dict_for_saving(*args, **kwargs)
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        if self._lacks_weights:
-            return self._over_file().state_dict_for_saving(*args, **kwargs)
-        return super().state_dict_for_saving(*args, **kwargs)
+        return self._reader.state_dict_for_saving(*args, **kwargs)
 
     @property
-    def _lacks_weights(self) -> bool:
-        return any(parameter.is_meta for parameter in self.model.parameters())
+    def _reader(self) -> Any:
+        found = self._over_file()
+        return super() if found is None else found
 
-    def _over_file(self) -> comfy.model_patcher.ModelPatcher:
+    def _over_file(self) -> comfy.model_patcher.ModelPatcher | None:
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            return None
         found = comfy.model_patcher.ModelPatcher(self.job_model.mapped, self.load_device, self.offload_device)
         found.patches = self.patches
         return found
@@ -223,6 +217,24 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         raise refusal(
             "ComfyUI's own split over several GPUs", "take its node out: this model is split already"
         )
+
+
+def _verdict_on(module: nn.Module, settings: StrategySettings) -> ClassVerdict:
+    """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all, or
+    its blocks laid out: by hand with any degree, since one that a request gives nothing to do becomes Ulysses."""
+    if not _may_split_inside(settings):
+        return UNKNOWN
+    with errors_as_comfyuis():
+        return ensure_verdict(comfyui_root(), type(module).__name__, report_progress, interrupted)
+
+
+def _may_split_inside(settings: StrategySettings) -> bool:
+    if settings.mode == "manual":
+        return settings.strategy.world_size > 1
+    try:
+        return len(resolve_devices(settings.devices)) > 1
+    except DeviceError:  # planning says so, in its place
+        return False
 
 
 def check_by_hand(settings: StrategySettings, file: ModelFile, verdict: ClassVerdict) -> None:
@@ -253,7 +265,7 @@ def make_job_patcher(
     """`source`, whose weights are `spec`'s, with all that nodes have put on it. Reads no weights and starts no ranks.
     Raises RequestError, StrategyError or CheckpointError."""
     outline = Outline(source)
-    verdict = verdict_on(outline.pristine.diffusion_model, spec, settings)
+    verdict = _verdict_on(outline.pristine.diffusion_model, settings)
     file = count_facts(spec.path, outline.pristine, verdict)
     check_by_hand(settings, file, verdict)
     patcher: Any = source.clone(disable_dynamic=False) if source.is_dynamic() else source.clone()

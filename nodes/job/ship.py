@@ -40,13 +40,14 @@ from ...parallel_backend.job.payload import (
 from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, Known, SentTensors, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.planner.rules import Plan
-from ...parallel_backend.requests import RunInfo, SampleResult
+from ...parallel_backend.requests import Placement, RunInfo, SampleResult
+from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.model_room import new_number
 from ...parallel_backend.sidecar.resume import OnStep, ShippedRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.file_identity import read_identity
 from ...parallel_backend.wire.payloads import Tensors
-from ..host.calls import interrupted, ranks_for, report_progress
+from ..host.calls import errors_as_comfyuis, interrupted, report_progress
 from ..host.comfyui_flags import comfyui_root
 from ..host.prompt_links import running_prompt
 from .culprit import with_culprit
@@ -76,32 +77,17 @@ class _SentToRanks:
         self.packs: frozenset[str] = frozenset()  # whose code they have imported
 
 
-class _Facts:
-    """The facts of this process, made anew when a module has been imported."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._modules = -1
-        self.packs: Packs = {}
-        self.packed = b""
-
-    def refresh(self) -> _Facts:
-        with self._lock:
-            return self._refresh()
-
-    def _refresh(self) -> _Facts:
-        if self._modules != len(sys.modules):
-            self._modules, self.packs = len(sys.modules), loaded_packs()
-            packs = {name: file for name, file in self.packs.items() if name != _OWN}
-            folders = {name: _plain(getattr(folder_paths, name)) for name in _FOLDERS}
-            facts = ProcessFacts(
-                comfyui_root(), comfyui_version.__version__, _OWN, packs, tuple(sys.path), folders
-            )
-            self.packed = pack_facts(facts)
-        return self
+@functools.lru_cache(maxsize=1)
+def _facts_with(modules: int) -> tuple[Packs, bytes]:
+    """Returns the packs that ComfyUI has imported and the packed facts of this process; anew when a module has been
+    imported, which their number tells."""
+    loaded = loaded_packs()
+    packs = {name: file for name, file in loaded.items() if name != _OWN}
+    folders = {name: _plain(getattr(folder_paths, name)) for name in _FOLDERS}
+    version = comfyui_version.__version__
+    return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _OWN, packs, tuple(sys.path), folders))
 
 
-_facts = _Facts()
 # By holdings, with the mark of their ranks' start (RankHoldings.start is another one after a restart).
 _sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
 
@@ -144,14 +130,14 @@ class Shipment:
         cache_threshold: float = 0.0,
     ) -> None:
         self._known: Known = {} if outline is None else outline.known
-        self._facts = _facts.refresh()
+        self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # that the ranks have not imported yet
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
         self._job = PickledJob(
             work=work,
-            replaced=replaced_by(self._facts.packs, comfyui_root(), _OWN),
+            replaced=replaced_by(self._loaded_packs, comfyui_root(), _OWN),
             changes=() if outline is None else outline.changes(),
             random_states=_random_states(device),
             cache_threshold=cache_threshold,
@@ -161,24 +147,21 @@ class Shipment:
     def _sending(self, sidecar: Sidecar) -> Iterator[None]:
         """Around a request: afterwards the ranks have what it was sent with. Errors name the packs of its code."""
         with sidecar.jobs:
-            yield from self._counted()
-
-    def _counted(self) -> Iterator[None]:
-        try:
-            yield
-        except (RankFailed, RequestError) as error:
-            if not self._packs or str(error).startswith(OTHER_WEIGHTS):
-                raise
-            names = ", ".join(sorted(Path(name).name for name in self._packs))
-            words = f"The job runs code of {names}."
-            if isinstance(error, RankFailed):
-                cause = f"{error.cause}. {words}"
-                raise RankFailed(error.rank, cause, crashed=error.crashed, reason=error.reason) from error
-            raise RequestError(f"{error} {words}") from error
-        if self._sent_now is not None:
-            holdings, sent = self._sent_now
-            _sent[holdings] = (holdings.start, sent)
-            self._note_sent(sent)
+            try:
+                yield
+            except (RankFailed, RequestError) as error:
+                if not self._packs or str(error).startswith(OTHER_WEIGHTS):
+                    raise
+                names = ", ".join(sorted(Path(name).name for name in self._packs))
+                words = f"The job runs code of {names}."
+                if isinstance(error, RankFailed):
+                    cause = f"{error.cause}. {words}"
+                    raise RankFailed(error.rank, cause, crashed=error.crashed, reason=error.reason) from error
+                raise RequestError(f"{error} {words}") from error
+            if self._sent_now is not None:
+                holdings, sent = self._sent_now
+                _sent[holdings] = (holdings.start, sent)
+                self._note_sent(sent)
 
     def _note_sent(self, sent: _SentToRanks) -> None:
         """Called once the ranks have what the job was sent with."""
@@ -217,20 +200,20 @@ class Shipment:
         except CannotBeSent as error:
             raise self._refused(error, known) from error
         used = set(_with_parents(pickled.modules))
-        self._packs = tuple(name for name in self._facts.packs if name != _OWN and name in used)
+        self._packs = tuple(name for name in self._loaded_packs if name != _OWN and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
         sent.packs |= set(self._packs)
-        digests = {name: _digest(*self._facts.packs[name]) for name in self._packs}
+        digests = {name: _digest(*self._loaded_packs[name]) for name in self._packs}
         head = Head(
             job=pickled.data,
             is_fresh=is_fresh,
             dropped=tuple(sent.tensors.take_dropped()),
-            facts=None if sent.facts == self._facts.packed else self._facts.packed,
+            facts=None if sent.facts == self._facts else self._facts,
             packs=self._packs,
             digests=digests if self._is_elsewhere else {},
             **self._head(sent),
         )
-        sent.facts = self._facts.packed
+        sent.facts = self._facts
         self._sent_now = (holdings, sent)
         return pack_payload(head, pickled.tensors)
 
@@ -285,17 +268,19 @@ class ShippedJob(Shipment):
             is_call=steps == 0,
             imports=lambda: self._new_packs,
         )
-        with ranks_for(plan) as (sidecar, placement), self._sending(sidecar):
-            return sidecar.sample(
-                self._model.spec,
-                request,
-                placement,
-                on_step=on_step,
-                on_phase=report_progress,
-                should_cancel=interrupted,
-                trials=plan.trials,
-                file=read_identity(self._model.spec.path),
-            )
+        with errors_as_comfyuis():
+            sidecar = pool.get_sidecar(plan.devices)
+            with self._sending(sidecar):
+                return sidecar.sample(
+                    self._model.spec,
+                    request,
+                    Placement(plan.strategy, plan.engine, plan.job.model.compute_options),
+                    on_step=on_step,
+                    on_phase=report_progress,
+                    should_cancel=interrupted,
+                    trials=plan.trials,
+                    file=read_identity(self._model.spec.path),
+                )
 
     def _own_file(self) -> str:
         return self._model.spec.path

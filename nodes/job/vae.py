@@ -37,7 +37,6 @@ from .ship import HeldByRanks, Shipment, held_numbers
 
 # Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
 _METHODS = ("forward", "_conv_forward", "decode", "encode")
-_CHANGED = "another node has changed how it computes"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 PIXELS_PER_POSITION = 64  # of a latent, in most VAEs; the others have more
@@ -55,25 +54,30 @@ class _Held(HeldByRanks):
 _held: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Held]] = weakref.WeakKeyDictionary()
 
 
-def check_decoder(vae: comfy.sd.VAE) -> None:
-    """Raises RequestError with the reason why the ranks cannot decode with the VAE."""
-    network = vae.first_stage_model
+class CannotBeSplit(Exception):
+    """The reason, in a user's words, why the ranks cannot decode or encode it."""
+
+
+def check_splittable(vae: comfy.sd.VAE, *, encodes: bool) -> None:
+    """Raises CannotBeSplit with the reason why the ranks cannot encode or decode with the VAE."""
+    if reason := _why_whole(vae, encodes=encodes):
+        raise CannotBeSplit(f"this VAE cannot be split: {reason}")
+
+
+def _why_whole(vae: comfy.sd.VAE, *, encodes: bool) -> str:
+    network, method = vae.first_stage_model, "encode" if encodes else "decode"
+    half = (encoder_of if encodes else decoder_of)(network)
     found = known(network)
-    if found is None:
-        raise RequestError(_not_known(network, decoder_of(network)))
-    if found.way is Way.ONE_DEVICE:
-        raise RequestError(found.reason)
-    _refuse_changes(vae, "decode")
-    if getattr(decoder_of(network), "tanh_out", False):
-        raise RequestError(_CHANGED)
-
-
-def check_encoder(vae: comfy.sd.VAE) -> None:
-    """Raises RequestError with the reason why the ranks cannot encode with it."""
-    network = vae.first_stage_model
-    if not encodes_in_bands(network):
-        raise RequestError(_not_known(network, encoder_of(network)))
-    _refuse_changes(vae, "encode")
+    is_known = encodes_in_bands(network) if encodes else found is not None
+    if not is_known:
+        kind = type(network).__name__ + (f" with {type(half).__name__}" if half is not None else "")
+        return f"its network is {kind}, which the devices do not know how to share out exactly"
+    if not encodes and found is not None and found.way is Way.ONE_DEVICE:
+        return found.reason
+    own = getattr(type(vae), method) is getattr(comfy.sd.VAE, method) and method not in vars(vae)
+    if not own or _is_changed(network) or (not encodes and getattr(half, "tanh_out", False)):
+        return "another node has changed how it computes"
+    return "another node has patched it" if vae.patcher.patches or vae.patcher.object_patches else ""
 
 
 def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
@@ -102,17 +106,8 @@ def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
     return latent.movedim(0, 1)[None] if frames_are_a_batch(network) else latent
 
 
-def _refuse_changes(vae: comfy.sd.VAE, method: str) -> None:
-    """Raises RequestError for a VAE whose `method` no longer computes as its class does."""
-    own = getattr(type(vae), method) is getattr(comfy.sd.VAE, method) and method not in vars(vae)
-    if not own or _is_changed(vae.first_stage_model):
-        raise RequestError(_CHANGED)
-    if vae.patcher.patches or vae.patcher.object_patches:
-        raise RequestError("another node has patched it")
-
-
 class VaeShipment(Shipment):
-    """One decode or encode on its way to the ranks, for a VAE that check_decoder or check_encoder has passed.
+    """One decode or encode on its way to the ranks, for a VAE that check_splittable has passed.
     `inputs`: as its network takes them."""
 
     def __init__(
@@ -173,11 +168,6 @@ def _half(network: nn.Module, without: tuple[str, ...]) -> nn.Module:
     for part in without:
         found._modules.pop(part, None)
     return found
-
-
-def _not_known(network: nn.Module, half: nn.Module | None) -> str:
-    name = type(network).__name__ + (f" with {type(half).__name__}" if half is not None else "")
-    return f"its network is {name}, which the devices do not know how to share out exactly"
 
 
 def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:

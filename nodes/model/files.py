@@ -17,6 +17,12 @@ folder_paths.folder_names_and_paths[GGUF_FOLDER] = (
     folder_paths.folder_names_and_paths["diffusion_models"][0],
     {SUFFIX},
 )
+# Folders of models by what ComfyUI loads from them (ComfyUISource.part).
+PARTS = {
+    "diffusion_models": "diffusion_model",
+    "checkpoints": "checkpoint",
+    GGUF_FOLDER: "diffusion_model",
+}
 
 
 def is_safetensors(name: str) -> bool:

@@ -18,22 +18,16 @@ from ..host.prompt_graph import Prompt, source_of, value_of
 from ..host.prompt_links import loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
-from .files import GGUF_FOLDER, model_path
+from .files import PARTS, model_path
 from .header_model import open_model
 from .source import make_spec
 
-# By loader: the provider of its models, the input that names the file, the folders that it offers files of.
-_NAMES = {
-    "ParallelFluxLoader": ("flux", "unet_name", ("diffusion_models",)),
-    "ParallelModelLoader": ("comfyui", "model_name", ("diffusion_models", "checkpoints", GGUF_FOLDER)),
-    "UNETLoader": ("comfyui", "unet_name", ("diffusion_models",)),
-    "CheckpointLoaderSimple": ("comfyui", "ckpt_name", ("checkpoints",)),
-}
-# What ComfyUI loads from them (ComfyUISource.part).
-_PARTS = {
-    "diffusion_models": "diffusion_model",
-    "checkpoints": "checkpoint",
-    GGUF_FOLDER: "diffusion_model",
+# By loader: the input that names the file, and the folders that it offers files of.
+NAMES = {
+    "ParallelFluxLoader": ("unet_name", ("diffusion_models",)),
+    "ParallelModelLoader": ("model_name", tuple(PARTS)),
+    "UNETLoader": ("unet_name", ("diffusion_models",)),
+    "CheckpointLoaderSimple": ("ckpt_name", ("checkpoints",)),
 }
 
 
@@ -46,11 +40,14 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     if loader == "ParallelDemoLoader":
         return _of_the_first_family(str(DEMO_MODEL))
     is_behind = loader == "ParallelModel"
-    provider, _, folders = _NAMES.get(source if is_behind else loader, ("", "", ()))
+    kind = source if is_behind else loader
+    _, folders = NAMES.get(kind, ("", ()))
     for folder in folders:
         if name in folder_paths.get_filename_list(folder):
             path = model_path(folder, name)
-            return _of_the_first_family(path) if provider == "flux" else _counted(path, _PARTS[folder])
+            if kind == "ParallelFluxLoader":
+                return _of_the_first_family(path)
+            return _counted(path, PARTS[folder])
     return ANY_MODEL if is_behind else None
 
 
@@ -65,10 +62,10 @@ def _file_of(prompt: Prompt, loader: str) -> ModelFile | None:
     kind = str(prompt[loader]["class_type"])
     if kind == "ParallelModel":
         source, inputs = source_of(prompt, loader)
-        name = inputs.get(_NAMES[source][1]) if source in _NAMES else None
+        name = inputs.get(NAMES[source][0]) if source in NAMES else None
     else:
         source = ""
-        name = value_of(prompt, loader, _NAMES[kind][1]) if kind in _NAMES else None
+        name = value_of(prompt, loader, NAMES[kind][0]) if kind in NAMES else None
     try:
         return read_named(kind, name if isinstance(name, str) else "", source)
     except (ParallelError, OSError):

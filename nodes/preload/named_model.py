@@ -24,17 +24,13 @@ from ..host.prompt_graph import Prompt, links, source_of
 from ..host.settings import default_settings
 from ..links import ParallelModel
 from ..loaders import DTYPES, ParallelFluxLoader, ParallelModelLoader, load_parallel_model, name_model
+from ..model.named_file import NAMES
 
 _COMPUTING = ComputeOptions(AUTO)
-# Of loaders that name a file: the input with its name, and the dtypes that it can be read in.
+# The pack's loaders that name a file, and the dtypes that it can be read in.
 _OWN = {
-    "ParallelFluxLoader": (ParallelFluxLoader, "unet_name", WEIGHT_DTYPES),
-    "ParallelModelLoader": (ParallelModelLoader, "model_name", DTYPES),
-}
-# Of ComfyUI's own loaders: the folder, and the input with the file's name.
-_STOCK = {
-    "UNETLoader": ("diffusion_models", "unet_name"),
-    "CheckpointLoaderSimple": ("checkpoints", "ckpt_name"),
+    "ParallelFluxLoader": (ParallelFluxLoader, WEIGHT_DTYPES),
+    "ParallelModelLoader": (ParallelModelLoader, DTYPES),
 }
 _SELECTOR = tuple(field.name for field in fields(SelectorInputs))
 
@@ -63,7 +59,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
     elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
         model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
     elif kind in _OWN:
-        loader, name, dtypes = _OWN[kind]
+        (loader, dtypes), (name, _) = _OWN[kind], NAMES[kind]
         file = {name: str(_literal(inputs, name))}
         output = loader.execute(**file, weight_dtype=_dtype(inputs, dtypes), strategy=settings)
         model = next(result for result in output.args if isinstance(result, ParallelModel))
@@ -75,8 +71,8 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
 def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelModel:
     """The model of one of ComfyUI's own loaders, past nodes that change its MODEL: LoRAs come with the first prompt."""
     kind, inputs = source_of(prompt, node)
-    if kind in _STOCK:
-        folder, name = _STOCK[kind]
+    if kind in NAMES and kind not in _OWN:
+        name, (folder,) = NAMES[kind]
         return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, _COMPUTING)
     raise RequestError(
         "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or Load "

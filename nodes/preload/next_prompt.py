@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from comfy_execution.progress import NodeState, get_progress_state
 
-import nodes
-
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.sidecar.group.events import Ended, Event
 from ..host.prompt_graph import Prompt
+from ..host.prompt_links import types_of
 from .named_model import preload
 from .next_texts import NextTexts
 from .tail import in_tail, loaders, nodes_on_ranks
@@ -90,7 +89,7 @@ class NextPrompt:
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
     """The models of a prompt, one after the other, on ranks that run already; to start some would take cores away."""
-    for node in loaders(prompt, outputs, _types_of):
+    for node in loaders(prompt, outputs, types_of):
         try:
             info, devices = preload(prompt, node, only_warm=True)
         except ParallelError as error:
@@ -105,7 +104,7 @@ def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
 
 def _on_ranks(item: tuple) -> set[str]:
     """The nodes of a prompt in ComfyUI's queue that use the ranks or may; without any it is in its tail at once."""
-    return nodes_on_ranks(item[2], item[4], _types_of)
+    return nodes_on_ranks(item[2], item[4], types_of)
 
 
 def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
@@ -119,7 +118,3 @@ def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
             by_state.setdefault(one["state"], set()).add(node)
     begun = by_state.get(NodeState.Running, set())
     return in_tail(item[2], on_ranks, begun, by_state.get(NodeState.Finished, set()))
-
-
-def _types_of(kind: str) -> tuple[str, ...]:
-    return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "RETURN_TYPES", ()))

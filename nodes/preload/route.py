@@ -14,7 +14,7 @@ from ...parallel_backend.wire.strict_json import parse
 from ..host import memory
 from ..host.prompt_graph import Prompt
 from ..host.settings import setting
-from ..routes.http import NOT_YOURS, is_same_origin, read_body, refuse
+from ..routes.http import read_body, refuse, same_origin_only
 from .named_model import preload
 from .next_prompt import NextPrompt, uses_ranks
 
@@ -47,13 +47,9 @@ def begin(server: PromptServer) -> None:
     server.app.middlewares.append(give_back)
 
     @server.routes.post(ROUTE)
+    @same_origin_only
     async def load(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
-        try:
-            prompt, node = _read(await read_body(request, MOST_BYTES))
-        except RequestError as error:
-            return refuse(error, 400)
+        prompt, node = _read(await read_body(request, MOST_BYTES))
         if uses_ranks(queue):
             return refuse(_BUSY, 409)
         try:

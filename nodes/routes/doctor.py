@@ -15,11 +15,12 @@ from pathlib import Path
 from aiohttp import web
 
 from ...parallel_backend.sidecar import pool
-from .http import NOT_YOURS, is_same_origin, refuse
+from .http import refuse, same_origin_only
 
 ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"
 _PACK_ROOT = Path(__file__).resolve().parents[2]
+_BUSY = "the doctor is examining this machine already"
 _COLUMNS = "100"
 _LONGEST_LINE = 2**20  # bytes; a report of many GPUs is one, with their tables
 _PATIENCE = 600.0  # s; an examination takes half a minute, and longer where ranks hang
@@ -30,22 +31,19 @@ def add_route(routes: web.RouteTableDef) -> None:
     {"markdown", "broken", "result"} of the GPU check, or {"error"}; {"error"} with 403 or 409."""
     busy = asyncio.Lock()
 
-    def refusal(request: web.Request) -> web.Response | None:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
-        return refuse("the doctor is examining this machine already", 409) if busy.locked() else None
-
     @routes.post(ROUTE)
+    @same_origin_only
     async def examine(request: web.Request) -> web.StreamResponse:
-        if refused := refusal(request):
-            return refused
+        if busy.locked():
+            return refuse(_BUSY, 409)
         async with busy:
             return await _examine(request)
 
     @routes.post(GPU_ROUTE)
+    @same_origin_only
     async def check_gpu(request: web.Request) -> web.StreamResponse:
-        if refused := refusal(request):
-            return refused
+        if busy.locked():
+            return refuse(_BUSY, 409)
         async with busy:
             if not await asyncio.to_thread(_make_way):
                 return refuse("a prompt uses the devices; run the GPU check when none does", 409)

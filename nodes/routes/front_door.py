@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ...parallel_backend.errors import RequestError
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.load_report import FOR, LoadReport, report_load
-from .http import NOT_YOURS, is_same_origin, read_as, refuse
+from .http import read_as, refuse, same_origin_only
 from .status import groups
 
 if TYPE_CHECKING:
@@ -54,20 +53,15 @@ def add_routes(server: PromptServer) -> None:
         return _Nothing()
 
     @server.routes.get(HEALTH)
+    @same_origin_only
     async def show(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
         return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())
 
     @server.routes.post(DRAIN)
+    @same_origin_only
     async def drain(request: web.Request) -> web.Response:
         nonlocal draining
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
-        try:
-            draining = (await read_as(DrainRequest, request, _MOST_BYTES)).draining
-        except RequestError as error:
-            return refuse(error, 400)
+        draining = (await read_as(DrainRequest, request, _MOST_BYTES)).draining
         return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())
 
 

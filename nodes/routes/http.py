@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -11,9 +13,10 @@ from aiohttp import web
 from ...parallel_backend.errors import RequestError, TransportError
 from ...parallel_backend.wire.strict_json import from_json, parse
 
-NOT_YOURS = "only ComfyUI's own page may ask for this"
+_NOT_YOURS = "only ComfyUI's own page may ask for this"
 
 T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _listens = ""  # where this ComfyUI listens: addresses with commas
 
@@ -60,6 +63,22 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
+
+
+def same_origin_only(handler: Handler) -> Handler:
+    """Has a handler answer ComfyUI's own page alone, any other {"error"} with 403; what it raises as RequestError
+    becomes {"error"} with 400."""
+
+    @functools.wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not is_same_origin(request):
+            return refuse(_NOT_YOURS, 403)
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return refuse(error, 400)
+
+    return answer
 
 
 def refuse(error: object, status: int) -> web.Response:

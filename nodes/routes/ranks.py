@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -12,7 +12,7 @@ from ...parallel_backend.errors import ParallelError, RequestError
 from ...parallel_backend.observability.panel import BUSY, show_groups, why_not
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from .http import NOT_YOURS, is_same_origin, read_as, refuse
+from .http import Handler, read_as, refuse, same_origin_only
 from .status import default_devices, groups, left_out
 
 ROUTE = "/parallel_sampling/ranks"
@@ -35,14 +35,10 @@ def add_routes(routes: web.RouteTableDef) -> None:
     async def show(request: web.Request) -> web.Response:
         return await _shown()
 
-    def on_request(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def on_request(name: str) -> Handler:
+        @same_origin_only
         async def answer(request: web.Request) -> web.Response:
-            if not is_same_origin(request):
-                return refuse(NOT_YOURS, 403)
-            try:
-                devices = (await read_as(GroupRequest, request, MOST_BYTES)).devices
-            except RequestError as error:
-                return refuse(error, 400)
+            devices = (await read_as(GroupRequest, request, MOST_BYTES)).devices
             if devices in served:
                 return refuse("these processes are busy with another button", 409)
             served.add(devices)

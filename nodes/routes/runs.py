@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ..runs.stock_run import kept_runs
-from .http import NOT_YOURS, is_same_origin, refuse
+from .http import same_origin_only
 
 ROUTE = "/parallel_sampling/runs"
 
@@ -14,7 +14,6 @@ def add_route(routes: web.RouteTableDef) -> None:
     """GET answers {prompt id: {node id: its output}} of the latest prompts, or {"error"} with 403."""
 
     @routes.get(ROUTE)
+    @same_origin_only
     async def show(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
         return web.json_response(kept_runs())

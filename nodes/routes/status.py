@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...parallel_backend.devices import is_cpu, resolve_devices
-from ...parallel_backend.errors import RequestError
 from ...parallel_backend.observability.device_list import list_devices, machine_words
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.live_feed import LiveSender
@@ -18,7 +17,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.device_health import FAILING
 from ...parallel_backend.sidecar.status import GroupStatus
 from ..host.settings import setting, settings_problems
-from .http import NOT_YOURS, is_same_origin, read_as, refuse
+from .http import read_as, refuse, same_origin_only
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -85,13 +84,9 @@ def begin(server: PromptServer) -> LiveSender[Shown]:
     sender = LiveSender(snapshot, send, left=_gauges.close)
 
     @server.routes.post(ROUTE)
+    @same_origin_only
     async def watch(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
-        try:
-            said = await read_as(Watch, request, MOST_BYTES)
-        except RequestError as error:
-            return refuse(error, 400)
+        said = await read_as(Watch, request, MOST_BYTES)
         if not said.looking:
             await asyncio.to_thread(sender.leave, said.client_id)
         elif said.client_id not in server.sockets:

@@ -1,32 +1,62 @@
-"""Tells ComfyUI's page what Strategy Selector's inputs will do, and what is wrong with them, while they are edited."""
+"""Tells ComfyUI's page, beside Strategy Selector, which devices a person may choose, what its inputs will do, and what
+is wrong with them, while they are edited."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 
 from aiohttp import web
 
-from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.model_file import ModelFile
+from ...parallel_backend.observability.device_list import (
+    list_clusters,
+    list_devices,
+    local_devices,
+    machine_words,
+    selected,
+)
+from ...parallel_backend.observability.gauges import DeviceGauges
+from ...parallel_backend.observability.panel import Shown
 from ...parallel_backend.observability.preview.form import MOST_BYTES, Loader, check_inputs, read_inputs
 from ..model.named_file import read_named
-from .http import NOT_YOURS, is_same_origin, read_body, refuse
+from .http import read_body, same_origin_only
+from .status import groups
 
-ROUTE = "/parallel_sampling/check_strategy"
+DEVICES = "/parallel_sampling/devices"
+CHECK = "/parallel_sampling/check_strategy"
+_MOST_LETTERS = 1000
 
 
-def add_route(routes: web.RouteTableDef) -> None:
-    """POST what form.read_inputs takes; answers what check_inputs gives, or {"error"} with 400 or 403."""
+def add_routes(routes: web.RouteTableDef) -> None:
+    """GET to DEVICES, with `text` as in devices.resolve_devices, answers {"devices": device_list.list_devices,
+    "clusters", "selected": those that the text means, "machine": in a sentence}, or {"error"} with 403. Starts nothing.
 
-    @routes.post(ROUTE)
+    POST to CHECK of what form.read_inputs takes answers what check_inputs gives, or {"error"} with 400 or 403."""
+
+    @routes.get(DEVICES)
+    @same_origin_only
+    async def show(request: web.Request) -> web.Response:
+        text = request.query.get("text", "all")[:_MOST_LETTERS]
+        return web.json_response(await asyncio.to_thread(_list, text))
+
+    @routes.post(CHECK)
+    @same_origin_only
     async def check(request: web.Request) -> web.Response:
-        if not is_same_origin(request):
-            return refuse(NOT_YOURS, 403)
-        try:
-            inputs, loader = read_inputs(await read_body(request, MOST_BYTES))
-        except RequestError as error:
-            return refuse(error, 400)
+        inputs, loader = read_inputs(await read_body(request, MOST_BYTES))
         return web.json_response(await asyncio.to_thread(check_inputs, inputs, loader, _find_file))
+
+
+def _list(text: str) -> Shown:
+    chosen = selected(text)
+    with closing(DeviceGauges()) as gauges:
+        devices = list_devices(local_devices(chosen), groups(), gauges)
+    return {
+        "devices": devices,
+        "clusters": list_clusters(),
+        "selected": list(chosen),
+        "machine": machine_words(),
+    }
 
 
 def _find_file(loader: Loader) -> ModelFile | None:

@@ -13,15 +13,14 @@ from ...parallel_backend.observability.timeline import joined, rows_of_timeline,
 from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
+from ...parallel_backend.planner.workload.workload import Job
 from ..host.calls import RunRecord
 from .report import badge, headline
 from .speed import compare_prompt, compared, compared_by_links, step_seconds, tried_seconds
 
 
-def run_ui(
-    record: RunRecord, report: str, settings: StrategySettings, file: ModelFile, *, images: int, has_cfg: bool
-) -> dict[str, list]:
-    """A node's `ui` after a run: what ComfyUI keeps in its history. `images`: of the latent."""
+def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: ModelFile) -> dict[str, list]:
+    """A node's `ui` after a run: what ComfyUI keeps in its history."""
     shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
@@ -31,8 +30,8 @@ def run_ui(
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
     if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
         shown["parallel_candidates"] = rows
-    if record.plans:
-        shown["parallel_layout"] = [_layout(record, settings, file, images, has_cfg)]
+    if record.plan is not None:
+        shown["parallel_layout"] = [_layout(record, record.plan.job, settings, file)]
     return shown
 
 
@@ -43,13 +42,12 @@ def phases_of(prompt_id: str) -> dict[str, object]:
     return {"prompt": prompt_id, "phases": phases, "compared": compare_prompt(prompt_id)}
 
 
-def _layout(
-    record: RunRecord, settings: StrategySettings, file: ModelFile, images: int, has_cfg: bool
-) -> dict[str, object]:
+def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: ModelFile) -> dict[str, object]:
     """One case of selector_inputs.check_inputs' layout, with the inputs that it ran for."""
     strategy = record.strategy
     others = [device for device in resolve_devices(settings.devices) if device not in record.devices]
-    assigned = assign_devices(strategy, (*record.devices, *others), file, images=images, prompts=1 + has_cfg)
+    devices = (*record.devices, *others)
+    assigned = assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts)
     return {
         "title": record.name_of(strategy),
         "seats": [device.as_dict() for device in assigned],

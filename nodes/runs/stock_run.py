@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.rules import StrategySettings
@@ -32,46 +32,19 @@ def kept_runs() -> dict[str, dict[str, Output]]:
         return {prompt: dict(nodes) for prompt, nodes in _kept.items()}
 
 
-class StockRun:
-    """From its making to `end`: bars for the ranks under the node that runs, and its record."""
-
-    def __init__(self, settings: StrategySettings, file: ModelFile) -> None:
-        self.record = RunRecord(price_per_hour=price_per_gpu_hour())
-        self._settings = settings
-        self._file = file
-        self._bars = ExitStack()
-        self._bars.enter_context(rank_bars())
-        _send(None)
-
-    def end(self, *, whole: bool) -> None:
-        """`whole`: it was neither cancelled nor did it fail."""
-        self._bars.close()
-        record = self.record
-        if not whole or record.plan is None:
-            return
-        count_gain(record)
-        report_progress(summarise(record))
-        job = record.plan.job
-        shown = run_ui(
-            record,
-            write_report(record),
-            self._settings,
-            self._file,
-            images=job.batch,
-            has_cfg=job.has_cfg,
-        )
-        _send(shown)
-
-
 @contextmanager
 def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord]:
-    """Records a job that is shipped whole; inside is the run."""
-    run, is_whole = StockRun(settings, file), False
-    try:
-        yield run.record
-        is_whole = True
-    finally:
-        run.end(whole=is_whole)
+    """Records a job that is shipped whole, with bars for the ranks under the node that runs; inside is the run. The
+    page is told of it unless it was cancelled or failed."""
+    record = RunRecord(price_per_hour=price_per_gpu_hour())
+    with rank_bars():
+        _send(None)
+        yield record
+    if record.plan is None:
+        return
+    count_gain(record)
+    report_progress(summarise(record))
+    _send(run_ui(record, write_report(record), settings, file))
 
 
 def show_phases(prompt_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The setting that turns trials off: first runs give the same bits, and with it on the same latent up to rounding."""
+"""The plan of a call: which ranks it takes, and whether it tries strategies on its way."""
 
 from __future__ import annotations
 
@@ -7,27 +7,18 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from comfy_modules import import_comfyui_here
-from differences import relative_difference
 from jobs import FP8, flux_job
 from pack_nodes import import_node_module
-from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
-from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.planner import history as measurement_history
 from parallel_backend.planner.history import record_run
-from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.rules import StrategySettings
-from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
-from parallel_backend.requests import ModelSpec, Placement, RunInfo
+from parallel_backend.requests import ModelSpec, RunInfo
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy
-from tiny_flux import write_tiny_flux
-
-STEPS = 20
-
+from parallel_backend.trials import NO_TRIALS
 
 ONE, ULYSSES = ParallelStrategy(), ParallelStrategy(ulysses_degree=2)
 CPUS = ("cpu:0", "cpu:1")
@@ -80,37 +71,16 @@ def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(
         assert plan.strategy == ONE and plan.devices == CPUS
 
 
-@pytest.fixture
-def first_run(two_real_ranks, tmp_path, monkeypatch):
-    """`first_run(tries)`: a job on two ranks of which nothing was measured, with the setting as a person left it."""
-    import_comfyui_here()
-    import folder_paths
+def test_a_first_job_tries_strategies_unless_the_setting_says_otherwise(calls, tmp_path):
+    """Without them two first jobs go the same way, which gives the same bits."""
+    settings = tmp_path / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True)
+    job = flux_job(FP8, width=64, height=64, text=16, steps=20)
 
-    calls = import_node_module("nodes.host.calls")
-    path = write_tiny_flux(tmp_path / "tiny.safetensors")
-    file, spec = inspect_flux(path), ModelSpec(str(path))
-    request = random_request(file, width=128, height=128, batch=1, text=8, steps=STEPS, with_cfg=True)
-    job = job_from_request(CheckpointModel(file), request)
-    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
-    (tmp_path / "user" / "default").mkdir(parents=True)
-    count = 0
+    def plan(found):
+        settings.write_text(json.dumps(found))
+        return calls.plan_job(StrategySettings(devices="cpu:2"), job)
 
-    def run(tries):
-        nonlocal count
-        count += 1
-        monkeypatch.setenv(VARIABLE, str(tmp_path / f"kept {count}"))
-        monkeypatch.setattr(measurement_history, "GIVEN_UP", set())
-        monkeypatch.setattr(measurement_history, "JOBS", Counter())
-        settings = tmp_path / "user" / "default" / "comfy.settings.json"
-        settings.write_text(json.dumps({} if tries else {"parallel_sampling.try_strategies": False}))
-        plan = calls.plan_job(StrategySettings(devices="cpu:2"), job)
-        return two_real_ranks.sample(spec, request, Placement(plan.strategy), trials=plan.trials)
-
-    return run
-
-
-def test_two_first_runs_without_trials_give_equal_bits_and_with_them_the_same_up_to_rounding(first_run):
-    one, other, tried = first_run(False), first_run(False), first_run(True)
-    assert one.info.trials == other.info.trials == () and len(tried.info.trials) > 1
-    assert torch.equal(one.latent, other.latent)
-    assert relative_difference(tried.latent, one.latent) <= 1e-5
+    one, other = (plan({"parallel_sampling.try_strategies": False}) for _ in range(2))
+    assert one.trials == other.trials == NO_TRIALS and one.strategy == other.strategy == ULYSSES
+    assert plan({}).trials.strategies

@@ -137,20 +137,17 @@ def test_before_a_load_the_plan_tells_and_before_a_plan_the_settings(host, monke
     assert host.memory.held_on(GPU, SPEC) == 0
 
 
-def test_a_node_that_needs_memory_gets_that_of_comfyuis_own_gpu_alone(host):
-    assert host.memory.make_room(SPEC, GPU) and host.asked == ["modules", "cuda:0"]
-
-
-def test_a_person_who_unloads_models_between_prompts_gets_all(host):
-    host.node = None
-    assert host.memory.make_room(SPEC, GPU) and host.asked == ["modules", "all"]
-
-
-def test_on_the_cpu_and_under_highvram_it_is_as_before(host):
-    assert host.memory.make_room(SPEC, CPU) and host.asked == ["modules", "all"]
+@pytest.mark.parametrize(
+    ("node", "device", "given"),
+    [(object(), GPU, "cuda:0"), (None, GPU, "all"), (object(), CPU, "all")],
+    ids=["a node gets that of ComfyUI's own GPU", "a person between prompts gets all", "on the CPU"],
+)
+def test_who_asks_for_memory_gets_it_but_under_highvram(host, node, device, given):
+    host.node = node
+    assert host.memory.make_room(SPEC, device) and host.asked == ["modules", given]
     host.flags.highvram = True
-    assert not host.memory.make_room(SPEC, GPU) and not host.memory.drop_modules()
-    assert host.asked == ["modules", "all"]
+    assert not host.memory.make_room(SPEC, device) and not host.memory.drop_modules()
+    assert host.asked == ["modules", given]
 
 
 def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_the_model(host, monkeypatch):

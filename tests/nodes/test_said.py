@@ -67,7 +67,7 @@ class Sources:
     """All that the pack says, to look for sentences in."""
 
     def __init__(self) -> None:
-        texts = [parts for parts in _python() + _page() if _letters("".join(parts)) >= LEAST]
+        texts = {tuple(parts) for parts in _python() + _page() if _letters("".join(parts)) >= LEAST}
         self._whole = [
             (_letters("".join(parts)), re.compile(".*".join(re.escape(p.strip("\n")) for p in parts) + " ?"))
             for parts in texts
@@ -77,7 +77,8 @@ class Sources:
     def say(self, sentence: str) -> bool:
         """In one string, or, where words are put together of several, each part, up to a comma or the like, in one."""
         least = _letters(NAMES.sub("", sentence)) / 2  # else what is put in might say anything
-        if any(n >= least and whole.fullmatch(NAMES.sub("7", sentence)) for n, whole in self._whole):
+        filled = NAMES.sub("7", sentence)
+        if any(n >= least and whole.fullmatch(filled) for n, whole in self._whole):
             return True
         parts = [part.strip(" .") for part in re.split(r"\{\w+\}|[,;:/()]", sentence)]
         return all(any(part in said for said in self._parts) for part in parts if part)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
 from parallel_backend.errors import StrategyError
 from parallel_backend.options import ComputeOptions
@@ -22,7 +23,6 @@ PREFIX = user_settings.PREFIX
 SETTINGS = user_settings.SETTINGS
 SettingsFile = user_settings.SettingsFile
 check_settings = user_settings.check_settings
-without_approximation = user_settings.without_approximation
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
@@ -108,25 +108,29 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
     assert read(path) == DEFAULTS
 
 
-def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exact_after_all():
+def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exact_after_all(monkeypatch):
+    import_comfyui_here()
+    module = import_node_module("nodes.host.settings")
+    monkeypatch.setattr(module, "setting", {"allow_approximate": False}.__getitem__)
+    permitted = module.permitted
     auto = StrategySettings(approximation="allowed")
-    assert without_approximation(auto, 20).approximation == "never"
+    assert permitted(auto, 20).approximation == "never"
 
     def by_hand(**degrees):
         return StrategySettings(mode="manual", strategy=ParallelStrategy(**degrees))
 
     for exact in (by_hand(ulysses_degree=2), by_hand(pipefusion_degree=2, warmup_steps=20)):
-        assert without_approximation(exact, 20).strategy == exact.strategy
+        assert permitted(exact, 20).strategy == exact.strategy
     with pytest.raises(StrategyError, match="pipefusion_degree to 1, or warmup_steps to 20"):
-        without_approximation(by_hand(pipefusion_degree=2, warmup_steps=19), 20)
+        permitted(by_hand(pipefusion_degree=2, warmup_steps=19), 20)
     with pytest.raises(StrategyError, match="step_cache to off"):
-        without_approximation(auto, 20, step_cache=True)
+        permitted(auto, 20, step_cache=True)
     with pytest.raises(StrategyError, match="set attention to auto"):
-        without_approximation(auto, 20, computing=ComputeOptions(attention="sage"))
+        permitted(auto, 20, computing=ComputeOptions(attention="sage"))
     with pytest.raises(StrategyError, match="set exchange_dtype to same"):
-        without_approximation(auto, 20, computing=ComputeOptions(exchange_dtype="fp8"))
+        permitted(auto, 20, computing=ComputeOptions(exchange_dtype="fp8"))
     exact = ComputeOptions("blocks", attention="flash")
-    assert without_approximation(auto, 20, computing=exact).approximation == "never"
+    assert permitted(auto, 20, computing=exact).approximation == "never"
 
 
 def test_the_page_offers_the_same_settings_in_each_language():

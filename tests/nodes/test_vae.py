@@ -68,8 +68,8 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
 
     network = torch.nn.Module()
     network.__class__ = AudioVAE
-    with pytest.raises(RequestError, match="sound is decoded on one device"):
-        node.check_decoder(vae_of(TILED, network))
+    with pytest.raises(node.CannotBeSplit, match="sound is decoded on one device"):
+        node.check_splittable(vae_of(TILED, network), encodes=False)
     node.refuse_other_kinds(vae_of(TILED, network))
 
 

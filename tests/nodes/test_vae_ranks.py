@@ -18,6 +18,17 @@ from parallel_backend.strategy import ParallelStrategy
 CHOSEN = ("cpu:0", "cpu:1")
 
 
+@pytest.fixture
+def vae_ranks():
+    import_comfyui_here()
+    return import_node_module("nodes.host.vae_ranks")
+
+
+@pytest.fixture
+def module(vae_ranks):
+    return import_node_module("nodes.vae_nodes")
+
+
 @pytest.mark.parametrize(
     ("state", "models", "used"),
     [
@@ -28,10 +39,8 @@ CHOSEN = ("cpu:0", "cpu:1")
     ],
 )
 def test_ranks_on_fewer_devices_than_were_chosen_stay_for_the_sake_of_a_model_alone(
-    monkeypatch, state, models, used
+    vae_ranks, monkeypatch, state, models, used
 ):
-    import_comfyui_here()
-    vae_ranks = import_node_module("nodes.host.vae_ranks")
     running = SimpleNamespace(devices=CHOSEN[:1], state=state, models=models)
     monkeypatch.setattr(pool, "running_within", lambda devices: running if state else None)
     monkeypatch.setattr(pool, "get_sidecar", lambda devices: SimpleNamespace(devices=devices))
@@ -39,9 +48,7 @@ def test_ranks_on_fewer_devices_than_were_chosen_stay_for_the_sake_of_a_model_al
     assert sidecar.devices == CHOSEN[:used] and bool(notes) == (used == 1)
 
 
-def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(monkeypatch):
-    import_comfyui_here()
-    vae_ranks = import_node_module("nodes.host.vae_ranks")
+def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(vae_ranks, monkeypatch):
     management, freed = vae_ranks.comfy.model_management, []
     loaded = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cuda:2")]
     monkeypatch.setattr(management, "current_loaded_models", loaded)
@@ -66,7 +73,7 @@ def vae_of(**methods):
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(vae_ranks, monkeypatch):
     """`timed(module)`: puts a choice into it that knows these `seconds`, and keeps what is recorded."""
 
     class Timed:
@@ -85,7 +92,7 @@ def timed(monkeypatch):
         def give_up(self):
             Timed.gave_up = True
 
-    monkeypatch.setattr(import_node_module("nodes.host.vae_ranks"), "VaeChoice", Timed)
+    monkeypatch.setattr(vae_ranks, "VaeChoice", Timed)
     return Timed
 
 
@@ -105,10 +112,8 @@ MANUAL = StrategySettings(mode="manual", strategy=ParallelStrategy(ulysses_degre
     ids=["auto", "little memory", "a comparison", "shares by hand", "degrees by hand", "one device"],
 )
 def test_one_device_computes_where_that_is_faster_and_nobody_has_chosen(
-    monkeypatch, timed, settings, options, free, shares
+    vae_ranks, monkeypatch, timed, settings, options, free, shares
 ):
-    import_comfyui_here()
-    vae_ranks = import_node_module("nodes.host.vae_ranks")
     given_to(monkeypatch, vae_ranks, **options)
     monkeypatch.setattr(vae_ranks, "read_free_bytes", lambda device: free)
     out = vae_ranks.SharedOut(settings, vae_of(), torch.zeros(2, 4, 8, 6), 2.0, encodes=False)
@@ -116,10 +121,10 @@ def test_one_device_computes_where_that_is_faster_and_nobody_has_chosen(
     assert out.choice.network == "SimpleNamespace decode torch.float32"
 
 
-def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(monkeypatch, timed):
-    import_comfyui_here()
-    module = import_node_module("nodes.vae_nodes")
-    given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
+def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(
+    vae_ranks, module, monkeypatch, timed
+):
+    given_to(monkeypatch, vae_ranks)
     asked = []
 
     class Shipment:
@@ -139,9 +144,7 @@ def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(mon
     assert asked == [(1.0, 0.0), ()] and timed.gave_up and not out.is_alone
 
 
-def test_shares_by_hand_tell_nothing_of_equal_ones(monkeypatch, timed):
-    import_comfyui_here()
-    vae_ranks = import_node_module("nodes.host.vae_ranks")
+def test_shares_by_hand_tell_nothing_of_equal_ones(vae_ranks, monkeypatch, timed):
     timed.kept = []
     for shares in ((2.0, 1.0), ()):
         given_to(monkeypatch, vae_ranks, shares=shares)
@@ -160,11 +163,9 @@ def test_shares_by_hand_tell_nothing_of_equal_ones(monkeypatch, timed):
     ],
 )
 def test_what_sharing_out_gains_counts_for_the_prompt_where_both_were_timed(
-    monkeypatch, timed, alone, alone_s, shared_s, gain, line
+    vae_ranks, module, monkeypatch, timed, alone, alone_s, shared_s, gain, line
 ):
-    import_comfyui_here()
-    module = import_node_module("nodes.vae_nodes")
-    given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
+    given_to(monkeypatch, vae_ranks)
     timed.alone_seconds, timed.shared_seconds, timed.kept = alone_s, shared_s, []
     gains = []
     monkeypatch.setattr(module.PHASES, "add_gain", lambda prompt_id, seconds: gains.append(seconds))
@@ -181,18 +182,16 @@ def test_what_sharing_out_gains_counts_for_the_prompt_where_both_were_timed(
     [("decode", (1, 4, 8, 8)), ("encode", (1, 64, 64, 3))],
 )
 def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into_tiles(
-    monkeypatch, verb, given
+    vae_ranks, module, monkeypatch, verb, given
 ):
-    import_comfyui_here()
-    module = import_node_module("nodes.vae_nodes")
 
     def ends(*_, **__):
         raise OutOfMemory("Process 1 ran out of memory on cuda:1")
 
     monkeypatch.setattr(module.VaeShipment, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(module.VaeShipment, "run", ends)
-    monkeypatch.setattr(module, "check_splittable", lambda check, vae: None)
-    given_to(monkeypatch, import_node_module("nodes.host.vae_ranks"))
+    monkeypatch.setattr(module, "check_splittable", lambda vae, *, encodes: None)
+    given_to(monkeypatch, vae_ranks)
     as_it_is = "as_sent" if verb == "decode" else "_as_network_takes"
     monkeypatch.setattr(module, as_it_is, lambda vae, tensor: tensor)
     vae = vae_of(memory_used_decode=lambda *_: 0.0, memory_used_encode=lambda *_: 0.0)
