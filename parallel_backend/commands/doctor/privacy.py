@@ -8,12 +8,12 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from .report import Report, Verdict
+from ...wire.checks.findings import Finding
 
 _PACK_ROOT = Path(__file__).resolve().parents[3]
 # Paths below a home folder of anybody, and the serial numbers of GPUs.
@@ -67,19 +67,17 @@ def scrub(text: str, private: Private) -> str:
     return text
 
 
-def scrub_verdict(verdict: Verdict, private: Private) -> Verdict:
-    """`verdict` with its finding, remedy and details scrubbed."""
-    return replace(
-        verdict,
-        finding=scrub(verdict.finding, private),
-        remedy=scrub(verdict.remedy, private),
-        details=tuple(scrub(line, private) for line in verdict.details),
+def scrub_findings(findings: Iterable[Finding], private: Private) -> tuple[Finding, ...]:
+    """`findings` with their texts, remedies and details scrubbed."""
+    return tuple(
+        replace(
+            found,
+            finding=scrub(found.finding, private),
+            remedy=scrub(found.remedy, private),
+            details=tuple(scrub(line, private) for line in found.details),
+        )
+        for found in findings
     )
-
-
-def scrubbed(report: Report, private: Private) -> Report:
-    """`report` with every verdict scrubbed."""
-    return Report(tuple(scrub_verdict(verdict, private) for verdict in report.verdicts))
 
 
 def _user() -> str:

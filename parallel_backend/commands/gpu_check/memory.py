@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import Finding
+from ...wire.checks.findings import Finding
 from .checks import Check, Group
 from .ranks import Ranks, compared, difference, gigabytes, same_bits, steps_in_words
 

@@ -16,7 +16,8 @@ from ...requests import ModelSpec, Placement, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import Finding, Subject
+from ...wire.checks.findings import Finding
+from ...wire.checks.gpu_check import Subject
 from ..bench.rounds import random_request
 from ..doctor.parity import LIMITS
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...machine.probe import read_visible
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import Finding
+from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity
 from ..doctor.rank_probe import probe_links
@@ -35,9 +36,7 @@ def check_all_links(ranks: Ranks) -> Sequence[Finding]:
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
     facts = [c.facts for c in calibrations if c.facts is not None]
     topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
-    return [
-        Finding(v.name, v.status, v.finding, v.remedy, v.details) for v in check_links(calibrations, topology)
-    ]
+    return list(check_links(calibrations, topology))
 
 
 def check_strategies(ranks: Ranks) -> Sequence[Finding]:
@@ -61,9 +60,9 @@ def check_strategies(ranks: Ranks) -> Sequence[Finding]:
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
     found = [
-        Finding(f"same latent at {width} × {height}", v.status, v.finding, v.remedy)
+        replace(finding, name=f"same latent at {width} × {height}")
         for (height, width), same in runs.items()
-        for v in check_parity(same)
+        for finding in check_parity(same)
     ]
     return [
         *found,
