@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.observability.gauges import DeviceGauges
-from ...parallel_backend.observability.load_report import FOR, LoadReport, report_load
+from ...parallel_backend.observability.load_report import FOR, LoadReport
 from .http import NOT_YOURS, is_same_origin, read_as, refuse
 from .status import groups
 
@@ -40,7 +40,7 @@ def add_routes(server: PromptServer) -> None:
         found = groups()
         devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
         seen = gauges.read(devices) if with_memory else {}
-        return report_load(server.prompt_queue.get_tasks_remaining(), found, seen, draining=draining)
+        return LoadReport(server.prompt_queue.get_tasks_remaining(), found, seen, draining)
 
     @server.routes.get(AGENT)
     async def answer_agent(request: web.Request) -> web.StreamResponse:
