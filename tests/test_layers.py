@@ -71,7 +71,6 @@ SHORT_FILES = {
     "nodes/routes/metrics.py",
     "nodes/routes/runs.py",
     "parallel_backend/cluster/certificates.py",
-    "parallel_backend/commands/gpu_check/groups.py",
     "parallel_backend/engine/comm/traffic_counter.py",
     "parallel_backend/wire/checks/self_test.py",
 }

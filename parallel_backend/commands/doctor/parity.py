@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...wire.checks.findings import Finding
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the doctor runs where there is none
 
 # Largest difference of the latents relative to the largest value. fp32 is promised to 1e-5 and other orders of sums
 # stay below 1e-4; bf16 has 8 bits, and a few steps multiply its rounding.
@@ -19,6 +23,11 @@ class Parity:
     dtype: str
     strategy: str
     difference: float
+
+
+def largest_difference(latent: Tensor, expected: Tensor) -> float:
+    """Returns it relative to the largest value of `expected`; nan where one of them is not finite."""
+    return ((latent - expected).abs().max() / expected.abs().max()).item()
 
 
 def check_parity(runs: Sequence[Parity]) -> Iterator[Finding]:

@@ -49,10 +49,8 @@ def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
     paths = sorted(named.items(), key=lambda found: -len(found[0]))
     host = socket.gethostname()
     words = {(host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")}
-    for (
-        machine,
-        called,
-    ) in machines.items():  # as devices and as errors name them; a bare name may be any word
+    for machine, called in machines.items():
+        # As devices and as errors name them; a bare name may be any word.
         words |= {(machine, f"<{called}>"), (f"Machine {machine.partition('/')[2]}", f"<{called}>")}
     return Private(tuple(paths), tuple(sorted((w for w in words if w[0]), key=lambda w: -len(w[0]))))
 

@@ -47,16 +47,6 @@ BOUNDS = (
         required=False,
     ),
 )
-# (package that is installed, package it needs and does not declare, only with a GPU, why, remedy)
-NEEDS = (
-    (
-        "xfuser",
-        "triton",
-        True,
-        "xfuser imports triton without asking for it, and engine xfuser cannot start without it on a GPU",
-        "pip install triton, or use engine native",
-    ),
-)
 # What docs/ and the tests were made with: newer ones probably work, but nobody looked.
 TESTED = {"torch": "2.13", "diffusers": "0.42", "xfuser": "0.7"}
 
@@ -77,9 +67,11 @@ def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str =
         finding = f"torch {torch} is a build for the CPU, but {seen} can be seen"
         remedy = "install a CUDA build of torch the way ComfyUI's own instructions say for your GPU"
         yield Finding("torch build", "broken", finding, remedy)
-    for package, needed, only_gpu, why, remedy in NEEDS:
-        if installed.get(package) and not installed.get(needed) and (gpus or not only_gpu):
-            yield Finding(f"{package} + {needed}", "slow", why, remedy)
+    if gpus and installed.get("xfuser") and not installed.get("triton"):
+        why = (
+            "xfuser imports triton without asking for it, and engine xfuser cannot start without it on a GPU"
+        )
+        yield Finding("xfuser + triton", "slow", why, "pip install triton, or use engine native")
     if gpus and not installed.get("nvidia-ml-py") and "rocm" not in torch:
         finding = (
             "is not installed, so links, NUMA nodes and MIG slices stay unknown to the choice of a strategy"

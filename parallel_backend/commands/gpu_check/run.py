@@ -19,10 +19,18 @@ from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import in_group
 from .checks import ALL, Check, Group
-from .groups import GROUPS
+from .faults import FAULTS
+from .memory import MEMORY
+from .one_device import INSTALLATION, ONE_GPU
 from .processes import CheckProcesses
 from .report import CheckResult, GpuReport
+from .several_devices import SEVERAL_GPUS
 
+# The whole list: what to look at in the first minutes on a GPU, in this order.
+GROUPS = (
+    *(INSTALLATION, ONE_GPU, MEMORY, SEVERAL_GPUS, FAULTS),
+    Group("Time", (Check("profile", ranks=2, limit_s=900.0),)),
+)
 # Programs that run checks: one that has ranks, and one that is a rank.
 WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
 

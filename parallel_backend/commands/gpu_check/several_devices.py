@@ -9,10 +9,10 @@ from ...machine.probe import read_visible
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
-from ..doctor.parity import Parity, check_parity
+from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
 from .checks import Check, Examine, Group
-from .ranks import Ranks, difference, gigabytes, steps_in_words
+from .ranks import Ranks, gigabytes, steps_in_words
 
 # One strategy per way to split; Sharded 2 is two ranks that share out the weights and the tokens.
 SPLITS = {
@@ -56,7 +56,7 @@ def check_strategies(ranks: Ranks) -> Sequence[Finding]:
                 load = expected.info.load
                 computed = "float32" if load is None else load.compute_dtype
                 computed = computed if computed == "float32" else "bfloat16"  # as coarse: Parity knows two
-                runs[size].append(Parity(computed, name, difference(result.latent, expected.latent)))
+                runs[size].append(Parity(computed, name, largest_difference(result.latent, expected.latent)))
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
     found = [
