@@ -187,5 +187,5 @@ def _private(subject: Subject) -> Private:
     if subject.is_demo:
         return private
     path = Path(subject.model)
-    paths = ((subject.model, "<model>"), *((str(path.parent), "<models>"),), *private.paths)
+    paths = ((subject.model, "<model>"), (str(path.parent), "<models>"), *private.paths)
     return Private(paths, ((path.name, "<model>"), (path.stem, "<model>"), *private.words))
