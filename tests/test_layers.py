@@ -70,7 +70,6 @@ SHORT_FILES = {
     "nodes/model/options.py",
     "nodes/routes/metrics.py",
     "nodes/routes/runs.py",
-    "parallel_backend/commands/gpu_check/groups.py",
     "parallel_backend/engine/comm/traffic_counter.py",
     "parallel_backend/wire/checks/self_test.py",
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...parallel_backend.observability.gauges import DeviceGauges
-from ...parallel_backend.observability.load_report import FOR, LoadReport, report_load
+from ...parallel_backend.observability.load_report import FOR, LoadReport
 from .http import read_as, refuse, same_origin_only
 from .status import groups
 
@@ -39,7 +39,7 @@ def add_routes(server: PromptServer) -> None:
         found = groups()
         devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
         seen = gauges.read(devices) if with_memory else {}
-        return report_load(server.prompt_queue.get_tasks_remaining(), found, seen, draining=draining)
+        return LoadReport(server.prompt_queue.get_tasks_remaining(), found, seen, draining)
 
     @server.routes.get(AGENT)
     async def answer_agent(request: web.Request) -> web.StreamResponse:

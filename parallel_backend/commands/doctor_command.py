@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .bench.command import DEFAULT_ROUNDS, say_progress
+
 if TYPE_CHECKING:
     from ..wire.checks.gpu_check import Subject
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.gpu:
             _refuse_cluster(args.devices)
-        devices = resolve_for_command(args.devices, _report_progress)
+        devices = resolve_for_command(args.devices, say_progress)
         _name_machines(devices)
     if args.gpu:
         return _run_gpu_check(args, devices)
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(
             "--share measures with the GPU check; add --gpu, or use bench --share with a model of yours."
         )
-    report = examine(devices, on_phase=_tell_parent if args.parent and args.json else _report_progress)
+    report = examine(devices, on_phase=_tell_parent if args.parent and args.json else say_progress)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     else:
@@ -134,7 +136,6 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
 def _share(subject: Subject, path: Path) -> None:
     """Measures one device and all strategies that occupy every device, on the pictures of the check."""
     from ..devices import name_devices
-    from .bench.command import DEFAULT_ROUNDS
     from .bench.measure import measure
     from .bench.shared import share
 
@@ -143,15 +144,11 @@ def _share(subject: Subject, path: Path) -> None:
         devices=name_devices(subject.devices),
         width=subject.pixels,
         height=subject.pixels,
-        batch=1,
         text=subject.text,
         steps=subject.steps,
         rounds=DEFAULT_ROUNDS,
         with_cfg=True,
-        strategies="",
-        engine="auto",
-        weight_dtype="auto",
-        say=_report_progress,
+        say=say_progress,
     )
     share(outcome, path)
 
@@ -168,9 +165,3 @@ def _tell_parent(text: str) -> None:
     """A line of JSON before the report's."""
     sys.stdout.write(json.dumps({"phase": text}) + "\n")
     sys.stdout.flush()
-
-
-def _report_progress(text: str) -> None:
-    """Writes it beside the report, not into it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{text} …\n")

@@ -1,1 +1,1 @@
-"""All that people see: metrics, panel, toasts, event log, gauges, and the commands `doctor` and `bench`."""
+"""All that people see while it runs: metrics, panel, toasts, logs, gauges, and the preview of a plan."""

@@ -40,12 +40,6 @@ class LiveSender(Generic[T]):
         self._changed = False
         self._thread: threading.Thread | None = None
 
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Those who look."""
-        with self._lock:
-            return tuple(self._leases)
-
     def watch(self, client: str, seconds: float, *, anew: bool = False) -> bool:
         """`client` looks for the next `seconds`, and gets a message at once if it did not look before, or has lost what
         it got (`anew`). False: too many look already."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..sidecar.group.lease import State
@@ -14,12 +14,12 @@ FOR = ("prompts", "pages")  # what HAProxy would send: prompts, or everything el
 
 @dataclass(frozen=True)
 class LoadReport:
-    """`waiting`: prompts in ComfyUI's queue, the one that runs included; `groups`: (devices, state); `free_bytes`: of
-    each device, 0 where unknown; `draining`: an operator wants it empty."""
+    """`waiting`: prompts in ComfyUI's queue, the one that runs included; `gauges`: of each device; `draining`: an
+    operator wants it empty."""
 
     waiting: int
-    groups: tuple[tuple[tuple[str, ...], str], ...]
-    free_bytes: Mapping[str, int]
+    groups: tuple[GroupStatus, ...]
+    gauges: Mapping[str, Gauge]
     draining: bool
 
     @property
@@ -27,7 +27,7 @@ class LoadReport:
         """Why it takes no prompts, in a word; "" where it does."""
         if self.draining:
             return "draining"
-        broken = any(state == State.BROKEN.value for _, state in self.groups)
+        broken = any(group.state == State.BROKEN.value for group in self.groups)
         return "broken" if broken else ""
 
     @property
@@ -51,15 +51,6 @@ class LoadReport:
             "takes_prompts": not self.refusal,
             "refusal": self.refusal,
             "waiting": self.waiting,
-            "groups": [{"devices": list(devices), "state": state} for devices, state in self.groups],
-            "free_bytes": dict(self.free_bytes),
+            "groups": [{"devices": list(group.devices), "state": group.state} for group in self.groups],
+            "free_bytes": {device: gauge.free_bytes for device, gauge in self.gauges.items()},
         }
-
-
-def report_load(
-    waiting: int, groups: Iterable[GroupStatus], gauges: Mapping[str, Gauge], *, draining: bool
-) -> LoadReport:
-    """The report of this moment."""
-    found = tuple((group.devices, group.state) for group in groups)
-    free = {device: gauge.free_bytes for device, gauge in gauges.items()}
-    return LoadReport(waiting, found, free, draining)

@@ -1,9 +1,8 @@
 """Published families: sizes against their pipelines, and the closed forms of memory and bytes."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from catalog import FAMILIES, guess_family, split_name
+from catalog_model import CatalogModel, estimate_memory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,11 +11,6 @@ from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.step_bounds import bytes_sent, lower_bound
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from catalog import FAMILIES, guess_family, split_name
-from catalog_model import CatalogModel, estimate_memory
 
 
 def catalog_job(name="flux1-dev", storage=2.0, **job):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 pytestmark = pytest.mark.xdist_group("benchmark_drift")  # one measurement serves all
 WARM_UPS = (0, 2, 6, 12, 20)

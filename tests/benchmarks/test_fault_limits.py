@@ -1,12 +1,6 @@
 """Limits of the fault benchmark on a machine that does much else: seconds hold times its slowness, counts do not."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from fault_cases.case import Check
 
 

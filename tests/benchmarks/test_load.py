@@ -3,18 +3,13 @@
 import math
 import os
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from adversaries.descriptors import added, kinds_of
 from adversaries.soak import MIB, Usage
+from hypothesis import given
+from hypothesis import strategies as st
 from load_test.mix import ALL, MODELS, graph_of, orders
 from load_test.programs import EXACT, differs
 from load_test.readings import grown_mib, leaks, percentile

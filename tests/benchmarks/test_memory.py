@@ -27,13 +27,8 @@ def result():
         "4",
         "--json",
     ]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/memory.py", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "benchmarks/memory.py", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

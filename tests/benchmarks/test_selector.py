@@ -6,13 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import published
 import pytest
+import selector as benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import published  # noqa: E402
-import selector as benchmark  # noqa: E402
 
 KEYS = {
     "groups",

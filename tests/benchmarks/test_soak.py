@@ -1,12 +1,6 @@
 """The soak's judgement of what it saw: what levels off is none, what grows with the prompts is a leak."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from adversaries.soak import MIB, Usage, growth
 
 

@@ -1,12 +1,6 @@
 """The closed forms that the traffic benchmark holds its counts against, for each of its strategies."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from traffic import FLUX_DEV_JOB, STRATEGIES, _expected, _name
 
 EACH_SENDS = [strategy for strategy, _ in STRATEGIES if strategy.pipefusion_degree == 1]

@@ -94,7 +94,7 @@ def test_a_lease_that_nobody_renews_ends_and_so_does_that_of_a_client_that_went_
     board.sender.watch("short", 60)
     board.until(lambda: board.messages_of("closed") == board.messages_of("short") == [0])
     board.sender.watch("short", 0.1)
-    board.until(lambda: not board.sender.clients and not threads())
+    board.until(lambda: not threads())
     assert board.messages_of("closed") == board.messages_of("short") == [0]
     assert board.sender.watch("short", 60)  # it looks again, in a new thread, and gets the same again
     board.until(lambda: board.messages_of("short") == [0, 0])

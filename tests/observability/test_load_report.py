@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from parallel_backend.observability.gauges import Gauge
-from parallel_backend.observability.load_report import report_load
+from parallel_backend.observability.load_report import LoadReport
 from parallel_backend.sidecar.status import GroupStatus
 
 
 def _report(waiting=0, states=("ready",), draining=False):
-    groups = [
+    groups = tuple(
         GroupStatus((f"cuda:{i}",), state, "", None, (), 0, 0, (), ()) for i, state in enumerate(states)
-    ]
-    return report_load(waiting, groups, {"cuda:0": Gauge("a card", 24, 7)}, draining=draining)
+    )
+    return LoadReport(waiting, groups, {"cuda:0": Gauge("a card", 24, 7)}, draining)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 
-from parallel_backend.wire.checks.gpu_check import Finding, serve
+from parallel_backend.wire.checks.findings import Finding
+from parallel_backend.wire.checks.gpu_check import serve
 
 
 def make_checks(subject, rank, rendezvous):

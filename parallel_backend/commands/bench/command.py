@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         strategies=args.strategies,
         engine=args.engine,
         weight_dtype=args.weight_dtype,
-        say=_say,
+        say=say_progress,
     )
     written = [out / JSON_NAME]
     written[0].write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
@@ -105,6 +105,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(size[1]), int(size[2])
 
 
-def _say(text: str) -> None:
+def say_progress(text: str) -> None:
+    """Writes it beside the report, not into it."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{text} …\n")

@@ -39,15 +39,15 @@ def measure(
     devices: str,
     width: int,
     height: int,
-    batch: int,
     text: int,
     steps: int,
     rounds: int,
     with_cfg: bool,
-    strategies: str,
-    engine: str,
-    weight_dtype: str,
     say: Callable[[str], None],
+    batch: int = 1,
+    strategies: str = "",
+    engine: str = "auto",
+    weight_dtype: str = "auto",
 ) -> Outcome:
     """Raises ParallelError for a file, device or strategy that cannot be measured; one that fails is a row."""
     if weight_dtype not in WEIGHT_DTYPES:

@@ -75,13 +75,7 @@ class Outcome:
     def as_dict(self) -> dict[str, object]:
         return {
             "label": "measured",
-            "model": self.model,
-            "request": self.request,
-            "hardware": list(self.hardware),
-            "software": list(self.software),
-            "rounds": self.rounds,
-            "interleaved": self.interleaved,
-            "links": list(self.links),
+            **asdict(self),
             "best": self.best.name if self.best else None,
             "rows": [self._row(row) for row in self.rows],
         }

@@ -13,10 +13,11 @@ from ...errors import Cancelled, ParallelError
 from ...models.model_file import ModelFile
 from ...planner.history import MeasurementHistory
 from ...planner.workload.workload import Job
-from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
+from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
+from ..doctor.parity import largest_difference
 from .outcome import Row
 
 Say = Callable[[str], None]
@@ -110,7 +111,7 @@ def run_rounds(
                         continue
                     if turn == 0:
                         reference = result.latent if reference is None else reference
-                        rows[s] = replace(rows[s], difference=_difference(result, reference))
+                        rows[s] = replace(rows[s], difference=largest_difference(result.latent, reference))
                     else:
                         rows[s] = _with_run(rows[s], result.info)
                         history.record(comparison.job, result.info)
@@ -145,11 +146,6 @@ def _with_run(row: Row, info: RunInfo) -> Row:
         step_seconds=(*row.step_seconds, *warm),
         sent_bytes=sum(info.bytes_sent) / max(1, len(info.step_seconds)),
     )
-
-
-def _difference(result: SampleResult, reference: torch.Tensor) -> float:
-    scale = reference.abs().max().item() or 1.0
-    return (result.latent - reference).abs().max().item() / scale
 
 
 def _first_line(error: ParallelError) -> str:

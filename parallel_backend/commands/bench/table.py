@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from statistics import median
 
 from .outcome import Outcome, Row
 
@@ -54,7 +53,7 @@ def _verdict(outcome: Outcome) -> list[str]:
         said.append("One device is the fastest here: splitting this work costs more than it gains.")
     else:
         said.append(f"Fastest: {best.name}, {outcome.speedup(best):.2f} times as fast as one device.")
-    fastest = min((r for r in outcome.rows if r.step_seconds), key=lambda r: median(r.step_seconds))
+    fastest = min((r for r in outcome.rows if r.step_seconds), key=lambda r: r.step_s or 0.0)
     if best.exact and not fastest.exact:
         said.append(f"{fastest.name} is faster still, but approximate (≈).")
     first = outcome.rows[0].name

@@ -1,89 +1,69 @@
-"""Verdicts about the devices: what they are, whether they differ, and what NVML says of their paths; and about the
+"""Findings about the devices: what they are, whether they differ, and what NVML says of their paths; and about the
 machines of a cluster, as they said themselves when they joined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...devices import is_cpu, machine_of
 from ...machine.topology import Device, Topology
-from .report import Verdict
+from ...wire.checks.findings import Finding
 
-GROUP, MACHINES = "Devices", "Machines"
 NO_BF16 = (8, 0)  # compute capability below which bfloat16 is emulated
 SMALL_MEMORY = 11e9  # bytes; Flux.1 in fp8 has 12 GB of weights
 
 
-def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> list[Verdict]:
-    """One verdict per device, and one for what they are together.
+def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> Iterator[Finding]:
+    """Yields a finding per device, and one for what they are together.
 
     `cpu`: the processor's name; `driver_problem`: why the driver does not answer, or empty.
     """
     if driver_problem:
         remedy = "look at nvidia-smi and the kernel's log; a GPU that is lost comes back with a restart of the machine"
-        return [Verdict(GROUP, "driver", "broken", f"does not answer: {driver_problem}", remedy)]
-    noted = [Verdict(GROUP, "NVML", "slow", note) for note in topology.notes if topology.source == "nvml"]
+        yield Finding("driver", "broken", f"does not answer: {driver_problem}", remedy)
+        return
+    if topology.source == "nvml":
+        yield from (Finding("NVML", "slow", note) for note in topology.notes)
+    yield from (_device(i, device) for i, device in enumerate(topology.devices))
     if not topology.devices:
-        verdicts = [*noted, Verdict(GROUP, "CPU", "ok", cpu)]
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "GPUs",
-                "skipped",
-                "none: processes run on the CPU, which is for trying things out only",
-            )
+        yield Finding("CPU", "ok", cpu)
+        yield Finding(
+            "GPUs", "skipped", "none: processes run on the CPU, which is for trying things out only"
         )
-        return verdicts
-    verdicts = [*noted, *(_device(i, device) for i, device in enumerate(topology.devices))]
-    if len(topology.devices) == 1:
-        verdicts.append(
-            Verdict(GROUP, "together", "skipped", "one GPU: there is nothing to split a picture over")
-        )
-        return verdicts
+    elif len(topology.devices) == 1:
+        yield Finding("together", "skipped", "one GPU: there is nothing to split a picture over")
+    else:
+        yield from _together(topology)
+
+
+def _together(topology: Topology) -> Iterator[Finding]:
     if topology.mixed:
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "together",
-                "slow",
-                "the cards differ, so with equal shares all wait for the slowest",
-                "leave the slow one out in Strategy Selector, or give it a smaller share",
-            )
-        )
+        finding = "the cards differ, so with equal shares all wait for the slowest"
+        remedy = "leave the slow one out in Strategy Selector, or give it a smaller share"
+        yield Finding("together", "slow", finding, remedy)
     parents = [d.parent for d in topology.devices if d.is_mig]
     if len(set(parents)) < len(parents):
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "MIG",
-                "broken",
-                "slices of one GPU are selected, and NCCL does not join slices of one GPU",
-                "select one slice per GPU, or switch MIG off",
-            )
-        )
+        finding = "slices of one GPU are selected, and NCCL does not join slices of one GPU"
+        yield Finding("MIG", "broken", finding, "select one slice per GPU, or switch MIG off")
     slowest = topology.kind
     details = tuple(_paths(topology))
-    if "without peer access" in slowest or slowest in ("SYS", "MIG"):
-        why = {"SYS": "some pairs are joined across sockets only"}.get(
-            slowest, "some pairs have no peer access: what they exchange is copied through host memory"
-        )
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "paths",
-                "slow",
-                f"{why} (slowest: {slowest})",
-                "prefer CFG parallelism, larger images, or devices of one socket; `python -m parallel_backend bench` "
-                "shows what your box gains",
-                details,
-            )
-        )
-    else:
-        verdicts.append(Verdict(GROUP, "paths", "ok", f"slowest: {slowest}", details=details))
-    return verdicts
+    if "without peer access" not in slowest and slowest not in ("SYS", "MIG"):
+        yield Finding("paths", "ok", f"slowest: {slowest}", details=details)
+        return
+    why = "some pairs have no peer access: what they exchange is copied through host memory"
+    if slowest == "SYS":
+        why = "some pairs are joined across sockets only"
+    yield Finding(
+        "paths",
+        "slow",
+        f"{why} (slowest: {slowest})",
+        "prefer CFG parallelism, larger images, or devices of one socket; `python -m parallel_backend bench` "
+        "shows what your box gains",
+        details,
+    )
 
 
-def _device(index: int, device: Device) -> Verdict:
+def _device(index: int, device: Device) -> Finding:
     capability = ".".join(map(str, device.capability))
     finding = f"{device.name}, {device.memory / 2**30:.0f} GiB, compute capability {capability}"
     if device.pcie:
@@ -92,30 +72,24 @@ def _device(index: int, device: Device) -> Verdict:
         finding += f", NUMA node {device.numa}"
     name = f"GPU {index}"
     if device.exclusive:
-        return Verdict(
-            GROUP,
+        return Finding(
             name,
             "broken",
             f"{finding}: its compute mode lets one process use it, and ComfyUI with its worker processes is several",
             "nvidia-smi -c DEFAULT, as root",
         )
     if (0, 0) < device.capability < NO_BF16:
-        return Verdict(
-            GROUP,
-            name,
-            "slow",
-            f"{finding}: no bfloat16 in hardware",
-            "use weight_dtype float16 in the loader",
+        return Finding(
+            name, "slow", f"{finding}: no bfloat16 in hardware", "use weight_dtype float16 in the loader"
         )
     if 0 < device.memory < SMALL_MEMORY:
-        return Verdict(
-            GROUP,
+        return Finding(
             name,
             "slow",
             f"{finding}: Flux.1 does not fit, even in fp8",
             "shard the weights, or use PipeFusion, over several GPUs",
         )
-    return Verdict(GROUP, name, "ok", finding)
+    return Finding(name, "ok", finding)
 
 
 def _paths(topology: Topology) -> list[str]:
@@ -141,29 +115,20 @@ def numbered(devices: Sequence[str]) -> dict[str, str]:
     return {name: f"machine {number}" for number, name in enumerate(machines_of(devices), 1)}
 
 
-def check_machines(devices: Sequence[str], memory: Mapping[str, int]) -> list[Verdict]:
-    """One verdict per machine, and one for what they are together. `memory`: bytes by device."""
-    own = {
-        name: [device for device in devices if machine_of(device) == name] for name in machines_of(devices)
-    }
-    verdicts = [
-        Verdict(MACHINES, called, "ok", _described(own[name], memory))
-        for name, called in numbered(devices).items()
-    ]
-    verdicts.append(
-        Verdict(
-            MACHINES, "installation", "skipped", "limits, folders, paths between GPUs: of each machine by itself",
-            "run the doctor on each machine too, without this cluster",
-        )
-    )  # fmt: skip
-    if len({_described(found, memory) for found in own.values()}) > 1:
-        verdicts.append(
-            Verdict(
-                MACHINES, "together", "slow", "the machines differ, so with equal shares all wait for the slowest",
-                "name devices that are alike in Strategy Selector, as many on each machine",
-            )
-        )  # fmt: skip
-    return verdicts
+def check_machines(devices: Sequence[str], memory: Mapping[str, int]) -> Iterator[Finding]:
+    """Yields a finding per machine, and one for what they are together. `memory`: bytes by device."""
+    seen = []
+    for name, called in numbered(devices).items():
+        seen.append(_described([device for device in devices if machine_of(device) == name], memory))
+        yield Finding(called, "ok", seen[-1])
+    finding = "limits, folders, paths between GPUs: of each machine by itself"
+    yield Finding(
+        "installation", "skipped", finding, "run the doctor on each machine too, without this cluster"
+    )
+    if len(set(seen)) > 1:
+        finding = "the machines differ, so with equal shares all wait for the slowest"
+        remedy = "name devices that are alike in Strategy Selector, as many on each machine"
+        yield Finding("together", "slow", finding, remedy)
 
 
 def pair_of(devices: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,13 +13,12 @@ from ...machine.fingerprint import cpu_name
 from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...wire.calibration import ALL_TO_ALL, Calibration, slowest_rate
+from ...wire.checks.findings import Finding
 from .devices import check_devices, check_machines, numbered, pair_of
 from .kernels import check_kernels
-from .links import GROUP as LINKS
 from .links import check_links, of_ranks
-from .parity import GROUP as SAMPLING
 from .parity import check_parity, failed_start
-from .privacy import find_private, scrubbed
+from .privacy import find_private, scrub_findings
 from .probes import (
     probe_classes,
     probe_kernels,
@@ -29,12 +28,14 @@ from .probes import (
     probe_torch,
     probe_versions,
 )
-from .report import Report, Verdict
+from .report import Report, in_group
 from .system import check_leftovers, check_system
 from .versions import check_classes, check_platform, check_versions
 
 OnPhase = Callable[[str], None]
 ShouldCancel = Callable[[], bool]
+SOFTWARE, SYSTEM, DEVICES, MACHINES = "Software", "System", "Devices", "Machines"
+LINKS, ATTENTION, SAMPLING = "Links", "Attention", "Sampling"
 # Without these there is no rank that could be asked.
 _NEEDED = ("torch", "torch import", "diffusers", "safetensors")
 _CAUSE_LINES = 4  # of a traceback that a rank left; its end says what is missing
@@ -54,45 +55,45 @@ def examine(
     """
     report_progress = on_phase or (lambda text: None)
     report_progress("looking at the installation")
-    platform_verdict = check_platform(sys.platform, platform.release())
-    if platform_verdict.status == "broken":
-        return scrubbed(Report((platform_verdict,)), find_private())
-    topology, driver_problem = _probe_topology(torch_problem := probe_torch())
-    devices = devices or _usual_devices(len(topology.devices))
-    on_gpus = devices[0].startswith("cuda")
-    verdicts = [
-        platform_verdict,
-        *_look_at_installation(devices, topology, torch_problem, driver_problem),
-    ]
-    if any(v.status == "broken" and v.name in _NEEDED for v in verdicts):
-        verdicts.append(
-            Verdict(SAMPLING, "processes", "skipped", "the processes cannot start without what is missing")
-        )
-        verdicts += check_kernels(probe_kernels(), [], on_gpus)
-    else:
-        verdicts += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
-    return scrubbed(Report(tuple(verdicts)), find_private(numbered(devices)))
+    found = _look_at_system()
+    if found[0].status != "broken":
+        topology, driver_problem = _probe_topology(torch_problem := probe_torch())
+        devices = devices or _usual_devices(len(topology.devices))
+        on_gpus = devices[0].startswith("cuda")
+        found += _look_at_installation(devices, topology, torch_problem, driver_problem)
+        if any(one.status == "broken" and one.name in _NEEDED for one in found):
+            none = Finding("processes", "skipped", "the processes cannot start without what is missing")
+            found += in_group(SAMPLING, [none])
+            found += in_group(ATTENTION, check_kernels(probe_kernels(), [], on_gpus))
+        else:
+            found += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
+    return Report(scrub_findings(found, find_private(numbered(devices))))
 
 
-def look_at_installation(devices: tuple[str, ...]) -> list[Verdict]:
-    """The verdicts that need no rank: software, limits, devices. `devices`: of the ranks that are to run."""
+def look_at_installation(devices: tuple[str, ...]) -> list[Finding]:
+    """What there is to say without a rank: software, limits, devices. `devices`: of the ranks that are to run."""
     topology, driver_problem = _probe_topology(torch_problem := probe_torch())
-    found = _look_at_installation(devices, topology, torch_problem, driver_problem)
-    return [check_platform(sys.platform, platform.release()), *found]
+    return _look_at_system() + _look_at_installation(devices, topology, torch_problem, driver_problem)
+
+
+def _look_at_system() -> list[Finding]:
+    return in_group(SOFTWARE, [check_platform(sys.platform, platform.release())])
 
 
 def _look_at_installation(
     devices: tuple[str, ...], topology: Topology, torch_problem: str, driver_problem: str
-) -> list[Verdict]:
-    verdicts = check_versions(probe_versions(), len(topology.devices), torch_problem)
+) -> list[Finding]:
+    found = in_group(SOFTWARE, check_versions(probe_versions(), len(topology.devices), torch_problem))
     if (classes := probe_classes()) is not None:
-        verdicts.append(check_classes(*classes))
-    if machine_of(devices[0]):
+        found += in_group(SOFTWARE, [check_classes(*classes)])
+    elsewhere = bool(machine_of(devices[0]))
+    if not elsewhere:
+        found += in_group(SYSTEM, check_system(probe_system(), len(devices), devices[0].startswith("cuda")))
+    found += in_group(SYSTEM, [check_leftovers(probe_leftovers())])
+    if elsewhere:
         memory = {device: memory_elsewhere(device) for device in devices}
-        return [*verdicts, check_leftovers(probe_leftovers()), *check_machines(devices, memory)]
-    verdicts += check_system(probe_system(), len(devices), devices[0].startswith("cuda"))
-    verdicts.append(check_leftovers(probe_leftovers()))
-    return verdicts + check_devices(topology, cpu_name(), driver_problem)
+        return found + in_group(MACHINES, check_machines(devices, memory))
+    return found + in_group(DEVICES, check_devices(topology, cpu_name(), driver_problem))
 
 
 def _with_ranks(
@@ -101,14 +102,14 @@ def _with_ranks(
     on_gpus: bool,
     report_progress: OnPhase,
     should_cancel: ShouldCancel | None,
-) -> list[Verdict]:
-    """The verdicts of ranks on `devices`, which are gone when it returns."""
+) -> list[Finding]:
+    """What ranks find on `devices`, which are gone when it returns."""
     from ...planner.history import record_link  # torch: not before it is known to be there
     from ...sidecar.sidecar import Sidecar
     from .rank_probe import probe_links, probe_parity
 
     across = bool(machine_of(devices[0]))
-    verdicts: list[Verdict] = []
+    found: list[Finding] = []
     calibrations: tuple[Calibration, ...] = ()
     with ExitStack() as stack:
 
@@ -123,21 +124,21 @@ def _with_ranks(
         except Cancelled:
             raise
         except (ParallelError, OSError) as error:
-            verdicts.append(failed_start(len(devices), _cause(error)))
+            found += in_group(SAMPLING, [failed_start(len(devices), _cause(error))])
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
             known = of_ranks(topology, facts) if on_gpus and not across else None
-            verdicts += check_links(calibrations, known, across=across, models=probe_models())
+            found += in_group(LINKS, check_links(calibrations, known, across=across, models=probe_models()))
             if not across and (rate := slowest_rate(calibrations, ALL_TO_ALL)) is not None:
                 record_link(devices, rate, max(c.collective_s for c in calibrations))
         elif calibrations:
-            verdicts.append(Verdict(LINKS, "links", "skipped", "one process has none"))
-        verdicts += check_kernels(probe_kernels(), facts, on_gpus)
+            found += in_group(LINKS, [Finding("links", "skipped", "one process has none")])
+        found += in_group(ATTENTION, check_kernels(probe_kernels(), facts, on_gpus))
         if not calibrations:
-            return verdicts
+            return found
         if len(devices) == 1:
-            verdicts.append(Verdict(SAMPLING, "same latent", "skipped", "it takes two devices to compare"))
-            return verdicts
+            alone = Finding("same latent", "skipped", "it takes two devices to compare")
+            return found + in_group(SAMPLING, [alone])
         report_progress("sampling the demo model on two processes and on one")
         pair = pair_of(devices)
         if pair != devices:
@@ -146,12 +147,12 @@ def _with_ranks(
             two = everyone if pair == devices else group(pair)
             one = two if across else group(devices[:1])  # a machine serves one group
             dtypes = ("float32", "bfloat16") if on_gpus else ("float32",)
-            verdicts += check_parity(probe_parity(two, one, dtypes, should_cancel))
+            found += in_group(SAMPLING, check_parity(probe_parity(two, one, dtypes, should_cancel)))
         except Cancelled:
             raise
         except (ParallelError, OSError) as error:
-            verdicts.append(failed_start(2, _cause(error)))
-    return verdicts
+            found += in_group(SAMPLING, [failed_start(2, _cause(error))])
+    return found
 
 
 def _probe_topology(torch_problem: str) -> tuple[Topology, str]:

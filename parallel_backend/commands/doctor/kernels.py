@@ -1,13 +1,12 @@
-"""Verdicts about attention kernels: which are installed, and whether the one that would be used works."""
+"""Findings about attention kernels: which are installed, and whether the one that would be used works."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ...wire.calibration import RankFacts
-from .report import Verdict
+from ...wire.checks.findings import Finding
 
-GROUP = "Attention"
 # What Parallel Flux Loader calls the kernels, and the importable package that each needs.
 KERNELS = {
     "flash_3": "flash_attn_interface",
@@ -16,38 +15,26 @@ KERNELS = {
 }
 
 
-def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus: bool) -> list[Verdict]:
+def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus: bool) -> Iterator[Finding]:
     """`packages`: importable ones among those of KERNELS; `facts`: what the ranks said of the kernel they would use."""
     found = [name for name, package in KERNELS.items() if package in packages]
     listed = ", ".join(["torch", *found])
     if on_gpus and not {"flash_3", "flash"} & set(found):
-        verdicts = [
-            Verdict(
-                GROUP,
-                "installed",
-                "ok",
-                f"{listed} (torch's own kernels)",
-                "FlashAttention (pip install flash-attn) can be faster on GPUs before Hopper",
-            )
-        ]
+        remedy = "FlashAttention (pip install flash-attn) can be faster on GPUs before Hopper"
+        yield Finding("installed", "ok", f"{listed} (torch's own kernels)", remedy)
     else:
-        verdicts = [Verdict(GROUP, "installed", "ok", listed)]
+        yield Finding("installed", "ok", listed)
     broken = next((f for f in facts if f.kernel_problem), None)
     if not facts:
-        verdicts.append(Verdict(GROUP, "in use", "skipped", "no process could be asked"))
+        yield Finding("in use", "skipped", "no process could be asked")
     elif broken is not None:
-        name = broken.kernel or "the attention kernel"
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "in use",
-                "broken",
-                f"{name} does not work here: {broken.kernel_problem}",
-                "install a build of it that fits this torch, remove it, or choose attention: torch in "
-                "Parallel Flux Loader",
-            )
+        yield Finding(
+            "in use",
+            "broken",
+            f"{broken.kernel or 'the attention kernel'} does not work here: {broken.kernel_problem}",
+            "install a build of it that fits this torch, remove it, or choose attention: torch in "
+            "Parallel Flux Loader",
         )
     else:
         names = ", ".join(dict.fromkeys(f.kernel for f in facts))
-        verdicts.append(Verdict(GROUP, "in use", "ok", f"{names}, compared with exact attention"))
-    return verdicts
+        yield Finding("in use", "ok", f"{names}, compared with exact attention")

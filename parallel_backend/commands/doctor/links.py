@@ -1,8 +1,8 @@
-"""Verdicts about what the ranks measured of the links: self-test, peer access, bandwidth, latency, what arrives."""
+"""Findings about what the ranks measured of the links: self-test, peer access, bandwidth, latency, what arrives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ...errors import DeviceError
 from ...machine.topology import Topology
@@ -16,9 +16,8 @@ from ...wire.calibration import (
     RankFacts,
     slowest_rate,
 )
-from .report import Verdict
+from ...wire.checks.findings import Finding
 
-GROUP = "Links"
 # A pair that reaches less than this share of its nominal rate is not merely busy: copies through host memory reach 0.4.
 SLOW_SHARE = 0.25
 # Seconds of a one-number all-reduce. NCCL takes 15 to 50 us within a box; a Flux step makes about 200 collectives.
@@ -51,59 +50,58 @@ def check_links(
     *,
     across: bool = False,
     models: Sequence[tuple[int, int]] = (),
-) -> list[Verdict]:
+) -> Iterator[Finding]:
     """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known;
     `across`: they are of a cluster, and a device number means nothing on another machine; `models`: (blocks, width) of
     those that a person has, published ones where none are known."""
-    verdicts = [_all_reduce(ranks), _intact(ranks)]
+    yield _all_reduce(ranks)
+    yield _intact(ranks)
     if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
-        verdicts.append(_peer_access(ranks, topology))
-    verdicts += [_matrix(ranks, topology), _together(ranks), _latency(ranks, across)]
+        yield _peer_access(ranks, topology)
+    yield _matrix(ranks, topology)
+    yield _together(ranks)
+    yield _latency(ranks, across)
     if across:
-        return verdicts
+        return
     own = [(f"your model of {blocks} blocks of width {width}", blocks, width) for blocks, width in models]
-    return verdicts + [
-        _worth(ranks, name, words.format(model=model), tokens, blocks, width)
-        for name, words, tokens, published in _PICTURES
-        for model, blocks, width in own or [published]
-    ]
+    for name, words, tokens, published in _PICTURES:
+        for model, blocks, width in own or [published]:
+            yield _worth(ranks, name, words.format(model=model), tokens, blocks, width)
 
 
-def _all_reduce(ranks: Sequence[Calibration]) -> Verdict:
+def _all_reduce(ranks: Sequence[Calibration]) -> Finding:
     worst = max(ranks, key=lambda c: _facts(c).all_reduce_error)
     error = _facts(worst).all_reduce_error
     backend = worst.backend.upper() if worst.backend == "nccl" else worst.backend
     if error:
-        return Verdict(
-            GROUP,
+        return Finding(
             "all-reduce",
             "broken",
             f"{backend} over {len(ranks)} processes gives a wrong sum (process {worst.rank} is off by "
             f"{error:g}): pictures would be wrong",
             _CORRUPT,
         )
-    return Verdict(GROUP, "all-reduce", "ok", f"{backend} over {len(ranks)} processes gives the right sum")
+    return Finding("all-reduce", "ok", f"{backend} over {len(ranks)} processes gives the right sum")
 
 
-def _intact(ranks: Sequence[Calibration]) -> Verdict:
+def _intact(ranks: Sequence[Calibration]) -> Finding:
     broken = [(c.rank, t) for c in ranks for t in c.transfers if not t.intact]
     if broken:
         rank, transfer = broken[0]
         where = (
             f"between processes {transfer.peer} and {rank}" if transfer.peer >= 0 else f"at process {rank}"
         )
-        return Verdict(
-            GROUP,
+        return Finding(
             "data",
             "broken",
             f"what arrives is not what was sent ({transfer.kind.replace('_', '-')} of {_size(transfer.size)} {where}, "
             f"{len(broken)} such): pictures would be wrong",
             _CORRUPT,
         )
-    return Verdict(GROUP, "data", "ok", "arrives as it was sent, in every exchange that was tried")
+    return Finding("data", "ok", "arrives as it was sent, in every exchange that was tried")
 
 
-def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
+def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Finding:
     missing = [
         (c.rank, other)
         for c in ranks
@@ -116,7 +114,7 @@ def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Ver
         ids = [d.uuid for d in topology.devices]
         promised = sum(topology.pair(ids[a], ids[b]).peer is True for a, b in missing)
     if not missing:
-        return Verdict(GROUP, "peer access", "ok", f"all {total} pairs")
+        return Finding("peer access", "ok", f"all {total} pairs")
     finding = f"{len(missing)} of {total} pairs of GPUs have none, so data is copied through host memory"
     if promised:
         finding += f"; NVML promises it for {promised} of them, and CUDA does not give it"
@@ -125,10 +123,10 @@ def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Ver
         remedy = (
             "GeForce cards have none since the 40 series: prefer CFG parallelism, larger images, or one GPU"
         )
-    return Verdict(GROUP, "peer access", "slow", finding, remedy)
+    return Finding("peer access", "slow", finding, remedy)
 
 
-def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
+def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Finding:
     """GB/s of each pair alone, one way, at the largest size that was measured."""
     rates: dict[tuple[int, int], float] = {}
     size = 0
@@ -136,39 +134,30 @@ def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Verdict:
         for t in sorted((t for t in c.transfers if t.kind == PAIR), key=lambda t: t.size):
             rates[c.rank, t.peer], size = t.rate / 1e9, t.size
     if not rates:
-        return Verdict(GROUP, "bandwidth", "skipped", "no time was left to measure the pairs", "run it again")
+        return Finding("bandwidth", "skipped", "no time was left to measure the pairs", "run it again")
     details = _table(rates, len(ranks), "GPU" if topology else "process")
-    slow, nominal = [], ""
+    slow = []
     if topology is not None:
         ids = [d.uuid for d in topology.devices]
         slow = [
-            (a, b)
+            f"{a}–{b}"
             for (a, b), rate in rates.items()
             if a < b and rate < SLOW_SHARE * topology.pair(ids[a], ids[b]).rate
         ]
-        nominal = (
-            f"; less than {SLOW_SHARE:.0%} of nominal: {', '.join(f'{a}–{b}' for a, b in slow)}"
-            if slow
-            else ""
-        )
-    fastest = max(rates.values())
-    finding = (
-        f"each pair alone, {_size(size)}, GB/s one way: {min(rates.values()):.2f} to {fastest:.2f}{nominal}"
-    )
+    finding = f"each pair alone, {_size(size)}, GB/s one way: {min(rates.values()):.2f} to {max(rates.values()):.2f}"
     if slow:
-        return Verdict(
-            GROUP,
+        return Finding(
             "bandwidth",
             "slow",
-            finding,
+            f"{finding}; less than {SLOW_SHARE:.0%} of nominal: {', '.join(slow)}",
             "look whether the slot runs at its full width (nvidia-smi -q -d PCIE under load), and whether another "
             "program uses these GPUs",
             details,
         )
-    return Verdict(GROUP, "bandwidth", "ok", finding, details=details)
+    return Finding("bandwidth", "ok", finding, details=details)
 
 
-def _together(ranks: Sequence[Calibration]) -> Verdict:
+def _together(ranks: Sequence[Calibration]) -> Finding:
     """The rate at which a rank sends when all do, as in sequence parallelism."""
     parts = []
     for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
@@ -176,19 +165,16 @@ def _together(ranks: Sequence[Calibration]) -> Verdict:
         if rates[0] is not None:
             parts.append(f"{label} {' / '.join(f'{r / 1e9:.2f}' for r in rates if r is not None)}")
     if not parts:
-        return Verdict(GROUP, "all at once", "skipped", "no time was left to measure it", "run it again")
+        return Finding("all at once", "skipped", "no time was left to measure it", "run it again")
     sizes = " / ".join(_size(size) for size in SIZES)
-    return Verdict(
-        GROUP, "all at once", "ok", f"GB/s that the slowest process sends at {sizes}: {'; '.join(parts)}"
-    )
+    return Finding("all at once", "ok", f"GB/s that the slowest process sends at {sizes}: {'; '.join(parts)}")
 
 
-def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
+def _latency(ranks: Sequence[Calibration], across: bool) -> Finding:
     slowest = max(ranks, key=lambda c: c.collective_s)
     finding = f"an all-reduce of one number takes {slowest.collective_s * 1e6:.0f} us"
     if slowest.collective_s > SLOW_COLLECTIVE.get(slowest.backend, 1.0):
-        return Verdict(
-            GROUP,
+        return Finding(
             "latency",
             "slow",
             f"{finding}, and a step makes hundreds of them",
@@ -196,23 +182,22 @@ def _latency(ranks: Sequence[Calibration], across: bool) -> Verdict:
             if across
             else "look whether the CPU is busy with something else, or give the processes more cores",
         )
-    return Verdict(GROUP, "latency", "ok", finding)
+    return Finding("latency", "ok", finding)
 
 
 def _worth(
     ranks: Sequence[Calibration], name: str, words: str, tokens: int, blocks: int, width: int
-) -> Verdict:
+) -> Finding:
     """Says from which time of a step on one device on all devices are faster, by what Ulysses exchanges and the links.
     No time of a step is foreseen: that is for whoever has seen one."""
     count, rate = len(ranks), slowest_rate(tuple(ranks), ALL_TO_ALL)
     if rate is None:
-        return Verdict(GROUP, name, "skipped", "no time was left to measure it", "run it again")
+        return Finding(name, "skipped", "no time was left to measure it", "run it again")
     sent = ulysses_bytes(tokens, count) * width * blocks * _BYTES
     exchange_s = sent / rate + 2 * blocks * max(c.collective_s for c in ranks)
     # Of a step that takes t on one device: t / n and the exchange on n, which is s times as fast.
     even_s, good_s = (exchange_s / (1 / s - 1 / count) for s in (1, _GOOD * count))
-    return Verdict(
-        GROUP,
+    return Finding(
         name,
         "ok",
         f"{words}: a step spends {_time(exchange_s)} s on exchanges of {count} devices, so they are faster where a "

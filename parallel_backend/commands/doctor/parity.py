@@ -1,13 +1,16 @@
-"""Verdicts about the picture itself: the demo model on two ranks against one, and whether ranks start at all."""
+"""Findings about the picture itself: the demo model on two ranks against one, and whether ranks start at all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .report import Verdict
+from ...wire.checks.findings import Finding
 
-GROUP = "Sampling"
+if TYPE_CHECKING:
+    from torch import Tensor  # the doctor runs where there is none
+
 # Largest difference of the latents relative to the largest value. fp32 is promised to 1e-5 and other orders of sums
 # stay below 1e-4; bf16 has 8 bits, and a few steps multiply its rounding.
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
@@ -22,37 +25,36 @@ class Parity:
     difference: float
 
 
-def check_parity(runs: Sequence[Parity]) -> list[Verdict]:
-    """One verdict per dtype: the worst comparison where all are good, else every bad one."""
-    verdicts = []
+def largest_difference(latent: Tensor, expected: Tensor) -> float:
+    """Returns it relative to the largest value of `expected`; nan where one of them is not finite."""
+    return ((latent - expected).abs().max() / expected.abs().max()).item()
+
+
+def check_parity(runs: Sequence[Parity]) -> Iterator[Finding]:
+    """Yields a finding per dtype: the worst comparison where all are good, else every bad one."""
     for dtype in dict.fromkeys(run.dtype for run in runs):
         same = [run for run in runs if run.dtype == dtype]
         bad = [run for run in same if not run.difference <= LIMITS[dtype]]  # also what is not a number
         for run in bad:
-            verdicts.append(
-                Verdict(
-                    GROUP,
-                    "same latent",
-                    "broken",
-                    f"{run.strategy} against one device, {dtype}: largest difference {run.difference:.1e} of the "
-                    f"largest value, where {LIMITS[dtype]:.0e} is rounding: pictures would differ",
-                    "look at the lines above for data that arrives altered or a kernel that does not work; else "
-                    "report it with this text, and use one device until then",
-                )
+            yield Finding(
+                "same latent",
+                "broken",
+                f"{run.strategy} against one device, {dtype}: largest difference {run.difference:.1e} of the "
+                f"largest value, where {LIMITS[dtype]:.0e} is rounding: pictures would differ",
+                "look at the lines above for data that arrives altered or a kernel that does not work; else "
+                "report it with this text, and use one device until then",
             )
         if not bad:
-            worst = max(run.difference for run in same)
-            finding = (
-                f"{', '.join(run.strategy for run in same)} against one device, {dtype}: largest difference "
+            names, worst = ", ".join(run.strategy for run in same), max(run.difference for run in same)
+            words = (
+                f"{names} against one device, {dtype}: largest difference {worst:.1e} of the largest value"
             )
-            verdicts.append(Verdict(GROUP, "same latent", "ok", f"{finding}{worst:.1e} of the largest value"))
-    return verdicts
+            yield Finding("same latent", "ok", words)
 
 
-def failed_start(devices: int, cause: str) -> Verdict:
+def failed_start(devices: int, cause: str) -> Finding:
     """The ranks could not start, or ended while they were examined."""
-    return Verdict(
-        GROUP,
+    return Finding(
         "processes",
         "broken",
         f"a group of {devices} processes does not work: {cause}",

@@ -8,12 +8,12 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from .report import Report, Verdict
+from ...wire.checks.findings import Finding
 
 _PACK_ROOT = Path(__file__).resolve().parents[3]
 # Paths below a home folder of anybody, and the serial numbers of GPUs.
@@ -49,10 +49,8 @@ def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
     paths = sorted(named.items(), key=lambda found: -len(found[0]))
     host = socket.gethostname()
     words = {(host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")}
-    for (
-        machine,
-        called,
-    ) in machines.items():  # as devices and as errors name them; a bare name may be any word
+    for machine, called in machines.items():
+        # As devices and as errors name them; a bare name may be any word.
         words |= {(machine, f"<{called}>"), (f"Machine {machine.partition('/')[2]}", f"<{called}>")}
     return Private(tuple(paths), tuple(sorted((w for w in words if w[0]), key=lambda w: -len(w[0]))))
 
@@ -67,19 +65,17 @@ def scrub(text: str, private: Private) -> str:
     return text
 
 
-def scrub_verdict(verdict: Verdict, private: Private) -> Verdict:
-    """`verdict` with its finding, remedy and details scrubbed."""
-    return replace(
-        verdict,
-        finding=scrub(verdict.finding, private),
-        remedy=scrub(verdict.remedy, private),
-        details=tuple(scrub(line, private) for line in verdict.details),
+def scrub_findings(findings: Iterable[Finding], private: Private) -> tuple[Finding, ...]:
+    """`findings` with their texts, remedies and details scrubbed."""
+    return tuple(
+        replace(
+            found,
+            finding=scrub(found.finding, private),
+            remedy=scrub(found.remedy, private),
+            details=tuple(scrub(line, private) for line in found.details),
+        )
+        for found in findings
     )
-
-
-def scrubbed(report: Report, private: Private) -> Report:
-    """`report` with every verdict scrubbed."""
-    return Report(tuple(scrub_verdict(verdict, private) for verdict in report.verdicts))
 
 
 def _user() -> str:

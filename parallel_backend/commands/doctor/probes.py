@@ -18,7 +18,7 @@ from ...models.proof.installed import digests_in, find_folder, version_in
 from ...models.proof.states import is_proven
 from .kernels import KERNELS
 from .system import VARIABLES, Leftovers, System
-from .versions import NEEDS, SHOWN
+from .versions import SHOWN
 
 _MODELS = ("diffusion_models", "unet", "checkpoints")  # folders
 _ENDINGS = (".safetensors", ".gguf")
@@ -30,7 +30,7 @@ _RANK = b"parallel_backend.rank"
 
 def probe_versions() -> dict[str, str]:
     """Versions by package name, "" for what is not installed; imports none of them."""
-    names = [*SHOWN, *(needed for _, needed, *_ in NEEDS), "nvidia-ml-py"]
+    names = (*SHOWN, "triton", "nvidia-ml-py")
     return {n: platform.python_version() if n == "python" else installed_version(n) for n in names}
 
 

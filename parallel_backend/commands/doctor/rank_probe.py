@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ...requests import Conditioning, ModelSpec, Placement, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
-from .parity import Parity
+from .parity import Parity, largest_difference
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "transformer.safetensors"
 CAPTION = "a red circle left of a blue square"
@@ -54,11 +53,9 @@ def probe_parity(
     for dtype in dtypes:
         spec = ModelSpec(str(DEMO_MODEL), weight_dtype=dtype)
         expected = one.sample(spec, _request(), Placement(), should_cancel=should_cancel).latent
-        scale = expected.abs().max().item()
         for strategy in STRATEGIES:
             latent = two.sample(spec, _request(), Placement(strategy), should_cancel=should_cancel).latent
-            difference = (latent - expected).abs().max().item() / scale if scale else math.nan
-            found.append(Parity(dtype, strategy.describe(), difference))
+            found.append(Parity(dtype, strategy.describe(), largest_difference(latent, expected)))
     return found
 
 

@@ -1,36 +1,26 @@
-"""One line of the doctor's report, and the whole report: as text for a terminal, as JSON, as an exit status."""
+"""The doctor's report: as text for a terminal, as JSON, as an exit status."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-# slow: it works, but slower than it could or at its limit; skipped: could not be looked at, and the finding says why.
-STATUSES = ("ok", "slow", "broken", "skipped")
+from ...wire.checks.findings import STATUSES, Finding
+
 _STATUS_WIDTH = 8
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A finding about one thing. `remedy`: what to do, in words; `details`: lines of a table below it."""
-
-    group: str
-    name: str
-    status: str
-    finding: str
-    remedy: str = ""
-    details: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert self.status in STATUSES, self.status
+def in_group(group: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Returns them under the heading `group`."""
+    return [replace(finding, group=group) for finding in findings]
 
 
 @dataclass(frozen=True)
 class Report:
-    """All verdicts, in the order in which they are shown."""
+    """All findings, in the order in which they are shown."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Finding, ...]
 
     @property
     def exit_status(self) -> int:
@@ -68,7 +58,7 @@ class Report:
         return "\n".join([*lines, "", *textwrap.wrap(self.summary, width)]).lstrip("\n")
 
 
-def _lines_of(verdict: Verdict, names: int, width: int) -> Iterable[str]:
+def _lines_of(verdict: Finding, names: int, width: int) -> Iterable[str]:
     head = f"  {verdict.status:{_STATUS_WIDTH}s}{verdict.name:{names}s}  "
     indent = " " * len(head)
     yield from textwrap.wrap(head + verdict.finding, width, subsequent_indent=indent) or [head.rstrip()]

@@ -1,13 +1,12 @@
-"""Verdicts about the operating system: shared memory, limits, the temp folder, variables, and what was left behind."""
+"""Findings about the operating system: shared memory, limits, the temp folder, variables, and what was left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .report import Verdict
+from ...wire.checks.findings import Finding
 
-GROUP = "System"
 MIB = 1024**2
 # Docker's default is 64 MiB; NCCL puts about 10 MiB a pair of GPUs there where they have no peer access.
 SMALL_SHM = 64 * MIB
@@ -47,103 +46,90 @@ class Leftovers:
     folders: int
 
 
-def check_system(seen: System, ranks: int, on_gpus: bool) -> list[Verdict]:
-    """Verdicts for a group of `ranks` ranks."""
-    verdicts = [_cores(seen, ranks, on_gpus), _shared_memory(seen, ranks, on_gpus), _open_files(seen)]
-    verdicts += [_locked_memory(seen), _temp_folder(seen)]
+def check_system(seen: System, ranks: int, on_gpus: bool) -> Iterator[Finding]:
+    """Yields what is to be said for a group of `ranks` ranks."""
+    yield _cores(seen, ranks, on_gpus)
+    yield _shared_memory(seen, ranks, on_gpus)
+    yield _open_files(seen)
+    yield _locked_memory(seen)
+    yield _temp_folder(seen)
     for name, values, cost in VARIABLES:
         if seen.variables.get(name, "").upper() in values:
-            verdicts.append(
-                Verdict(
-                    GROUP,
-                    "environment",
-                    "slow",
-                    f"{name}={seen.variables[name]} is set: {cost}",
-                    f"unset {name} unless something fails without it",
-                )
-            )
-    return verdicts
+            finding = f"{name}={seen.variables[name]} is set: {cost}"
+            yield Finding("environment", "slow", finding, f"unset {name} unless something fails without it")
 
 
-def check_leftovers(seen: Leftovers) -> Verdict:
+def check_leftovers(seen: Leftovers) -> Finding:
     """Ranks die with their parent, so one that lives without is a fault, and it holds device memory."""
     if seen.ranks:
         pids = " ".join(map(str, seen.ranks))
-        return Verdict(
-            GROUP,
+        return Finding(
             "leftovers",
             "broken",
             f"{len(seen.ranks)} worker processes live on without the ComfyUI that started them, and hold memory",
             f"kill {pids}, and report how that ComfyUI ended",
         )
     if seen.folders:
-        return Verdict(
-            GROUP,
+        return Finding(
             "leftovers",
             "ok",
             f"no processes; {seen.folders} empty rendezvous folders of a ComfyUI that was killed, which do no harm",
             "none: the next processes that start remove them",
         )
-    return Verdict(GROUP, "leftovers", "ok", "none")
+    return Finding("leftovers", "ok", "none")
 
 
-def _cores(seen: System, ranks: int, on_gpus: bool) -> Verdict:
+def _cores(seen: System, ranks: int, on_gpus: bool) -> Finding:
     finding = f"{seen.cores} for {ranks} processes"
     if on_gpus and seen.cores < LEAST_CORES_PER_RANK * ranks:
-        return Verdict(
-            GROUP,
+        return Finding(
             "CPU cores",
             "slow",
             f"{finding}: each needs about {LEAST_CORES_PER_RANK} to launch its kernels in time",
             "give the container or virtual machine more cores, or use fewer GPUs",
         )
-    return Verdict(GROUP, "CPU cores", "ok", finding)
+    return Finding("CPU cores", "ok", finding)
 
 
-def _shared_memory(seen: System, ranks: int, on_gpus: bool) -> Verdict:
+def _shared_memory(seen: System, ranks: int, on_gpus: bool) -> Finding:
     needed = on_gpus and ranks > 1
     if seen.shm is None:
         status = "broken" if needed else "ok"
-        return Verdict(GROUP, "/dev/shm", status, "is missing", "mount a tmpfs there" if needed else "")
+        return Finding("/dev/shm", status, "is missing", "mount a tmpfs there" if needed else "")
     finding = f"{_size(seen.shm)}, {_size(seen.shm_free)} free"
     remedy = "start the container with --shm-size=1g (docker) or an emptyDir of medium Memory (Kubernetes)"
     if needed and seen.shm_free <= SMALL_SHM:
-        return Verdict(
-            GROUP, "/dev/shm", "broken", f"{finding}: NCCL fails where GPUs have no peer access", remedy
-        )
+        return Finding("/dev/shm", "broken", f"{finding}: NCCL fails where GPUs have no peer access", remedy)
     if needed and seen.shm_free < ENOUGH_SHM:
-        return Verdict(GROUP, "/dev/shm", "slow", f"{finding}: enough for few GPUs only", remedy)
-    return Verdict(GROUP, "/dev/shm", "ok", finding if needed else f"{finding} (not used here)")
+        return Finding("/dev/shm", "slow", f"{finding}: enough for few GPUs only", remedy)
+    return Finding("/dev/shm", "ok", finding if needed else f"{finding} (not used here)")
 
 
-def _open_files(seen: System) -> Verdict:
+def _open_files(seen: System) -> Finding:
     finding = "no limit" if seen.open_files < 0 else f"{seen.open_files} (ulimit -n)"
     remedy = "ulimit -n 4096 before ComfyUI starts, or LimitNOFILE= in its service"
     if 0 <= seen.open_files < FEWEST_FILES:
-        return Verdict(
-            GROUP, "open files", "broken", f"{finding}: too few for the links of the processes", remedy
-        )
+        return Finding("open files", "broken", f"{finding}: too few for the links of the processes", remedy)
     if 0 <= seen.open_files < ENOUGH_FILES:
-        return Verdict(GROUP, "open files", "slow", f"{finding}: enough for few processes only", remedy)
-    return Verdict(GROUP, "open files", "ok", finding)
+        return Finding("open files", "slow", f"{finding}: enough for few processes only", remedy)
+    return Finding("open files", "ok", finding)
 
 
-def _locked_memory(seen: System) -> Verdict:
+def _locked_memory(seen: System) -> Finding:
     finding = "no limit" if seen.locked_memory < 0 else _size(seen.locked_memory)
     # CUDA pins host memory through its driver, past this limit; only InfiniBand's verbs are held to it.
-    return Verdict(GROUP, "locked memory", "ok", f"{finding} (ulimit -l; matters for InfiniBand only)")
+    return Finding("locked memory", "ok", f"{finding} (ulimit -l; matters for InfiniBand only)")
 
 
-def _temp_folder(seen: System) -> Verdict:
+def _temp_folder(seen: System) -> Finding:
     if seen.temp_problem:
-        return Verdict(
-            GROUP,
+        return Finding(
             "temp folder",
             "broken",
             f"the processes cannot meet there: {seen.temp_problem}",
             "free some space, or set TMPDIR to a folder that can be written to",
         )
-    return Verdict(GROUP, "temp folder", "ok", f"can be written to, {_size(seen.temp_free)} free")
+    return Finding("temp folder", "ok", f"can be written to, {_size(seen.temp_free)} free")
 
 
 def _size(size: int) -> str:

@@ -1,14 +1,13 @@
-"""Verdicts about the versions of what is installed, from a table of what is known not to work and why."""
+"""Findings about the versions of what is installed, from a table of what is known not to work and why."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .report import Verdict
+from ...wire.checks.findings import Finding
 
-GROUP = "Software"
 SHOWN = ("python", "torch", "diffusers", "xfuser", "safetensors", "numpy")
 _INSTALL = "pip install -r requirements.txt, in ComfyUI's Python environment, from this pack's folder"
 
@@ -48,70 +47,44 @@ BOUNDS = (
         required=False,
     ),
 )
-# (package that is installed, package it needs and does not declare, only with a GPU, why, remedy)
-NEEDS = (
-    (
-        "xfuser",
-        "triton",
-        True,
-        "xfuser imports triton without asking for it, and engine xfuser cannot start without it on a GPU",
-        "pip install triton, or use engine native",
-    ),
-)
 # What docs/ and the tests were made with: newer ones probably work, but nobody looked.
 TESTED = {"torch": "2.13", "diffusers": "0.42", "xfuser": "0.7"}
 
 
-def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str = "") -> list[Verdict]:
-    """One verdict per package, and one per known-bad combination.
+def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str = "") -> Iterator[Finding]:
+    """Yields a finding per package, and one per known-bad combination.
 
     `installed`: versions by name, "" if missing; `torch_problem`: why torch cannot be imported, or empty.
     """
-    verdicts = [_check_bound(name, installed.get(name, "")) for name in SHOWN]
+    yield from (_check_bound(name, installed.get(name, "")) for name in SHOWN)
     torch = installed.get("torch", "")
     if torch and torch_problem:
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "torch import",
-                "broken",
-                f"torch {torch} is installed and cannot be imported: {torch_problem}",
-                "install torch again the way ComfyUI's own instructions say for your GPU",
-            )
-        )
+        finding = f"torch {torch} is installed and cannot be imported: {torch_problem}"
+        remedy = "install torch again the way ComfyUI's own instructions say for your GPU"
+        yield Finding("torch import", "broken", finding, remedy)
     if gpus and "+cpu" in torch:
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "torch build",
-                "broken",
-                f"torch {torch} is a build for the CPU, but {_count(gpus, 'GPU')} can be seen",
-                "install a CUDA build of torch the way ComfyUI's own instructions say for your GPU",
-            )
+        seen = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        finding = f"torch {torch} is a build for the CPU, but {seen} can be seen"
+        remedy = "install a CUDA build of torch the way ComfyUI's own instructions say for your GPU"
+        yield Finding("torch build", "broken", finding, remedy)
+    if gpus and installed.get("xfuser") and not installed.get("triton"):
+        why = (
+            "xfuser imports triton without asking for it, and engine xfuser cannot start without it on a GPU"
         )
-    for package, needed, only_gpu, why, remedy in NEEDS:
-        if installed.get(package) and not installed.get(needed) and (gpus or not only_gpu):
-            verdicts.append(Verdict(GROUP, f"{package} + {needed}", "slow", why, remedy))
+        yield Finding("xfuser + triton", "slow", why, "pip install triton, or use engine native")
     if gpus and not installed.get("nvidia-ml-py") and "rocm" not in torch:
-        verdicts.append(
-            Verdict(
-                GROUP,
-                "nvidia-ml-py",
-                "slow",
-                "is not installed, so links, NUMA nodes and MIG slices stay unknown to the choice of a strategy",
-                "pip install nvidia-ml-py",
-            )
+        finding = (
+            "is not installed, so links, NUMA nodes and MIG slices stay unknown to the choice of a strategy"
         )
-    return verdicts
+        yield Finding("nvidia-ml-py", "slow", finding, "pip install nvidia-ml-py")
 
 
-def check_classes(version: str, untested: Sequence[str]) -> Verdict:
+def check_classes(version: str, untested: Sequence[str]) -> Finding:
     """Says how far the pack knows this ComfyUI. `untested`: classes of models whose code nobody has tested yet."""
     if not untested:
-        return Verdict(GROUP, "ComfyUI", "ok", f"{version}: its models compute as the pack knows them")
+        return Finding("ComfyUI", "ok", f"{version}: its models compute as the pack knows them")
     count = len(untested)
-    return Verdict(
-        GROUP,
+    return Finding(
         "ComfyUI",
         "ok",
         f"{version}: {count} kinds of models have new code; each is tested once, 10 to 20 s, before it first runs",
@@ -120,47 +93,38 @@ def check_classes(version: str, untested: Sequence[str]) -> Verdict:
     )
 
 
-def check_platform(platform: str, release: str) -> Verdict:
+def check_platform(platform: str, release: str) -> Finding:
     """Ranks need Linux; under WSL2 GPUs have no peer access. `platform`: sys.platform; `release`: the kernel's."""
     if platform != "linux":
-        return Verdict(
-            GROUP,
-            "system",
-            "broken",
-            f"{platform}: the processes need Linux",
-            "on Windows run ComfyUI inside WSL2",
+        return Finding(
+            "system", "broken", f"{platform}: the processes need Linux", "on Windows run ComfyUI inside WSL2"
         )
     if "microsoft" in release.lower():
-        return Verdict(
-            GROUP,
+        return Finding(
             "system",
             "slow",
             "Linux in WSL2: GPUs have no peer access there, so what they exchange goes through host memory",
             "boot Linux itself where links between GPUs matter; CFG parallelism hardly needs them",
         )
-    return Verdict(GROUP, "system", "ok", "Linux")
+    return Finding("system", "ok", "Linux")
 
 
-def _check_bound(name: str, version: str) -> Verdict:
+def _check_bound(name: str, version: str) -> Finding:
     bound = next(b for b in BOUNDS if b.package == name)
     if not version:
         status = bound.status if bound.required else "skipped"
-        return Verdict(GROUP, name, status, f"is not installed: {bound.why}", bound.remedy)
+        return Finding(name, status, f"is not installed: {bound.why}", bound.remedy)
     if parse(version) < parse(bound.least):
-        return Verdict(
-            GROUP, name, bound.status, f"{version} is older than {bound.least}: {bound.why}", bound.remedy
+        return Finding(
+            name, bound.status, f"{version} is older than {bound.least}: {bound.why}", bound.remedy
         )
     tested = TESTED.get(name)
     if tested and parse(version)[:2] > parse(tested)[:2]:
-        return Verdict(GROUP, name, "ok", f"{version}; tested with {tested}, this is newer")
-    return Verdict(GROUP, name, "ok", version)
+        return Finding(name, "ok", f"{version}; tested with {tested}, this is newer")
+    return Finding(name, "ok", version)
 
 
 def parse(version: str) -> tuple[int, ...]:
     """The release numbers of a version, without build and pre-release parts: 2.13.0a1+cu128 -> (2, 13, 0)."""
     release = re.match(r"\d+(\.\d+)*", version.strip().lstrip("v"))
     return tuple(map(int, release[0].split("."))) if release else ()
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...wire.checks.gpu_check import NO_GPU, Finding, Subject
+from ...wire.checks.findings import NO_GPU, Finding
+from ...wire.checks.gpu_check import Subject
 from .ranks import Ranks
 
 Examine = Callable[[Ranks], Sequence[Finding]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
 from ...wire.checks.fault_injection import VARIABLE
-from ...wire.checks.gpu_check import Finding
+from ...wire.checks.findings import Finding
 from .checks import Check, Group
 from .ranks import Ranks, compared
 

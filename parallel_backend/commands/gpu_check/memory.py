@@ -8,9 +8,10 @@ from functools import partial
 
 from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import Finding
+from ...wire.checks.findings import Finding
+from ..doctor.parity import largest_difference
 from .checks import Check, Group
-from .ranks import Ranks, compared, difference, gigabytes, same_bits, steps_in_words
+from .ranks import Ranks, compared, gigabytes, same_bits, steps_in_words
 
 # A latent of weights rounded to 8 bits is another picture, but one of the same kind; measured with the demo model: 0.1.
 _FP8_LIMIT = 0.5
@@ -21,7 +22,7 @@ def check_fp8(ranks: Ranks) -> Sequence[Finding]:
         return [Finding("fp8", "skipped", "the file is in fp8, as everything here was")]
     expected = ranks.expected()
     result = ranks.sample(dtype=FP8)
-    found = difference(result.latent, expected.latent)
+    found = largest_difference(result.latent, expected.latent)
     load = result.info.load
     held = "" if load is None or not load.device_bytes else f", {gigabytes(load.device_bytes)} on the device"
     words = f"{steps_in_words(result)}{held}, largest difference {found:.1e} of the largest value"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...devices import is_cpu
 from ...machine.probe import read_visible
@@ -10,8 +11,8 @@ from ...observability.gauges import read_free_bytes
 from ...options import ComputeOptions
 from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
-from ...wire.checks.gpu_check import NO_GPU, Finding
-from ..doctor.examine import look_at_installation
+from ...wire.checks.findings import NO_GPU, Finding
+from ..doctor.examine import DEVICES, SOFTWARE, look_at_installation
 from ..doctor.links import of_ranks
 from ..doctor.rank_probe import probe_links
 from .checks import ALL, Check, Group
@@ -25,9 +26,9 @@ _SLACK_SHARE, _SLACK_BYTES = 1.1, 256e6
 def check_installation(ranks: Ranks) -> Sequence[Finding]:
     """All of the doctor's that needs no rank."""
     return [
-        Finding(f"{v.group}: {v.name}", v.status, v.finding, v.remedy, v.details)
-        for v in look_at_installation(ranks.subject.devices)
-        if v.status != "ok" or v.group in ("Software", "Devices")
+        replace(found, name=f"{found.group}: {found.name}")
+        for found in look_at_installation(ranks.subject.devices)
+        if found.status != "ok" or found.group in (SOFTWARE, DEVICES)
     ]
 
 

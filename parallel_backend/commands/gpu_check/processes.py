@@ -21,7 +21,8 @@ from ...sidecar.process.environment import interpreter_flags
 from ...sidecar.process.exit_status import describe_exit
 from ...sidecar.process.rank_process import OUTPUT_KEPT
 from ...wire import deadlines
-from ...wire.checks.gpu_check import SHOW_STACK, Answer, Finding, Subject
+from ...wire.checks.findings import Finding
+from ...wire.checks.gpu_check import SHOW_STACK, Answer, Subject
 from ...wire.strict_json import from_json, parse, to_json
 
 _READ = 64 * 1024  # bytes at once

@@ -16,9 +16,10 @@ from ...requests import ModelSpec, Placement, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import Finding, Subject
+from ...wire.checks.findings import Finding
+from ...wire.checks.gpu_check import Subject
 from ..bench.rounds import random_request
-from ..doctor.parity import LIMITS
+from ..doctor.parity import LIMITS, largest_difference
 
 ALONE = ParallelStrategy()
 PLAIN = ComputeOptions(compile="off")
@@ -119,12 +120,6 @@ class Ranks:
         return ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
 
 
-def difference(latent: Tensor, expected: Tensor) -> float:
-    """Largest one relative to the largest value; infinite where it is not a number."""
-    found = ((latent - expected).abs().max() / expected.abs().max()).item()
-    return found if found == found else float("inf")
-
-
 def rounding(result: SampleResult) -> float:
     """The difference that is rounding for the dtype that `result` was computed in."""
     load = result.info.load
@@ -133,7 +128,7 @@ def rounding(result: SampleResult) -> float:
 
 def compared(name: str, result: SampleResult, expected: SampleResult, words: str = "") -> Finding:
     """`result` against what it must come to. `words`: said before the difference."""
-    found, limit = difference(result.latent, expected.latent), rounding(expected)
+    found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
     said = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
     if found <= limit:
         return Finding(name, "ok", said)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..doctor.privacy import Private, scrub_verdict
-from ..doctor.report import STATUSES, Report, Verdict
+from ...wire.checks.findings import STATUSES, Finding
+from ..doctor.report import Report
 
 FILES = ("gpu-check.md", "gpu-check.json")
 
@@ -20,7 +20,7 @@ class CheckResult:
     check: str
     group: str
     seconds: float
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GpuReport:
             partial.replace(folder / name)
 
 
-def _in_markdown(verdict: Verdict) -> Sequence[str]:
+def _in_markdown(verdict: Finding) -> Sequence[str]:
     finding = " ".join(verdict.finding.split())  # a cause of several lines stays one entry
     lines = [f"- **{verdict.status}** {verdict.name}: {finding}"]
     if verdict.remedy:
@@ -85,8 +85,3 @@ def _in_markdown(verdict: Verdict) -> Sequence[str]:
     if verdict.details:
         lines += ["", "  ```", *(f"  {line}" for line in verdict.details), "  ```", ""]
     return lines
-
-
-def scrubbed(result: CheckResult, private: Private) -> CheckResult:
-    """`result` without paths and names."""
-    return replace(result, verdicts=tuple(scrub_verdict(verdict, private) for verdict in result.verdicts))

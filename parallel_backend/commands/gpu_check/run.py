@@ -13,15 +13,24 @@ from ...models.registry import inspect_model
 from ...options import COMPILE_BACKEND
 from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import rank_environment
-from ...wire.checks.gpu_check import Answer, Finding, Subject
-from ..doctor.privacy import Private, find_private, scrub
+from ...wire.checks.findings import Finding
+from ...wire.checks.gpu_check import Answer, Subject
+from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
-from ..doctor.report import Verdict
+from ..doctor.report import in_group
 from .checks import ALL, Check, Group
-from .groups import GROUPS
+from .faults import FAULTS
+from .memory import MEMORY
+from .one_device import INSTALLATION, ONE_GPU
 from .processes import CheckProcesses
-from .report import CheckResult, GpuReport, scrubbed
+from .report import CheckResult, GpuReport
+from .several_devices import SEVERAL_GPUS
 
+# The whole list: what to look at in the first minutes on a GPU, in this order.
+GROUPS = (
+    *(INSTALLATION, ONE_GPU, MEMORY, SEVERAL_GPUS, FAULTS),
+    Group("Time", (Check("profile", ranks=2, limit_s=900.0),)),
+)
 # Programs that run checks: one that has ranks, and one that is a rank.
 WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
 
@@ -81,11 +90,9 @@ def run_checks(
                 check.name,
                 group.title,
                 0.0 if skipped else round(time.monotonic() - began, 2),
-                tuple(
-                    Verdict(group.title, f.name, f.status, f.finding, f.remedy, f.details) for f in findings
-                ),
+                scrub_findings(in_group(group.title, findings), private),
             )
-            report = replace(report, results=(*report.results, scrubbed(result, private)))
+            report = replace(report, results=(*report.results, result))
             if on_report is not None:
                 on_report(report)
     finally:
@@ -180,5 +187,5 @@ def _private(subject: Subject) -> Private:
     if subject.is_demo:
         return private
     path = Path(subject.model)
-    paths = ((subject.model, "<model>"), *((str(path.parent), "<models>"),), *private.paths)
+    paths = ((subject.model, "<model>"), (str(path.parent), "<models>"), *private.paths)
     return Private(paths, ((path.name, "<model>"), (path.stem, "<model>"), *private.words))

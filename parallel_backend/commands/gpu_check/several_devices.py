@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...machine.probe import read_visible
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import Finding
+from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
-from ..doctor.parity import Parity, check_parity
+from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
 from .checks import Check, Examine, Group
-from .ranks import Ranks, difference, gigabytes, steps_in_words
+from .ranks import Ranks, gigabytes, steps_in_words
 
 # One strategy per way to split; Sharded 2 is two ranks that share out the weights and the tokens.
 SPLITS = {
@@ -35,9 +36,7 @@ def check_all_links(ranks: Ranks) -> Sequence[Finding]:
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
     facts = [c.facts for c in calibrations if c.facts is not None]
     topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
-    return [
-        Finding(v.name, v.status, v.finding, v.remedy, v.details) for v in check_links(calibrations, topology)
-    ]
+    return list(check_links(calibrations, topology))
 
 
 def check_strategies(ranks: Ranks) -> Sequence[Finding]:
@@ -57,13 +56,13 @@ def check_strategies(ranks: Ranks) -> Sequence[Finding]:
                 load = expected.info.load
                 computed = "float32" if load is None else load.compute_dtype
                 computed = computed if computed == "float32" else "bfloat16"  # as coarse: Parity knows two
-                runs[size].append(Parity(computed, name, difference(result.latent, expected.latent)))
+                runs[size].append(Parity(computed, name, largest_difference(result.latent, expected.latent)))
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
     found = [
-        Finding(f"same latent at {width} × {height}", v.status, v.finding, v.remedy)
+        replace(finding, name=f"same latent at {width} × {height}")
         for (height, width), same in runs.items()
-        for v in check_parity(same)
+        for finding in check_parity(same)
     ]
     return [
         *found,

@@ -26,15 +26,6 @@ VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
 FILE_BYTES = 10 * 2**20  # then the next file begins
 KEPT_FILES = 3  # beside the one that is written
 _WAITING_LINES = 10_000  # for a slow disk; more are lost
-# The words of the lines, which others' programs read; Changed has none, it says nothing that the others do not.
-_NAMES: dict[type[Event], str] = {
-    Started: "started",
-    Loaded: "loaded",
-    Stepped: "stepped",
-    RequestFailed: "failed",
-    Ended: "ended",
-    Released: "released",
-}
 _PATIENCE = 2.0  # s at the end for lines that wait; a disk that hangs keeps nobody
 
 log = logging.getLogger(__name__)
@@ -82,17 +73,12 @@ def begin_log(
     return end
 
 
-def facts(event: Event) -> dict[str, object] | None:
-    """A line's content beside its time; None for events that have no line."""
-    name = _NAMES.get(type(event))
-    return None if name is None else {"event": name, "devices": list(event.devices), **_facts(event)}
-
-
-def _facts(event: Event) -> dict[str, object]:
+def _facts(event: Event) -> tuple[str, dict[str, object]]:
+    """Returns a line's word, which others' programs read, and its content; no word for an event that has no line."""
     if isinstance(event, Started):
-        return {"seconds": _rounded(event.seconds), "after_failure": bool(event.after)}
+        return "started", {"seconds": _rounded(event.seconds), "after_failure": bool(event.after)}
     if isinstance(event, Loaded):
-        return {
+        return "loaded", {
             "model": model_name(event.spec),
             "family": provider_of(event.spec.family).name,
             "dtype": event.info.dtype,
@@ -100,14 +86,14 @@ def _facts(event: Event) -> dict[str, object]:
             "bytes": event.info.bytes,
         }
     if isinstance(event, Stepped):
-        return {
+        return "stepped", {
             "step": event.step,
             "steps": event.steps,
             "seconds": _rounded(event.seconds),
             "strategy": event.strategy.describe(),
         }
     if isinstance(event, RequestFailed):
-        return {
+        return "failed", {
             "rank": event.rank,
             "device": event.device,
             "reason": event.reason,
@@ -117,7 +103,7 @@ def _facts(event: Event) -> dict[str, object]:
         }
     if isinstance(event, Ended):
         info = event.info
-        return {
+        return "ended", {
             "request": event.request,
             "result": event.result,
             "seconds": _rounded(event.seconds),
@@ -133,8 +119,8 @@ def _facts(event: Event) -> dict[str, object]:
             "bytes_sent": None if info is None else list(info.bytes_sent),
         }
     if isinstance(event, Released):
-        return {"idle_device_seconds": _rounded(len(event.devices) * event.idle_s)}
-    return {}
+        return "released", {"idle_device_seconds": _rounded(len(event.devices) * event.idle_s)}
+    return "", {}
 
 
 def _cause(event: RequestFailed) -> str:
@@ -147,12 +133,13 @@ def _rounded(seconds: float) -> float:
 
 
 def _put(lines: logging.Logger, event: Event, price: Callable[[], float]) -> None:
-    known = facts(event)
-    if known is not None:
+    word, known = _facts(event)
+    if word:
         if isinstance(event, Ended) and (per_hour := price()):
             known["cost"] = _rounded(money(device_seconds(event), per_hour))
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        lines.info(json.dumps({"time": at, **known}, ensure_ascii=False))
+        line = {"time": at, "event": word, "devices": list(event.devices), **known}
+        lines.info(json.dumps(line, ensure_ascii=False))
 
 
 class _WarnsOnce(logging.Handler):

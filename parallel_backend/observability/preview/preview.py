@@ -39,7 +39,6 @@ class Case:
     """One way it will run. `title`: for which requests; `assignments`: of all selected devices."""
 
     title: str
-    strategy: ParallelStrategy
     assignments: tuple[DeviceAssignment, ...]
 
 
@@ -114,7 +113,7 @@ def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject
     title = model.shape.describe(strategy)
     if strategy.data_degree > 1:
         title += f", for {strategy.data_degree} images or more"
-    case = Case(title, strategy, assign_devices(strategy, machine.devices, model.file))
+    case = Case(title, assign_devices(strategy, machine.devices, model.file))
     return Preview(why, "Set by hand", (case,), notes, memory)
 
 
@@ -152,7 +151,6 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
         tuple(
             Case(
                 f"{title}: {model.shape.describe(strategy)}",
-                strategy,
                 assign_devices(strategy, machine.devices, model.file, images=1, prompts=prompts),
             )
             for title, strategy, prompts in cases

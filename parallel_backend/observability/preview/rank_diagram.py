@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ...layout import RankCoordinates, slice_of, split_sizes
 from ...models.model_file import ModelFile
@@ -33,8 +33,7 @@ class DeviceAssignment:
         return " · ".join([self.device, *(role.text for role in self.roles)])
 
     def as_dict(self) -> dict[str, object]:
-        roles = [{"axis": role.axis, "text": role.text} for role in self.roles]
-        return {"device": self.device, "rank": self.rank, "roles": roles, "text": self.describe()}
+        return {**asdict(self), "text": self.describe()}
 
 
 def assign_devices(

@@ -48,6 +48,23 @@ _PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 Statuses = Callable[[], Iterable[GroupStatus]]
 Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
 
+# (name, text, its value or None where nobody knows it) of what is read of a device.
+_READINGS: tuple[tuple[str, str, Callable[[Gauge], float | None]], ...] = (
+    ("device_memory_total_bytes", "Memory of a device", lambda gauge: gauge.total_bytes or None),
+    (
+        "device_memory_free_bytes",
+        "Memory of a device that no process holds",
+        lambda gauge: gauge.free_bytes or None,
+    ),
+    (
+        "device_utilization_ratio",
+        "Part of the last moment in which a device computed",
+        lambda gauge: gauge.utilisation,
+    ),
+    ("device_temperature_celsius", "Temperature of a device", lambda gauge: gauge.temperature),
+    ("device_power_watts", "Power that a device draws", lambda gauge: gauge.power),
+)
+
 
 class Metrics:
     """`on_event` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
@@ -105,8 +122,7 @@ class Metrics:
             PREFIX + "price_per_device_hour", "Price in Settings, 0 for none", registry=registry
         )
         per_hour.set_function(price)
-        registry.register(_Groups(statuses))
-        registry.register(_Devices(statuses, gauges))
+        registry.register(_LiveReadings(statuses, gauges))
         # What never happened stands at 0, or the first time would look like no change.
         for result in RESULTS:
             for request in JOBS:
@@ -184,20 +200,30 @@ def pack_version(project: Path = _PROJECT) -> str:
     return found[1] if found else "unknown"
 
 
-class _Groups:
-    """States of groups at the moment of a scrape, and the notes of their ranks."""
+class _LiveReadings:
+    """States of groups, notes of their ranks and readings of their devices at the moment of a scrape; no reading of a
+    CPU, whose ranks share it."""
 
-    def __init__(self, statuses: Statuses) -> None:
+    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
         self._statuses = statuses
-
-    def describe(self) -> Iterator[Metric]:
-        """The same families without samples, for the registry; nothing is asked for that."""
-        return iter(self._families())
+        self._gauges = gauges
 
     def collect(self) -> Iterator[Metric]:
-        state, memory, sent, models = families = self._families()
+        groups = tuple(self._statuses())
+        yield from self._groups(groups)
+        yield from self._devices(tuple(sorted({device for group in groups for device in group.devices})))
+
+    @staticmethod
+    def _groups(groups: Iterable[GroupStatus]) -> Iterator[Metric]:
+        state = _gauge("group_state", "1 for the state that a group is in", "devices", "state")
+        memory = _gauge(
+            "device_memory_bytes", "Memory of processes for weights and beside them", "device", "kind"
+        )
+        models = _gauge("held_models", "Models that a group holds in its devices' memory", "devices")
+        text = "Bytes that a process sent to others since it began"
+        sent = CounterMetricFamily(PREFIX + "sent_bytes", text, labels=("device",))
         ranks: dict[str, RankStatus] = {}  # by device: a scrape with one series twice would be refused whole
-        for group in self._statuses():
+        for group in groups:
             for one in State:
                 state.add_metric([_listed(group.devices), one.value], float(group.state == one.value))
             models.add_metric([_listed(group.devices)], len(group.models))
@@ -206,72 +232,20 @@ class _Groups:
             memory.add_metric([device, "weights"], rank.weight_bytes)
             memory.add_metric([device, "working"], rank.working_bytes)
             sent.add_metric([device], rank.bytes_sent)
-        return iter(families)
+        yield from (state, memory, sent, models)
 
-    @staticmethod
-    def _families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily, GaugeMetricFamily]:
-        return (
-            GaugeMetricFamily(
-                PREFIX + "group_state", "1 for the state that a group is in", labels=("devices", "state")
-            ),
-            GaugeMetricFamily(
-                PREFIX + "device_memory_bytes",
-                "Memory of processes for weights and beside them",
-                labels=("device", "kind"),
-            ),
-            CounterMetricFamily(
-                PREFIX + "sent_bytes",
-                "Bytes that a process sent to others since it began",
-                labels=("device",),
-            ),
-            GaugeMetricFamily(
-                PREFIX + "held_models",
-                "Models that a group holds in its devices' memory",
-                labels=("devices",),
-            ),
-        )
+    def _devices(self, devices: tuple[str, ...]) -> Iterator[Metric]:
+        read = {device: gauge for device, gauge in self._gauges(devices).items() if not gauge.shared}
+        for name, text, value in _READINGS:
+            family = _gauge(name, text, "device")
+            for device, gauge in read.items():
+                if (known := value(gauge)) is not None:
+                    family.add_metric([device], known)
+            yield family
 
 
-class _Devices:
-    """Readings of the devices of all groups at the moment of a scrape; none of a CPU, whose ranks share it."""
-
-    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
-        self._statuses = statuses
-        self._gauges = gauges
-
-    def describe(self) -> Iterator[Metric]:
-        """As _Groups.describe."""
-        return iter(self._families())
-
-    def collect(self) -> Iterator[Metric]:
-        total, free, used, temperature, power = families = self._families()
-        devices = {device for group in self._statuses() for device in group.devices}
-        for device, gauge in self._gauges(tuple(sorted(devices))).items():
-            if gauge.shared:
-                continue
-            for family, value in (  # 0 bytes are unknown ones
-                (total, gauge.total_bytes or None),
-                (free, gauge.free_bytes or None),
-                (used, gauge.utilisation),
-                (temperature, gauge.temperature),
-                (power, gauge.power),
-            ):
-                if value is not None:
-                    family.add_metric([device], value)
-        return iter(families)
-
-    @staticmethod
-    def _families() -> tuple[GaugeMetricFamily, ...]:
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(PREFIX + name, text, labels=("device",))
-
-        return (
-            gauge("device_memory_total_bytes", "Memory of a device"),
-            gauge("device_memory_free_bytes", "Memory of a device that no process holds"),
-            gauge("device_utilization_ratio", "Part of the last moment in which a device computed"),
-            gauge("device_temperature_celsius", "Temperature of a device"),
-            gauge("device_power_watts", "Power that a device draws"),
-        )
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, text, labels=labels)
 
 
 class _WithoutTimes:

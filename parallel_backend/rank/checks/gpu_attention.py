@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...options import APPROXIMATE_KERNELS, ATTENTION_KERNELS
-from ...wire.checks.gpu_check import Finding
+from ...wire.checks.findings import Finding
 
 HEAD_DIM = 128
 _HEADS = {"cpu": 2, "cuda": 12}  # 12: Flux.1's 24 heads on two ranks

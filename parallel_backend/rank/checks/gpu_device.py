@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...wire.checks.gpu_check import NO_GPU, Finding
+from ...wire.checks.findings import NO_GPU, Finding
 
 # The allocator that torch calls its own. NCCL keeps memory of the other, cudaMallocAsync, until none is left.
 NATIVE = "native"

@@ -23,7 +23,8 @@ from ...models.registry import inspect_model
 from ...options import ComputeOptions
 from ...requests import Conditioning, ModelSpec, Placement, Rows
 from ...strategy import ParallelStrategy
-from ...wire.checks.gpu_check import NO_GPU, Finding, Subject
+from ...wire.checks.findings import NO_GPU, Finding
+from ...wire.checks.gpu_check import Subject
 
 _PACK = "parallel_backend"
 _WARM_UP = 2  # calls: kernels are chosen and buffers grow in the first

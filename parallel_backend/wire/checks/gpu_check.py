@@ -1,4 +1,4 @@
-"""A check of `doctor --gpu` as data, and the loop of a process that runs such checks one after the other.
+"""The question and the answer of a check of `doctor --gpu`, and the loop of a process that runs such checks in turn.
 
 One line of JSON goes in, the Subject; then a line with a check's name, and a line of JSON (Answer) comes out for each.
 Whatever a check raises is an answer; whatever else ends it, the process that asked sees.
@@ -12,17 +12,14 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import ParallelError
 from ..parent_death import die_with_parent
 from ..strict_json import from_json, parse, to_json
+from .findings import Finding, failed
 
-NO_GPU = "no GPU"
 SHOW_STACK = signal.SIGUSR1  # has a process write where it is to its stderr
-_FRAMES = 8  # lines of a traceback's end
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,6 @@ class Subject:
     @property
     def on_gpus(self) -> bool:
         return all(device.startswith("cuda") for device in self.devices)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report: as commands/doctor/report.Verdict, without its group."""
-
-    name: str
-    status: str  # ok, slow, broken, skipped
-    finding: str
-    remedy: str = ""
-    details: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,10 +80,3 @@ def serve(make: MakeChecks) -> None:
         except Exception as error:
             answer = Answer((failed(error),), raised=True)
         print(json.dumps(to_json(answer), allow_nan=False), file=answers, flush=True)
-
-
-def failed(error: BaseException) -> Finding:
-    """An error that ended a check: a user's words where it has some, else where it came from."""
-    words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
-    lines = [line for line in "".join(traceback.format_exception(error)).splitlines() if line.strip()]
-    return Finding("error", "broken", words[:600], details=tuple(line[:300] for line in lines[-_FRAMES:]))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -58,17 +59,18 @@ SYSTEM = System(
 FACTS = RankFacts("", (True, True), 0.0, "flash", "")
 
 
-def named(verdicts, name):
-    (found,) = [v for v in verdicts if v.name == name]
+def named(findings, name):
+    (found,) = [found for found in findings if found.name == name]
     return found
 
 
-def not_ok(verdicts):
-    return {v.name: v.status for v in verdicts if v.status != "ok"}
+def not_ok(findings):
+    return {found.name: found.status for found in findings if found.status != "ok"}
 
 
-def versions(gpus=2, **changes):
-    return check_versions({**GOOD, **{k.replace("_", "-"): v for k, v in changes.items()}}, gpus)
+def versions(gpus=2, torch_problem="", **changes):
+    changed = {name.replace("_", "-"): version for name, version in changes.items()}
+    return list(check_versions({**GOOD, **changed}, gpus, torch_problem))
 
 
 # Software.
@@ -93,10 +95,10 @@ def test_a_good_installation_has_nothing_to_say():
     ],
 )
 def test_a_version_that_cannot_work_is_named_with_the_reason_and_the_remedy(package, version, status):
-    verdict = named(versions(**{package: version}), package)
+    found = named(versions(**{package: version}), package)
     bound = next(b for b in BOUNDS if b.package == package)
-    assert verdict.status == status and bound.why in verdict.finding and verdict.remedy
-    assert version in verdict.finding
+    assert found.status == status and bound.why in found.finding and found.remedy
+    assert version in found.finding
 
 
 @pytest.mark.parametrize(
@@ -112,23 +114,12 @@ def test_a_combination_that_is_known_to_be_bad_is_named(changes, name, status):
     assert named(versions(**changes), name).remedy
 
 
-def test_a_torch_that_cannot_be_imported_is_named():
-    verdict = named(check_versions(GOOD, 2, "OSError: libcudart.so.12"), "torch import")
-    assert verdict.status == "broken" and "libcudart" in verdict.finding
-
-
 def test_what_only_gpus_need_is_not_asked_for_without_them():
     assert not_ok(versions(gpus=0, torch="2.13.0+cpu", triton="", nvidia_ml_py="")) == {}
     assert not_ok(versions(torch="2.9.0+rocm6.4", nvidia_ml_py="")) == {}
 
 
-def test_a_version_newer_than_the_tested_one_is_said():
-    assert TESTED["diffusers"] in named(versions(diffusers="0.50.0"), "diffusers").finding
-
-
 def test_bounds_agree_with_what_the_pack_asks_pip_for():
-    from pathlib import Path
-
     asked = (Path(__file__).resolve().parents[3] / "requirements.txt").read_text()
     for bound in BOUNDS:
         assert bound.package == "python" or f"{bound.package}>={bound.least}" in asked
@@ -150,7 +141,7 @@ def test_systems(platform, release, status):
 
 
 def system(ranks=2, on_gpus=True, **changes):
-    return check_system(dataclasses.replace(SYSTEM, **changes), ranks, on_gpus)
+    return list(check_system(dataclasses.replace(SYSTEM, **changes), ranks, on_gpus))
 
 
 def test_a_good_system_has_nothing_to_say():
@@ -173,8 +164,8 @@ def test_a_good_system_has_nothing_to_say():
     ],
 )
 def test_a_limit_of_the_system_is_named_with_its_remedy(changes, name, status):
-    verdicts = system(**changes)
-    assert not_ok(verdicts) == {name: status} and named(verdicts, name).remedy
+    found = system(**changes)
+    assert not_ok(found) == {name: status} and named(found, name).remedy
 
 
 def test_what_only_nccl_needs_is_not_asked_for_on_the_cpu():
@@ -182,19 +173,24 @@ def test_what_only_nccl_needs_is_not_asked_for_on_the_cpu():
     assert not_ok(system(open_files=-1, variables={"NCCL_P2P_DISABLE": "0"})) == {}
 
 
-def test_ranks_that_outlive_their_parent_are_a_fault_and_empty_folders_are_not():
-    assert check_leftovers(Leftovers((), 0)).status == "ok"
-    folders = check_leftovers(Leftovers((), 3))
-    assert folders.status == "ok" and "3 empty" in folders.finding and folders.remedy
-    ranks = check_leftovers(Leftovers((41, 42), 1))
-    assert ranks.status == "broken" and "kill 41 42" in ranks.remedy
-
-
 # Devices.
 
 
-def devices(shape, tmp_path):
-    return check_devices(read_topology(shape(), sys_root=tmp_path), "some processor")
+def box(shape, *arguments):
+    return read_topology(shape(*arguments), sys_root=Path("/nowhere"))
+
+
+def changed(topology, *changes):
+    """Its devices with these changes, in their order."""
+    devices = zip(topology.devices, changes, strict=True)
+    return dataclasses.replace(topology, devices=tuple(dataclasses.replace(d, **c) for d, c in devices))
+
+
+def exclusive_and_lost():
+    nvml = fake_nvml.h100_nvswitch(3)
+    nvml.boards[1].compute_mode = 3  # exclusive process
+    nvml.boards[2].is_lost = True
+    return nvml
 
 
 @pytest.mark.parametrize(
@@ -206,42 +202,24 @@ def devices(shape, tmp_path):
         (fake_nvml.l40_two_sockets, {"paths": "slow"}),
         (fake_nvml.mixed_4080_4090, {"together": "slow", "paths": "slow"}),
         (fake_nvml.mig, {"NVML": "slow", "MIG": "broken", "paths": "slow"}),
+        (exclusive_and_lost, {"NVML": "slow", "GPU 1": "broken"}),
     ],
 )
-def test_real_shapes_of_boxes(shape, expected, tmp_path):
-    assert not_ok(devices(shape, tmp_path)) == expected
+def test_real_shapes_of_boxes(shape, expected):
+    assert not_ok(check_devices(box(shape), "some processor")) == expected
 
 
-def test_the_matrix_of_paths_has_a_row_per_gpu(tmp_path):
-    paths = named(devices(fake_nvml.a6000_pairs, tmp_path), "paths")
+def test_the_matrix_of_paths_has_a_row_per_gpu():
+    paths = named(check_devices(box(fake_nvml.a6000_pairs), ""), "paths")
     assert len(paths.details) == 5
     assert paths.details[1].split() == ["GPU", "0", "·", "NVLINK", "56", "SYS", "32", "SYS", "32"]
     assert "across sockets" in paths.finding
 
 
-def test_a_card_that_is_too_old_or_too_small_is_named(tmp_path):
-    box = read_topology(fake_nvml.h100_nvswitch(2), sys_root=tmp_path)
-    old = dataclasses.replace(box.devices[0], capability=(7, 5))
-    small = dataclasses.replace(box.devices[1], memory=8 * 10**9)
-    found = check_devices(dataclasses.replace(box, devices=(old, small)), "")
-    assert "float16" in named(found, "GPU 0").remedy and named(found, "GPU 0").status == "slow"
-    assert "does not fit" in named(found, "GPU 1").finding and named(found, "GPU 1").status == "slow"
-
-
-def test_a_gpu_that_lets_no_second_process_in_is_named_and_one_that_is_lost(tmp_path):
-    nvml = fake_nvml.h100_nvswitch(3)
-    nvml.boards[1].compute_mode = 3  # exclusive process
-    nvml.boards[2].is_lost = True
-    found = check_devices(read_topology(nvml, sys_root=tmp_path), "")
-    assert not_ok(found) == {"NVML": "slow", "GPU 1": "broken"}
-    assert "GPU 2 does not answer" in named(found, "NVML").finding
-    assert "nvidia-smi -c DEFAULT" in named(found, "GPU 1").remedy
-
-
 def test_without_a_gpu_the_processor_is_named():
-    verdicts = check_devices(Topology(()), "some processor")
-    assert named(verdicts, "CPU").finding == "some processor"
-    assert not_ok(verdicts) == {"GPUs": "skipped"}
+    found = list(check_devices(Topology(()), "some processor"))
+    assert named(found, "CPU").finding == "some processor"
+    assert not_ok(found) == {"GPUs": "skipped"}
 
 
 # Links.
@@ -272,59 +250,28 @@ def with_facts(ranks, rank, **changes):
     return ranks
 
 
-@pytest.fixture
-def two_a6000(tmp_path):
-    return read_topology(fake_nvml.a6000_pairs(), sys_root=tmp_path).select([f"GPU-{i:08x}" for i in (0, 1)])
-
-
-def test_good_links_have_nothing_to_say(two_a6000):
-    assert not_ok(check_links(calibrations(), two_a6000)) == {}
-    assert not_ok(check_links(calibrations(backend="gloo", collective_s=1e-4), None)) == {}
-
-
-def test_a_sum_that_is_wrong_is_broken():
-    verdict = named(check_links(with_facts(calibrations(), 1, all_reduce_error=3.0), None), "all-reduce")
-    assert (
-        verdict.status == "broken"
-        and "process 1 is off by 3" in verdict.finding
-        and "IOMMU" in verdict.remedy
-    )
-
-
-def test_data_that_arrives_altered_is_broken():
-    ranks = calibrations()
+def altered(ranks):
+    """The last thing that rank 1 got is not what was sent."""
     *most, last = ranks[1].transfers
-    altered = dataclasses.replace(last, intact=False)
-    ranks[1] = dataclasses.replace(ranks[1], transfers=(*most, altered))
-    verdict = named(check_links(ranks, None), "data")
-    assert verdict.status == "broken" and "between processes 0 and 1" in verdict.finding
-    assert "NCCL_P2P_DISABLE=1" in verdict.remedy
+    transfers = (*most, dataclasses.replace(last, intact=False))
+    return [ranks[0], dataclasses.replace(ranks[1], transfers=transfers)]
 
 
-def test_missing_peer_access_is_slow_and_a_broken_promise_of_nvml_is_told(tmp_path, two_a6000):
-    promised = named(
-        check_links(with_facts(calibrations(), 0, peers=(True, False)), two_a6000), "peer access"
-    )
-    assert promised.status == "slow" and "NVML promises it for 1" in promised.finding
-    geforce = read_topology(fake_nvml.two_4090(), sys_root=tmp_path)
-    unknown = with_facts(
-        calibrations(facts=dataclasses.replace(FACTS, device_uuid="1")), 0, peers=(True, False)
-    )
-    assert named(check_links(unknown, None), "peer access").status == "slow"
-    by_design = named(check_links(with_facts(calibrations(), 0, peers=(True, False)), geforce), "peer access")
-    assert by_design.status == "slow" and "GeForce" in by_design.remedy
+TWO_A6000 = box(fake_nvml.a6000_pairs).select([f"GPU-{index:08x}" for index in (0, 1)])
+NO_PEER = with_facts(calibrations(), 0, peers=(True, False))
 
 
-def test_a_pair_far_below_its_nominal_rate_is_slow(two_a6000):
-    verdict = named(check_links(calibrations(rate=5e9), two_a6000), "bandwidth")
-    assert verdict.status == "slow" and "0–1" in verdict.finding
-    assert len(verdict.details) == 3 and verdict.details[1].split() == ["GPU", "0", "·", "5.00"]
-
-
-def test_a_slow_collective_is_slow_by_the_measure_of_its_backend():
-    assert named(check_links(calibrations(collective_s=1e-3), None), "latency").status == "slow"
+def test_good_links_have_nothing_to_say():
+    assert not_ok(check_links(calibrations(), TWO_A6000)) == {}
+    assert not_ok(check_links(calibrations(backend="gloo", collective_s=1e-4), None)) == {}
     gloo = calibrations(backend="gloo", collective_s=1e-3)
     assert named(check_links(gloo, None), "latency").status == "ok"
+
+
+def test_a_pair_far_below_its_nominal_rate_is_slow():
+    found = named(check_links(calibrations(rate=5e9), TWO_A6000), "bandwidth")
+    assert found.status == "slow" and "0–1" in found.finding
+    assert len(found.details) == 3 and found.details[1].split() == ["GPU", "0", "·", "5.00"]
 
 
 @pytest.mark.parametrize(("count", "rate"), [(2, 20e9), (2, 2e9), (8, 20e9)])
@@ -367,34 +314,68 @@ def test_links_that_could_not_be_timed_are_skipped():
 
 
 def test_missing_kernels_are_no_fault_but_a_hint():
-    verdicts = check_kernels(set(), [dataclasses.replace(FACTS, kernel="torch")], on_gpus=True)
-    assert not_ok(verdicts) == {} and "flash-attn" in named(verdicts, "installed").remedy
+    found = list(check_kernels(set(), [dataclasses.replace(FACTS, kernel="torch")], on_gpus=True))
+    assert not_ok(found) == {} and "flash-attn" in named(found, "installed").remedy
     assert not named(check_kernels({"flash_attn"}, [FACTS], on_gpus=True), "installed").remedy
     assert not named(check_kernels(set(), [FACTS], on_gpus=False), "installed").remedy
-
-
-def test_a_kernel_that_does_not_work_is_broken():
-    bad = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
-    verdict = named(check_kernels({"flash_attn"}, [FACTS, bad], on_gpus=True), "in use")
-    assert verdict.status == "broken" and "undefined symbol" in verdict.finding
-    assert "attention: torch" in verdict.remedy
-    assert named(check_kernels(set(), [], on_gpus=True), "in use").status == "skipped"
 
 
 @pytest.mark.parametrize("difference", [2e-4, 1.0, math.inf, math.nan])
 def test_latents_that_differ_are_broken(difference):
     runs = [Parity("float32", "Ulysses 2", 1e-6), Parity("float32", "Ring 2", difference)]
-    (verdict,) = check_parity([*runs, Parity("bfloat16", "CFG 2", 0.01)])[:1]
-    assert verdict.status == "broken" and "Ring 2" in verdict.finding and verdict.remedy
+    found, _ = check_parity([*runs, Parity("bfloat16", "CFG 2", 0.01)])
+    assert found.status == "broken" and "Ring 2" in found.finding and found.remedy
 
 
 def test_rounding_is_no_difference():
     runs = [Parity("float32", "Ulysses 2", 1e-6), Parity("float32", "Ring 2", 2e-6)]
-    verdicts = check_parity([*runs, Parity("bfloat16", "CFG 2", 0.01)])
-    assert [v.status for v in verdicts] == ["ok", "ok"]
-    assert "Ulysses 2, Ring 2" in verdicts[0].finding and "2.0e-06" in verdicts[0].finding
+    found, other = check_parity([*runs, Parity("bfloat16", "CFG 2", 0.01)])
+    assert (found.status, other.status) == ("ok", "ok")
+    assert "Ulysses 2, Ring 2" in found.finding and "2.0e-06" in found.finding
 
 
-def test_ranks_that_do_not_start_are_broken():
-    verdict = failed_start(2, "process 1 failed: exited with code 1")
-    assert verdict.status == "broken" and "process 1 failed" in verdict.finding
+# Whatever is found has words, and a remedy where there is one.
+
+KERNEL = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
+OLD_AND_SMALL = changed(box(fake_nvml.h100_nvswitch, 2), {"capability": (7, 5)}, {"memory": 8 * 10**9})
+WORDS = [
+    (
+        versions(torch_problem="OSError: libcudart.so.12"),
+        "torch import",
+        "broken",
+        "libcudart",
+        "install torch",
+    ),
+    (versions(diffusers="0.50.0"), "diffusers", "ok", f"tested with {TESTED['diffusers']}", ""),
+    ([check_leftovers(Leftovers((), 0))], "leftovers", "ok", "none", ""),
+    ([check_leftovers(Leftovers((), 3))], "leftovers", "ok", "3 empty", "none: the next"),
+    ([check_leftovers(Leftovers((41, 42), 1))], "leftovers", "broken", "2 worker processes", "kill 41 42"),
+    (check_devices(OLD_AND_SMALL, ""), "GPU 0", "slow", "no bfloat16", "float16"),
+    (check_devices(OLD_AND_SMALL, ""), "GPU 1", "slow", "does not fit", "shard the weights"),
+    (check_devices(box(exclusive_and_lost), ""), "GPU 1", "broken", "several", "nvidia-smi -c DEFAULT"),
+    (check_devices(box(exclusive_and_lost), ""), "NVML", "slow", "GPU 2 does not answer", ""),
+    (
+        check_links(with_facts(calibrations(), 1, all_reduce_error=3.0), None),
+        *("all-reduce", "broken", "process 1 is off by 3", "IOMMU"),
+    ),
+    (
+        check_links(altered(calibrations()), None),
+        *("data", "broken", "between processes 0 and 1", "NCCL_P2P_DISABLE=1"),
+    ),
+    (check_links(NO_PEER, TWO_A6000), "peer access", "slow", "NVML promises it for 1", "BIOS"),
+    (check_links(NO_PEER, box(fake_nvml.two_4090)), "peer access", "slow", "have none", "GeForce"),
+    (check_links(with_facts(NO_PEER, 0, device_uuid="1"), None), "peer access", "slow", "have none", ""),
+    (check_links(calibrations(collective_s=1e-3), None), "latency", "slow", "1000 us", "CPU is busy"),
+    (
+        check_kernels({"flash_attn"}, [FACTS, KERNEL], on_gpus=True),
+        *("in use", "broken", "undefined symbol", "attention: torch"),
+    ),
+    (check_kernels(set(), [], on_gpus=True), "in use", "skipped", "no process", ""),
+    ([failed_start(2, "process 1 failed: exited")], "processes", "broken", "process 1 failed", "last lines"),
+]
+
+
+@pytest.mark.parametrize(("findings", "name", "status", "words", "remedy"), WORDS)
+def test_what_is_found_is_said_with_its_remedy(findings, name, status, words, remedy):
+    found = named(findings, name)
+    assert found.status == status and words in found.finding and remedy in found.remedy

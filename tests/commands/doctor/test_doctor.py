@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.commands.doctor import examine as examination
-from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrubbed
+from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrub_findings
 from parallel_backend.commands.doctor.probes import (
     probe_leftovers,
     probe_models,
     probe_system,
     probe_versions,
 )
-from parallel_backend.commands.doctor.report import Report, Verdict
+from parallel_backend.commands.doctor.report import Report
 from parallel_backend.errors import Cancelled
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.wire.checks.findings import Finding
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
-OK = Verdict("Software", "torch", "ok", "2.13.0")
-BROKEN = Verdict(
-    "Links", "all-reduce", "broken", "a wrong sum " * 12, "do this " * 20, ("  a table's row", "another")
+OK = Finding("torch", "ok", "2.13.0", group="Software")
+BROKEN = Finding(
+    "all-reduce", "broken", "a wrong sum " * 12, "do this " * 20, ("  a table's row", "another"), "Links"
 )
 
 
@@ -47,7 +48,7 @@ def test_the_text_fits_a_terminal_and_says_a_remedy_for_what_is_wrong(width):
 
 
 def test_the_exit_status_is_1_only_where_something_is_broken():
-    slow = Verdict("Links", "peer access", "slow", "none")
+    slow = Finding("peer access", "slow", "none")
     assert Report((OK, slow)).exit_status == 0 and Report((OK, BROKEN)).exit_status == 1
     assert Report((OK, BROKEN)).as_dict()["counts"] == {"ok": 1, "slow": 0, "broken": 1, "skipped": 0}
 
@@ -75,8 +76,7 @@ def test_this_process_names_are_found(monkeypatch, tmp_path):
     monkeypatch.setenv("LOGNAME", "jdoe")
     monkeypatch.setattr(socket, "gethostname", lambda: "bigbox.example.org")
     text = f"{tmp_path}/jdoe/ComfyUI/x.py, {ROOT}/parallel_backend/rank.py, jdoe, bigbox.example.org, bigbox"
-    verdict = Verdict("a", "b", "broken", text, text, (text,))
-    (clean,) = scrubbed(Report((verdict,)), find_private()).verdicts
+    (clean,) = scrub_findings([Finding("b", "broken", text, text, (text,))], find_private())
     for shown in (clean.finding, clean.remedy, *clean.details):
         assert shown == "~/ComfyUI/x.py, <pack>/parallel_backend/rank.py, <user>, <host>, <host>"
 

@@ -17,10 +17,11 @@ from parallel_backend.commands import doctor_command as command
 from parallel_backend.commands.gpu_check import __main__ as with_ranks
 from parallel_backend.commands.gpu_check import processes
 from parallel_backend.commands.gpu_check.checks import Check, Group
-from parallel_backend.commands.gpu_check.groups import GROUPS
-from parallel_backend.commands.gpu_check.run import choose, make_subject, run_checks
+from parallel_backend.commands.gpu_check.report import CheckResult, GpuReport
+from parallel_backend.commands.gpu_check.run import GROUPS, choose, make_subject, run_checks
 from parallel_backend.errors import RequestError
 from parallel_backend.rank.checks import gpu as as_rank
+from parallel_backend.wire.checks.findings import Finding
 
 # No rank here is one of the supervisor's, which tests fork from a process that takes long to prepare.
 pytestmark = [pytest.mark.real_start, pytest.mark.timeout(600)]
@@ -31,23 +32,10 @@ CPU = ("cpu:0", "cpu:1")
 # What the audit asks for in the first minutes on a GPU, in its order.
 LIST = (
     *("installation", "device", "attention", "identity", "checkpoint", "steps", "syncs", "same bits"),
-    *("fp8", "offload", "sleep", "comfyui"),
-    *(
-        "links",
-        "strategies",
-        "pipefusion 1 2",
-        "pipefusion 1 6",
-        "pipefusion 0 2",
-        "pipefusion 0 6",
-        "one process",
-    ),
-    *("cancel", "kill", "out of memory"),
-    "profile",
+    *("fp8", "offload", "sleep", "comfyui", "links", "strategies"),
+    *("pipefusion 1 2", "pipefusion 1 6", "pipefusion 0 2", "pipefusion 0 6"),
+    *("one process", "cancel", "kill", "out of memory", "profile"),
 )
-
-
-def _programs_check(name, **wishes):
-    return Group("Ends", (Check(name, examine=lambda ranks: (), **wishes),))
 
 
 def _run(subject, groups, **wishes):
@@ -59,6 +47,7 @@ def _run(subject, groups, **wishes):
 
 def test_the_list_is_the_audits_in_its_order():
     assert [check.name for _, check in choose(())] == list(LIST)
+    assert len({group.title for group in GROUPS}) == len(GROUPS)
 
 
 def test_each_check_is_known_to_the_program_that_runs_it():
@@ -170,32 +159,17 @@ def test_the_report_is_whole_after_each_check_and_names_nobody(tmp_path, no_leak
     assert "## Ends" in markdown and "### leave" in markdown and "- **broken** leave:" in markdown
 
 
-def test_a_report_that_was_cut_off_says_so(no_leaks):
-    cut = []
-    _run(make_subject(CPU), (_programs_check("pid"), _programs_check("pid")), on_report=cut.append)
-    assert "1 of 2 checks did not run" in cut[0].summary and "did not run" not in cut[1].summary
-
-
-def test_groups_have_a_title_each_and_names_are_unique():
-    names = [check.name for _, check in choose(())]
-    assert len(names) == len(set(names)) and len({group.title for group in GROUPS}) == len(GROUPS)
+def test_a_report_that_was_cut_off_says_so():
+    done = CheckResult("pid", "Ends", 0.1, (Finding("pid", "ok", "7"),))
+    assert "1 of 2 checks did not run" in GpuReport((), (done,), planned=2).summary
+    assert "did not run" not in GpuReport((), (done, done), planned=2).summary
 
 
 def test_the_command_asks_both_programs_and_leaves_the_report(tmp_path, no_leaks):
     names = [argument for name in ("installation", "device") for argument in ("--only", name)]
+    command = [sys.executable, "-m", "parallel_backend", "doctor", "--gpu", "--devices", "cpu:1"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "parallel_backend",
-            "doctor",
-            "--gpu",
-            "--devices",
-            "cpu:1",
-            *names,
-            "--report",
-            tmp_path,
-        ],
+        [*command, *names, "--report", tmp_path],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

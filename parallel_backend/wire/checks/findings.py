@@ -1,0 +1,36 @@
+"""What a check found, as the doctor and its GPU check tell it, whichever process looked."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+from ...errors import ParallelError
+
+# slow: it works, but slower than it could or at its limit; skipped: could not be looked at, and the finding says why.
+STATUSES = ("ok", "slow", "broken", "skipped")
+NO_GPU = "no GPU"
+_FRAMES = 8  # lines of a traceback's end
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report. `status`: one of STATUSES; `remedy`: what to do, in words; `details`: lines of a table
+    below it; `group`: the heading that it stands under, which the report adds."""
+
+    name: str
+    status: str
+    finding: str
+    remedy: str = ""
+    details: tuple[str, ...] = ()
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.status in STATUSES, self.status
+
+
+def failed(error: BaseException) -> Finding:
+    """An error that ended a check: a user's words where it has some, else where it came from."""
+    words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+    lines = [line for line in "".join(traceback.format_exception(error)).splitlines() if line.strip()]
+    return Finding("error", "broken", words[:600], details=tuple(line[:300] for line in lines[-_FRAMES:]))
