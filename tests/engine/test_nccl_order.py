@@ -147,7 +147,7 @@ def test_the_memory_prediction_counts_the_communicators_that_come_up(subject, ea
 
 
 def decode(world, cases):
-    decoder = BandedDecoder(banded(FLUX), world)
+    decoder = BandedDecoder(banded(FLUX), Layouts(world))
     images = [decoder(latent, shares) for latent, shares in cases]
     return [torch.empty(0) if image is None else image for image in images]
 

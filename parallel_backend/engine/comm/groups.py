@@ -197,14 +197,15 @@ class Layouts:
         if strategy.world_size < self.world.world_size:
             return Axis((self.world.rank,), 0, None)
         for ranks in rank_groups(strategy, axes):
-            group = self._group(ranks, purpose)
+            group = self.group(ranks, purpose)
             if self.world.rank in ranks:
                 mine = Axis(ranks, ranks.index(self.world.rank), group)
         assert mine is not None, "every rank is in one group of each axis"
         return mine
 
-    def _group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
-        """new_group is collective: every rank creates every group, in the same order, member or not."""
+    def group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
+        """Returns the group of these ranks, made once: torch never gives a group's threads and descriptors back.
+        Collective: every rank asks for every group, in the same order, member or not."""
         if len(ranks) == 1:
             return None
         if len(ranks) == self.world.world_size and not purpose:
