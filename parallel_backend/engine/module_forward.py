@@ -23,7 +23,7 @@ from .attention.kernel_choice import kernel_for
 from .attention.kernels import ChosenKernel
 from .attention.projections import OtherProjections
 from .attention.sequence import UnevenAttention
-from .attention.usp import XfuserEngine, why_not_xfuser
+from .attention.xfuser import XfuserEngine, why_not_xfuser
 from .bands.unet import UNetBands
 from .batch_rows import split_rows, take_rows
 from .blocks.block_calls import BlockCalls, as_it_is

@@ -22,13 +22,6 @@ AttentionCall = Callable[..., Tensor]
 Rotate = Callable[[Callable[[list[Tensor], Any], list[Tensor]], list[Tensor], Any, int], list[Tensor]]
 
 
-class Attention(Protocol):
-    """Attention of one model call over the tokens of all ranks that share them."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, s, H, D] of this rank's tokens in and out."""
-
-
 @dataclass(frozen=True)
 class Slices:
     """Slice `index` of `degree` of each layer. Where ranks meet: `add_up` gives every rank the sum of what each hands

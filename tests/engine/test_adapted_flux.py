@@ -1,12 +1,14 @@
 """diffusers' Flux under the one engine: every strategy gives what ComfyUI's own module gives in one process."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
 from adapted_flux import CALLS, SIZES, WIDTH, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
+from differences import relative_difference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
@@ -15,46 +17,87 @@ from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.engine.tokens.block_tokens import Patch
 from parallel_backend.models.base import ModelPart
+from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import BLOCK, STAY, ModuleCall, Placement
 from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
+from tests.closed_forms.weights_traffic import tensor_bytes
 
 EXACT = 1e-5  # of the largest value
-PATCHES = 4
-EXACT_STRATEGIES = [
-    ParallelStrategy(ulysses_degree=2),
-    ParallelStrategy(ulysses_degree=2, sends_tokens=True),
-    ParallelStrategy(ulysses_degree=2, sends_tokens=True, head_groups=2, device_shares=(2.0, 1.0)),
-    ParallelStrategy(ring_degree=2, ulysses_degree=2, sends_tokens=True),
-    ParallelStrategy(ulysses_degree=2, shard_weights=True, sends_tokens=True),
-    ParallelStrategy(ring_degree=2),
-    ParallelStrategy(cfg_degree=2),
-    ParallelStrategy(data_degree=2),
-    ParallelStrategy(ulysses_degree=3),
-    ParallelStrategy(ring_degree=2, ulysses_degree=2),
-    ParallelStrategy(cfg_degree=2, ulysses_degree=2),
-    ParallelStrategy(pipefusion_degree=2),
-    ParallelStrategy(pipefusion_degree=2, device_shares=(1.0, 3.0)),
-    ParallelStrategy(ulysses_degree=2, shard_weights=True),
-    ParallelStrategy(tensor_degree=2),
-]
-ALL_CALLS = EXACT_STRATEGIES[:2]
-SOME_CALLS = ["odd sides", "three texts of one token", "everything"]
-SPLITS_NO_ROWS_OR_LAYERS = [s for s in EXACT_STRATEGIES if s.row_degree == 1 and s.tensor_degree == 1]
+TOGETHER = 2  # strategies for which ranks are started once
+STRATEGIES = {
+    2: [
+        ParallelStrategy(ulysses_degree=2),
+        ParallelStrategy(ulysses_degree=2, sends_tokens=True),
+        ParallelStrategy(ulysses_degree=2, sends_tokens=True, head_groups=2, device_shares=(2.0, 1.0)),
+        ParallelStrategy(ulysses_degree=2, shard_weights=True, sends_tokens=True),
+        ParallelStrategy(ulysses_degree=2, shard_weights=True),
+        ParallelStrategy(ulysses_degree=2, device_shares=(1, 1000)),
+        ParallelStrategy(ring_degree=2),
+        ParallelStrategy(ring_degree=2, device_shares=(1000, 1)),
+        ParallelStrategy(cfg_degree=2),
+        ParallelStrategy(data_degree=2),
+        ParallelStrategy(pipefusion_degree=2),
+        ParallelStrategy(pipefusion_degree=2, device_shares=(1.0, 3.0)),
+        ParallelStrategy(tensor_degree=2),
+    ],
+    3: [ParallelStrategy(ulysses_degree=3), ParallelStrategy(ring_degree=3)],
+    4: [
+        ParallelStrategy(ring_degree=2, ulysses_degree=2),
+        ParallelStrategy(ring_degree=2, ulysses_degree=2, sends_tokens=True),
+        ParallelStrategy(ring_degree=4),
+        ParallelStrategy(ring_degree=4, shard_weights=True),
+        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
+        ParallelStrategy(cfg_degree=2, ring_degree=2, shard_weights=True),
+        ParallelStrategy(pipefusion_degree=2, cfg_degree=2),
+        ParallelStrategy(tensor_degree=4),
+        ParallelStrategy(tensor_degree=2, ulysses_degree=2),
+        ParallelStrategy(tensor_degree=2, ring_degree=2),
+        ParallelStrategy(tensor_degree=2, ring_degree=2, device_shares=(3, 3, 1, 1)),
+        ParallelStrategy(tensor_degree=2, cfg_degree=2),
+        ParallelStrategy(tensor_degree=2, data_degree=2),
+    ],
+    6: [ParallelStrategy(tensor_degree=2, ring_degree=3)],
+    8: [ParallelStrategy(tensor_degree=2, cfg_degree=2, ring_degree=2)],
+}
+ALL = [strategy for of_size in STRATEGIES.values() for strategy in of_size]
+ALL_CALLS = STRATEGIES[2][:2]
+SOME_CALLS = ["odd sides", "three texts of one token", "single tokens", "everything"]
+THREE_HEADS = {**SIZES, "heads": 3}
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
     """(path of the weights, {call: the answer of ComfyUI's module})"""
+    return _subject(tmp_path_factory, SIZES, list(CALLS))
+
+
+def _subject(tmp_path_factory, sizes, names):
     import_comfyui_here()
     path = tmp_path_factory.mktemp("adapted") / "flux.safetensors"
-    adapted(path)
-    theirs = comfyui_flux(path)
+    adapted(path, sizes=sizes)
+    theirs = comfyui_flux(path, sizes)
     with torch.inference_mode():
-        return str(path), {name: theirs(*made()[0], **made()[1]) for name, made in CALLS.items()}
+        return str(path), {name: theirs(*made[0], **made[1]) for name in names for made in [CALLS[name]()]}
+
+
+@pytest.fixture(scope="module")
+def results_of(subject):
+    """Gives what `answers` has of each rank for a strategy. Ranks are started once for some strategies."""
+
+    @functools.cache
+    def get(ranks, first):
+        return run_ranks(answers, ranks, subject[0], STRATEGIES[ranks][first : first + TOGETHER])
+
+    def of(strategy):
+        ranks = strategy.world_size
+        number = STRATEGIES[ranks].index(strategy)
+        return [found[name_of(strategy)] for found in get(ranks, number // TOGETHER * TOGETHER)]
+
+    return of
 
 
 def loaded(path, layouts, strategy):
@@ -72,77 +115,106 @@ def module_call(name, tokens=None):
     return ModuleCall(args, kwargs, len(args[0]), tokens or token_mode("DiffusersFlux", kwargs))
 
 
+def calls_of(strategy):
+    """(name of a call, its tokens)"""
+    splits_no_rows_or_layers = strategy.row_degree == 1 and strategy.tensor_degree == 1
+    modes = (STAY, BLOCK) if splits_no_rows_or_layers else (STAY,)
+    return [(name, mode) for name in (CALLS if strategy in ALL_CALLS else SOME_CALLS) for mode in modes]
+
+
 @torch.inference_mode()
-def answers(world, path, strategy, names, modes):
-    """{call, tokens: (answer, bytes sent)} of one rank."""
-    layouts = Layouts(world)
-    model = loaded(path, layouts, strategy)
-    forward, found = make_module_forward(model, layouts, Placement(strategy)), {}
-    for name in names:
-        for mode in modes:
+def answers(world, path, strategies):
+    """{strategy: {call, tokens: (answer, bytes sent, whether it is the same again)}} of one rank."""
+    layouts, found = Layouts(world), {}
+    for strategy in strategies:
+        forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
+        of_calls = found[name_of(strategy)] = {}
+        for name, mode in calls_of(strategy):
             before = forward.bytes_sent
-            found[name, mode] = (forward(module_call(name, mode)).clone(), forward.bytes_sent - before)
+            answer = forward(module_call(name, mode)).clone()
+            sent = forward.bytes_sent - before
+            is_same = name != "odd sides" or torch.equal(forward(module_call(name, mode)), answer)
+            of_calls[name, mode] = answer, sent, is_same
     return found
 
 
-@pytest.mark.parametrize("strategy", EXACT_STRATEGIES, ids=lambda s: s.describe())
-def test_every_strategy_gives_the_answer_of_comfyuis_module(subject, strategy):
+def name_of(strategy):
+    return f"{strategy.describe()}, {strategy.device_shares}, {strategy.head_groups}, {strategy.sends_tokens}"
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=name_of)
+@pytest.mark.xdist_group("adapted_flux")
+def test_every_strategy_gives_the_answer_of_comfyuis_module_on_each_rank_and_each_time(
+    results_of, subject, strategy
+):
     path, expected = subject
-    modes = (STAY, BLOCK) if strategy in SPLITS_NO_ROWS_OR_LAYERS else (STAY,)
-    names = CALLS if strategy in ALL_CALLS else SOME_CALLS
-    for rank, found in enumerate(run_ranks(answers, strategy.world_size, path, strategy, names, modes)):
-        for (name, mode), (answer, sent) in found.items():
-            far = (answer - expected[name]).abs().max() / expected[name].abs().max()
+    of_ranks = results_of(strategy)
+    for rank, found in enumerate(of_ranks):
+        assert list(found) == calls_of(strategy)
+        for (name, mode), (answer, sent, is_same) in found.items():
+            far = relative_difference(answer, expected[name])
             assert far <= EXACT, f"rank {rank}, {name}, tokens {mode}: {far:.1e}"
-            if (name, mode) == ("odd sides", STAY) and has_closed_form(strategy):
-                assert sent == closed_form(strategy, rank, name), f"rank {rank}"
+            assert is_same and torch.equal(answer, of_ranks[0][name, mode][0]), f"rank {rank}, {name}"
+            if mode == STAY and name in SOME_CALLS[:3] and has_closed_form(strategy):
+                assert sent == closed_form(path, strategy, rank, name), f"rank {rank}, {name}"
 
 
 def has_closed_form(strategy):
-    """True if all that is sent are the tokens of attention and answers, with heads that divide."""
+    """True if all that is sent are the tokens of attention, sums of slices and answers, with heads that divide."""
     divides = SIZES["heads"] % strategy.ulysses_degree == 0
-    even = not strategy.device_shares
-    return (
-        divides and even and strategy.pipefusion_degree == strategy.tensor_degree == 1 and not strategy.shards
-    )
+    return divides and not strategy.device_shares and strategy.pipefusion_degree == 1 and not strategy.shards
 
 
-def closed_form(strategy, rank, name):
+def closed_form(path, strategy, rank, name):
     args, kwargs = CALLS[name]()
     rows, _, height, width = args[0].shape
-    return expected_bytes(
+    size = {
+        "rows": rows,
+        "text": kwargs["context"].shape[1],
+        "image": -(-height // 2) * -(-width // 2),
+    }
+    return tensor_bytes(strategy, rank, inspect_flux(path).dims, **size) + expected_bytes(
         strategy,
         rank,
-        rows=rows,
-        text=kwargs["context"].shape[1],
-        image=-(-height // 2) * -(-width // 2),
         layers=SIZES["double_blocks"] + SIZES["single_blocks"],
         apart=SIZES["double_blocks"],
         hidden=WIDTH,
         latent_elements=16 * height * width,
         patch_channels=WIDTH,  # tokens are gathered before the last layer
+        **size,
     )
 
 
 @torch.inference_mode()
-def patches(world, path):
+def thirds(world, path):
+    strategy, layouts = ParallelStrategy(tensor_degree=3), Layouts(world)
+    forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
+    return forward(module_call("odd sides"))
+
+
+def test_three_ranks_have_a_third_of_each_layer(tmp_path_factory):
+    path, expected = _subject(tmp_path_factory, THREE_HEADS, ["odd sides"])
+    for answer in run_ranks(thirds, 3, path):
+        assert relative_difference(answer, expected["odd sides"]) <= EXACT
+
+
+@torch.inference_mode()
+def patches(world, path, name, count):
     """How far patches are that find keys of the same call, and keys of another."""
     strategy, layouts = ParallelStrategy(pipefusion_degree=2), Layouts(world)
-    forward, keys = (
-        make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy)),
-        KeptKeys(),
-    )
-    whole, stages = forward(module_call("odd sides"), keys=keys), forward.stages
-    assert not stages.why_whole(module_call("odd sides"), keys)
-    owners = stages.owners(module_call("odd sides"), PATCHES, keys)
-    split, found = ElementPatches(owners, whole.shape[1:], PATCHES), []
+    forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
+    keys = KeptKeys()
+    whole, stages = forward(module_call(name), keys=keys), forward.stages
+    assert not stages.why_whole(module_call(name), keys)
+    split = ElementPatches(stages.owners(module_call(name), count, keys), whole.shape[1:], count)
+    found = []
     for poison in (0.0, 1.0):
         for held in keys._held.values():
             for tensor in held:
                 tensor += poison
         far = [0.0]
-        for number in range(PATCHES):
-            one = stages.patch(copy.deepcopy(module_call("odd sides")), Patch(number, PATCHES), keys)
+        for number in range(count):
+            one = stages.patch(copy.deepcopy(module_call(name)), Patch(number, count), keys)
             if one is not None:
                 difference = split.take(one, number) - split.take(pack(whole), number)
                 far.append((difference.abs().max() / whole.abs().max()).item())
@@ -151,6 +223,8 @@ def patches(world, path):
     return found
 
 
-def test_patches_flow_through_its_stages(subject):
-    _, (with_new_keys, with_other_keys) = run_ranks(patches, 2, subject[0])
+# Of 64 tokens in 33 patches most have two, and few have a token of text.
+@pytest.mark.parametrize(("name", "count"), [("odd sides", 4), ("many tokens", 33)])
+def test_patches_flow_through_its_stages(subject, name, count):
+    _, (with_new_keys, with_other_keys) = run_ranks(patches, 2, subject[0], name, count)
     assert with_new_keys <= EXACT < 1e-3 < with_other_keys

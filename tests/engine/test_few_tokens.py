@@ -1,160 +1,103 @@
-"""A rank without tokens: every split that the checks let through runs, and gives what one rank gives."""
+"""A rank without tokens: every split that the checks let through runs, and gives what one rank gives.
+
+Splits that are chosen on purpose, of single tokens among other calls, are in test_adapted_flux.py."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import random
 
+import pytest
+import torch
+
+from adapted_flux import SIZES, call
 from differences import relative_difference
-from flux_requests import CONTEXT, POOLED, request
 from nccl_semantics import NCCL_STREAMS
-from oracle import oracle_model
 from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.blocks.step_cache import ModuleCache
-from parallel_backend.engine.comm.groups import Layouts, World
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
-from parallel_backend.requests import Placement
-from parallel_backend.sampling.denoise import denoise
+from parallel_backend.requests import STAY, ModelSpec, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
-from patchwise_oracle import patchwise_sample
-from plain_jobs import PlainJobs
-from point_forward import Boundary
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
-HEADS, TOLERANCE = 2, 1e-5
-SIZES = dict(heads=HEADS, double_blocks=1, single_blocks=2, context_dim=CONTEXT, pooled_dim=POOLED)
-EXACT = 99  # warm-up steps, more than any request has
-FEW_STEPS = request((2, 2), 1.0, 1, positive_tokens=1, steps=8)
-SINGLE_TOKENS = request((2, 2), 1.0, 1, positive_tokens=1, steps=2)  # one of text, one of the image
+TOLERANCE = 1e-5
+RING_3 = ParallelStrategy(ring_degree=3)
+DEGREES = ("data_degree", "cfg_degree", "ring_degree", "ulysses_degree", "tensor_degree", "pipefusion_degree")
+SPLITS = 16  # that are drawn for each number of ranks
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return str(write_tiny_flux(tmp_path_factory.mktemp("few_tokens") / "tiny.safetensors", **SIZES))
+    sizes = {**SIZES, "heads": 2, "double_blocks": 1}
+    return str(write_tiny_flux(tmp_path_factory.mktemp("few_tokens") / "tiny.safetensors", **sizes))
 
 
-def subject_alone(world, path, cache=None):
-    """The calls of one rank, in a process that is one of several."""
-    alone = World(rank=0, world_size=1, device=world.device, backend="gloo", store_path="")
-    return PlainJobs(Layouts(alone)).subject(path, Placement(), cache)
+def module_call(args, kwargs, times=1.0):
+    return ModuleCall((args[0] * times, args[1]), dict(kwargs), len(args[0]), STAY, prompts=(0,))
 
 
-def differences(world, path, strategies, case):
-    """From one rank's latent, under each strategy."""
-    jobs, expected = PlainJobs(Layouts(world)), denoise(subject_alone(world, path), case, Boundary())
-    return [relative_difference(jobs.run(path, strategy, case)[0], expected) for strategy in strategies]
+def drawn_splits(path, ranks):
+    """Strategies on so many ranks that the checks let through, with or without shares, and a call for each."""
+    draw, shape, found = random.Random(ranks), inspect_model(path).shape, []
+    while len(found) < SPLITS:
+        degrees = {draw.choice(DEGREES): 2, draw.choice(DEGREES): 2} if ranks == 4 else {}
+        if len(degrees) < 2:
+            degrees = {draw.choice(DEGREES) if ranks == 2 else "ring_degree": ranks}
+        strategy = ParallelStrategy(**degrees)
+        if strategy.pipefusion_degree == 1:
+            strategy = strategy.replace(shard_weights=draw.random() < 0.5)
+        if draw.random() < 0.5:
+            shares = tuple(draw.choice((1, 2, 30, 1000)) for _ in range(ranks))
+            strategy = strategy.replace(device_shares=shares)
+        size = draw.randint(1, 2), draw.randint(1, 6), draw.randint(1, 6)
+        if not strategy.violations(shape, ranks):
+            found.append((strategy, call(*size, text=draw.randint(1, 4))))
+    return found
 
 
-def assert_equal_to_one_rank(path, world_size, strategies, case):
-    for strategy in strategies:
-        assert strategy.world_size == world_size
-    for rank, found in enumerate(
-        run_ranks(differences, world_size, path, strategies, case, backend=NCCL_STREAMS)
-    ):
-        for strategy, off in zip(strategies, found, strict=True):
-            assert off <= TOLERANCE, f"rank {rank}, {strategy.describe()}: {off:.2e}"
+@torch.inference_mode()
+def answers(world, path, splits):
+    layouts, models, found = Layouts(world), {}, []
+    for strategy, one in splits:
+        if strategy.weights not in models:
+            models[strategy.weights] = load_under(ModelSpec(path), layouts, strategy)
+        forward = make_module_forward(models[strategy.weights], layouts, Placement(strategy))
+        found.append(forward(module_call(*one)))
+    return found
 
 
-def test_ring_3_with_one_text_token_and_a_latent_of_2_by_2(path):
-    assert_equal_to_one_rank(path, 3, [ParallelStrategy(ring_degree=3)], SINGLE_TOKENS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_whatever_the_checks_let_through_gives_what_one_rank_gives(path, ranks):
+    splits = drawn_splits(path, ranks)
+    (expected,) = run_ranks(answers, 1, path, [(ParallelStrategy(), one) for _, one in splits])
+    for rank, found in enumerate(run_ranks(answers, ranks, path, splits, backend=NCCL_STREAMS)):
+        for (strategy, one), answer, alone in zip(splits, found, expected, strict=True):
+            off = relative_difference(answer, alone)
+            assert off <= TOLERANCE, f"rank {rank}, {strategy}, {one[0][0].shape}: {off:.2e}"
 
 
-def test_four_ranks_with_two_tokens_under_every_kind_of_split(path):
-    strategies = [
-        ParallelStrategy(ring_degree=4),
-        ParallelStrategy(ring_degree=2, ulysses_degree=2),
-        ParallelStrategy(ring_degree=2, tensor_degree=2),
-        ParallelStrategy(ring_degree=4, shard_weights=True),
-        ParallelStrategy(pipefusion_degree=2, cfg_degree=2, num_pipeline_patch=4, warmup_steps=1),
-    ]
-    assert_equal_to_one_rank(path, 4, strategies, SINGLE_TOKENS)  # the last one too: one token is one patch
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ParallelStrategy(ulysses_degree=2, device_shares=(1, 1000)),
-        ParallelStrategy(ring_degree=2, device_shares=(1000, 1)),
-    ],
-    ids=ParallelStrategy.describe,
-)
-def test_extreme_device_shares(path, strategy):
-    case = request((6, 6), 4.0, 1, positive_tokens=3, negative_tokens=1, steps=2)
-    assert_equal_to_one_rank(path, strategy.world_size, [strategy], case)
-
-
-def flowing_patches(world, path, strategy, case):
-    return PlainJobs(Layouts(world)).run(path, strategy, case)[0]
-
-
-def test_pipefusion_2_with_33_patches_on_16_by_16(path, tmp_path):
-    """64 tokens in 33 patches, most of two tokens."""
-    case = request((16, 16), 1.0, 1, steps=3)
-    strategy = ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=33, warmup_steps=1)
-    expected = patchwise_sample(oracle_model(tmp_path, **SIZES), case, 1, (2,) * 31 + (1, 1))
-    for latent in run_ranks(flowing_patches, 2, path, strategy, case, backend=NCCL_STREAMS):
-        assert relative_difference(latent, expected) <= TOLERANCE
-
-
-def compiled_and_cached(world, path):
-    """Differences of compiled blocks and of a step cache, blocks that ran uncompiled, and calls that were reused."""
-    jobs, strategy, case = PlainJobs(Layouts(world)), ParallelStrategy(ring_degree=3), FEW_STEPS
-    alone = subject_alone(world, path)
-    compiled = jobs.subject(path, Placement(strategy, "native", ComputeOptions("blocks")))
-    expected = denoise(alone, case, Boundary())
-    off = relative_difference(denoise(compiled, case, Boundary()), expected)
+@torch.inference_mode()
+def compiled_and_cached(world, path, strategy):
+    """(the answer of compiled blocks where there are several ranks, blocks that ran uncompiled, answers under a step
+    cache to calls that are ever more alike, how many were reused)"""
+    layouts, one = Layouts(world), call(1, 2, 2, text=1)
+    model, mode = load_under(ModelSpec(path), layouts, strategy), "blocks" if world.world_size > 1 else "off"
+    compiled = make_module_forward(model, layouts, Placement(strategy, "native", ComputeOptions(mode)))
+    answer = compiled(module_call(*one))
     uncompiled = compiling.compiler().take().uncompiled
-    caches = ModuleCache(0.6), ModuleCache(0.6)
-    expected = denoise(subject_alone(world, path, caches[0]), case, Boundary())
-    latent, _, _ = jobs.run(path, strategy, case, cache=caches[1])
-    return [off, relative_difference(latent, expected), uncompiled, *(cache.reused for cache in caches)]
+    forward, cache = make_module_forward(model, layouts, Placement(strategy)), ModuleCache(0.2)
+    cached = [forward(module_call(*one, times), cache) for times in (1.0, -1.0, -0.9, 1.0)]
+    return answer, uncompiled, torch.stack(cached), cache.reused
 
 
 def test_compiled_blocks_and_the_step_cache_where_a_rank_has_no_tokens(path, monkeypatch):
     monkeypatch.setenv(COMPILE_BACKEND, "eager")
-    for compiled, cached, uncompiled, *reused in run_ranks(compiled_and_cached, 3, path):
-        assert max(compiled, cached) <= TOLERANCE and uncompiled == 0
-        assert reused[0] == reused[1] > 0
-
-
-DEGREES = ("data_degree", "cfg_degree", "ring_degree", "ulysses_degree", "tensor_degree", "pipefusion_degree")
-
-
-@st.composite
-def splits(draw):
-    """A strategy on 2 to 4 ranks that the checks let through, with or without shares."""
-    degrees = dict.fromkeys(draw(st.lists(st.sampled_from(DEGREES), min_size=1, max_size=2, unique=True)), 2)
-    if degrees == {"ring_degree": 2}:
-        degrees["ring_degree"] = draw(st.integers(2, 4))
-    strategy = ParallelStrategy(**degrees)
-    if strategy.pipefusion_degree == 1:
-        strategy = strategy.replace(shard_weights=draw(st.booleans()))
-    else:
-        patches = draw(st.integers(0, 9))
-        strategy = strategy.replace(num_pipeline_patch=patches, warmup_steps=EXACT)
-    if draw(st.booleans()):
-        shares = draw(st.lists(st.sampled_from((1, 2, 30, 1000)), min_size=4, max_size=4))
-        strategy = strategy.replace(device_shares=tuple(shares[: strategy.world_size]))
-    return strategy
-
-
-@st.composite
-def cases(draw):
-    height, width = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    texts = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    return request(
-        (height, width), draw(st.sampled_from((1.0, 4.0))), draw(st.integers(1, 2)), *texts, steps=1
-    )
-
-
-@settings(
-    max_examples=16, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck], database=None
-)
-@given(strategy=splits(), case=cases())
-def test_whatever_the_checks_let_through_gives_what_one_rank_gives(path, strategy, case):
-    if strategy.violations(inspect_model(path).shape, strategy.world_size):
-        return
-    assert_equal_to_one_rank(path, strategy.world_size, [strategy], case)
+    ((answer, _, cached, reused),) = run_ranks(compiled_and_cached, 1, path, ParallelStrategy())
+    assert 0 < reused < 3
+    for compiled, uncompiled, found, reused_there in run_ranks(compiled_and_cached, 3, path, RING_3):
+        assert uncompiled == 0 and relative_difference(compiled, answer) <= TOLERANCE
+        assert reused_there == reused and relative_difference(found, cached) <= TOLERANCE

@@ -84,24 +84,20 @@ def test_ulysses_matches_one_process(names):
 
 
 @pytest.mark.parametrize("share", range(3))
-@pytest.mark.parametrize("strategy", [TOKENS, TOKENS.replace(head_groups=2)], ids=["at once", "beside"])
-def test_tokens_that_are_sent_before_they_are_projected(share, strategy):
-    """A quarter less is sent by attention; answers are gathered as before."""
+def test_tokens_that_are_sent_before_they_are_projected(share):
+    """A quarter less is sent by attention, at once or in groups of heads; answers are gathered as before."""
     names = [name for name, (build, _) in CASES.items() if sends_tokens(type(build()).__name__)]
     references = [(name, Reference(*CASES[name], size)) for name in names[share::3] for size in (EVEN, ODD)]
-    calls = [(name, one, one.mode) for name, one in references]
-    assert _wrong(strategy, calls) == []
+    placements = list(map(Placement, (ULYSSES_2, TOKENS, TOKENS.replace(head_groups=2))))
 
     def sent(world):
-        layouts, found = Layouts(world), []
-        for name, one, tokens in calls:
-            forwards = [make_module_forward(one.model, layouts, Placement(s)) for s in (ULYSSES_2, strategy)]
-            before, after = (one.difference_and_bytes(forward, tokens)[1] for forward in forwards)
-            found.append((name, tokens, after / before))
-        return found
+        return [one.on_ranks(world, one.mode, *placements) for _, one in references]
 
-    for name, tokens, part in run_ranks(sent, 2)[0]:
-        assert (part < LESS) == (tokens == STAY), f"{name}: {part:.2f}"
+    for found in run_ranks(sent, 2):
+        for (name, one), ((_, plain, _), *others) in zip(references, found, strict=True):
+            for far, tokens, _ in others:
+                assert far <= EXACT, name
+                assert (tokens < LESS * plain) == (one.mode == STAY), f"{name}: {tokens / plain:.2f}"
 
 
 @pytest.mark.parametrize("names", SHARES, ids=lambda names: names[0])

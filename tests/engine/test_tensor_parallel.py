@@ -1,103 +1,51 @@
-"""Tensor parallelism: every rank computes with slices of the layers, and the latent is that of one process."""
+"""Slices of layers: how they are read from a file, what of them a rank holds, and what is refused.
+
+That they give the answer of whole layers, and what they send, is in test_adapted_flux.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from adapted_flux import CALLS
 from differences import relative_difference
 from mapped_files import mapped_ranges
+from parallel_backend.engine import tensor_parallel
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import StrategyError
 from parallel_backend.models.base import ModelPart, Slices
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.load import load
-from parallel_backend.requests import ModelSpec
+from parallel_backend.requests import STAY, ModelSpec, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
-from spread_weights import (
-    SINGLE,
-    Subjects,
-    bytes_by_case,
-    cases_of,
-    results_by_world_size,
-    sample,
-    sizes_of,
-)
 from tests.closed_forms.weights_traffic import sliced_shapes
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
+TENSOR_2 = ParallelStrategy(tensor_degree=2)
+SINGLE = 2
+SIZES = dict(heads=2, double_blocks=1, single_blocks=SINGLE, context_dim=48, pooled_dim=32)
 
 
-def tensor(degree, **more):
-    return ParallelStrategy(tensor_degree=degree, **more)
+@torch.inference_mode()
+def answer(world, path, strategy, wish="auto", engine="native", adds_up=True):
+    """(the answer to a call, notes). `adds_up`: False where each rank keeps its own partial results."""
+    if not adds_up:
+        tensor_parallel.all_reduce = lambda partial, axis, traffic: partial
+    layouts = Layouts(world)
+    model = load_under(ModelSpec(path, weight_dtype=wish), layouts, strategy)
+    forward = make_module_forward(model, layouts, Placement(strategy, engine))
+    args, kwargs = CALLS["odd sides"]()
+    return forward(ModuleCall(args, kwargs, len(args[0]), STAY)), forward.notes
 
 
-# Heads of the model and strategies per number of ranks.
-STRATEGIES = {
-    2: (2, [tensor(2)]),
-    3: (3, [tensor(3)]),
-    4: (
-        4,
-        [
-            tensor(4),
-            tensor(2, ulysses_degree=2),
-            tensor(2, ring_degree=2),
-            tensor(2, cfg_degree=2),
-            tensor(2, data_degree=2),
-            tensor(2, ring_degree=2, device_shares=(3, 3, 1, 1)),
-        ],
-    ),
-    6: (2, [tensor(2, ring_degree=3)]),
-    8: (2, [tensor(2, cfg_degree=2, ring_degree=2)]),
-}
-ALL = [s for _, group in STRATEGIES.values() for s in group]
+def answers(world, paths, strategy, wish):
+    return [answer(world, path, strategy, wish)[0] for path in paths]
 
 
-@pytest.fixture(scope="module")
-def subjects(tmp_path_factory):
-    return Subjects(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def results_of(subjects):
-    return results_by_world_size(subjects, STRATEGIES)
-
-
-@pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.describe())
-@pytest.mark.xdist_group("engine_tensor_parallel")
-def test_the_latent_equals_one_process(results_of, subjects, strategy):
-    expected = subjects.get(STRATEGIES[strategy.world_size][0])[1]
-    for rank, results in enumerate(results_of(strategy.world_size)):
-        for name in cases_of(strategy.world_size):
-            found = relative_difference(results[f"{strategy.describe()}: {name}"], expected[name])
-            assert found <= TOLERANCE, f"rank {rank}, {name}: {found:.2e}"
-
-
-@pytest.mark.parametrize("strategy", [s for s in ALL if not s.device_shares], ids=lambda s: s.describe())
-@pytest.mark.xdist_group("engine_tensor_parallel")
-def test_bytes_sent_equal_the_closed_form(results_of, subjects, strategy):
-    dims = inspect_flux(subjects.get(STRATEGIES[strategy.world_size][0])[0]).dims
-    for rank, results in enumerate(results_of(strategy.world_size)):
-        for name, expected in bytes_by_case(strategy, rank, dims).items():
-            assert results[f"{strategy.describe()}: {name}: bytes"] == expected, f"rank {rank}, {name}"
-
-
-def twice(world, path, strategy):
-    name = "odd sides, cfg 4, batch 3"
-    return [sample(world, path, [strategy], [name])[f"{strategy.describe()}: {name}"] for _ in range(2)]
-
-
-@pytest.mark.parametrize("strategy", [tensor(2), tensor(2, ulysses_degree=2)], ids=lambda s: s.describe())
-def test_run_to_run_and_rank_to_rank_are_bit_identical(subjects, strategy):
-    ranks = run_ranks(twice, strategy.world_size, subjects.get(4)[0], strategy)
-    latents = [latent for rank in ranks for latent in rank]
-    assert all(torch.equal(latents[0], other) for other in latents[1:])
-
-
-@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
 @pytest.mark.parametrize(
     ("stored", "wish", "allowed"),
     [
@@ -108,17 +56,18 @@ def test_run_to_run_and_rank_to_rank_are_bit_identical(subjects, strategy):
         (torch.bfloat16, "float8_e4m3fn", 0.02),
     ],
 )
-def test_every_layout_and_dtype_is_sliced_alike(tmp_path, layout, stored, wish, allowed):
-    path = str(write_tiny_flux(tmp_path / "x.safetensors", layout=layout, dtype=stored, **sizes_of(2)))
-    name = "odd sides, cfg 4, batch 3"
-    (whole,) = run_ranks(sample, 1, path, [ParallelStrategy()], [name], "native", wish)
-    expected = whole[f"one device: {name}"]
-    for results in run_ranks(sample, 2, path, [tensor(2)], [name], "native", wish):
-        assert relative_difference(results[f"tensor 2: {name}"], expected) <= allowed
+def test_every_layout_and_dtype_is_sliced_alike(tmp_path, stored, wish, allowed):
+    paths = [
+        str(write_tiny_flux(tmp_path / f"{layout}.safetensors", layout=layout, dtype=stored, **SIZES))
+        for layout in ("bfl", "diffusers")
+    ]
+    (expected,) = run_ranks(answers, 1, paths, ParallelStrategy(), wish)
+    for found in run_ranks(answers, 2, paths, TENSOR_2, wish):
+        assert max(map(relative_difference, found, expected)) <= allowed
 
 
 def parameters_of(world, path, wish):
-    model = load_under(ModelSpec(path, weight_dtype=wish), Layouts(world), tensor(2))
+    model = load_under(ModelSpec(path, weight_dtype=wish), Layouts(world), TENSOR_2)
     named = dict(model.module.transformer.named_parameters())
     heads = {m.heads for m in model.module.transformer.modules() if hasattr(m, "to_q")}
     return {
@@ -130,7 +79,7 @@ def parameters_of(world, path, wish):
 
 
 def test_a_rank_holds_slices_in_the_storage_dtype(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=torch.bfloat16, **sizes_of(2))
+    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=torch.bfloat16, **SIZES)
     dims = inspect_flux(path).dims
     for index, rank in enumerate(run_ranks(parameters_of, 2, str(path), "float8_e4m3fn")):
         assert rank["shapes"] == {name: list(shape) for name, shape in sliced_shapes(dims, 2, index).items()}
@@ -139,7 +88,7 @@ def test_a_rank_holds_slices_in_the_storage_dtype(tmp_path):
 
 
 def test_a_rank_holds_half_of_the_weights_of_all_blocks(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
     whole = inspect_flux(path).tensor_bytes
     for rank in run_ranks(parameters_of, 2, str(path), "auto"):
         # Whole on every rank are the embedders and the last layer, 8 h² of the 66 h² of this tiny model.
@@ -147,7 +96,7 @@ def test_a_rank_holds_half_of_the_weights_of_all_blocks(tmp_path):
 
 
 def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **sizes_of(2))
+    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
     slices = Slices(2, 1, lambda partial: partial, lambda columns: columns)
     model = load(ModelSpec(str(path)), torch.device("cpu"), ModelPart(slices=slices))
     ranges = mapped_ranges(path)
@@ -159,42 +108,31 @@ def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_
     assert copies == {f"single_transformer_blocks.{i}.proj_out.weight" for i in range(SINGLE)}
 
 
-def sample_without_adding_up(world, path):
-    """The negative control: a rank that keeps its own partial results."""
-    from parallel_backend.engine import tensor_parallel
-
-    tensor_parallel.all_reduce = lambda partial, axis, traffic: partial
-    return sample(world, path, [tensor(2)], ["not dividing, cfg 1, batch 1"])
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_tiny_flux(tmp_path_factory.mktemp("tensor") / "tiny.safetensors", **SIZES))
 
 
-def test_a_rank_that_does_not_add_up_is_seen(subjects):
-    path, expected = subjects.get(2)
-    results = run_ranks(sample_without_adding_up, 2, path)[0]
-    name = "not dividing, cfg 1, batch 1"
-    assert relative_difference(results[f"tensor 2: {name}"], expected[name]) > 1000 * TOLERANCE
-
-
-def test_xfuser_falls_back_to_native_by_name(subjects):
-    path, expected = subjects.get(4)
-    name = "odd sides, cfg 4, batch 3"
-    strategy = tensor(2, ulysses_degree=2)
-    for results in run_ranks(sample, 4, path, [strategy], [name], "xfuser", backend="gloo"):
-        engine, note = results[f"{strategy.describe()}: notes"]
-        assert engine == "native"
+def test_a_rank_that_does_not_add_up_is_seen_and_xfuser_leaves_slices_to_native_by_name(path):
+    ((expected, _),) = run_ranks(answer, 1, path, ParallelStrategy())
+    for found, (note,) in run_ranks(answer, 2, path, TENSOR_2, "auto", "xfuser"):
+        assert relative_difference(found, expected) <= TOLERANCE
         assert note.startswith(
             "engine xfuser fell back to native: its tensor parallelism splits the feed-forward"
         )
-        assert relative_difference(results[f"{strategy.describe()}: {name}"], expected[name]) <= TOLERANCE
+    apart, _ = run_ranks(answer, 2, path, TENSOR_2, "auto", "native", False)[0]
+    assert relative_difference(apart, expected) > 1000 * TOLERANCE
 
 
 def refused(world, path):
     try:
-        load_under(ModelSpec(path), Layouts(world), tensor(2))
+        load_under(ModelSpec(path), Layouts(world), TENSOR_2)
     except StrategyError as error:
         return str(error)
 
 
-def test_heads_that_do_not_divide_are_refused_on_every_rank(subjects):
-    for message in run_ranks(refused, 2, subjects.get(3)[0]):
+def test_heads_that_do_not_divide_are_refused_on_every_rank(tmp_path):
+    path = str(write_tiny_flux(tmp_path / "tiny.safetensors", **SIZES | {"heads": 3}))
+    for message in run_ranks(refused, 2, path):
         assert "does not divide the 3 attention heads of tiny.safetensors" in message
         assert "nearest valid setting is tensor_degree 1" in message

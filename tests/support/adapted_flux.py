@@ -15,13 +15,13 @@ SIZES = dict(heads=4, double_blocks=2, single_blocks=2, context_dim=48, pooled_d
 WIDTH = 4 * 128
 
 
-def adapted(path, part=None, written=False):
+def adapted(path, part=None, written=False, sizes=SIZES):
     """`written`: the file is there."""
-    path = path if written else write_tiny_flux(path, **SIZES)
+    path = path if written else write_tiny_flux(path, **sizes)
     return load(ModelSpec(str(path)), torch.device("cpu"), part)
 
 
-def comfyui_flux(path):
+def comfyui_flux(path, sizes=SIZES):
     """ComfyUI's module with the weights of the file, after ComfyUI was imported."""
     import comfy.ops
     from comfy.ldm.flux.model import Flux, FluxParams
@@ -31,9 +31,9 @@ def comfyui_flux(path):
         out_channels=16,
         vec_in_dim=SIZES["pooled_dim"],
         context_in_dim=SIZES["context_dim"],
-        hidden_size=WIDTH,
+        hidden_size=sizes["heads"] * 128,
         mlp_ratio=4.0,
-        num_heads=SIZES["heads"],
+        num_heads=sizes["heads"],
         depth=SIZES["double_blocks"],
         depth_single_blocks=SIZES["single_blocks"],
         axes_dim=[16, 56, 56],
@@ -86,6 +86,8 @@ CALLS = {
     "plain": lambda: call(1, 8, 8),
     "odd sides": lambda: call(2, 9, 7),
     "three texts of one token": lambda: call(3, 6, 10, text=1),
+    "single tokens": lambda: call(1, 2, 2, text=1),
+    "many tokens": lambda: call(1, 16, 16),
     "no guidance": lambda: _without(call(1, 8, 8), "guidance"),
     "no pooled text": lambda: _without(call(2, 8, 8), "y"),
     "a reference": lambda: call(2, 9, 7, references=[(6, 10)]),

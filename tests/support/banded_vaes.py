@@ -10,11 +10,11 @@ from torch import Tensor
 from differences import relative_difference
 from parallel_backend.engine.bands.row_bands import Bands
 from parallel_backend.engine.bands.vae import BandedNetwork
-from parallel_backend.engine.comm.groups import World
+from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.errors import PlatformError
 
 TOLERANCE = 1e-5  # of the largest value
-Half = Callable[[str, World], BandedNetwork]  # of the network with this name
+Half = Callable[[str, Layouts], BandedNetwork]  # of the network with this name
 Start = Callable[..., Callable[[], tuple[Tensor | None, ...]]]
 
 
@@ -45,11 +45,12 @@ def compute(
     """Per name (its output [t, h, w, C] or an empty tensor, steps announced, bytes sent) of one rank."""
     if broken:
         go_without(broken)
-    found = {}
+    layouts, found = Layouts(world), {}
     for name, given in inputs.items():
-        network, steps = half(name, world), []
+        network, steps, before = half(name, layouts), [], layouts.traffic.bytes_sent
         output = network(given, shares, lambda steps=steps: steps.append(1))
-        found[name] = torch.empty(0) if output is None else output, len(steps), network.bytes_sent
+        sent = layouts.traffic.bytes_sent - before
+        found[name] = torch.empty(0) if output is None else output, len(steps), sent
     return found
 
 
@@ -57,10 +58,10 @@ def refusals(world: World, half: Half, names: list[str], broken: str = "") -> li
     """The words in which this rank refuses each network, if it does."""
     if broken:
         go_without(broken)
-    words = []
+    words, layouts = [], Layouts(world)
     for name in names:
         try:
-            half(name, world).check()
+            half(name, layouts).check()
         except PlatformError as refusal:
             words.append(str(refusal))
         else:

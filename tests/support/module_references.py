@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from host_and_device import on_device
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import token_mode
@@ -44,6 +46,14 @@ class Reference:
         """Returns that difference, and the bytes that this rank sent for the answer."""
         before = forward.bytes_sent
         return self.difference(forward, tokens), forward.bytes_sent - before
+
+    def on_ranks(self, world, tokens, *placements) -> list[list[Any]]:
+        """Returns of each placement that difference, those bytes and what the forward notes."""
+        layouts, found = Layouts(world), []
+        for placement in placements:
+            forward = make_module_forward(self.model, layouts, placement)
+            found.append([*self.difference_and_bytes(forward, tokens), forward.notes])
+        return found
 
 
 @functools.cache

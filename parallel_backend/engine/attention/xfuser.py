@@ -1,4 +1,4 @@
-"""The xfuser engine: its groups and its USP attention behind the native engine's seam, made exact for any length.
+"""xfuser's attention for any module's blocks, where it computes exactly what a call asks for; native does the rest.
 
 USP (xfuser/model_executor/layers/usp.py) wants the same number of tokens on every rank. Each rank gives USP as
 many tokens as all have, and the few left over go in as its *joint* tensors, which are replicated: every rank computes
@@ -7,97 +7,160 @@ them and keeps its own. No padding reaches a softmax.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import Enum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...layout import slice_of
+from ...models.tokens.regions import Attends
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
-from ..comm.groups import Axis, Layout
+from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
-from .compat_xfuser import Xfuser, load_xfuser
-from .kernels import TORCH
+from ..tokens.block_tokens import BlockTokens
+from .guides import Guides
+from .kernel_choice import kernel_for
+from .sequence import Asked, Attend, StaleKeys, UnevenAttention
 
+if TYPE_CHECKING:
+    from .compat_xfuser import Xfuser
+
+# Tokens that one rank may have more than another: all ranks compute those, each keeps its own.
+_MAX_SURPLUS = 4
+# Arguments of ComfyUI's attention that change nothing here.
+_HARMLESS = {"attn_precision", "transformer_options", "low_precision_attention"}
 # xfuser's names for the kernels that kernel_choice.kernel_for picks.
 _BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
 
 _current: Layout | None = None  # xfuser keeps its groups in module globals: one layout at a time per process
 
 
-class XfuserAttention:
-    """The engine: attention over the tokens of all ranks of the sequence axis, by USP."""
+def why_not_xfuser(layout: Layout) -> str:
+    """Why xfuser computes nothing under this layout, in a user's words; empty where it does."""
+    if layout.tensor.size > 1:
+        return "its tensor parallelism splits the feed-forward layers only"
+    if layout.pipe.size > 1:
+        return "its PipeFusion belongs to its own pipelines"
+    if layout.sequence.size == 1:
+        return f"{layout.strategy.describe()} splits no tokens, which is all that it would compute"
+    if find_spec("xfuser") is None:
+        return "the package xfuser is not installed"
+    return ""
 
-    def __init__(self, layout: Layout, kernel: str, traffic: Traffic) -> None:
-        """Collective: all ranks import xfuser and lay out its groups together."""
-        self._layout = layout
-        self._axis = layout.sequence
-        self._traffic = traffic
+
+class XfuserEngine:
+    """xfuser's groups for one layout, and how blocks attend by them. `add_note`: is told, once for each reason, what
+    native computes in its place. Collective: all ranks make it together, and import xfuser and lay out its groups."""
+
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, traffic: Traffic, add_note: Callable[[str], None]
+    ) -> None:
+        from .compat_xfuser import load_xfuser  # takes seconds to import, so only where it is asked for
+
+        kernel = kernel_for(layout.world.device, dtype, ring=layout.ring.size > 1).name
+        self._layout, self._traffic = layout, traffic
         self._xfuser = load_xfuser()
         self._backend = _backend(self._xfuser, kernel, layout)
-        self._kernel = kernel if kernel in _BACKENDS else TORCH
+        self._add_note = add_note
+        self.attended = False  # True if xfuser has computed some attention since `prepare`
         _lay_groups(self._xfuser, layout)
 
     def prepare(self) -> None:
-        """Makes xfuser's global groups this layout's again, if another strategy ran since."""
+        """Before each call of the module, on every rank: makes xfuser's global groups this layout's again, if another
+        strategy ran since."""
         _lay_groups(self._xfuser, self._layout)
+        self.attended = False
 
-    def of_lengths(self, lengths: tuple[int, ...]) -> UspCall:
-        """The attention of one model call. `lengths`: tokens of each rank."""
-        return UspCall(self._layout, self._xfuser, self._backend, self._kernel, self._traffic, lengths)
+    def attention(
+        self,
+        layout: Layout,
+        tokens: BlockTokens,
+        attends: tuple[Attends, ...],
+        block: nn.Module | None = None,
+        guides: Guides | None = None,
+        stale_keys: StaleKeys | None = None,
+    ) -> UnevenAttention:
+        """The attention of one call of a block, in place of UnevenAttention."""
+        assert stale_keys is None, "PipeFusion's stages attend by native"
+        return _UspAttention(self, layout, tokens, attends, block, guides)
 
-
-@dataclass(frozen=True, eq=False)
-class UspCall:
-    """Attention of one model call (base.Attention)."""
-
-    _layout: Layout
-    _xfuser: Xfuser
-    _backend: Enum
-    kernel: str
-    _traffic: Traffic
-    lengths: tuple[int, ...]
-
-    @property
-    def _axis(self) -> Axis:
-        return self._layout.sequence
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """This rank's queries over everybody's keys: [B, s, H, D] of this rank's tokens in and out."""
-        lengths = self.lengths
-        common, surplus = min(lengths), sum(lengths) - min(lengths) * len(lengths)
-        self._count(query, common, surplus)
-        main = [t[:, :common].transpose(1, 2) for t in (query, key, value)]
-        if not surplus:
-            return self._usp(main, {}).transpose(1, 2)
-        extra = self._surplus_of_all(query, key, value, common)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """This rank's queries over everybody's keys: [B, H, s, D] of this rank's tokens in and out. `lengths`: tokens
+        of each rank."""
+        self.attended = True
+        common = min(lengths)
+        surplus = tuple(length - common for length in lengths)
+        self._count(query, common, sum(surplus))
+        main = [t[:, :, :common] for t in (query, key, value)]
+        if not any(surplus):
+            return self._usp(main, {})
+        extra = self._surplus_of_all(query, key, value, surplus)
         joint = dict(zip(("joint_query", "joint_key", "joint_value"), extra, strict=True))
-        out = self._usp(main, {**joint, "joint_strategy": "rear"}).transpose(1, 2)
-        if lengths[self._axis.index] == common:
-            return out[:, :common]
-        mine = slice_of(tuple(length - common for length in lengths), self._axis.index)
-        return torch.cat([out[:, :common], out[:, common + mine.start : common + mine.stop]], dim=1)
+        out = self._usp(main, {**joint, "joint_strategy": "rear"})
+        mine = slice_of(surplus, self._layout.sequence.index)
+        return torch.cat([out[:, :, :common], out[:, :, common + mine.start : common + mine.stop]], dim=2)
+
+    def leave_to_native(self, reason: str) -> None:
+        self._add_note(f"engine xfuser fell back to native: {reason}")
 
     def _usp(self, main: list[Tensor], joint: dict[str, object]) -> Tensor:
-        with heartbeat.inside("xfuser's attention", self._axis.ranks):
-            return self._xfuser.usp.USP(*main, **joint, backend=self._backend)
+        with heartbeat.inside("xfuser's attention", self._layout.sequence.ranks):
+            out: Tensor = self._xfuser.usp.USP(*main, **joint, backend=self._backend)
+        return out
 
     def _count(self, query: Tensor, common: int, surplus: int) -> None:
         """Counts what USP sends from this rank: q, k, v and the output over Ulysses, keys and values round the ring."""
         u, r = self._layout.ulysses.size, self._layout.ring.size
         ulysses = (4 * common + 2 * surplus) * (u - 1) // u
         ring = 2 * common * (r - 1)
-        self._traffic.add((ulysses + ring) * query.shape[0] * query.shape[2] * query.shape[3], query)
+        self._traffic.add((ulysses + ring) * query.shape[0] * query.shape[1] * query.shape[3], query)
 
-    def _surplus_of_all(self, query: Tensor, key: Tensor, value: Tensor, common: int) -> Iterator[Tensor]:
+    def _surplus_of_all(
+        self, query: Tensor, key: Tensor, value: Tensor, surplus: tuple[int, ...]
+    ) -> Iterator[Tensor]:
         """The tokens that only some ranks have, from every rank that has one: 3 x [B, H, surplus, D]."""
-        mine = torch.stack([query[:, common:], key[:, common:], value[:, common:]]).permute(2, 0, 1, 3, 4)
-        sizes = tuple(length - common for length in self.lengths)
-        gathered = all_gather(mine, sizes, self._axis, self._traffic)
+        common = query.shape[2] - surplus[self._layout.sequence.index]
+        mine = torch.stack([t[:, :, common:] for t in (query, key, value)]).permute(3, 0, 1, 2, 4)
+        gathered = all_gather(mine, surplus, self._layout.sequence, self._traffic)
         return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
+
+
+class _UspAttention(UnevenAttention):
+    """Attention by xfuser where it is exact."""
+
+    def __init__(self, engine: XfuserEngine, *of_call: Any) -> None:
+        super().__init__(*of_call)
+        self._engine = engine
+
+    def _attend(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
+        lengths = self._tokens.lengths(asked.keys)
+        reason = "" if asked.queries == asked.keys else "it knows attention of tokens to themselves only"
+        reason = reason or self._refusal(q, k, asked, lengths)
+        if reason:
+            self._engine.leave_to_native(reason)
+            return super()._attend(original, q, k, v, asked)
+        return self._engine.attend(q, k, v, lengths)
+
+    def _refusal(self, q: Tensor, k: Tensor, asked: Asked, lengths: tuple[int, ...]) -> str:
+        """Why this call is native's, in a user's words, alike on all ranks; empty where it is xfuser's."""
+        if asked.mask is not None or asked.guides is not None:
+            return "it computes no attention masks"
+        if k.shape[1] != q.shape[1] or q.shape[1] % self._ulysses.size:
+            return f"its Ulysses needs heads that divide, and here are {q.shape[1]} heads with {k.shape[1]} of keys"
+        unknown = sorted(name for name, value in asked.others.items() if value and name not in _HARMLESS)
+        if unknown:
+            return f"it takes no {', '.join(unknown)}"
+        if not min(lengths):
+            return (
+                f"it needs a token for each process, and {len(lengths)} processes share {sum(lengths)} tokens"
+            )
+        if max(lengths) - min(lengths) > _MAX_SURPLUS:
+            return "it needs equal shares, and device_shares asks for others"
+        return ""
 
 
 def _backend(xfuser: Xfuser, kernel: str, layout: Layout) -> Enum:

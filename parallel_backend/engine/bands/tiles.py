@@ -12,8 +12,7 @@ from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
 from ...models.banded import OTHER_VERSION, TiledVae
 from ..comm.collectives import all_to_all
-from ..comm.groups import Axis, World
-from ..comm.traffic_counter import Traffic
+from ..comm.groups import Layouts
 from .vae import check_latent, check_limit
 
 _MAX_SIDE = 1024  # rows of a latent that any network cuts
@@ -25,14 +24,9 @@ class TiledDecoder:
     Tiles travel to rank 0 one by one and wait in host memory until the network joins them as it joins its own.
     """
 
-    def __init__(self, vae: TiledVae, world: World) -> None:
+    def __init__(self, vae: TiledVae, layouts: Layouts) -> None:
         self.vae = vae
-        self._world = world
-        self._traffic = Traffic()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent
+        self._layouts, self._world = layouts, layouts.world
 
     @torch.inference_mode()
     def parts(self, latent: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
@@ -106,9 +100,8 @@ class TiledDecoder:
         )
         others = (0,) * (world.world_size - 1)
         if world.group is not None:
-            axis = Axis(tuple(range(world.world_size)), world.rank, world.group)
-            receive = sizes if world.rank == 0 else (0, *others)
-            tile = all_to_all(tile, (len(tile), *others), receive, axis, self._traffic)
+            receive, layouts = sizes if world.rank == 0 else (0, *others), self._layouts
+            tile = all_to_all(tile, (len(tile), *others), receive, layouts.everyone, layouts.traffic)
         if world.rank != 0:
             return
         for number, shape, part in zip(numbers, shapes, tile.split(sizes), strict=True):

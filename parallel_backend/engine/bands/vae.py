@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import PlatformError, RequestError
 from ...layout import slice_of, split_sizes
 from ...models.banded import OTHER_VERSION, BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
 from ..comm.collectives import all_gather, all_to_all
-from ..comm.groups import PATIENCE, Axis, World
+from ..comm.groups import Axis, Layouts
 from ..comm.traffic_counter import Traffic
 from .row_bands import Bands, split_rows
-
-RankGroups = dict[tuple[int, ...], dist.ProcessGroup | None]  # by ranks
 
 # How far a decode in bands may be from the whole, of the largest pixel, in check(). Measured on random networks of 7
 # kinds: float32 rounds to 8e-6, bfloat16 to 1.4e-2, float32 in convolutions that NVIDIA computes as TF32 to 2.2e-3, and
@@ -26,11 +24,10 @@ _CHECK_LIMIT, _CHECK_LIMIT_HALF, _CHECK_LIMIT_TF32 = 1e-3, 0.1, 2e-2
 
 
 class BandedNetwork:
-    """Splits the rows of half a VAE over `world`. Collective: all ranks give it the same inputs in the same order.
+    """Splits the rows of half a VAE over all ranks. Collective: all give it the same inputs in the same order.
 
     `network` has its layers, `compute` calls it with a batch of one. `unit`: rows of an input that belong to one row of
-    the latent. `groups`: those laid over the world so far, which the next one takes over: torch never gives one's
-    threads and descriptors back.
+    the latent.
     """
 
     def __init__(
@@ -38,25 +35,18 @@ class BandedNetwork:
         vae: BandedHalf,
         network: nn.Module,
         compute: Callable[[Tensor], Tensor],
-        world: World,
-        groups: RankGroups | None,
+        layouts: Layouts,
         unit: int,
     ) -> None:
         self.vae = vae
         self._compute = compute
         self._unit = unit
-        self._world = world
-        self._traffic = Traffic()
-        self._bands = Bands(self._traffic)
-        self._groups: RankGroups = {} if groups is None else groups
+        self._layouts, self._world = layouts, layouts.world
+        self._bands = Bands(layouts.traffic)
         self._steps = _Steps(0, 1, _nothing)
         split_rows(network, self._bands)
         for layer in vae.step_layers:
             layer.register_forward_hook(lambda *_: self._steps.count())
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent
 
     def parts(self, given: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Rows of the latent that each rank computes of an input [C, (t,) rows, w]."""
@@ -75,7 +65,7 @@ class BandedNetwork:
         world, vae = self._world, self.vae
         rows = self.parts(latent, shares)
         active = tuple(rank for rank, count in enumerate(rows) if count)
-        group = self._group(active)
+        group = self._layouts.group(active)
         in_rows = tuple(count * self._unit for count in rows)
         self._steps = _Steps(vae.steps, vae.layers_per_step(latent), on_step or _nothing)
         band: Tensor | None = None
@@ -119,14 +109,11 @@ class BandedNetwork:
 
     def _on_rank_0(self, band: Tensor | None) -> Tensor | None:
         """Frame by frame, so that no device holds more of the whole than one frame. band: [T, rows, W, 3] or None."""
-        world, ranks = self._world, self._world.world_size
+        world, ranks, axis = self._world, self._world.world_size, self._layouts.everyone
         if world.group is None:
             return None if band is None else band.cpu()
-        everyone = tuple(range(ranks))
         shape = torch.tensor([(0, 0, 0, 0) if band is None else tuple(band.shape)])
-        shapes = all_gather(
-            shape, (1,) * ranks, Axis(everyone, world.rank, world.control), Traffic()
-        ).tolist()
+        shapes = all_gather(shape, (1,) * ranks, replace(axis, group=world.control), Traffic()).tolist()
         sizes = tuple(rows for _, rows, *_ in shapes)
         frames, _, width, channels = max(shapes)
         if band is None:
@@ -136,30 +123,21 @@ class BandedNetwork:
         )
         others = (0,) * (ranks - 1)
         receive = sizes if world.rank == 0 else (0, *others)
-        axis = Axis(everyone, world.rank, world.group)
         for number, frame in enumerate(band):
             frame = frame.to(world.device).contiguous()  # some networks leave their frames in host memory
-            arrived = all_to_all(frame, (len(frame), *others), receive, axis, self._traffic)
+            arrived = all_to_all(frame, (len(frame), *others), receive, axis, self._layouts.traffic)
             if whole is not None:
                 whole[number] = arrived
         return whole
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of these ranks; every rank asks for it, member or not, because new_group is collective."""
-        if len(ranks) == self._world.world_size:
-            return self._world.group
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), timeout=PATIENCE) if len(ranks) > 1 else None
-        return self._groups[ranks]
-
 
 class BandedDecoder(BandedNetwork):
-    """`vae`'s decoder; `groups` as of BandedNetwork."""
+    """`vae`'s decoder."""
 
     vae: BandedVae
 
-    def __init__(self, vae: BandedVae, world: World, groups: RankGroups | None = None) -> None:
-        super().__init__(vae, vae.decoder, vae.decode, world, groups, unit=1)
+    def __init__(self, vae: BandedVae, layouts: Layouts) -> None:
+        super().__init__(vae, vae.decoder, vae.decode, layouts, unit=1)
 
     def check_input(self, given: Tensor) -> None:
         check_latent(self.vae, given)
@@ -170,12 +148,12 @@ class BandedDecoder(BandedNetwork):
 
 
 class BandedEncoder(BandedNetwork):
-    """`vae`'s encoder; `groups` as of BandedNetwork. Heights of its inputs divide by `vae.scale`."""
+    """`vae`'s encoder. Heights of its inputs divide by `vae.scale`."""
 
     vae: BandedVaeEncoder
 
-    def __init__(self, vae: BandedVaeEncoder, world: World, groups: RankGroups | None = None) -> None:
-        super().__init__(vae, vae.encoder, vae.encode, world, groups, unit=vae.scale)
+    def __init__(self, vae: BandedVaeEncoder, layouts: Layouts) -> None:
+        super().__init__(vae, vae.encoder, vae.encode, layouts, unit=vae.scale)
 
     def check_input(self, given: Tensor) -> None:
         channels, dims, sides = self.vae.in_channels, self.vae.latent_dims, given.shape[-2:]

@@ -52,10 +52,6 @@ class ModuleCache:
         self.calls = 0
         self.reused = 0
 
-    def forget(self, prompts: tuple[int, ...]) -> None:
-        """No call with these prompts comes any more."""
-        self._kept = {key: kept for key, kept in self._kept.items() if key[0] != prompts}
-
     @contextmanager
     def call(self, key: Key, outputs: Sequence[KeptOutput], meeting: Meeting) -> Iterator[CachedCall]:
         """Around a network call. A call that fails leaves nothing."""

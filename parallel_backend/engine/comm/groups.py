@@ -20,7 +20,6 @@ from .numa import stay_near
 from .operators import SliceMeeting
 from .traffic_counter import Traffic
 
-SAMPLING_AXES = tuple(axis for axis in AXES if axis != "pipefusion")
 _NO_INTERFACE = "Unable to find address for"  # gloo's words
 # Of every group, and of the store over which NCCL's ranks meet. A collective waits as long as the slowest rank
 # computes, alone or compiling it may be; the supervisor has a limit for that by what is computed (wire/deadlines.py),
@@ -116,7 +115,7 @@ class Layout:
     (ring x ulysses), `tensor` the heads and columns of each layer. `return_group` has the ranks of `pipe`: what the
     last stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
     ranks among which equal weights are shared out, this one only where none are; these do not queue behind tokens.
-    `everyone` has all ranks; `stage` those of one stage of all pipelines, the first of which sample while patches flow.
+    `everyone` has all ranks.
     """
 
     strategy: ParallelStrategy
@@ -130,7 +129,6 @@ class Layout:
     tensor: Axis
     shard: Axis
     everyone: Axis
-    stage: Axis
 
     @property
     def sequence_shares(self) -> tuple[float, ...]:
@@ -190,7 +188,6 @@ class Layouts:
                 tensor=self._axis(strategy, ("tensor",)),
                 shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
                 everyone=self._axis(strategy, AXES),
-                stage=self._axis(strategy, SAMPLING_AXES),
             )
             _connect_stages(self._layouts[strategy])
         return self._layouts[strategy]
@@ -200,14 +197,15 @@ class Layouts:
         if strategy.world_size < self.world.world_size:
             return Axis((self.world.rank,), 0, None)
         for ranks in rank_groups(strategy, axes):
-            group = self._group(ranks, purpose)
+            group = self.group(ranks, purpose)
             if self.world.rank in ranks:
                 mine = Axis(ranks, ranks.index(self.world.rank), group)
         assert mine is not None, "every rank is in one group of each axis"
         return mine
 
-    def _group(self, ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
-        """new_group is collective: every rank creates every group, in the same order, member or not."""
+    def group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
+        """Returns the group of these ranks, made once: torch never gives a group's threads and descriptors back.
+        Collective: every rank asks for every group, in the same order, member or not."""
         if len(ranks) == 1:
             return None
         if len(ranks) == self.world.world_size and not purpose:

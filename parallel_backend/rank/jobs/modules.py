@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from .reader import JobReader, set_random_states
 from .vaes import HeldVae, StepCallback
-
-if TYPE_CHECKING:
-    from ...engine.bands.vae import RankGroups
 
 _LOOK = 0.05  # s between two looks for a cancel
 
@@ -72,7 +69,6 @@ class Modules:
     ) -> None:
         self._layouts, self._reader, self._import = layouts, reader, import_comfyui
         self._meeting = _Meeting(layouts.world, lambda: False)  # of the call that runs
-        self._groups: RankGroups = {}  # of VAEs: a new one takes over those of the one before
 
     def load(self, message: Load, tensors: Tensors) -> HeldEncoder | HeldVae:
         """Returns what is in the payload, ready for its calls. Raises ParallelError, or what a lack of memory is, on
@@ -81,7 +77,7 @@ class Modules:
         self._import(message.comfyui)
         module = self._reader.read(*unpack_payload(tensors, are_kept=True), None).work
         if isinstance(module, HalfVae):
-            return HeldVae(module, self._layouts.world, self._groups)
+            return HeldVae(module, self._layouts)
         assert isinstance(module, HeldTextEncoder), "nothing else is loaded so"
         try:
             return self._encoder(module, message.rank)

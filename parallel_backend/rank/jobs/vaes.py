@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ...engine.comm.groups import World
+from ...engine.comm.groups import Layouts
 from ...errors import PlatformError, RequestError
 from ...job.payload import HalfVae
 from ...models.banded import OTHER_VERSION
@@ -20,7 +20,7 @@ from ..outcome.errors import is_device_failure, is_out_of_memory
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.bands.tiles import TiledDecoder
-    from ...engine.bands.vae import BandedNetwork, RankGroups
+    from ...engine.bands.vae import BandedNetwork
 
 
 class StepCallback(Protocol):
@@ -35,20 +35,20 @@ class StepCallback(Protocol):
 
 
 class HeldVae:
-    """The decoder or encoder of one VAE (reader.NamedModel). `groups`: shared by all that a rank holds."""
+    """The decoder or encoder of one VAE (reader.NamedModel)."""
 
     patcher = None
     is_shared_out = False
     originals: Mapping[str, Tensor] = {}
 
-    def __init__(self, half: HalfVae, world: World, groups: RankGroups) -> None:
-        self._world = world
+    def __init__(self, half: HalfVae, layouts: Layouts) -> None:
+        self._world, self._traffic = layouts.world, layouts.traffic
         self._encodes = half.encodes
         self._bytes = sum(one.nbytes for one in (*half.module.parameters(), *half.module.buffers()))
         self._dtype = str(half.dtype).removeprefix("torch.")
         self.is_checked = False  # set once all ranks agree that check() has passed
         with _other_version_as_refusal():
-            self._network = _shared_out(half, world, groups)
+            self._network = _shared_out(half, layouts)
 
     def find(self, word: tuple[Any, ...]) -> Any:
         raise RequestError(f"A VAE's call names {word[0]}, which no device has.")
@@ -83,7 +83,7 @@ class HeldVae:
         """Returns images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels,
         None on all ranks but the first. It computes one of the batch after the other, which needs less memory."""
         begun, device, network = time.perf_counter(), self._world.device, self._network
-        sent, before = network.bytes_sent, _start_peak(device)
+        sent, before = self._traffic.bytes_sent, _start_peak(device)
         step = 0
 
         def after_layers() -> None:
@@ -102,7 +102,7 @@ class HeldVae:
         on_step.finish()
         record = RankCall(
             seconds=time.perf_counter() - begun,
-            bytes_sent=network.bytes_sent - sent,
+            bytes_sent=self._traffic.bytes_sent - sent,
             parts=network.parts(inputs[0], shares)[self._world.rank],
             peak_bytes=_peak(device) - before,
         )
@@ -126,22 +126,23 @@ def _other_version_as_refusal() -> Iterator[None]:
         raise PlatformError(f"{OTHER_VERSION}: {failure}") from failure
 
 
-def _shared_out(half: HalfVae, world: World, groups: RankGroups) -> BandedNetwork | TiledDecoder:
+def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder:
     from ...engine.bands.tiles import TiledDecoder
     from ...engine.bands.vae import BandedDecoder, BandedEncoder
     from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
     from ...models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
     from ...models.tokens.vae_networks import Way, known
 
-    dtype = torch.float32 if world.device.type == "cpu" else half.dtype
+    device = layouts.world.device
+    dtype = torch.float32 if device.type == "cpu" else half.dtype
     latent = half.latent_channels, half.latent_dims
     if half.encodes:
-        encoder = ComfyUIVaeEncoder(half.module, half.scale, half.in_channels, *latent, dtype, world.device)
-        return BandedEncoder(encoder, world, groups)
+        encoder = ComfyUIVaeEncoder(half.module, half.scale, half.in_channels, *latent, dtype, device)
+        return BandedEncoder(encoder, layouts)
     found = known(half.module)
     if found is not None and found.way is Way.TILES:
-        return TiledDecoder(TiledComfyUIVae(half.module, *latent, dtype, world.device), world)
-    return BandedDecoder(ComfyUIVae(half.module, *latent, dtype, world.device), world, groups)
+        return TiledDecoder(TiledComfyUIVae(half.module, *latent, dtype, device), layouts)
+    return BandedDecoder(ComfyUIVae(half.module, *latent, dtype, device), layouts)
 
 
 def _start_peak(device: torch.device) -> int:

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from comfy_modules import CASES, import_comfyui_here
-from nccl_semantics import NCCL_SEMANTICS
+from module_references import Reference
 from parallel_backend.engine.attention import queries
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
-from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
-from parallel_backend.requests import ATTENTION, ModuleCall, Placement
+from parallel_backend.requests import ATTENTION, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from undescribed_modules import UNDESCRIBED
@@ -33,41 +31,13 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(queries, "LEAST_KEYS", 2)
 
 
-class Reference:
-    """A tiny model, a call of it and its answer in one process, which forked ranks then have too."""
-
-    def __init__(self, case, size):
-        build, inputs = case
-        self.model, self.rows = TinyModel(fill(build())), size[0]
-        self.args, self.kwargs = inputs(*size)
-        self.kwargs["transformer_options"] = {}
-        with torch.inference_mode():
-            args, kwargs = copy.deepcopy((self.args, self.kwargs))
-            self.answer = _tensors(self.model.module(*args, **kwargs))
-
-    @torch.inference_mode()
-    def on_ranks(self, world, strategy, options=None):
-        """(difference of the ranks' answer, relative to the largest value; bytes that left this rank; notes)"""
-        placement = Placement(strategy, **({} if options is None else {"compute_options": options}))
-        forward = make_module_forward(self.model, Layouts(world), placement)
-        args, kwargs = copy.deepcopy((self.args, self.kwargs))
-        found = _tensors(forward(ModuleCall(args, kwargs, self.rows, ATTENTION)))
-        pairs = zip(found, self.answer, strict=True)
-        worst = max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
-        return [worst, forward.bytes_sent, forward.notes]
-
-
-def _tensors(answer):
-    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
-
-
 @pytest.fixture(scope="module")
 def reference():
     import_comfyui_here()
 
     @functools.cache
     def of(name, size=(1, 8, 8)):
-        return Reference((UNDESCRIBED | CASES)[name], size)
+        return Reference(*(UNDESCRIBED | CASES)[name], size)
 
     return of
 
@@ -76,29 +46,31 @@ def reference():
 def test_classes_that_nobody_described_give_the_answer_of_one_process(reference, name):
     one = reference(name)
     for strategy in (ULYSSES_2, ULYSSES_3):
-        for worst, sent, notes in run_ranks(one.on_ranks, strategy.world_size, strategy):
+        for ((worst, sent, notes),) in run_ranks(
+            one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)
+        ):
             assert worst <= EXACT
             assert sent > 0 and "share out the queries of attention" in notes[0]
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_masks_and_shared_keys_of_other_classes_do_too(reference, name):
-    for worst, sent, _ in run_ranks(reference(name).on_ranks, 2, ULYSSES_2):
+    for ((worst, sent, _),) in run_ranks(reference(name).on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT and sent > 0
 
 
 @pytest.mark.parametrize(
-    ("strategy", "backend"),
+    "strategy",
     [
-        (ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)), "gloo"),
-        (ParallelStrategy(ring_degree=2), NCCL_SEMANTICS),
-        (ParallelStrategy(ulysses_degree=2, cfg_degree=2), "gloo"),
+        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)),
+        ParallelStrategy(ring_degree=2),
+        ParallelStrategy(ulysses_degree=2, cfg_degree=2),
     ],
-    ids=["uneven devices", "ring, in an order that nccl takes", "with cfg"],
+    ids=["uneven devices", "ring", "with cfg"],
 )
-def test_other_layouts_of_the_sequence_axis(reference, strategy, backend):
+def test_other_layouts_of_the_sequence_axis(reference, strategy):
     one = reference("cosmos 1", (strategy.cfg_degree, 8, 8))
-    for worst, sent, _ in run_ranks(one.on_ranks, strategy.world_size, strategy, backend=backend):
+    for ((worst, sent, _),) in run_ranks(one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)):
         assert worst <= EXACT and sent > 0
 
 
@@ -110,22 +82,21 @@ def test_without_the_exchange_the_answer_is_another(reference):
         queries.all_gather = lambda mine, sizes, axis, traffic: torch.cat(
             [mine, mine.new_zeros(sum(sizes) - len(mine), *mine.shape[1:])]
         )
-        return one.on_ranks(world, ULYSSES_2)[0]
+        return one.on_ranks(world, ATTENTION, Placement(ULYSSES_2))[0][0]
 
     assert min(run_ranks(apart, 2)) > 100 * EXACT
 
 
 def test_as_many_rows_as_ranks_go_whole_to_each(reference):
     one = reference("sd1.5", (2, 8, 8))
-    answer = one.answer[0]
-    for worst, sent, _ in run_ranks(one.on_ranks, 2, ULYSSES_2):
+    for ((worst, sent, _),) in run_ranks(one.on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT
-        assert sent == answer.nbytes // 2  # the other one's row of the answer, and nothing of attention
+        assert sent == one.answer.nbytes // 2  # the other one's row of the answer, and nothing of attention
 
 
 def test_attention_to_few_keys_stays_whole(reference, monkeypatch):
     monkeypatch.setattr(queries, "LEAST_KEYS", 2048)
-    for worst, sent, _ in run_ranks(reference("sd1.5").on_ranks, 2, ULYSSES_2):
+    for ((worst, sent, _),) in run_ranks(reference("sd1.5").on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT and sent == 0
 
 
@@ -134,11 +105,12 @@ def test_a_call_leaves_no_attention_behind(reference):
     one = reference("qwen-image + text mask")
 
     def twice(world):
-        compiled = one.on_ranks(world, ULYSSES_2, ComputeOptions("blocks"))[0]
+        placement = Placement(ULYSSES_2, compute_options=ComputeOptions("blocks"))
+        compiled = one.on_ranks(world, ATTENTION, placement)[0][0]
         with torch.inference_mode():
             args, kwargs = copy.deepcopy((one.args, one.kwargs))
-            alone = _tensors(one.model.module(*args, **kwargs))[0]
-        return [compiled, torch.equal(alone, one.answer[0])]
+            alone = one.model.module(*args, **kwargs)
+        return [compiled, torch.equal(alone, one.answer)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(COMPILE_BACKEND, "eager")

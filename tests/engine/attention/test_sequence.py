@@ -1,5 +1,7 @@
 """Attention over the tokens of all ranks against attention over all tokens, with the forms of mask that models give."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,15 +102,26 @@ def _differences(world, strategy, heads, kv_heads):
 HEADS_OF = [(6, 6), (6, 2), (3, 1)]  # queries, keys
 
 
-def _differences_by_heads(world, strategy):
-    return [_differences(world, strategy, *heads) for heads in HEADS_OF]
+@functools.cache
+def _of_ranks(layout):
+    """All that the tests below ask of the ranks of a layout, which are started once."""
+    strategy = LAYOUTS[layout]
+    return run_ranks(_of_rank, strategy.world_size, strategy)
 
 
+def _of_rank(world, strategy):
+    return {
+        "forms": [_differences(world, strategy, *heads) for heads in HEADS_OF],
+        "windows": [_in_a_window(world, strategy, reach) for reach in (2, None)],
+        "rounded": [_exact_and_rounded(world, strategy, kv_heads, WIDE) for kv_heads in (6, 2)],
+    }
+
+
+@pytest.mark.xdist_group("attention_sequence")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_form_of_call_matches_one_rank(layout):
-    strategy = LAYOUTS[layout]
-    for by_heads in run_ranks(_differences_by_heads, strategy.world_size, strategy):
-        for (heads, kv_heads), found in zip(HEADS_OF, by_heads, strict=True):
+    for of_rank in _of_ranks(layout):
+        for (heads, kv_heads), found in zip(HEADS_OF, of_rank["forms"], strict=True):
             off = {form: difference for form, difference in found.items() if not difference <= EXACT}
             assert off == {}, f"{heads} heads, {kv_heads} of keys"
             assert len(found) == (16 if heads == HEADS else 14)
@@ -248,14 +261,11 @@ def _in_a_window(world, strategy, reach):
     return ((out - expected).abs().max() / expected.abs().max()).item()
 
 
-def _in_windows(world, strategy):
-    return [_in_a_window(world, strategy, reach) for reach in (2, None)]
-
-
+@pytest.mark.xdist_group("attention_sequence")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_window_is_one_of_all_tokens(layout):
-    strategy = LAYOUTS[layout]
-    for narrow, endless in run_ranks(_in_windows, strategy.world_size, strategy):
+    for of_rank in _of_ranks(layout):
+        narrow, endless = of_rank["windows"]
         assert narrow <= EXACT and endless <= EXACT
 
 
@@ -283,14 +293,13 @@ def _exact_and_rounded(world, strategy, kv_heads, channels):
     return difference.item(), *sent
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.xdist_group("attention_sequence")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_ranks_send_each_other_is_rounded_where_that_is_wished(layout, kv_heads):
-    strategy = LAYOUTS[layout]
-    results = run_ranks(_exact_and_rounded, strategy.world_size, strategy, kv_heads, WIDE)
-    assert 1e-4 < max(difference for difference, _, _ in results) < 0.1
-    for _, exact, rounded in results:
-        assert rounded * 4 * WIDE == exact * (WIDE + SCALE_BYTES)
+def test_what_ranks_send_each_other_is_rounded_where_that_is_wished(layout):
+    for results in zip(*(of_rank["rounded"] for of_rank in _of_ranks(layout)), strict=True):
+        assert 1e-4 < max(difference for difference, _, _ in results) < 0.1
+        for _, exact, rounded in results:
+            assert rounded * 4 * WIDE == exact * (WIDE + SCALE_BYTES)
 
 
 def test_heads_too_narrow_for_a_scale_of_their_own_are_sent_as_they_are():

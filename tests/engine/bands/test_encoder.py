@@ -4,14 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
 from comfy_modules import import_comfyui_here
-from parallel_backend.engine.bands.row_bands import Bands, split_rows
 from parallel_backend.engine.bands.vae import BandedEncoder
-from parallel_backend.engine.comm.collectives import Traffic
-from parallel_backend.errors import RequestError
 from parallel_backend.models.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -25,10 +21,10 @@ def comfyui():
     return import_comfyui_here()
 
 
-def encoder(name, world, dtype=torch.float32):
+def encoder(name, layouts, dtype=torch.float32):
     case, cpu = CASES[name], torch.device("cpu")
     half = ComfyUIVaeEncoder(build(name), case.scale, 3, case.channels, case.dims, dtype, cpu)
-    return BandedEncoder(half, world)
+    return BandedEncoder(half, layouts)
 
 
 def whole(name, pixels):
@@ -108,14 +104,3 @@ def test_a_network_that_draws_its_latent_stays_with_comfyui():
     network = CASES["flux"].build()
     network.regularization.sample = True
     assert not encodes_in_bands(network)
-
-
-def test_a_convolution_that_halves_rows_and_pads_them_itself_is_refused():
-    split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, stride=2)), Bands(Traffic()))
-    for conv in (
-        nn.Conv2d(4, 4, 3, stride=2, padding=1),
-        nn.Conv2d(4, 4, 2, stride=2),
-        nn.Conv2d(4, 4, 1, 2),
-    ):
-        with pytest.raises(RequestError, match="cannot be split"):
-            split_rows(nn.Sequential(conv), Bands(Traffic()))

@@ -10,6 +10,7 @@ from other_vaes import TILED, decoded
 from other_vaes import build as build_tiled
 from parallel_backend.engine.bands.tiles import TiledDecoder
 from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -44,19 +45,19 @@ def pixels_of(case):
 
 def shared_out(world):
     """What rank 0 has of each VAE, by name and way; nothing elsewhere."""
-    found = {}
+    layouts, found = Layouts(world), {}
     for name in NAMES:
         case = CASES[name]
         decoder = ComfyUIVae(network(name), case.channels, case.dims, FLOAT, world.device)
         encoder = ComfyUIVaeEncoder(
             network(name), case.scale, 3, case.channels, case.dims, FLOAT, world.device
         )
-        found[name, "decoded"] = BandedDecoder(decoder, world)(latent_of(case))
-        found[name, "encoded"] = BandedEncoder(encoder, world)(pixels_of(case))
+        found[name, "decoded"] = BandedDecoder(decoder, layouts)(latent_of(case))
+        found[name, "encoded"] = BandedEncoder(encoder, layouts)(pixels_of(case))
     tiled = build_tiled(TILED)
     active().put(tiled)
     vae = TiledComfyUIVae(tiled, TILED.channels, TILED.dims, FLOAT, world.device)
-    found["tiled", "decoded"] = TiledDecoder(vae, world)(random(TILED.channels, 1, 5, 4))
+    found["tiled", "decoded"] = TiledDecoder(vae, layouts)(random(TILED.channels, 1, 5, 4))
     return {key: (one.device == HOST, one) for key, one in found.items() if one is not None}
 
 

@@ -8,6 +8,7 @@ from comfy_modules import import_comfyui_here
 from other_vaes import BANDED, build, decoded
 from parallel_backend.engine.bands import row_bands as bands_module
 from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.banded import STEPS, RowAttention
 from parallel_backend.models.comfyui.rows import vae_adjustments
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
@@ -49,10 +50,12 @@ def latent_of(name, frames, height, width):
 def decode(world, jobs):
     """By name, per size (frames [T, H, W, 3] or an empty tensor, steps announced) of one rank; once for each way to
     break it. `jobs`: by name (sizes, ways)."""
-    results = {}
+    layouts, results = Layouts(world), {}
     for name, (sizes, broken) in jobs.items():
         case, found = BANDED[name], results.setdefault(name, [])
-        decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+        decoder = BandedDecoder(
+            ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), layouts
+        )
         for what in broken:
             with pytest.MonkeyPatch.context() as patch:
                 if name == "ltx":  # in chunks of a few frames, for each of which noise would be drawn anew
@@ -115,7 +118,9 @@ def chunks(world, shares):
     """How often LTX's last layer computed on this rank, and the frames."""
     vae_adjustments._CHUNK_BYTES = 6_000
     case, calls = BANDED["ltx"], []
-    decoder = BandedDecoder(ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), world)
+    decoder = BandedDecoder(
+        ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), Layouts(world)
+    )
     decoder.vae.decoder.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
     frames = decoder(latent_of("ltx", 7, 4, 2), shares)
     return len(calls), torch.empty(0) if frames is None else frames

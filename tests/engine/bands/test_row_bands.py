@@ -62,9 +62,17 @@ def test_a_convolution_that_repeats_its_border_does_so_at_the_image_alone(mode):
         torch.testing.assert_close(videos_together(4, conv, x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_convolution_that_wraps_round_is_refused():
-    with pytest.raises(RequestError, match="cannot be split into bands"):
-        split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")), Bands(Traffic()))
+def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is_refused():
+    split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, stride=2)), Bands(Traffic()))
+    for conv in (
+        nn.Conv2d(4, 4, 5, padding=2),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(4, 4, 3, padding=1, stride=2),
+        nn.Conv2d(4, 4, 2, stride=2),
+        nn.Conv2d(4, 4, 1, 2),
+    ):
+        with pytest.raises(RequestError, match="cannot be split into bands"):
+            split_rows(nn.Sequential(conv), Bands(Traffic()))
 
 
 class NormOfFrames(Norm):

@@ -7,6 +7,7 @@ from banded_vaes import TOLERANCE, difference
 from comfy_modules import import_comfyui_here
 from other_vaes import TILED, build, decoded
 from parallel_backend.engine.bands.tiles import TiledDecoder
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.errors import PlatformError
 from parallel_backend.layout import split_sizes
 from parallel_backend.models.banded import STEPS
@@ -37,18 +38,19 @@ def tiled():
 def decode(world, sizes, broken=False):
     """Per size (frames or an empty tensor, tiles of each rank, steps announced, bytes sent) of one rank; the words in
     which check() refuses."""
-    decoder, results = TiledDecoder(tiled(), world), []
+    layouts, results = Layouts(world), []
+    decoder, traffic = TiledDecoder(tiled(), layouts), layouts.traffic
     if broken and world.rank == 1:
         decoder.vae.compute = lambda tile: torch.zeros(decoder.vae.tile_shape(tile))
     for size, _, _, shares in sizes:
-        steps, latent, sent = [], random(TILED.channels, *size), decoder.bytes_sent
+        steps, latent, sent = [], random(TILED.channels, *size), traffic.bytes_sent
         frames = decoder(latent, shares[: world.world_size], lambda steps=steps: steps.append(1))
         results.append(
             (
                 torch.empty(0) if frames is None else frames,
                 decoder.parts(latent, shares[: world.world_size]),
                 len(steps),
-                decoder.bytes_sent - sent,
+                traffic.bytes_sent - sent,
             )
         )
     try:

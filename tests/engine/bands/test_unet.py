@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from comfy_modules import UNETS, import_comfyui_here
-from nccl_semantics import NCCL_SEMANTICS
+from module_references import Reference
 from parallel_backend.engine.bands import unet as unet_bands
-from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.cases import TinyModel, build_tiny, tiny_builder, tiny_inputs
-from parallel_backend.models.comfyui.tiny.weights import fill
-from parallel_backend.requests import BANDS, ModuleCall, Placement
+from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
+from parallel_backend.requests import BANDS, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -27,33 +24,16 @@ def ulysses(ranks, **others):
     return ParallelStrategy(ulysses_degree=ranks, **others)
 
 
-class Reference:
-    """A tiny UNet, a call of it and its answer in one process, which forked ranks then have too."""
+def on_ranks(one, ranks, *strategies):
+    """Of each strategy on each rank: difference, bytes that left it, notes."""
+    return run_ranks(one.on_ranks, ranks, BANDS, *map(Placement, strategies))
 
-    def __init__(self, case, size):
-        build, inputs = case
-        self.model = TinyModel(fill(build()))
-        self.args, self.kwargs = inputs(*size)
-        self.kwargs["transformer_options"] = {}
-        with torch.inference_mode():
-            self.answer = self.alone()
 
-    def alone(self):
-        args, kwargs = copy.deepcopy((self.args, self.kwargs))
-        return self.model.module(*args, **kwargs)
-
-    @torch.inference_mode()
-    def on_ranks(self, world, *strategies):
-        """Of each strategy: (difference, relative to the largest value; bytes that left this rank; notes)."""
-        layouts, found = Layouts(world), []
-        for strategy in strategies:
-            forward = make_module_forward(self.model, layouts, Placement(strategy))
-            before = forward.bytes_sent
-            args, kwargs = copy.deepcopy((self.args, self.kwargs))
-            answer = forward(ModuleCall(args, kwargs, len(args[0]), BANDS))
-            worst = ((answer - self.answer).abs().max() / self.answer.abs().max()).item()
-            found.append([worst, forward.bytes_sent - before, forward.notes])
-        return found
+def alone(one):
+    """The answer of one process."""
+    args, kwargs = copy.deepcopy((one.args, one.kwargs))
+    with torch.inference_mode():
+        return one.model.module(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +42,7 @@ def reference():
 
     @functools.cache
     def of(name, size):
-        return Reference(UNETS[name], size)
+        return Reference(*UNETS[name], size)
 
     return of
 
@@ -83,24 +63,23 @@ def reference():
 )
 def test_every_kind_of_unet_gives_the_answer_of_one_process(reference, name, ranks, size):
     one = reference(name, size)
-    for ((worst, sent, notes),) in run_ranks(one.on_ranks, ranks, ulysses(ranks)):
+    for ((worst, sent, notes),) in on_ranks(one, ranks, ulysses(ranks)):
         assert worst <= EXACT
         assert sent > 0 and IN_BANDS in notes[0]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rows", "backend"),
+    ("strategy", "rows"),
     [
-        (ParallelStrategy(cfg_degree=2, ulysses_degree=2), 2, "gloo"),
-        (ParallelStrategy(ulysses_degree=2, ring_degree=2), 1, "gloo"),
-        (ulysses(3, device_shares=(1.0, 3.0, 2.0)), 1, "gloo"),
-        (ulysses(3), 1, NCCL_SEMANTICS),
+        (ParallelStrategy(cfg_degree=2, ulysses_degree=2), 2),
+        (ParallelStrategy(ulysses_degree=2, ring_degree=2), 1),
+        (ulysses(3, device_shares=(1.0, 3.0, 2.0)), 1),
     ],
-    ids=["with cfg", "ring too", "uneven devices", "an order that nccl takes"],
+    ids=["with cfg", "ring too", "uneven devices"],
 )
-def test_other_layouts_of_the_sequence_axis(reference, strategy, rows, backend):
+def test_other_layouts_of_the_sequence_axis(reference, strategy, rows):
     one = reference("sdxl + controlnet", (rows, 19, 6))
-    for ((worst, sent, notes),) in run_ranks(one.on_ranks, strategy.world_size, strategy, backend=backend):
+    for ((worst, sent, notes),) in on_ranks(one, strategy.world_size, strategy):
         assert worst <= EXACT and sent > 0 and IN_BANDS in notes[0]
 
 
@@ -132,7 +111,7 @@ def test_a_rank_that_goes_without_the_others_gives_another_answer(reference, mis
             unet_bands.all_gather = NEIGHBOURS[missing](unet_bands.all_gather)
         else:
             unet_bands.Bands.start_halo = lambda self, x, below=True: lambda: (None, None)
-        return one.on_ranks(world, ulysses(2))[0][0]
+        return one.on_ranks(world, BANDS, Placement(ulysses(2)))[0][0]
 
     assert min(run_ranks(apart, 2)) > 100 * EXACT
 
@@ -140,7 +119,7 @@ def test_a_rank_that_goes_without_the_others_gives_another_answer(reference, mis
 def test_a_residual_that_no_band_is_cut_of_gives_another_answer(reference, monkeypatch):
     one = reference("sdxl + controlnet", (1, 16, 9))
     monkeypatch.setattr(unet_bands, "_cut", lambda residual, rows: None)
-    assert min(found[0][0] for found in run_ranks(one.on_ranks, 2, ulysses(2))) > 100 * EXACT
+    assert min(found[0][0] for found in on_ranks(one, 2, ulysses(2))) > 100 * EXACT
 
 
 def test_residuals_of_another_size_are_left_out_as_comfyui_leaves_them_out():
@@ -151,21 +130,21 @@ def test_residuals_of_another_size_are_left_out_as_comfyui_leaves_them_out():
         residuals = [torch.ones(b, 32, height, w) for height in (h // 2, h + 3, h - 1)]
         return args, kwargs | {"control": {"input": [*residuals, None]}}
 
-    one = Reference((tiny_builder("sdxl"), wrong_size), (1, 12, 6))
-    for ((worst, _, _),) in run_ranks(one.on_ranks, 2, ulysses(2)):
+    one = Reference(tiny_builder("sdxl"), wrong_size, (1, 12, 6))
+    for ((worst, _, _),) in on_ranks(one, 2, ulysses(2)):
         assert worst <= EXACT
 
 
 def test_rows_that_divide_go_whole_to_each_device(reference):
     one = reference("sd1.5", (2, 8, 6))
-    for ((worst, sent, _),) in run_ranks(one.on_ranks, 2, ulysses(2)):
+    for ((worst, sent, _),) in on_ranks(one, 2, ulysses(2)):
         assert worst <= EXACT
         assert sent == one.answer.nbytes // 2  # the other one's row of the answer
 
 
 def test_too_few_rows_share_out_attention_and_say_so(reference):
     one = reference("sdxl", (1, 8, 8))
-    for ((worst, _, notes),) in run_ranks(one.on_ranks, 3, ulysses(3)):
+    for ((worst, _, notes),) in on_ranks(one, 3, ulysses(3)):
         assert worst <= EXACT
         assert notes[0].startswith(
             "this image has 2 rows at the lowest resolution of its UNet, too few for bands on 3"
@@ -174,7 +153,7 @@ def test_too_few_rows_share_out_attention_and_say_so(reference):
 
 def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
     """As IP-Adapter's: more keys beside the prompt's, weighted by the place in the image."""
-    one = Reference(UNETS["sdxl"], (1, 12, 6))
+    one = Reference(*UNETS["sdxl"], (1, 12, 6))
 
     def beside(q, k, v, options):
         places = torch.linspace(0, 1, q.shape[1])[None, :, None]
@@ -183,10 +162,9 @@ def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
 
     blocks = {("output", 3): beside, ("middle", 0): beside}
     one.kwargs["transformer_options"] = {"patches_replace": {"attn2": blocks}}
-    with torch.inference_mode():
-        plain, one.answer = one.answer, one.alone()
+    plain, one.answer = one.answer, alone(one)
     assert (one.answer - plain).abs().max() > 1e-3 * plain.abs().max()
-    for ((worst, _, notes),) in run_ranks(one.on_ranks, 2, ulysses(2)):
+    for ((worst, _, notes),) in on_ranks(one, 2, ulysses(2)):
         assert worst <= EXACT and "IP-Adapter" in notes[0] and "share out the queries" in notes[0]
 
 
@@ -199,25 +177,23 @@ def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():
         unet.input_blocks[1][0].in_layers[2].padding = (2, 2)
         return unet
 
-    one = Reference((dilated, tiny_inputs("sdxl")), (1, 12, 6))
-    for ((worst, _, notes),) in run_ranks(one.on_ranks, 2, ulysses(2)):
+    one = Reference(dilated, tiny_inputs("sdxl"), (1, 12, 6))
+    for ((worst, _, notes),) in on_ranks(one, 2, ulysses(2)):
         assert worst <= EXACT and "dilation=(2, 2)" in notes[0] and "share out the queries" in notes[0]
 
 
 def test_a_call_leaves_the_module_as_it_was(reference):
     """Other calls of it, by one rank and of other sizes, go on."""
     one, other = reference("sdxl", (1, 12, 6)), reference("sdxl", (1, 13, 5))
-    other.model = one.model
 
     def several(world):
         kinds = [type(layer) for layer in one.model.module.modules()]
         found = [
             worst
             for each in (one, other, one)
-            for worst, _, _ in each.on_ranks(world, ulysses(2), ParallelStrategy())
+            for worst, _, _ in each.on_ranks(world, BANDS, Placement(ulysses(2)), Placement())
         ]
-        with torch.inference_mode():
-            same = (one.alone() - one.answer).abs().max() <= 1e-6 * one.answer.abs().max()
+        same = (alone(one) - one.answer).abs().max() <= 1e-6 * one.answer.abs().max()
         return [max(found), bool(same) and kinds == [type(layer) for layer in one.model.module.modules()]]
 
     for worst, unchanged in run_ranks(several, 2):

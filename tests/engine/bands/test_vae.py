@@ -5,15 +5,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity
 
 from banded_vaes import TOLERANCE, difference, go_without
 from parallel_backend.engine.bands import row_bands as bands_module
-from parallel_backend.engine.bands.row_bands import Bands, split_rows
 from parallel_backend.engine.bands.vae import BandedDecoder, check_limit
-from parallel_backend.engine.comm.collectives import Traffic
-from parallel_backend.errors import PlatformError, RequestError
+from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.errors import PlatformError
 from parallel_backend.layout import split_sizes
 from parallel_backend.models.banded import STEPS
 from ranks import run_ranks
@@ -25,12 +23,13 @@ def decode(world, sizes, jobs, break_halo=False):
     """Per job, of (latent, shares): (image [H, W, 3] or an empty tensor, bytes sent, parts announced) of one rank."""
     if break_halo:
         go_without("rows")
-    decoder, found = BandedDecoder(banded(sizes), world), []
+    layouts, found = Layouts(world), []
+    decoder, traffic = BandedDecoder(banded(sizes), layouts), layouts.traffic
     for latent, shares in jobs:
-        parts, before = [], decoder.bytes_sent
+        parts, before = [], traffic.bytes_sent
         image = decoder(latent, shares, lambda parts=parts: parts.append(1))
         assert (image is None) == (world.rank > 0)
-        found.append((torch.empty(0) if image is None else image[0], decoder.bytes_sent - before, len(parts)))
+        found.append((torch.empty(0) if image is None else image[0], traffic.bytes_sent - before, len(parts)))
     again, first = decoder(*jobs[0]), found[0][0]
     assert again is None or torch.equal(again[0], first)
     return found
@@ -78,7 +77,7 @@ def test_the_image_is_that_of_the_unsplit_decoder(sizes, ranks):
 
 def in_bfloat16(world, sizes, latent):
     """[H, W, 3] float32 of one rank; empty on the others."""
-    image = BandedDecoder(banded(sizes, torch.bfloat16), world)(latent)
+    image = BandedDecoder(banded(sizes, torch.bfloat16), Layouts(world))(latent)
     return torch.empty(0) if image is None else image[0].float()
 
 
@@ -112,19 +111,9 @@ def test_a_decoder_that_drops_the_halo_is_seen():
     assert 40 <= per_row.argmax() < 56  # the border is at row 48
 
 
-def test_a_layer_that_looks_further_is_refused():
-    for conv in (
-        nn.Conv2d(4, 4, 5, padding=2),
-        nn.Conv2d(4, 4, 3, padding=1, stride=2),
-        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-    ):
-        with pytest.raises(RequestError, match="cannot be split"):
-            split_rows(nn.Sequential(conv), Bands(Traffic()))
-
-
 def peak(world, sizes, latent):
     """Bytes that torch's allocator has given out at once during a decode, beyond what it had before."""
-    decoder = BandedDecoder(banded(sizes), world)
+    decoder = BandedDecoder(banded(sizes), Layouts(world))
     decoder(latent)  # groups and buffers that stay
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         decoder(latent)

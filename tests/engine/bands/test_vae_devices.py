@@ -11,6 +11,7 @@ from comfy_modules import import_comfyui_here
 from dispatch_counter import DEVICE, world_of_one_process
 from module_devices import Found, watched
 from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder, BandedNetwork
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -29,7 +30,7 @@ def on_rank(monkeypatch, make, given) -> Found:
     """The band of the second of two ranks."""
     monkeypatch.setattr(BandedNetwork, "_on_rank_0", lambda network, band: band)
     with world_of_one_process(1, 2) as world:
-        network = make(world)
+        network = make(Layouts(world))
         return watched(lambda: network(given))
 
 
@@ -44,7 +45,7 @@ def test_a_decoder_waits_for_its_rows_alone(name, monkeypatch):
     vae = ComfyUIVae(case.build(), case.channels, case.dims, torch.float32, DEVICE)
     frames = (3,) if vae.latent_dims == 3 else ()
     latent = random(case.channels, *frames, 4, 2)
-    found = on_rank(monkeypatch, lambda world: BandedDecoder(vae, world), latent)
+    found = on_rank(monkeypatch, lambda layouts: BandedDecoder(vae, layouts), latent)
     noises = ["models/comfyui/rows/vae_adjustments.py"] if "noise" in name else []
     check(found, ROWS_ARRIVE + noises * (len(found.own) - 1))
     (band,) = found.answers
@@ -58,6 +59,6 @@ def test_an_encoder_waits_for_its_rows_alone(name, monkeypatch):
     encoder = ComfyUIVaeEncoder(case.build(), case.scale, 3, case.channels, case.dims, torch.float32, DEVICE)
     frames = (encoder.few_frames,) if case.dims == 3 else ()
     pixels = random(3, *frames, 4 * case.scale, 2 * case.scale)
-    found = on_rank(monkeypatch, lambda world: BandedEncoder(encoder, world), pixels)
+    found = on_rank(monkeypatch, lambda layouts: BandedEncoder(encoder, layouts), pixels)
     check(found, ROWS_ARRIVE)
     assert found.answers[0].device == DEVICE

@@ -21,10 +21,10 @@ def comfyui():
     return import_comfyui_here()
 
 
-def decoder(name, world, dtype=torch.float32):
+def decoder(name, layouts, dtype=torch.float32):
     case = CASES[name]
     vae = ComfyUIVae(build(name), case.channels, case.dims, dtype, torch.device("cpu"))
-    return BandedDecoder(vae, world)
+    return BandedDecoder(vae, layouts)
 
 
 def whole(name, latent):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from differences import relative_difference
-from flux_requests import CASES, request
+from flux_requests import CASES, CONTEXT, POOLED, request
 from nccl_semantics import NCCL_STREAMS
 from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.comm.groups import Layouts
@@ -19,7 +19,6 @@ from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
 from point_forward import Boundary
 from ranks import run_ranks
-from spread_weights import sizes_of
 from tiny_flux import write_tiny_flux
 
 TOLERANCE = 1e-5
@@ -40,7 +39,8 @@ NAMES = ("dividing, cfg 4, batch 1", "text lengths differ")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    return str(write_tiny_flux(tmp_path_factory.mktemp("compiling") / "tiny.safetensors", **sizes_of(4)))
+    sizes = dict(heads=4, double_blocks=1, single_blocks=2, context_dim=CONTEXT, pooled_dim=POOLED)
+    return str(write_tiny_flux(tmp_path_factory.mktemp("compiling") / "tiny.safetensors", **sizes))
 
 
 @pytest.fixture
