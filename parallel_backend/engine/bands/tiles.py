@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
-from ...models.banded import OTHER_VERSION, TiledVae
+from ...models.banded import OTHER_VERSION
+from ...models.comfyui.rows.vae_halves import TiledComfyUIVae
 from ..comm.collectives import all_to_all
 from ..comm.groups import Axis, World
 from ..comm.traffic_counter import Traffic
@@ -25,7 +26,7 @@ class TiledDecoder:
     Tiles travel to rank 0 one by one and wait in host memory until the network joins them as it joins its own.
     """
 
-    def __init__(self, vae: TiledVae, world: World) -> None:
+    def __init__(self, vae: TiledComfyUIVae, world: World) -> None:
         self.vae = vae
         self._world = world
         self._traffic = Traffic()

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ...errors import PlatformError, RequestError
 from ...layout import slice_of, split_sizes
-from ...models.banded import OTHER_VERSION, BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
+from ...models.banded import OTHER_VERSION
+from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+from ...models.comfyui.rows.vae_halves import ComfyUIVae
 from ..comm.collectives import all_gather, all_to_all
 from ..comm.groups import PATIENCE, Axis, World
 from ..comm.traffic_counter import Traffic
@@ -35,7 +37,7 @@ class BandedNetwork:
 
     def __init__(
         self,
-        vae: BandedHalf,
+        vae: ComfyUIVae | ComfyUIVaeEncoder,
         network: nn.Module,
         compute: Callable[[Tensor], Tensor],
         world: World,
@@ -156,9 +158,9 @@ class BandedNetwork:
 class BandedDecoder(BandedNetwork):
     """`vae`'s decoder; `groups` as of BandedNetwork."""
 
-    vae: BandedVae
+    vae: ComfyUIVae
 
-    def __init__(self, vae: BandedVae, world: World, groups: RankGroups | None = None) -> None:
+    def __init__(self, vae: ComfyUIVae, world: World, groups: RankGroups | None = None) -> None:
         super().__init__(vae, vae.decoder, vae.decode, world, groups, unit=1)
 
     def check_input(self, given: Tensor) -> None:
@@ -172,9 +174,9 @@ class BandedDecoder(BandedNetwork):
 class BandedEncoder(BandedNetwork):
     """`vae`'s encoder; `groups` as of BandedNetwork. Heights of its inputs divide by `vae.scale`."""
 
-    vae: BandedVaeEncoder
+    vae: ComfyUIVaeEncoder
 
-    def __init__(self, vae: BandedVaeEncoder, world: World, groups: RankGroups | None = None) -> None:
+    def __init__(self, vae: ComfyUIVaeEncoder, world: World, groups: RankGroups | None = None) -> None:
         super().__init__(vae, vae.encoder, vae.encode, world, groups, unit=vae.scale)
 
     def check_input(self, given: Tensor) -> None:
@@ -190,7 +192,7 @@ class BandedEncoder(BandedNetwork):
         return self.vae.in_channels, *frames, self._unit * self._world.world_size, 2 * self._unit
 
 
-def check_latent(vae: DecodingHalf, latent: Tensor) -> None:
+def check_latent(vae: ComfyUIVae, latent: Tensor) -> None:
     """Raises RequestError, in a user's words, for a batch that `vae` does not decode."""
     channels, dims, least = vae.latent_channels, vae.latent_dims, vae.min_side
     if latent.ndim != 2 + dims:
