@@ -89,7 +89,7 @@ def first_run(two_real_ranks, tmp_path, monkeypatch):
     calls = import_node_module("nodes.host.calls")
     path = write_tiny_flux(tmp_path / "tiny.safetensors")
     file, spec = inspect_flux(path), ModelSpec(str(path))
-    request = random_request(file, width=128, height=128, batch=1, text=8, steps=STEPS, with_cfg=True)
+    request = random_request(file.inputs, width=128, height=128, batch=1, text=8, steps=STEPS, with_cfg=True)
     job = job_from_request(CheckpointModel(file), request)
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
     (tmp_path / "user" / "default").mkdir(parents=True)

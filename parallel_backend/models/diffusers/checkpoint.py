@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...layout import RankCoordinates
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from ..arithmetic import Family, joint_blocks, single_blocks
@@ -19,7 +18,7 @@ from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
 from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
 from .memory.activation_bytes import moments
-from .memory.weight_bytes import blocks_of_stage, held_weights
+from .memory.weight_bytes import held_weights
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
@@ -80,14 +79,12 @@ class FluxFile:
 
     @property
     def shape(self) -> ModelShape:
-        blocks = self.dims.double_blocks + self.dims.single_blocks
-        return ModelShape(self.dims.heads, blocks, self.name, sends_tokens=True)
+        return ModelShape(self.dims.heads, self.dims.blocks, self.name, sends_tokens=True)
 
     @property
     def family(self) -> Family:
         """36 h² parameters in a double block, 15 h² in a single one."""
-        doubles, singles = self.block_counts
-        hidden = self.dims.hidden
+        doubles, singles, hidden = self.dims.double_blocks, self.dims.single_blocks, self.dims.hidden
         return Family(
             name="Flux.1",
             hidden=hidden,
@@ -106,41 +103,13 @@ class FluxFile:
         )
 
     @property
-    def block_counts(self) -> tuple[int, int]:
-        """Double blocks, then single ones."""
-        return self.dims.double_blocks, self.dims.single_blocks
-
-    @property
-    def hidden_size(self) -> int:
-        return self.dims.hidden
-
-    @property
-    def context_dim(self) -> int:
-        return self.dims.context_dim
-
-    @property
-    def pooled_dim(self) -> int:
-        return self.dims.pooled_dim
-
-    @property
-    def latent_channels(self) -> int:
-        return self.dims.out_channels // 4  # a token is 2 x 2 latent pixels
-
-    @property
     def token_channels(self) -> int:
         return self.dims.out_channels
 
-    @property
-    def has_guidance(self) -> bool:
-        return self.dims.guidance
-
     def describe(self) -> str:
         form = "dev" if self.dims.guidance else "schnell"
-        doubles, singles = self.block_counts
-        return f"Flux.1 {form} form, {doubles}+{singles} blocks of width {self.dims.hidden}"
-
-    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
-        return blocks_of_stage(self.dims, strategy, place)
+        dims = self.dims
+        return f"Flux.1 {form} form, {dims.double_blocks}+{dims.single_blocks} blocks of width {dims.hidden}"
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool

@@ -36,6 +36,10 @@ class FluxDims:
     out_channels: int
     guidance: bool
 
+    @property
+    def blocks(self) -> int:
+        return self.double_blocks + self.single_blocks
+
 
 # Of the published FLUX.1-dev, for predictions where no file is at hand.
 FLUX_DEV = FluxDims(

@@ -52,8 +52,7 @@ def load(
     in_fp8 = spec.weight_dtype == FP8_FAST and multiply_fp8(peers or (device,))
     parameters = Parameters(file, opened, dtypes, as_stored)
     with torch.device("meta"), no_init_weights():
-        blocks = range(file.dims.double_blocks + file.dims.single_blocks)
-        transformer = FluxTransformer2DModel(**transformer_config(file.dims, blocks))
+        transformer = FluxTransformer2DModel(**transformer_config(file.dims))
     mapped = {name: parameters.mapped(name) for name in transformer.state_dict()}
     transformer.load_state_dict(mapped, strict=True, assign=True)
     names = {parameter: name for name, parameter in transformer.named_parameters()}
@@ -110,14 +109,13 @@ class Parameters:
         return stored if self._as_stored else getattr(torch, self._dtypes.storage)
 
 
-def transformer_config(dims: FluxDims, blocks: range) -> dict[str, object]:
-    doubles = range(blocks.start, min(blocks.stop, dims.double_blocks))
+def transformer_config(dims: FluxDims) -> dict[str, object]:
     return {
         "patch_size": 1,
         "in_channels": dims.in_channels,
         "out_channels": dims.out_channels,
-        "num_layers": len(doubles),
-        "num_single_layers": len(blocks) - len(doubles),
+        "num_layers": dims.double_blocks,
+        "num_single_layers": dims.single_blocks,
         "attention_head_dim": dims.head_dim,
         "num_attention_heads": dims.heads,
         "joint_attention_dim": dims.context_dim,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ....layout import RankCoordinates, stage_blocks
+from ....layout import RankCoordinates
 from ....strategy import ParallelStrategy
 from ...dtypes import FP8, ITEMSIZE, Dtypes
 from ...footprint import HeldWeights, WeightPart
@@ -33,10 +33,9 @@ def held_weights(
     dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
 ) -> HeldWeights:
     """The weights that `rank` holds of a model under `strategy`."""
-    place = RankCoordinates.of(strategy, rank)
     alike = strategy.row_degree * strategy.sequence_degree
     sharded = strategy.shards and (alike > 1 or not on_cpu)
-    blocks = frozenset(blocks_of_stage(dims, strategy, place))
+    blocks = frozenset(RankCoordinates.of(strategy, rank).blocks(strategy, dims.blocks))
     return HeldWeights(
         parts=_parts(dims, dtypes, blocks, strategy.tensor_degree, alike if sharded else 0, on_cpu),
         sharded=sharded,
@@ -67,12 +66,6 @@ def _parts(
         if kept != dtypes.compute and name.endswith(".weight"):
             totals[3] = max(totals[3], first * rest * ITEMSIZE[dtypes.compute])
     return tuple(WeightPart(block, *totals) for block, totals in parts.items())
-
-
-def blocks_of_stage(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> range:
-    """The rank's blocks, numbered doubles first."""
-    count = dims.double_blocks + dims.single_blocks
-    return stage_blocks(count, place.stage_shares(strategy))[place.stage]
 
 
 @lru_cache(maxsize=16)
