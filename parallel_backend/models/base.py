@@ -22,13 +22,6 @@ AttentionCall = Callable[..., Tensor]
 Rotate = Callable[[Callable[[list[Tensor], Any], list[Tensor]], list[Tensor], Any, int], list[Tensor]]
 
 
-class Attention(Protocol):
-    """Attention of one model call over the tokens of all ranks that share them."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, s, H, D] of this rank's tokens in and out."""
-
-
 @dataclass(frozen=True)
 class Slices:
     """Slice `index` of `degree` of each layer. Where ranks meet: `add_up` gives every rank the sum of what each hands
@@ -136,12 +129,6 @@ class ModuleModel(Protocol):
 
     def begin_call(self) -> None:
         """Forgets what the module keeps of its last call by where that lay in memory."""
-
-    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
-        """Inside, what its blocks call as ComfyUI's optimized attention is `attend(original, q, k, v, heads, …)`."""
-
-    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
-        """Inside, `original` is `kernel(original, q, k, v, heads, …)`, and so is what no `attention_by` answers."""
 
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
         """Inside, `rotate` answers what its blocks call to rotate queries and keys."""

@@ -52,7 +52,7 @@ class XfuserAttention:
 
 @dataclass(frozen=True, eq=False)
 class UspCall:
-    """Attention of one model call (base.Attention)."""
+    """Attention of one model call over the tokens of all ranks that share them."""
 
     _layout: Layout
     _xfuser: Xfuser

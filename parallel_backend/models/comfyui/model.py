@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import AttentionCall, Rotate, WeightSharding
+from ..base import Rotate, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE, slices_layers
-from .attention_router import attention_by, attention_kernel
 from .file_weights import FileWeights
 from .formats.slices import Cut, can_be_cut, is_plain
 from .rotary_router import can_route, rotary_by
@@ -88,12 +87,6 @@ class ComfyUIModel:
     def begin_call(self) -> None:
         if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:
             forget()  # it knows references by where they lie, and each call's copies may lie where others lay
-
-    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
-        return attention_by(attend)
-
-    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
-        return attention_kernel(kernel)
 
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
         return rotary_by(rotate)
