@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
-from ..arithmetic import Family, joint_blocks, single_blocks
+from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
@@ -85,11 +85,12 @@ class FluxFile:
     def family(self) -> Family:
         """36 h² parameters in a double block, 15 h² in a single one."""
         doubles, singles, hidden = self.dims.double_blocks, self.dims.single_blocks, self.dims.hidden
+        block = 12.0 * hidden * hidden  # 4 h² of attention and 8 h² of feed-forward for each token
         return Family(
             name="Flux.1",
             hidden=hidden,
             heads=self.dims.heads,
-            blocks=(joint_blocks(doubles, hidden), single_blocks(singles, hidden)),
+            blocks=(BlockCounts(doubles, block, block), BlockCounts(singles, block, block, reduces=1)),
             parameters=(36.0 * doubles + 15.0 * singles) * hidden * hidden,
             text_tokens=512,
         )
