@@ -11,7 +11,11 @@ from ....layout import RankCoordinates
 from ....strategy import ParallelStrategy
 from ...dtypes import FP8, ITEMSIZE, Dtypes
 from ...footprint import HeldWeights, WeightPart
-from ..keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
+from ...tokens.block_kinds import DIFFUSERS_FLUX
+from ..keys import FluxDims, diffusers_shapes
+
+# How tensor parallelism cuts the blocks, by the list that a parameter's name begins with.
+_SLICED = {path.rpartition(".")[2]: kind.sliced for path, kind in DIFFUSERS_FLUX.lists.items()}
 
 
 def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
@@ -84,12 +88,14 @@ def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]]
 def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
     """(rows, elements of a row) of a rank's slice of a parameter."""
     rows, rest = shape[0], shape[1] if len(shape) > 1 else 1
-    layer, _, kind = name.rpartition(".")
-    if degree == 1 or "transformer_blocks." not in name:
+    block, _, kind = name.rpartition(".")
+    listed, _, path = block.partition(".")
+    layer, sliced = path.partition(".")[2], _SLICED.get(listed)
+    if degree == 1 or sliced is None:
         return rows, rest
-    if layer.endswith(SLICED_BY_ROWS):
+    if layer in sliced.joined or any(layer in branch.into for branch in sliced.branches):
         return rows // degree, rest
-    if layer.endswith(SLICED_BY_COLUMNS) and kind == "weight":
+    if kind == "weight" and any(layer == branch.out for branch in sliced.branches):
         return rows, rest // degree
     return rows, rest
 
