@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,31 +19,23 @@ from .formats.slices import Cut, can_be_cut, is_plain
 from .rotary_router import can_route, rotary_by
 
 
+@dataclass(eq=False)
 class ComfyUIModel:
     """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file;
     `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes; `files`:
     reads them again, None where the rank has a part of the model; `cuts`: what it has of parameters that tensor
     parallelism cuts, by the names of `originals`."""
 
-    def __init__(
-        self,
-        patcher: Any,
-        device: torch.device,
-        bytes: int,
-        stored_dtype: str,
-        originals: Mapping[str, Tensor],
-        byte_sharding: WeightSharding | None,
-        files: FileWeights | None,
-        cuts: Mapping[str, Cut],
-    ) -> None:
-        self.patcher = patcher
-        self.device = device
-        self.bytes = bytes
-        self.stored_dtype = stored_dtype
-        self.originals = originals
-        self.byte_sharding = byte_sharding
-        self.files = files
-        self.cuts = cuts
+    patcher: Any
+    device: torch.device
+    bytes: int
+    stored_dtype: str
+    originals: Mapping[str, Tensor]
+    byte_sharding: WeightSharding | None
+    files: FileWeights | None
+    cuts: Mapping[str, Cut]
+
+    def __post_init__(self) -> None:
         entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions
         self.rows_together = entry is not None and entry.rows_together
