@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
 from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
-from ..staging import StagedReader, staged_reader
+from ..staging import staged_reader
 from ..tokens.table import TABLE
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
@@ -58,14 +58,14 @@ def load(
     # Before they leave the mapping: views of it cost nothing.
     originals = {f"diffusion_model.{name}": value for name, value in module.named_parameters()}
     cuts = _sliced(module, own)
-    with read.open_reader(spec.path, device) as staged:
+    with staged_reader(spec.path, read.opened, device) as staged:
         place(read.patcher.model, device, read.dtypes, own.byte_sharding, absent, staged)
     read.patcher.model.device = device
     give_back_pages(spec.path)  # what was copied from them; others come back from the page cache
     files = None
     if part is None:
         dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}
-        open_reader = partial(read.open_reader, spec.path, device)
+        open_reader = partial(staged_reader, spec.path, read.opened, device)
         files = FileWeights(read.patcher.model, originals, device, dtypes, open_reader)
     return ComfyUIModel(
         read.patcher, device, read.bytes, read.stored_dtype, originals, own.byte_sharding, files, cuts
@@ -88,13 +88,6 @@ class _Read:
     bytes: int
     stored_dtype: str
     dtypes: dict[str, torch.dtype]
-
-    def open_reader(
-        self, path: str, device: torch.device
-    ) -> StagedReader | AbstractContextManager[StagedReader | None]:
-        """Returns what reads the weights of the file at `path` to `device`; of None where they stay in the mapping."""
-        reader = None if self.opened is None else staged_reader(path, self.opened, device)
-        return reader or nullcontext()
 
 
 def _source_of(spec: ModelSpec) -> ComfyUISource:

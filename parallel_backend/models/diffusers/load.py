@@ -7,7 +7,6 @@ ones. On the CPU the parameters are views of the mapped file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from diffusers.models.modeling_utils import no_init_weights
@@ -65,7 +64,7 @@ def load(
         slice_blocks(module, [DIFFUSERS_FLUX], part.slices)
     absent = absent_parameters(module, part)
     heartbeat.loading(0.0)
-    with staged_reader(file.path, opened, device) or nullcontext() as staged:
+    with staged_reader(file.path, opened, device) as staged:
         holder = nn.ModuleDict({"diffusion_model": module})
         place(holder, device, dtypes_by_path, part.byte_sharding, absent, staged)
     module.requires_grad_(False)
