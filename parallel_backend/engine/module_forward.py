@@ -172,8 +172,7 @@ class ModuleForward:
 
     def use_kernel(self, name: str) -> None:
         """Has attention computed by this kernel. Raises RequestError for one that cannot run here."""
-        model = self.model
-        self.kernel = kernel_for(model.device, model.compute_dtype, name).name
+        self.kernel = kernel_for(self.model.device, self.model.compute_dtype, name).name
         self.wish, self.chosen = name, ChosenKernel(name)
         if name in APPROXIMATE_KERNELS:
             self.exact = False

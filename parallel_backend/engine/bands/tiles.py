@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
-from ...models.banded import OTHER_VERSION
+from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_halves import TiledComfyUIVae
 from ..comm.collectives import all_to_all
 from ..comm.groups import Axis, World

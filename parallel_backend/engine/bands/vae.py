@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import PlatformError, RequestError
 from ...layout import slice_of, split_sizes
-from ...models.banded import OTHER_VERSION
+from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from ...models.comfyui.rows.vae_halves import ComfyUIVae
 from ..comm.collectives import all_gather, all_to_all

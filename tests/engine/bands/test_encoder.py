@@ -12,7 +12,7 @@ from parallel_backend.engine.bands.row_bands import Bands, split_rows
 from parallel_backend.engine.bands.vae import BandedEncoder
 from parallel_backend.engine.comm.collectives import Traffic
 from parallel_backend.errors import RequestError
-from parallel_backend.models.banded import STEPS
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import encodes_in_bands

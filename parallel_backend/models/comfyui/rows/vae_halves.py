@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...banded import STEPS, RowAttention
 from ...tokens.vae_networks import ENCODER_ALONE, frames_are_a_batch, known
+from .banded import STEPS, RowAttention
 from .vae_adjustments import adjust, reproducible
 
 _ATTENTION = ("optimized_attention", "optimized_vae_attention")
