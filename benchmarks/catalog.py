@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from parallel_backend.models.arithmetic import BlockCounts, Family, joint_blocks, single_blocks
+from parallel_backend.models.arithmetic import BlockCounts, Family
 
 # Bytes that one weight takes in storage, by the word a person or a file name uses; q4 is GGUF Q4_K_M (4.5 bits).
 WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8": 1.0625, "q4": 0.5625, "fp32": 4.0}
@@ -26,6 +26,23 @@ class Published(Family):
     default_size: tuple[int, int, int] = (1024, 1024, 1)
     default_steps: int = 28
     known: bool = True
+
+
+def _square(hidden: int, per_token: float) -> float:
+    return per_token * hidden * hidden
+
+
+def joint_blocks(
+    count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
+) -> BlockCounts:
+    """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
+    text = _square(text_hidden or hidden, text_weights or weights)
+    return BlockCounts(count, _square(hidden, weights), text)
+
+
+def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
+    """One stream of image and text tokens through the same layers."""
+    return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
 
 
 def _cross_attention_blocks(count: int, hidden: int, feed_forward: float) -> BlockCounts:

@@ -60,6 +60,10 @@ class RankCoordinates(NamedTuple):
         grid = self.pipeline_shares(strategy)
         return tuple(sum(stage) for stage in grid) or (1.0,) * strategy.pipefusion_degree
 
+    def blocks(self, strategy: ParallelStrategy, count: int) -> range:
+        """Those of a model's `count` blocks that its pipeline's stage computes; all without a pipeline."""
+        return stage_blocks(count, self.stage_shares(strategy))[self.stage]
+
     def sequence_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
         """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares.
 

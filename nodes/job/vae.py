@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.job.payload import INPUTS, HalfVae, VaeCall
-from ...parallel_backend.models.banded import STEPS
+from ...parallel_backend.models.comfyui.rows.banded import STEPS
 from ...parallel_backend.models.tokens.vae_networks import (
     DECODER_ALONE,
     ENCODER_ALONE,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import RequestError
 from ..layout import slice_of
+from ..models.attention import attention_by, attention_kernel
 from ..models.base import ModuleModel
 from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
@@ -171,8 +172,7 @@ class ModuleForward:
 
     def use_kernel(self, name: str) -> None:
         """Has attention computed by this kernel. Raises RequestError for one that cannot run here."""
-        model = self.model
-        self.kernel = kernel_for(model.device, model.compute_dtype, name).name
+        self.kernel = kernel_for(self.model.device, self.model.compute_dtype, name).name
         self.wish, self.chosen = name, ChosenKernel(name)
         if name in APPROXIMATE_KERNELS:
             self.exact = False
@@ -207,7 +207,7 @@ class ModuleForward:
         self, call: ModuleCall, cache: ModuleCache | None = None, keys: KeptKeys | None = None
     ) -> Answer:
         """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
-        with nullcontext() if self.chosen is None else self.model.attention_kernel(self.chosen):
+        with nullcontext() if self.chosen is None else attention_kernel(self.chosen):
             try:
                 return self._call(call, cache, keys)
             except OtherProjections as reason:  # on all ranks, in the first block
@@ -360,10 +360,10 @@ class ModuleForward:
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
             self.add_note("attention is another pack's: devices share out its heads")
-            with self.model.attention_by(HeadAttention(self.layout, self.traffic, queries.LEAST_KEYS)):
+            with attention_by(HeadAttention(self.layout, self.traffic, queries.LEAST_KEYS)):
                 return self._compute_rows(call, cached)
         self.add_note(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
-        with self.model.attention_by(queries.QueryAttention(self.layout, self.traffic)):
+        with attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call, cached)
 
     def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:

@@ -71,20 +71,3 @@ class Family:
     def split_tokens(self, image: int, text: int, blocks: BlockCounts) -> int:
         """Tokens whose queries, keys and values move when the sequence is split over the ranks."""
         return image + text if blocks.attends == "joint" else image
-
-
-def _square(hidden: int, per_token: float) -> float:
-    return per_token * hidden * hidden
-
-
-def joint_blocks(
-    count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
-) -> BlockCounts:
-    """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
-    text = _square(text_hidden or hidden, text_weights or weights)
-    return BlockCounts(count, _square(hidden, weights), text)
-
-
-def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
-    """One stream of image and text tokens through the same layers."""
-    return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)

@@ -130,12 +130,6 @@ class ModuleModel(Protocol):
     def begin_call(self) -> None:
         """Forgets what the module keeps of its last call by where that lay in memory."""
 
-    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
-        """Inside, what its blocks call as ComfyUI's optimized attention is `attend(original, q, k, v, heads, …)`."""
-
-    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
-        """Inside, `original` is `kernel(original, q, k, v, heads, …)`, and so is what no `attention_by` answers."""
-
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
         """Inside, `rotate` answers what its blocks call to rotate queries and keys."""
 

@@ -72,11 +72,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             start = file.read(8)
             header_bytes = int.from_bytes(start, "little")
             if len(start) < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise _refused(name, _what_it_is(start, file_bytes))
+                raise refused(name, _what_it_is(start, file_bytes))
             text = file.read(header_bytes)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
-        raise _refused(name, f"it cannot be read ({reason})") from None
+        raise refused(name, f"it cannot be read ({reason})") from None
     entries, metadata = _parse(name, text)
     _check_layout(name, entries, data_bytes=file_bytes - 8 - header_bytes)
     return Header(os.fspath(path), entries, file_bytes, metadata)
@@ -89,7 +89,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise _refused(Path(path).name, "it is not a regular file")
+    raise refused(Path(path).name, "it is not a regular file")
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
@@ -103,7 +103,8 @@ def check_name(path: str | os.PathLike[str]) -> None:
         ) from None
 
 
-def _refused(name: str, reason: str) -> CheckpointError:
+def refused(name: str, reason: str) -> CheckpointError:
+    """The error of a file that is damaged, or none of those that are read."""
     return CheckpointError(f"{name} is refused: {reason}. Download the file again, or choose another one.")
 
 
@@ -124,14 +125,14 @@ def _parse(name: str, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, st
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _refused(name, f"its header is not valid JSON ({str(error)[:80]})") from None
+        raise refused(name, f"its header is not valid JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
-        raise _refused(name, "its header is not a JSON object")
+        raise refused(name, "its header is not a JSON object")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _refused(name, "its metadata is not a table of text")
+        raise refused(name, "its metadata is not a table of text")
     if not content:
-        raise _refused(name, "it holds no tensors")
+        raise refused(name, "it holds no tensors")
     return {key: _entry(name, key, value) for key, value in content.items()}, metadata
 
 
@@ -145,19 +146,19 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _entry(name: str, key: str, value: object) -> TensorEntry:
     """Checks one tensor: fields, dtype, whole non-negative numbers, and size = shape x dtype."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise _refused(name, f"the entry of tensor {key[:80]!r} is malformed")
+        raise refused(name, f"the entry of tensor {key[:80]!r} is malformed")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise _refused(name, f"tensor {key[:80]!r} has the unsupported dtype {str(dtype)[:20]!r}")
+        raise refused(name, f"tensor {key[:80]!r} has the unsupported dtype {str(dtype)[:20]!r}")
     whole = all(
         isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         for numbers in (shape, offsets)
     )
     if not whole or len(offsets) != 2 or len(shape) > 8:
-        raise _refused(name, f"tensor {key[:80]!r} has an impossible shape or position")
+        raise refused(name, f"tensor {key[:80]!r} has an impossible shape or position")
     begin, end = offsets
     if end - begin != math.prod(shape) * _DTYPE_BYTES[dtype]:
-        raise _refused(
+        raise refused(
             name, f"tensor {key[:80]!r} of shape {shape} does not fit the {end - begin} bytes it is given"
         )
     return TensorEntry(dtype, tuple(shape), begin, end)
@@ -168,11 +169,11 @@ def _check_layout(name: str, entries: dict[str, TensorEntry], data_bytes: int) -
     position = 0
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            raise _refused(name, f"tensor {key[:80]!r} overlaps another or leaves a hole")
+            raise refused(name, f"tensor {key[:80]!r} overlaps another or leaves a hole")
         position = entry.end
     if position > data_bytes:
-        raise _refused(
+        raise refused(
             name, f"it is truncated: {position} bytes of tensors are announced, {data_bytes} are there"
         )
     if position < data_bytes:
-        raise _refused(name, f"{data_bytes - position} bytes follow its last tensor")
+        raise refused(name, f"{data_bytes - position} bytes follow its last tensor")

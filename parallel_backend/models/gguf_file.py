@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .checkpoint import MAX_HEADER_BYTES, Header, TensorEntry, check_name, open_regular
+from .checkpoint import MAX_HEADER_BYTES, Header, TensorEntry, check_name, open_regular, refused
 from .dtypes import GGUF
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ def read_tensors(path: str | os.PathLike[str]) -> list[GGUFTensor]:
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise _refused(name, "it is empty")
+                raise refused(name, "it is empty")
             data = numpy.memmap(file, mode="r")
     except OSError as error:
-        raise _refused(name, f"it cannot be read ({error.strerror or error})") from None
+        raise refused(name, f"it cannot be read ({error.strerror or error})") from None
     try:
         return list(_tensors(data, name))
     except _Damaged as error:
-        raise _refused(name, f"it is no whole GGUF file ({error})") from None
+        raise refused(name, f"it is no whole GGUF file ({error})") from None
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -141,7 +141,7 @@ def _tensors(data: numpy.ndarray[Any, Any], name: str) -> Iterator[GGUFTensor]:
     fields = dict(_fields(cursor, cursor.count("Q", least=13)))
     places = [_place(cursor) for _ in range(tensors)]
     if not places:
-        raise _refused(name, "it holds no tensors")
+        raise refused(name, "it holds no tensors")
     alignment = fields.get(_ALIGNMENT, (_DEFAULT_ALIGNMENT,))[0]
     if alignment < 1 or alignment & (alignment - 1):
         raise _Damaged(f"its alignment is {alignment}, which is no power of two")
@@ -163,7 +163,7 @@ def _tensors(data: numpy.ndarray[Any, Any], name: str) -> Iterator[GGUFTensor]:
             or math.prod(shape) != math.prod(stored)
             or (stored[-1] if stored else 1) % values
         ):
-            raise _refused(name, f"tensor {key[:80]!r} has an impossible shape")
+            raise refused(name, f"tensor {key[:80]!r} has an impossible shape")
         if key in seen:
             raise _Damaged(f"{key[:80]!r} occurs twice")
         seen.add(key)
@@ -213,7 +213,3 @@ def _place(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
         raise _Damaged(f"{name[:80]!r} has {dimensions} dimensions")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))
     return name, tuple(reversed(shape)), cursor.number("I"), cursor.number("Q")
-
-
-def _refused(name: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{name} is refused: {reason}. Download the file again, or choose another one.")

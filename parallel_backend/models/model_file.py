@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from ..layout import RankCoordinates
 from ..requests import InputShapes
 from ..strategy import ModelShape, ParallelStrategy
 from .arithmetic import Family
@@ -17,8 +16,7 @@ class ModelFile(Protocol):
     """A checked checkpoint of any family.
 
     `dtype`: torch's name of that of most of its bytes; `tensor_bytes`: of all that the model reads from it;
-    `hidden_size`: width of a token between blocks; `context_dim`, `pooled_dim`: of a prompt; `latent_channels`: of the
-    latent; `token_channels`: of a token as it leaves the model; `has_guidance`: it embeds a guidance strength.
+    `token_channels`: of a token as it leaves the model.
     """
 
     def __hash__(self) -> int: ...
@@ -49,32 +47,10 @@ class ModelFile(Protocol):
         """Every size that decides how long a step takes: fine-tunes of a model have the same."""
 
     @property
-    def block_counts(self) -> tuple[int, ...]:
-        """The number of blocks of each kind, in the order in which they are numbered."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def context_dim(self) -> int: ...
-
-    @property
-    def pooled_dim(self) -> int: ...
-
-    @property
-    def latent_channels(self) -> int: ...
-
-    @property
     def token_channels(self) -> int: ...
-
-    @property
-    def has_guidance(self) -> bool: ...
 
     def describe(self) -> str:
         """The model by its sizes alone, since a file's name may be private."""
-
-    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
-        """The blocks that a rank runs: those of its pipeline's stage, or all."""
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool

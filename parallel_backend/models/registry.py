@@ -23,27 +23,16 @@ if TYPE_CHECKING:  # commands that only plan need no torch
 class Provider:
     """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
     and without the library that computes; `load`: in a rank, from a ModelSpec, a device, a ModelPart and the devices of
-    all ranks to a model; `typical`: a ModelFile that stands for the model where nobody knows it."""
+    all ranks to a model."""
 
     name: str
     inspect: str
     load: str
-    typical: str
 
 
 PROVIDERS = (
-    Provider(
-        "flux",
-        inspect="diffusers.checkpoint:inspect_flux",
-        load="diffusers.load:load",
-        typical="diffusers.checkpoint:PUBLISHED_DEV",
-    ),
-    Provider(
-        "comfyui",
-        inspect="comfyui.model_file:inspect",
-        load="comfyui.load:load",
-        typical="comfyui.model_file:TYPICAL",
-    ),
+    Provider("flux", inspect="diffusers.checkpoint:inspect_flux", load="diffusers.load:load"),
+    Provider("comfyui", inspect="comfyui.model_file:inspect", load="comfyui.load:load"),
 )
 
 
@@ -59,11 +48,6 @@ def provider_of(family: str) -> Provider:
 def inspect_model(path: str, family: str = "") -> ModelFile:
     """The model in the file at `path`, by its header. Raises CheckpointError for a file that is refused."""
     return imported(provider_of(family).inspect)(path)
-
-
-def typical_model(family: str = "") -> ModelFile:
-    """A published model of the family, for rules and predictions where no file is at hand."""
-    return imported(provider_of(family).typical)
 
 
 def import_for(spec: ModelSpec, device: torch.device) -> None:

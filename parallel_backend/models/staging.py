@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from safetensors import safe_open
@@ -100,7 +101,9 @@ class StagedReader:
 
 
 def staged_reader(
-    path: str | os.PathLike[str], opened: safe_open, device: torch.device
-) -> StagedReader | None:
-    """The reader for weights that go to `device`; None where they stay in the mapped file."""
-    return StagedReader(path, opened, device) if device.type == "cuda" else None
+    path: str | os.PathLike[str], opened: safe_open | None, device: torch.device
+) -> AbstractContextManager[StagedReader | None]:
+    """The reader for weights that go to `device`; None where they stay in the mapped file, or no such file is open."""
+    if opened is None or device.type != "cuda":
+        return nullcontext()
+    return StagedReader(path, opened, device)

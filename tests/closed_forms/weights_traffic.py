@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from parallel_backend.layout import split_sizes
-from parallel_backend.models.diffusers.keys import (
-    SLICED_BY_COLUMNS,
-    SLICED_BY_ROWS,
-    FluxDims,
-    diffusers_shapes,
-)
+from parallel_backend.models.diffusers.keys import FluxDims, diffusers_shapes
 from parallel_backend.strategy import ParallelStrategy
+
+# Ends of the names of diffusers' layers within blocks whose weights are split by rows, and by columns.
+SLICED_BY_ROWS = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
+    *("norm1.linear", "norm1_context.linear", ".norm.linear"),
+)
+SLICED_BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", ".proj_out")
 
 
 def tensor_bytes(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed, PromptInterrupted
 from graphs import Graph
-from parallel_backend.models.banded import STEPS
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from tests.closed_forms.vae_sizes import VaeSizes
 from tiny_vae import FLUX, SD, write_vae
 

@@ -227,7 +227,7 @@ def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them
 
 def _comparison(model, device_bytes, devices=("a", "b")):
     file = inspect_flux(model)
-    request = random_request(file, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
+    request = random_request(file.inputs, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
     job = job_from_request(CheckpointModel(file), request)
     return BenchComparison(ModelSpec(str(model)), job, request, "auto", devices, 1, device_bytes)
 

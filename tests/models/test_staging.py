@@ -75,7 +75,8 @@ def test_a_file_that_became_shorter_is_refused_in_words(opened):
 
 def test_on_the_cpu_weights_stay_in_the_mapping(opened):
     path, file = opened
-    assert staged_reader(path, file, CPU) is None
+    with staged_reader(path, file, CPU) as reader:
+        assert reader is None
 
 
 def test_flux_loads_the_same_weights_by_large_reads(tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ def test_a_first_job_on_two_real_ranks_ends_in_the_fastest_and_the_next_begins_w
 ):
     path = write_tiny_flux(tmp_path / "tiny.safetensors")
     spec, file = ModelSpec(str(path)), inspect_flux(path)
-    request = random_request(file, width=128, height=128, batch=1, text=8, steps=20, with_cfg=True)
+    request = random_request(file.inputs, width=128, height=128, batch=1, text=8, steps=20, with_cfg=True)
     asked = job_from_request(CheckpointModel(file), request)
     first = plan(cpus, asked, tries=True)
     assert first.strategy == CFG and first.trials.strategies == (ONE, ULYSSES, RING)

@@ -243,7 +243,9 @@ def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
     from parallel_backend.commands.bench.rounds import random_request
 
     model = CheckpointModel(flux_file(FP8))
-    request = random_request(model.file, width=512, height=768, batch=3, text=16, steps=20, with_cfg=True)
+    request = random_request(
+        model.file.inputs, width=512, height=768, batch=3, text=16, steps=20, with_cfg=True
+    )
     job = job_from_request(model, request)
     assert (job.width, job.height, job.batch, job.prompts, job.text_tokens, job.steps) == (
         512,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from parallel_backend.layout import slice_of, split_sizes
-from parallel_backend.models.diffusers.compat_diffusers import attention_by, patch_diffusers
+from parallel_backend.models.attention import attention_by
+from parallel_backend.models.diffusers.compat_diffusers import patch_diffusers
 
 
 class _StaleKeys:

@@ -11,6 +11,7 @@ timestep: a test that drops one of them must see a difference far above rounding
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,40 +35,21 @@ NORM_STD = 0.1
 def write_tiny_flux(
     path: str | Path,
     *,
-    heads: int = 2,
-    double_blocks: int = 1,
-    single_blocks: int = 1,
-    context_dim: int = 64,
-    pooled_dim: int = 32,
-    guidance: bool = True,
     dtype: torch.dtype = torch.float32,
     prefix: str = "",
     layout: str = "bfl",
-    seed: int = 0,
-    scale: float = 1.0,
-    in_channels: int = PATCHED_CHANNELS,
+    **sizes: Any,
 ) -> Path:
     """Write the checkpoint to ``path`` (its folder is made) and return the path.
 
-    ``guidance=False`` gives a schnell (no ``guidance_in``); ``prefix`` is put before every key, for instance
-    ``model.diffusion_model.``; ``scale`` multiplies the network's output; ``in_channels``: 384 for Fill.
+    ``prefix`` is put before every key, for instance ``model.diffusion_model.``; ``sizes``: as of tiny_flux_tensors.
 
     Raises:
         ValueError: ``layout`` is neither ``bfl`` nor ``diffusers``.
     """
     if layout not in ("bfl", "diffusers"):
         raise ValueError(f"layout is {layout!r}; it can be 'bfl' or 'diffusers'")
-    tensors = tiny_flux_tensors(
-        heads=heads,
-        double_blocks=double_blocks,
-        single_blocks=single_blocks,
-        context_dim=context_dim,
-        pooled_dim=pooled_dim,
-        guidance=guidance,
-        seed=seed,
-        in_channels=in_channels,
-        scale=scale,
-    )
+    tensors = tiny_flux_tensors(**sizes)
     if layout == "diffusers":
         tensors = to_diffusers_layout(tensors)
     path = Path(path)
@@ -88,7 +70,8 @@ def tiny_flux_tensors(
     scale: float = 1.0,
     in_channels: int = PATCHED_CHANNELS,
 ) -> dict[str, torch.Tensor]:
-    """The checkpoint's fp32 tensors by their original (Black Forest Labs) keys. `in_channels`: 384 for Fill."""
+    """The checkpoint's fp32 tensors by their original (Black Forest Labs) keys. ``guidance=False`` gives a schnell (no
+    ``guidance_in``); ``scale`` multiplies the network's output; ``in_channels``: 384 for Fill."""
     generator = torch.Generator().manual_seed(seed)
     hidden = heads * HEAD_DIM
     mlp = hidden * MLP_RATIO

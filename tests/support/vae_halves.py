@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.job.payload import HalfVae
-from parallel_backend.models.banded import STEPS
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.tokens.vae_networks import DECODER_ALONE, ENCODER_ALONE
 from parallel_backend.sidecar.model_room import new_number
 from parallel_backend.sidecar.module_requests import ModuleKind, ModuleRequest

@@ -62,7 +62,7 @@ def measure(
     seen = read_visible()
     topology = topology_of(names, seen)
     request = random_request(
-        file, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
+        file.inputs, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
     wanted = _wanted(strategies, job, names, engine)

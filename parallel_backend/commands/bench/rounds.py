@@ -10,10 +10,9 @@ import torch
 
 from ...devices import machine_of
 from ...errors import Cancelled, ParallelError
-from ...models.model_file import ModelFile
 from ...planner.history import MeasurementHistory
 from ...planner.workload.workload import Job
-from ...requests import Conditioning, ModelSpec, Placement, RunInfo, SampleRequest
+from ...requests import Conditioning, InputShapes, ModelSpec, Placement, RunInfo, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
@@ -43,19 +42,19 @@ class BenchComparison:
 
 
 def random_request(
-    file: ModelFile, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
+    inputs: InputShapes, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
 ) -> SampleRequest:
     """A text-to-image request of random numbers: time does not depend on what is drawn. Sizes in pixels."""
     generator = torch.Generator().manual_seed(0)
 
     def prompt() -> Conditioning:
         return Conditioning(
-            context=torch.randn(1, text, file.context_dim, generator=generator),
-            pooled=torch.randn(1, file.pooled_dim, generator=generator),
-            guidance=torch.tensor([_GUIDANCE]) if file.has_guidance else None,
+            context=torch.randn(1, text, inputs.context, generator=generator),
+            pooled=torch.randn(1, inputs.pooled, generator=generator),
+            guidance=torch.tensor([_GUIDANCE]),  # which a model without its embedding passes over
         )
 
-    noise = torch.randn(batch, file.latent_channels, -(-height // 8), -(-width // 8), generator=generator)
+    noise = torch.randn(batch, inputs.channels_out, -(-height // 8), -(-width // 8), generator=generator)
     return SampleRequest(
         noise=noise,
         latent=torch.zeros_like(noise),

@@ -67,7 +67,7 @@ class Ranks:
         """A job with CFG. `size`: height and width in pixels, the square if None; `steps`: 0 for the usual number."""
         height, width = size or self.square
         return random_request(
-            self.file,
+            self.file.inputs,
             width=width,
             height=height,
             batch=1,

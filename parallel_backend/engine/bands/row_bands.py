@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from ...errors import RequestError
-from ...models.banded import RowAttention, RowSpan
+from ...models.comfyui.rows.banded import RowAttention, RowSpan
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
 from ..comm.groups import Axis

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
-from ...models.banded import OTHER_VERSION, TiledVae
+from ...models.comfyui.rows.banded import OTHER_VERSION
+from ...models.comfyui.rows.vae_halves import TiledComfyUIVae
 from ..comm.collectives import all_to_all
 from ..comm.groups import Layouts
 from .vae import check_latent, check_limit
@@ -24,7 +25,7 @@ class TiledDecoder:
     Tiles travel to rank 0 one by one and wait in host memory until the network joins them as it joins its own.
     """
 
-    def __init__(self, vae: TiledVae, layouts: Layouts) -> None:
+    def __init__(self, vae: TiledComfyUIVae, layouts: Layouts) -> None:
         self.vae = vae
         self._layouts, self._world = layouts, layouts.world
 

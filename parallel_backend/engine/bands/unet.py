@@ -7,7 +7,7 @@ where the lowest resolution has a row, so that they halve and double without rem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ...layout import slice_of, split_sizes
+from ...models.attention import attention_by
 from ...models.base import ModuleModel
 from ...models.comfyui.rows.unet_layers import UNetLayers, unet_layers
 from ...requests import ModuleCall
@@ -76,13 +77,12 @@ class BandAttention(nn.Module):
     """ComfyUI's cross-attention: where it attends to the image's own tokens, those of all bands are its keys."""
 
     bands: Bands
-    attention_by: Callable[[Any], AbstractContextManager[None]]
 
     def forward(self, x: Tensor, context: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         """x [B, own tokens, C]; the same shape."""
         if context is not None:
             return super().forward(x, context, *args, **kwargs)
-        with self.attention_by(self._attend):
+        with attention_by(self._attend):
             return super().forward(x, context, *args, **kwargs)
 
     def _attend(
@@ -100,7 +100,7 @@ class BandSelfAttention(BandAttention):
     """The same to the image's own tokens alone, which a patch may have changed on their way to keys and values."""
 
     def forward(self, x: Tensor, context: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.attention_by(self._attend):
+        with attention_by(self._attend):
             return super(BandAttention, self).forward(x, context, *args, **kwargs)
 
 
@@ -114,12 +114,10 @@ class UNetBands:
         self._device = model.device
         found = unet_layers(model.module)
         self._levels = [Bands(traffic) for _ in range(found.levels + 1)]
-        self._layers = list(self._banded(found, model.attention_by))
+        self._layers = list(self._banded(found))
         self._shared_out: dict[int, list[slice]] = {}  # of the height that the levels are set to
 
-    def _banded(
-        self, found: UNetLayers, attention_by: Callable[[Any], AbstractContextManager[None]]
-    ) -> Iterator[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
+    def _banded(self, found: UNetLayers) -> Iterator[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
         """(layer, its class in bands, attributes that it then has)."""
         kinds: list[tuple[type[nn.Module], nn.Module, int]] = []
         kinds += [(BandConv, layer, level) for layer, level in found.convolutions]
@@ -133,7 +131,7 @@ class UNetBands:
             pair = kind, type(layer)
             if pair not in made:  # still of its own class, for code that asks
                 made[pair] = type(f"{kind.__name__}Of{pair[1].__name__}", pair, {})
-            yield layer, made[pair], {"bands": self._levels[level], "attention_by": attention_by}
+            yield layer, made[pair], {"bands": self._levels[level]}
 
     def refusal(self, call: ModuleCall) -> str:
         """Why this call cannot be computed in bands, in words; alike on all ranks. Empty where it can."""

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ...errors import PlatformError, RequestError
 from ...layout import slice_of, split_sizes
-from ...models.banded import OTHER_VERSION, BandedHalf, BandedVae, BandedVaeEncoder, DecodingHalf
+from ...models.comfyui.rows.banded import OTHER_VERSION
+from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+from ...models.comfyui.rows.vae_halves import ComfyUIVae
 from ..comm.collectives import all_gather, all_to_all
 from ..comm.groups import Axis, Layouts
 from ..comm.traffic_counter import Traffic
@@ -32,7 +34,7 @@ class BandedNetwork:
 
     def __init__(
         self,
-        vae: BandedHalf,
+        vae: ComfyUIVae | ComfyUIVaeEncoder,
         network: nn.Module,
         compute: Callable[[Tensor], Tensor],
         layouts: Layouts,
@@ -134,9 +136,9 @@ class BandedNetwork:
 class BandedDecoder(BandedNetwork):
     """`vae`'s decoder."""
 
-    vae: BandedVae
+    vae: ComfyUIVae
 
-    def __init__(self, vae: BandedVae, layouts: Layouts) -> None:
+    def __init__(self, vae: ComfyUIVae, layouts: Layouts) -> None:
         super().__init__(vae, vae.decoder, vae.decode, layouts, unit=1)
 
     def check_input(self, given: Tensor) -> None:
@@ -150,9 +152,9 @@ class BandedDecoder(BandedNetwork):
 class BandedEncoder(BandedNetwork):
     """`vae`'s encoder. Heights of its inputs divide by `vae.scale`."""
 
-    vae: BandedVaeEncoder
+    vae: ComfyUIVaeEncoder
 
-    def __init__(self, vae: BandedVaeEncoder, layouts: Layouts) -> None:
+    def __init__(self, vae: ComfyUIVaeEncoder, layouts: Layouts) -> None:
         super().__init__(vae, vae.encoder, vae.encode, layouts, unit=vae.scale)
 
     def check_input(self, given: Tensor) -> None:
@@ -168,7 +170,7 @@ class BandedEncoder(BandedNetwork):
         return self.vae.in_channels, *frames, self._unit * self._world.world_size, 2 * self._unit
 
 
-def check_latent(vae: DecodingHalf, latent: Tensor) -> None:
+def check_latent(vae: ComfyUIVae, latent: Tensor) -> None:
     """Raises RequestError, in a user's words, for a batch that `vae` does not decode."""
     channels, dims, least = vae.latent_channels, vae.latent_dims, vae.min_side
     if latent.ndim != 2 + dims:

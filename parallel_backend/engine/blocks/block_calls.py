@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ...models.attention import attention_by
 from ...models.base import ModuleModel
 from ...models.tokens.cached_outputs import KeptOutput, kept_outputs, main_region
 from ...models.tokens.regions import LAST_BLOCK, Region, Tokens
@@ -135,7 +136,7 @@ class BlockCalls:
             self._layout, tokens, block.kind.attends, block.module, Guides.of(guides), stale_keys=stale_keys
         )
         with ExitStack() as inside:
-            inside.enter_context(self._model.attention_by(attention))
+            inside.enter_context(attention_by(attention))
             if self.sends_tokens:
                 self._pair(block, tokens, attention, args, kwargs, inside)
             for path, argument in block.kind.whole.items():

@@ -1,8 +1,7 @@
 """Attention of ComfyUI's models as an operator of torch: a compiled block calls it, and torch never looks inside.
 
 Inside is whatever answers ComfyUI's attention at that moment (attention_router.py): ComfyUI's own function, or ranks
-that meet. The operator says that it changes `order`, a tensor that nobody reads: so two in one block keep their order,
-which must be the same on all ranks.
+that meet. `order`: models/attention.py.
 """
 
 from __future__ import annotations
@@ -13,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_orders: dict[str, Tensor] = {}  # by type of device
-
-
-def prepare(device_type: str) -> None:
-    """Before blocks are compiled for such a device: what is compiled finds its order as a tensor that is there."""
-    with torch.inference_mode(False):
-        _orders.setdefault(device_type, torch.zeros(1, device=device_type))
+from ..attention import order_of
 
 
 def attend(
@@ -59,7 +52,7 @@ def attend(
         low_precision_attention,
         name,
         preferred,
-        _orders[q.device.type],
+        order_of(q),
     )
 
 
@@ -124,12 +117,7 @@ def _(
     attn_precision: torch.dtype | None,
     skip_reshape: bool,
     skip_output_reshape: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    low_precision_attention: bool,
-    name: str,
-    preferred: str,
-    order: Tensor,
+    *others: Any,
 ) -> Tensor:
     batch, tokens = q.shape[0], q.shape[2] if skip_reshape else q.shape[1]
     if skip_reshape or v.ndim == 4:  # SD3's keys and values have their heads apart already

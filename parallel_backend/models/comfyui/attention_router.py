@@ -8,55 +8,29 @@ only the models that pass those options on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..attention import prepare_order, standing_around
 from . import attention_operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..base import AttentionCall
-
 _NAMES = ("optimized_attention", "optimized_attention_masked")
 _CONTAINER = "AttentionTensorContainer"  # since ComfyUI 0.33
-_attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
-_kernel: ContextVar[AttentionCall | None] = ContextVar("kernel", default=None)
 
 
 def install_router(device: torch.device) -> None:
     """Has both names lead through the router. Before a model module is imported, and once. `device`: of the models."""
     from comfy.ldm.modules import attention
 
-    attention_operator.prepare(device.type)
+    prepare_order(device.type)
     container = getattr(attention, _CONTAINER, ())
     for name in _NAMES:
         setattr(attention, name, _routed(name, getattr(attention, name), container))
-
-
-@contextmanager
-def attention_by(attend: AttentionCall) -> Iterator[None]:
-    """Inside, `attend(original, q, k, v, heads, …)` answers each call of optimized attention."""
-    before = _attend.set(attend)
-    try:
-        yield
-    finally:
-        _attend.reset(before)
-
-
-@contextmanager
-def attention_kernel(kernel: AttentionCall) -> Iterator[None]:
-    """Inside, `kernel` stands in place of ComfyUI's own attention, which it is given; what attention_by has comes
-    before."""
-    before = _kernel.set(kernel)
-    try:
-        yield
-    finally:
-        _kernel.reset(before)
 
 
 def _routed(
@@ -69,11 +43,8 @@ def _routed(
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return attention_operator.attend(name, *_opened(args, container), **kwargs)
-        kernel = _kernel.get() if is_own else None
-        original = stock if kernel is None else functools.partial(kernel, stock)
-        if (attend := _attend.get()) is None:
-            return original(*(args if kernel is None else _opened(args, container)), **kwargs)
-        return attend(original, *_opened(args, container), **kwargs)
+        call = standing_around(stock, is_own=is_own)
+        return call(*(args if call is stock else _opened(args, container)), **kwargs)
 
     return routed
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
 from ...host_memory import give_back_pages
-from ...layout import stage_blocks
 from ...requests import ComfyUISource, ModelSpec
 from ..base import ModelPart
 from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
-from ..staging import StagedReader, staged_reader
-from ..tokens.table import TABLE, stage_lists
+from ..staging import staged_reader
+from ..tokens.table import TABLE
 from .common_dtypes import asked_of_all
 from .environment import import_comfyui
 from .file_weights import FileWeights
@@ -33,7 +32,7 @@ from .formats import gguf
 from .formats.key_layouts import from_diffusers, without_prefix
 from .formats.slices import Cut, slice_blocks
 from .model import ComfyUIModel
-from .placing import place
+from .placing import absent_parameters, place
 
 StateDict = dict[str, Tensor]
 
@@ -54,21 +53,23 @@ def load(
     import_comfyui(source, device)
     read = _read(spec, source, device, peers)
     module = read.patcher.model.diffusion_model
-    sharding = None if part is None else part.byte_sharding
-    absent = _absent(module, part)
+    own = part or ModelPart()
+    absent = absent_parameters(module, own)
     # Before they leave the mapping: views of it cost nothing.
     originals = {f"diffusion_model.{name}": value for name, value in module.named_parameters()}
-    cuts = _sliced(module, part)
-    with read.open_reader(spec.path, device) as staged:
-        place(read.patcher.model, device, read.dtypes, sharding, absent, staged)
+    cuts = _sliced(module, own)
+    with staged_reader(spec.path, read.opened, device) as staged:
+        place(read.patcher.model, device, read.dtypes, own.byte_sharding, absent, staged)
     read.patcher.model.device = device
     give_back_pages(spec.path)  # what was copied from them; others come back from the page cache
     files = None
     if part is None:
         dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}
-        open_reader = partial(read.open_reader, spec.path, device)
+        open_reader = partial(staged_reader, spec.path, read.opened, device)
         files = FileWeights(read.patcher.model, originals, device, dtypes, open_reader)
-    return ComfyUIModel(read.patcher, device, read.bytes, read.stored_dtype, originals, sharding, files, cuts)
+    return ComfyUIModel(
+        read.patcher, device, read.bytes, read.stored_dtype, originals, own.byte_sharding, files, cuts
+    )
 
 
 def map_model(spec: ModelSpec) -> Any:
@@ -87,13 +88,6 @@ class _Read:
     bytes: int
     stored_dtype: str
     dtypes: dict[str, torch.dtype]
-
-    def open_reader(
-        self, path: str, device: torch.device
-    ) -> StagedReader | AbstractContextManager[StagedReader | None]:
-        """Returns what reads the weights of the file at `path` to `device`; of None where they stay in the mapping."""
-        reader = None if self.opened is None else staged_reader(path, self.opened, device)
-        return reader or nullcontext()
 
 
 def _source_of(spec: ModelSpec) -> ComfyUISource:
@@ -131,33 +125,14 @@ def _read(
     return _Read(opened, patcher, size, stored, {} if keeps_file_dtype else built)
 
 
-def _sliced(module: nn.Module, part: ModelPart | None) -> dict[str, Cut]:
+def _sliced(module: nn.Module, part: ModelPart) -> dict[str, Cut]:
     """Cuts the layers of the module's blocks where ranks share them out; what is left of each parameter, by its name in
     ComfyUI's model."""
-    if part is None or part.slices is None:
+    if part.slices is None:
         return {}
     entry = TABLE.get(type(module).__name__)
     cuts = slice_blocks(module, () if entry is None else entry.regions, part.slices)
     return {f"diffusion_model.{name}": cut for name, cut in cuts.items()}
-
-
-def _absent(module: nn.Module, part: ModelPart | None) -> list[str]:
-    """Parameters that only blocks of other stages of a pipeline have. Raises RequestError for a module that cannot be
-    cut into stages."""
-    if part is None or len(part.stage_shares) == 1:
-        return []
-    name = type(module).__name__
-    if not (paths := stage_lists(name)):
-        raise RequestError(
-            f"PipeFusion cannot lay out the blocks of {name} over devices; set pipefusion_degree to 1."
-        )
-    lists = {path: cast(nn.ModuleList, module.get_submodule(path)) for path in paths}
-    blocks = [f"{path}.{number}." for path, listed in lists.items() for number in range(len(listed))]
-    own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
-    elsewhere = tuple(path for number, path in enumerate(blocks) if number not in own)
-    held = dict(module.named_parameters(remove_duplicate=False))
-    here = {id(parameter) for key, parameter in held.items() if not key.startswith(elsewhere)}
-    return [key for key, parameter in held.items() if id(parameter) not in here]
 
 
 def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:

@@ -4,46 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base import AttentionCall, Rotate, WeightSharding
+from ..base import Rotate, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE, slices_layers
-from .attention_router import attention_by, attention_kernel
 from .file_weights import FileWeights
 from .formats.slices import Cut, can_be_cut, is_plain
 from .rotary_router import can_route, rotary_by
 
 
+@dataclass(eq=False)
 class ComfyUIModel:
     """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file;
     `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes; `files`:
     reads them again, None where the rank has a part of the model; `cuts`: what it has of parameters that tensor
     parallelism cuts, by the names of `originals`."""
 
-    def __init__(
-        self,
-        patcher: Any,
-        device: torch.device,
-        bytes: int,
-        stored_dtype: str,
-        originals: Mapping[str, Tensor],
-        byte_sharding: WeightSharding | None,
-        files: FileWeights | None,
-        cuts: Mapping[str, Cut],
-    ) -> None:
-        self.patcher = patcher
-        self.device = device
-        self.bytes = bytes
-        self.stored_dtype = stored_dtype
-        self.originals = originals
-        self.byte_sharding = byte_sharding
-        self.files = files
-        self.cuts = cuts
+    patcher: Any
+    device: torch.device
+    bytes: int
+    stored_dtype: str
+    originals: Mapping[str, Tensor]
+    byte_sharding: WeightSharding | None
+    files: FileWeights | None
+    cuts: Mapping[str, Cut]
+
+    def __post_init__(self) -> None:
         entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions
         self.rows_together = entry is not None and entry.rows_together
@@ -88,12 +80,6 @@ class ComfyUIModel:
     def begin_call(self) -> None:
         if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:
             forget()  # it knows references by where they lie, and each call's copies may lie where others lay
-
-    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
-        return attention_by(attend)
-
-    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
-        return attention_kernel(kernel)
 
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
         return rotary_by(rotate)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...layout import RankCoordinates, stage_blocks
+from ...layout import RankCoordinates
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from .. import gguf_file
@@ -158,45 +158,18 @@ class ComfyUIModelFile:
         return "comfyui", self.module, self.dtype, str(self.heads), str(self.width), str(self.patch), *sizes
 
     @property
-    def block_counts(self) -> tuple[int, ...]:
-        return tuple(kind.count for kind in self.blocks)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.width
-
-    @property
-    def context_dim(self) -> int:
-        return self.context_width
-
-    @property
-    def pooled_dim(self) -> int:
-        return self.pooled_width
-
-    @property
-    def latent_channels(self) -> int:
-        return self.channels
-
-    @property
     def token_channels(self) -> int:
         frames, rows, columns = self.patch
         return self.channels * frames * rows * columns
 
-    @property
-    def has_guidance(self) -> bool:
-        return False
-
     def describe(self) -> str:
-        counts = "+".join(map(str, self.block_counts))
+        counts = "+".join(str(kind.count) for kind in self.blocks)
         return f"{self.model}, {counts} blocks of width {self.width}"
 
     @property
     def staged_blocks(self) -> int:
         """Those that stages of a pipeline share out: the first ones."""
         return sum(kind.count for kind in self.blocks if not kind.everywhere)
-
-    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
-        return stage_blocks(self.staged_blocks, place.stage_shares(strategy))[place.stage]
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
@@ -223,7 +196,7 @@ class ComfyUIModelFile:
             return WeightPart(block, own, mapped, 0, layer)
 
         kinds = [kind for kind in self.blocks for _ in range(kind.count)]
-        own = self.blocks_of_stage(strategy, RankCoordinates.of(strategy, rank))
+        own = RankCoordinates.of(strategy, rank).blocks(strategy, self.staged_blocks)
         held = (*own, *range(self.staged_blocks, len(kinds)))
         slices = strategy.tensor_degree
         parts = [part(block, kinds[block].bytes // slices, kinds[block].largest // slices) for block in held]

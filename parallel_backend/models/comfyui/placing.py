@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..base import WeightSharding
+from ...errors import RequestError
+from ...layout import stage_blocks
+from ..base import ModelPart, WeightSharding
 from ..staging import StagedReader
 from ..tensor_pieces import as_built, take_apart
+from ..tokens.table import stage_lists
 from .formats.key_layouts import Joined
 
 
@@ -44,6 +48,25 @@ def place(
             setattr(owner, name, there[id(parameter)])
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = as_built(buffer.to(device), wanted.get(id(buffer)))
+
+
+def absent_parameters(module: nn.Module, part: ModelPart) -> list[str]:
+    """Parameters that only blocks of other stages of a pipeline have. Raises RequestError for a module that cannot be
+    cut into stages."""
+    if len(part.stage_shares) == 1:
+        return []
+    name = type(module).__name__
+    if not (paths := stage_lists(name)):
+        raise RequestError(
+            f"PipeFusion cannot lay out the blocks of {name} over devices; set pipefusion_degree to 1."
+        )
+    lists = {path: cast(nn.ModuleList, module.get_submodule(path)) for path in paths}
+    blocks = [f"{path}.{number}." for path, listed in lists.items() for number in range(len(listed))]
+    own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
+    elsewhere = tuple(path for number, path in enumerate(blocks) if number not in own)
+    held = dict(module.named_parameters(remove_duplicate=False))
+    here = {id(parameter) for key, parameter in held.items() if not key.startswith(elsewhere)}
+    return [key for key, parameter in held.items() if id(parameter) not in here]
 
 
 def moved(

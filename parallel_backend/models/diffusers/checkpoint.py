@@ -10,20 +10,39 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...layout import RankCoordinates
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
-from ..arithmetic import Family, joint_blocks, single_blocks
+from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, Moment, TokenLoad
 from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
 from .memory.activation_bytes import moments
-from .memory.weight_bytes import blocks_of_stage, held_weights
+from .memory.weight_bytes import held_weights
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 AXES_DIMS = (16, 56, 56)  # rotary channels for (index, y, x); they add up to Flux's head_dim
+LAYOUTS = ("original", "diffusers")
+# The keys that tell a size, in the order of LAYOUTS, and the axis of their shapes.
+_SIZES = {
+    "hidden": ("img_in.weight", "x_embedder.weight", 0),
+    "head_dim": (
+        "single_blocks.0.norm.key_norm.scale",
+        "single_transformer_blocks.0.attn.norm_q.weight",
+        0,
+    ),
+    "mlp": ("double_blocks.0.img_mlp.0.weight", "transformer_blocks.0.ff.net.0.proj.weight", 0),
+    "context_dim": ("txt_in.weight", "context_embedder.weight", 1),
+    "pooled_dim": ("vector_in.in_layer.weight", "time_text_embed.text_embedder.linear_1.weight", 1),
+    "in_channels": ("img_in.weight", "x_embedder.weight", 1),
+    "out_channels": ("final_layer.linear.weight", "proj_out.weight", 0),
+}
+_BLOCKS = {
+    "double_blocks": ("double_blocks", "transformer_blocks"),
+    "single_blocks": ("single_blocks", "single_transformer_blocks"),
+}
+_GUIDANCE = ("guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight")
 # A key of each way to spell Flux.1 that every such file has: layout, how the original layout ends the keys of the norms
 # over heads ("weight" in files that ComfyUI saved), key.
 _MARKS = (
@@ -80,19 +99,18 @@ class FluxFile:
 
     @property
     def shape(self) -> ModelShape:
-        blocks = self.dims.double_blocks + self.dims.single_blocks
-        return ModelShape(self.dims.heads, blocks, self.name, sends_tokens=True)
+        return ModelShape(self.dims.heads, self.dims.blocks, self.name, sends_tokens=True)
 
     @property
     def family(self) -> Family:
         """36 h² parameters in a double block, 15 h² in a single one."""
-        doubles, singles = self.block_counts
-        hidden = self.dims.hidden
+        doubles, singles, hidden = self.dims.double_blocks, self.dims.single_blocks, self.dims.hidden
+        block = 12.0 * hidden * hidden  # 4 h² of attention and 8 h² of feed-forward for each token
         return Family(
             name="Flux.1",
             hidden=hidden,
             heads=self.dims.heads,
-            blocks=(joint_blocks(doubles, hidden), single_blocks(singles, hidden)),
+            blocks=(BlockCounts(doubles, block, block), BlockCounts(singles, block, block, reduces=1)),
             parameters=(36.0 * doubles + 15.0 * singles) * hidden * hidden,
             text_tokens=512,
         )
@@ -106,41 +124,13 @@ class FluxFile:
         )
 
     @property
-    def block_counts(self) -> tuple[int, int]:
-        """Double blocks, then single ones."""
-        return self.dims.double_blocks, self.dims.single_blocks
-
-    @property
-    def hidden_size(self) -> int:
-        return self.dims.hidden
-
-    @property
-    def context_dim(self) -> int:
-        return self.dims.context_dim
-
-    @property
-    def pooled_dim(self) -> int:
-        return self.dims.pooled_dim
-
-    @property
-    def latent_channels(self) -> int:
-        return self.dims.out_channels // 4  # a token is 2 x 2 latent pixels
-
-    @property
     def token_channels(self) -> int:
         return self.dims.out_channels
 
-    @property
-    def has_guidance(self) -> bool:
-        return self.dims.guidance
-
     def describe(self) -> str:
         form = "dev" if self.dims.guidance else "schnell"
-        doubles, singles = self.block_counts
-        return f"Flux.1 {form} form, {doubles}+{singles} blocks of width {self.dims.hidden}"
-
-    def blocks_of_stage(self, strategy: ParallelStrategy, place: RankCoordinates) -> range:
-        return blocks_of_stage(self.dims, strategy, place)
+        dims = self.dims
+        return f"Flux.1 {form} form, {dims.double_blocks}+{dims.single_blocks} blocks of width {dims.hidden}"
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
@@ -162,11 +152,6 @@ class FluxFile:
             latents="EmptySD3LatentImage, or an image encoded with Flux.1's VAE, ae.safetensors",
         )
 
-    @property
-    def original_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameters in the original layout whatever the file's own, for LoRA loaders that go by these keys."""
-        return original_shapes(self.dims)
-
     def stored_key(self, key: str) -> str:
         """The name in the file of a parameter that its layout calls `key`."""
         return self.prefix + (_restored(key, self.norm_ending) if self.layout == "original" else key)
@@ -186,7 +171,7 @@ def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
     if layout == "original" and norm_ending != "scale":
         entries = {_canonical(key, norm_ending): entry for key, entry in entries.items()}
     shapes = {key: entry.shape for key, entry in entries.items()}
-    dims = (_dims_of_original if layout == "original" else _dims_of_diffusers)(header.name, shapes)
+    dims = _dims_of(header.name, shapes, layout)
     _check_variant(header.name, dims)
     wanted = (original_shapes if layout == "original" else diffusers_shapes)(dims)
     _check_keys(header.name, wanted, shapes, prefix)
@@ -275,48 +260,18 @@ def _count_blocks(shapes: dict[str, tuple[int, ...]], prefix: str) -> int:
     return len({match[1] for key in shapes if (match := pattern.match(key))})
 
 
-def _dims_of_original(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims:
-    return _dims(
-        name,
-        hidden=_dim(name, shapes, "img_in.weight", 0),
-        head_dim=_dim(name, shapes, "single_blocks.0.norm.key_norm.scale", 0),
-        mlp=_dim(name, shapes, "double_blocks.0.img_mlp.0.weight", 0),
-        double_blocks=_count_blocks(shapes, "double_blocks"),
-        single_blocks=_count_blocks(shapes, "single_blocks"),
-        context_dim=_dim(name, shapes, "txt_in.weight", 1),
-        pooled_dim=_dim(name, shapes, "vector_in.in_layer.weight", 1),
-        in_channels=_dim(name, shapes, "img_in.weight", 1),
-        out_channels=_dim(name, shapes, "final_layer.linear.weight", 0),
-        guidance="guidance_in.in_layer.weight" in shapes,
-    )
-
-
-def _dims_of_diffusers(name: str, shapes: dict[str, tuple[int, ...]]) -> FluxDims:
-    return _dims(
-        name,
-        hidden=_dim(name, shapes, "x_embedder.weight", 0),
-        head_dim=_dim(name, shapes, "single_transformer_blocks.0.attn.norm_q.weight", 0),
-        mlp=_dim(name, shapes, "transformer_blocks.0.ff.net.0.proj.weight", 0),
-        double_blocks=_count_blocks(shapes, "transformer_blocks"),
-        single_blocks=_count_blocks(shapes, "single_transformer_blocks"),
-        context_dim=_dim(name, shapes, "context_embedder.weight", 1),
-        pooled_dim=_dim(name, shapes, "time_text_embed.text_embedder.linear_1.weight", 1),
-        in_channels=_dim(name, shapes, "x_embedder.weight", 1),
-        out_channels=_dim(name, shapes, "proj_out.weight", 0),
-        guidance="time_text_embed.guidance_embedder.linear_1.weight" in shapes,
-    )
-
-
-def _dims(name: str, *, hidden: int, head_dim: int, mlp: int, guidance: bool, **sizes: int) -> FluxDims:
+def _dims_of(name: str, shapes: dict[str, tuple[int, ...]], layout: str) -> FluxDims:
+    own = LAYOUTS.index(layout)
+    sizes = {size: _dim(name, shapes, keys[own], axis) for size, (*keys, axis) in _SIZES.items()}
+    counts = {kind: _count_blocks(shapes, paths[own]) for kind, paths in _BLOCKS.items()}
+    hidden, head_dim, mlp = sizes["hidden"], sizes["head_dim"], sizes["mlp"]
     if head_dim != sum(AXES_DIMS):
         raise _refused(name, f"its attention heads have {head_dim} channels and Flux.1 has {sum(AXES_DIMS)}")
     if hidden % head_dim:
         raise _refused(name, f"its width {hidden} is not a multiple of {head_dim}")
     if mlp != 4 * hidden:
         raise _refused(name, f"its feed-forward width {mlp} is not 4 x {hidden}, as in Flux.1")
-    return FluxDims(
-        hidden=hidden, heads=hidden // head_dim, head_dim=head_dim, mlp=mlp, guidance=guidance, **sizes
-    )
+    return FluxDims(heads=hidden // head_dim, guidance=_GUIDANCE[own] in shapes, **sizes, **counts)
 
 
 def _check_variant(name: str, dims: FluxDims) -> None:

@@ -11,22 +11,18 @@ than ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-from ..base import AttentionCall, Rotate
+from ..attention import inside, order_of, prepare_order, standing_around
+from ..base import Rotate
 
-_attend: ContextVar[AttentionCall | None] = ContextVar("attend", default=None)
-_kernel: ContextVar[AttentionCall | None] = ContextVar("kernel", default=None)
 _rotate: ContextVar[Rotate | None] = ContextVar("rotate", default=None)
-_orders: dict[str, Tensor] = {}  # by type of device
 _original = transformer_flux.dispatch_attention_fn
 _rotated = transformer_flux.apply_rotary_emb
 
@@ -48,12 +44,10 @@ def _routed(
 ) -> Tensor:
     """[B, S, H, D] in and out."""
     if torch.compiler.is_compiling():
-        return _attend_unseen(query, key, value, attn_mask, _orders[query.device.type])
-    attend, kernel = _attend.get(), _kernel.get()
-    if attend is None and kernel is None:
+        return _attend_unseen(query, key, value, attn_mask, order_of(query))
+    call = standing_around(_heads_first)
+    if call is _heads_first:
         return _original(query, key, value, attn_mask, *args, **kwargs)
-    original: AttentionCall = _heads_first if kernel is None else partial(kernel, _heads_first)
-    call: AttentionCall = original if attend is None else partial(attend, original)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     form = {"skip_reshape": True, "skip_output_reshape": True}
     return call(q, k, v, query.shape[2], mask=attn_mask, **form).transpose(1, 2)
@@ -65,8 +59,7 @@ def _routed(
     schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) order) -> Tensor",
 )
 def _attend_unseen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, order: Tensor) -> Tensor:
-    """Attention as an operator: a compiled block calls it, and torch never looks inside, where ranks may meet. `order`:
-    changed in words alone, so that two in one block keep their order, which must be the same on all ranks."""
+    """Attention as an operator, which a compiled block calls. `order`: models/attention.py."""
     return _routed(query, key, value, mask).contiguous()  # as the description below promises
 
 
@@ -83,35 +76,13 @@ def _heads_first(
     return _original(*tokens_first, attn_mask=mask).transpose(1, 2)
 
 
-def attention_by(attend: AttentionCall) -> AbstractContextManager[None]:
-    """Inside, `attend(original, q, k, v, heads, mask=…, …)` answers each call of attention: ComfyUI's
-    signature, [B, H, S, D] in and out."""
-    return _inside(_attend, attend)
-
-
-def attention_kernel(kernel: AttentionCall) -> AbstractContextManager[None]:
-    """Inside, `kernel(original, q, k, v, heads, …)` stands in place of diffusers' attention, which it is given; what
-    attention_by has comes before."""
-    return _inside(_kernel, kernel)
-
-
 def rotary_by(rotate: Rotate) -> AbstractContextManager[None]:
     """Inside, `rotate` answers each rotation of queries or keys."""
-    return _inside(_rotate, rotate)
-
-
-@contextmanager
-def _inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    before = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(before)
+    return inside(_rotate, rotate)
 
 
 def patch_diffusers(device_type: str) -> None:
     """Has attention on devices of this type be computed by what stands around a call; other calls are not affected."""
     transformer_flux.dispatch_attention_fn = _routed
     transformer_flux.apply_rotary_emb = _routed_rotation
-    with torch.inference_mode(False):
-        _orders.setdefault(device_type, torch.zeros(1, device=device_type))
+    prepare_order(device_type)

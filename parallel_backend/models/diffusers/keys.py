@@ -8,15 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Ends of the names of diffusers' layers that tensor parallelism splits by rows of their weights, and by columns, within
-# blocks.
-SLICED_BY_ROWS = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
-    *("norm1.linear", "norm1_context.linear", ".norm.linear"),
-)
-SLICED_BY_COLUMNS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2", ".proj_out")
-
 TIME_CHANNELS = 256  # width of the sinusoidal embedding of time and guidance
 
 
@@ -35,6 +26,10 @@ class FluxDims:
     in_channels: int
     out_channels: int
     guidance: bool
+
+    @property
+    def blocks(self) -> int:
+        return self.double_blocks + self.single_blocks
 
 
 # Of the published FLUX.1-dev, for predictions where no file is at hand.

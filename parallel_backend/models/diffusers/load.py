@@ -7,7 +7,6 @@ ones. On the CPU the parameters are views of the mapped file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from diffusers.models.modeling_utils import no_init_weights
@@ -16,23 +15,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, RequestError
-from ...layout import stage_blocks
 from ...requests import FP8_FAST, WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
 from ..base import ModelPart
 from ..comfyui.formats.slices import slice_blocks
-from ..comfyui.placing import place
+from ..comfyui.placing import absent_parameters, place
 from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
 from ..tokens.block_kinds import DIFFUSERS_FLUX
-from ..tokens.table import stage_lists
 from .adapter import DiffusersFlux
 from .casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
 from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
-from .memory.weight_bytes import is_kept_in_compute_dtype
+from .memory.weight_bytes import is_kept_in_compute_dtype, kept_dtype
 from .model import DiffusersModel
 
 
@@ -50,25 +47,24 @@ def load(
     compute = getattr(torch, dtypes.compute)
     opened = open_mapped(file)
     in_fp8 = spec.weight_dtype == FP8_FAST and multiply_fp8(peers or (device,))
-    parameters = Parameters(file, opened, dtypes, as_stored)
     with torch.device("meta"), no_init_weights():
-        blocks = range(file.dims.double_blocks + file.dims.single_blocks)
-        transformer = FluxTransformer2DModel(**transformer_config(file.dims, blocks))
-    mapped = {name: parameters.mapped(name) for name in transformer.state_dict()}
-    transformer.load_state_dict(mapped, strict=True, assign=True)
+        transformer = FluxTransformer2DModel(**transformer_config(file.dims))
+    transformer.load_state_dict(mapped_parameters(file, opened), strict=True, assign=True)
     names = {parameter: name for name, parameter in transformer.named_parameters()}
     if file.layout == "original":
         transformer.norm_out.linear = HalvesSwapped(transformer.norm_out.linear)
-    kept: dict[Tensor, torch.dtype] = {p: parameters.dtype(name, p.dtype) for p, name in names.items()}
+    kept: dict[Tensor, torch.dtype] = {
+        p: loaded_dtype(n, p.dtype, dtypes, as_stored) for p, n in names.items()
+    }
     cast_on_use(transformer, compute, kept.__getitem__, in_fp8=in_fp8)
     transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
     module = DiffusersFlux(transformer.requires_grad_(False).eval(), compute)
     dtypes_by_path = {path: kept[parameter] for path, parameter in module.named_parameters()}
     if part.slices is not None:
         slice_blocks(module, [DIFFUSERS_FLUX], part.slices)
-    absent = _absent(module, part)
+    absent = absent_parameters(module, part)
     heartbeat.loading(0.0)
-    with staged_reader(file.path, opened, device) or nullcontext() as staged:
+    with staged_reader(file.path, opened, device) as staged:
         holder = nn.ModuleDict({"diffusion_model": module})
         place(holder, device, dtypes_by_path, part.byte_sharding, absent, staged)
     module.requires_grad_(False)
@@ -85,39 +81,31 @@ def open_mapped(file: FluxFile) -> safe_open:
         ) from None
 
 
-class Parameters:
-    """Makes diffusers' parameters of rows of the file's tensors."""
-
-    def __init__(self, file: FluxFile, opened: safe_open, dtypes: Dtypes, as_stored: bool) -> None:
-        self._file = file
-        self._opened = opened
-        self._dtypes = dtypes
-        self._as_stored = as_stored
-        self._sources = diffusers_sources(file.dims)
-
-    def mapped(self, name: str) -> Tensor:
-        """Returns the parameter as the file has it: a view of the mapping."""
-        file = self._file
-        if file.layout == "diffusers":
-            return self._opened.get_tensor(file.stored_key(name))
-        source = self._sources[name]
-        return self._opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
-
-    def dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype it is kept in. `stored`: its own in the file, where a few differ from most."""
-        if is_kept_in_compute_dtype(name, self._dtypes):
-            return getattr(torch, self._dtypes.compute)
-        return stored if self._as_stored else getattr(torch, self._dtypes.storage)
+def mapped_parameters(file: FluxFile, opened: safe_open) -> dict[str, Tensor]:
+    """Returns diffusers' parameters as views of the mapping, by name: rows of the file's tensors."""
+    sources = diffusers_sources(file.dims)
+    if file.layout == "diffusers":
+        return {name: opened.get_tensor(file.stored_key(name)) for name in sources}
+    return {
+        name: opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
+        for name, source in sources.items()
+    }
 
 
-def transformer_config(dims: FluxDims, blocks: range) -> dict[str, object]:
-    doubles = range(blocks.start, min(blocks.stop, dims.double_blocks))
+def loaded_dtype(name: str, stored: torch.dtype, dtypes: Dtypes, as_stored: bool) -> torch.dtype:
+    """The dtype that a parameter is kept in. `stored`: its own in the file, where a few differ from most."""
+    if as_stored and not is_kept_in_compute_dtype(name, dtypes):
+        return stored
+    return getattr(torch, kept_dtype(name, dtypes))
+
+
+def transformer_config(dims: FluxDims) -> dict[str, object]:
     return {
         "patch_size": 1,
         "in_channels": dims.in_channels,
         "out_channels": dims.out_channels,
-        "num_layers": len(doubles),
-        "num_single_layers": len(blocks) - len(doubles),
+        "num_layers": dims.double_blocks,
+        "num_single_layers": dims.single_blocks,
         "attention_head_dim": dims.head_dim,
         "num_attention_heads": dims.heads,
         "joint_attention_dim": dims.context_dim,
@@ -137,17 +125,6 @@ def choose_dtypes(
     dtypes = Dtypes.of(wish, file_dtype, on_cpu, halves)
     # A dtype that was asked for is every layer's on an accelerator, also of those few that the file keeps otherwise.
     return dtypes, dtypes.storage == file_dtype and (on_cpu or wish in ("auto", FP8, FP8_FAST))
-
-
-def _absent(module: nn.Module, part: ModelPart) -> set[str]:
-    """Parameters that only blocks of other stages of a pipeline have."""
-    lists = stage_lists(type(module).__name__)
-    blocks = [
-        f"{path}.{n}." for path in lists for n in range(len(list(module.get_submodule(path).children())))
-    ]
-    own = stage_blocks(len(blocks), part.stage_shares)[part.stage]
-    elsewhere = tuple(path for number, path in enumerate(blocks) if number not in own)
-    return {path for path, _ in module.named_parameters() if elsewhere and path.startswith(elsewhere)}
 
 
 def halves_of(devices: Sequence[torch.device]) -> tuple[str, ...]:

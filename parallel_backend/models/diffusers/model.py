@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..base import AttentionCall, Rotate, WeightSharding
+from ..base import Rotate, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
 from .casting import CastingLinear
-from .compat_diffusers import attention_by, attention_kernel, rotary_by
+from .compat_diffusers import rotary_by
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,6 @@ class DiffusersModel:
 
     def begin_call(self) -> None:
         pass
-
-    def attention_by(self, attend: AttentionCall) -> AbstractContextManager[None]:
-        return attention_by(attend)
-
-    def attention_kernel(self, kernel: AttentionCall) -> AbstractContextManager[None]:
-        return attention_kernel(kernel)
 
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
         return rotary_by(rotate)

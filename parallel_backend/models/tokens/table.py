@@ -72,43 +72,20 @@ WITHOUT_ATTENTION = frozenset(
     {"ACEStepTransformer2DModel", "NaDiT", "RTv4", "SAM3Model", "DepthAnything3Net"}
 )
 
-# Classes whose blocks may lie on several devices (PipeFusion): those of their last region, each of which takes from the
-# one before what the table says it gives and nothing else, in the order of its lists. Not those whose blocks take turns
-# (VACE), take what earlier ones skipped to them (HunyuanDiT) or look at several tokens outside of attention (HuMo),
-# that compute pixels of all tokens behind their blocks (PixelDiT), or attend under a mask in every call (Lens).
-_IN_STAGES = frozenset(
+# Classes whose tokens may stay apart and whose blocks may not lie on several devices all the same (PipeFusion). Of all
+# others those of the last region may: each takes from the one before what the table says it gives and nothing else, in
+# the order of its lists.
+_WITHOUT_STAGES = frozenset(
     {
-        "WanModel",
-        "CameraWanModel",
-        "SCAILWanModel",
-        "SCAIL2WanModel",
-        "AnimateWanModel",
-        "WanModel_S2V",
-        "WanDancerModel",
-        "QwenImageTransformer2DModel",
-        "MageFlowTransformer2DModel",
-        "OpenAISignatureMMDITWrapper",
-        "SingleStreamDiT",
-        "ErnieImageModel",
-        "Anima",
-        "Kandinsky5",
-        "LTXVModel",
-        "Flux",
-        "Chroma",
-        "HunyuanVideo",
-        "Hunyuan3Dv2",
-        "MMDiT",
-        "NextDiT",
-        "OmniGen2Transformer2DModel",
-        "BooguTransformer2DModel",
-        "Ideogram4Transformer2DModel",
-        "JoyImageTransformer3DModel",
-        "MiniTrainDIT",
-        "CogVideoXTransformer3DModel",
-        "PixArtMS",
-        "MiniMaxH3Model",
-        "LTXAVModel",
-        "DiffusersFlux",
+        "VaceWanModel",  # its blocks take turns
+        "HunYuanDiT",  # they take what earlier ones skipped to them
+        "HunYuanDiTPlain",
+        "HumoWanModel",  # they look at several tokens outside of attention
+        "LensTransformer2DModel",  # they attend under a mask in every call
+        "PixDiT_T2I",  # pixels of all tokens are computed behind them
+        "NextDiTPixelSpace",
+        "AceStepConditionGenerationModel",  # not proven
+        "LatentSeqMMFlowModel",
     }
 )
 
@@ -128,7 +105,7 @@ def state_of(class_name: str) -> str:
 
 def has_stages(class_name: str) -> bool:
     """Whether blocks of a module of that class may lie on several devices."""
-    return class_name in _IN_STAGES
+    return state_of(class_name) == STAY and class_name not in _WITHOUT_STAGES
 
 
 def stage_lists(class_name: str) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
 from ...models.comfyui.model_file import ANY_MODEL, ComfyUIModelFile
+from ...models.diffusers.checkpoint import PUBLISHED_DEV
 from ...models.model_file import ModelFile
-from ...models.registry import typical_model
 from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
@@ -108,12 +108,12 @@ def check_inputs(
         file = find_file(loader)
     except (CheckpointError, RequestError, OSError) as error:
         notes.append(
-            f"Checked by the rules for {typical_model().name}, since its model cannot be read: {error}"
+            f"Checked by the rules for {PUBLISHED_DEV.name}, since its model cannot be read: {error}"
         )
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
         pixels = _PIXELS.get(loader.node, PIXELS)
-        told = preview(inputs.settings(), file or typical_model(), dtype, pixels)
+        told = preview(inputs.settings(), file or PUBLISHED_DEV, dtype, pixels)
     except ParallelError as error:
         return _answer(inputs, problems=_problems(error, file), notes=notes)
     if file is None or file is ANY_MODEL:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from ...errors import StrategyError
 from ...machine.local import LocalMachine
 from ...models.comfyui.model_file import ANY_MODEL, TYPICAL
+from ...models.diffusers.checkpoint import PUBLISHED_DEV
 from ...models.model_file import ModelFile
-from ...models.registry import typical_model
 from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
 from ...planner.workload.checkpoint_model import CheckpointModel
@@ -91,7 +91,7 @@ def preview(
     `pixels`: sides of the images that the model makes.
     """
     machine = find_machine(settings.devices, in_order=settings.fixes_order)
-    model = CheckpointModel(file or typical_model(), weight_dtype)
+    model = CheckpointModel(file or PUBLISHED_DEV, weight_dtype)
     subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
     tell = _manual if settings.mode == "manual" else _auto
     said = tell(settings, machine, subject)

@@ -67,7 +67,7 @@ def _roles(
     if strategy.row_degree > 1:
         yield Role("rows", _rows(strategy, place, images, prompts))
     if strategy.pipefusion_degree > 1:
-        blocks = file.blocks_of_stage(strategy, place)
+        blocks = place.blocks(strategy, file.shape.blocks)
         of = f"{len(blocks)} of {file.shape.blocks} blocks"
         yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
     heads = "heads" if file.shape.splits_tokens else "queries"

@@ -65,10 +65,11 @@ class _Rank:
         around = self._latents()
         best = RankMemory(self.rank, weights.around.gathered, 0, around, 0)
         parts = {part.block: part for part in weights.parts}
+        kind_of = [kind for kind, like in enumerate(self.file.family.blocks) for _ in range(like.count)]
         for run in self._runs():
             # Blocks of one kind are alike but for their layers' dtypes.
             kinds = {
-                (self._kind(block), parts[block].cast, parts[block].gathered): block
+                (kind_of[block], parts[block].cast, parts[block].gathered): block
                 for block in reversed(run.blocks)
             }
             for block in kinds.values():
@@ -94,14 +95,6 @@ class _Rank:
             fullest=best.fullest,
         )
 
-    def _kind(self, block: int) -> int:
-        """The number of its kind: blocks of a kind are numbered one after the other."""
-        kind, first = -1, 0
-        for count in self.file.block_counts:
-            kind += block >= first
-            first += count
-        return kind
-
     def _runs(self) -> Iterator[_Run]:
         if self.strategy.pipefusion_degree > 1:
             yield from self._pipeline_runs()
@@ -110,7 +103,7 @@ class _Rank:
             # What the first block and the others added to the image; while they compute, its image in place of the
             # latter.
             cached = 2 * whole.width(whole.image) if self.job.step_cache else 0
-            yield _Run(whole, range(sum(self.file.block_counts)), cached, "whole images")
+            yield _Run(whole, range(self.file.family.block_count), cached, "whole images")
 
     def _call(self, rows: int, text: int, image: int, keys: tuple[int, ...] = ()) -> TokenLoad:
         """`text` + `image` tokens of a row, over the sequence axis. `keys`: what the ring's members bring, if not
@@ -125,7 +118,7 @@ class _Rank:
             rows=rows,
             text=texts[index],
             image=totals[index] - texts[index],
-            hidden=self.file.hidden_size,
+            hidden=self.file.family.hidden,
             element=ITEMSIZE[self.dtypes.compute],
             group=members[place.ring],
             keys=keys or members,
@@ -139,7 +132,7 @@ class _Rank:
         strategy, job = self.strategy, self.job
         if not self.rows:
             return
-        blocks = self.file.blocks_of_stage(strategy, self.place)
+        blocks = self.place.blocks(strategy, self.file.shape.blocks)
         whole = self._call(self.rows, job.text_tokens, job.image_tokens)
         every = sum(whole.keys)
         # Keys and values of a layer for every token, for its share of the heads; over a ring they are gathered here.
@@ -181,9 +174,9 @@ class _Rank:
         """
         rows = self.rows
         height, width = self.job.latent_size
-        one = self.job.frames * height * width * self.file.latent_channels * FP32
+        one = self.job.frames * height * width * self.file.inputs.channels_out * FP32
         latent = one * self.job.batch
         joined = rows > 1
         own = 2 * latent + rows * one * (1 + joined)
-        prompts = rows * self.job.text_tokens * self.file.context_dim * FP32
+        prompts = rows * self.job.text_tokens * self.file.inputs.context * FP32
         return own + (prompts if joined or not self.on_cpu else 0) + (0 if self.on_cpu else 2 * latent)

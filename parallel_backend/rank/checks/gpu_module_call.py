@@ -95,17 +95,17 @@ class ModelCalls:
     def _rows(self) -> Rows:
         """One picture of noise and one prompt of random numbers, on the device."""
         generator, device = torch.Generator().manual_seed(0), self._world.device
-        file, side = self._file, self._subject.pixels // _PIXELS_PER_LATENT
+        inputs, side = self._file.inputs, self._subject.pixels // _PIXELS_PER_LATENT
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device)
 
         prompt = Conditioning(
-            context=draw(1, self._subject.text, file.context_dim),
-            pooled=draw(1, file.pooled_dim),
-            guidance=torch.tensor([3.5], device=device) if file.has_guidance else None,
+            context=draw(1, self._subject.text, inputs.context),
+            pooled=draw(1, inputs.pooled),
+            guidance=torch.tensor([3.5], device=device),  # which a model without its embedding passes over
         )
-        x = draw(1, file.inputs.channels_in, side, side)
+        x = draw(1, inputs.channels_in, side, side)
         return Rows(x, torch.tensor([0.5], device=device), prompt)
 
     def _synchronize(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.comm.groups import Layouts
 from ...errors import PlatformError, RequestError
 from ...job.payload import HalfVae
-from ...models.banded import OTHER_VERSION
+from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...requests import LoadInfo
 from ...wire.protocol import RankCall
 from ..outcome.errors import is_device_failure, is_out_of_memory

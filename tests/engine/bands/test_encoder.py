@@ -8,7 +8,7 @@ import torch
 from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
 from comfy_modules import import_comfyui_here
 from parallel_backend.engine.bands.vae import BandedEncoder
-from parallel_backend.models.banded import STEPS
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import encodes_in_bands

@@ -9,8 +9,8 @@ from other_vaes import BANDED, build, decoded
 from parallel_backend.engine.bands import row_bands as bands_module
 from parallel_backend.engine.bands.vae import BandedDecoder
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.models.banded import STEPS, RowAttention
 from parallel_backend.models.comfyui.rows import vae_adjustments
+from parallel_backend.models.comfyui.rows.banded import STEPS, RowAttention
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import Way, known

@@ -10,7 +10,7 @@ from parallel_backend.engine.bands.tiles import TiledDecoder
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.errors import PlatformError
 from parallel_backend.layout import split_sizes
-from parallel_backend.models.banded import STEPS
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import Way, known

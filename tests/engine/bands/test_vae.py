@@ -13,7 +13,7 @@ from parallel_backend.engine.bands.vae import BandedDecoder, check_limit
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.errors import PlatformError
 from parallel_backend.layout import split_sizes
-from parallel_backend.models.banded import STEPS
+from parallel_backend.models.comfyui.rows.banded import STEPS
 from ranks import run_ranks
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_vae import FLUX, SD, banded, random_latent, random_vae

@@ -115,7 +115,7 @@ def test_only_a_current_call_answers_for_attention(name):
     import torch
     from comfy.ldm.modules import attention
 
-    from parallel_backend.models.comfyui.attention_router import attention_by
+    from parallel_backend.models.attention import attention_by
 
     q = torch.randn(1, 3, 8)
     stock = getattr(attention, name)(q, q, q, 2)
@@ -142,7 +142,8 @@ def test_a_chosen_kernel_stands_in_place_of_comfyuis_attention_and_of_no_packs()
     import torch
     from comfy.ldm.modules import attention
 
-    from parallel_backend.models.comfyui.attention_router import attention_by, attention_kernel, reroute
+    from parallel_backend.models.attention import attention_by, attention_kernel
+    from parallel_backend.models.comfyui.attention_router import reroute
 
     q = torch.randn(1, 3, 8)
     stock = attention.optimized_attention(q, q, q, 2)
@@ -182,6 +183,7 @@ def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(m
     import torch
     from comfy.ldm.modules import attention
 
+    from parallel_backend.models.attention import attention_by
     from parallel_backend.models.comfyui import attention_router
 
     container = getattr(attention, "AttentionTensorContainer", _Container)
@@ -197,7 +199,7 @@ def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(m
     def held():
         return [container(torch.ones(2)) for _ in range(3)]
 
-    with attention_router.attention_by(answers):
+    with attention_by(answers):
         assert attention.optimized_attention(*held(), heads=2) == 12
     assert received == []
     attention.optimized_attention(*held(), heads=2)

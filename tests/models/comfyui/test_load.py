@@ -218,7 +218,7 @@ def test_what_cannot_be_loaded_is_said_in_words(source, flux_file):
 
 
 def test_stages_of_a_module_whose_blocks_stay_together_are_refused(source, flux_file, monkeypatch):
-    monkeypatch.setattr(table, "_IN_STAGES", frozenset())
+    monkeypatch.setattr(table, "_WITHOUT_STAGES", frozenset({"Flux"}))
     part = ModelPart(stage_shares=(1.0, 1.0))
     with pytest.raises(RequestError, match="blocks of Flux over devices; set pipefusion_degree to 1"):
         load(ModelSpec(str(flux_file), "comfyui", comfyui=source), CPU, part)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models.comfyui.model_file import TYPICAL, BlockList, by_stages, inspect
 from parallel_backend.models.dtypes import Dtypes
-from parallel_backend.models.registry import inspect_model, typical_model
+from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
 from parallel_backend.planner.plan import job_from_latent
 from parallel_backend.planner.rules import StrategySettings, resolve_strategy
@@ -84,7 +84,6 @@ def test_a_file_without_weights_of_a_known_dtype_is_refused(tmp_path):
 
 
 def test_the_stand_in_for_no_file_has_every_size():
-    assert typical_model("comfyui") is TYPICAL
     memory = predict_memory(TYPICAL, ParallelStrategy(), job(TYPICAL, (1, 16, 128, 128)))[0]
     assert memory.weights == TYPICAL.tensor_bytes and memory.activations > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from parallel_backend.models.diffusers.load import load
 from parallel_backend.models.diffusers.model import DiffusersModel
 from parallel_backend.models.diffusers.packing import image_ids, pack, unpack
 from parallel_backend.requests import ModelSpec
-from tiny_flux import tiny_flux_config, write_tiny_flux
+from tiny_flux import tiny_flux_config, tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -49,12 +50,13 @@ def loaded(path: Path, weight_dtype: str = "auto", device: torch.device = CPU) -
     return load(ModelSpec(str(path), weight_dtype=weight_dtype), device)
 
 
+@cache
 @torch.no_grad()
-def judged(folder: Path, stored: torch.dtype, *, guidance: bool = True) -> torch.Tensor:
+def judged(stored: torch.dtype, *, guidance: bool = True) -> torch.Tensor:
     """diffusers' own forward in float32, on weights rounded to `stored`, from diffusers' own layout."""
-    path = write_tiny_flux(folder / "judge.safetensors", layout="diffusers", guidance=guidance, **SIZES)
+    tensors = to_diffusers_layout(tiny_flux_tensors(guidance=guidance, **SIZES))
     model = FluxTransformer2DModel(**tiny_flux_config(guidance=guidance, **SIZES)).eval()
-    model.load_state_dict({key: t.to(stored).float() for key, t in load_file(path).items()})
+    model.load_state_dict({key: t.to(stored).float() for key, t in tensors.items()})
     given = inputs()
     tokens = model(
         hidden_states=pack(given["x"]),
@@ -95,7 +97,7 @@ def test_every_layout_and_dtype_gives_diffusers_forward(tmp_path, dtype, layout,
     )
     model = loaded(path)
     assert model.compute_dtype == F32
-    assert error(velocity(model), judged(tmp_path, dtype, guidance=guidance)) < 1e-5
+    assert error(velocity(model), judged(dtype, guidance=guidance)) < 1e-5
 
 
 @pytest.mark.parametrize("prefix", ["", PREFIX], ids=["bare", "prefixed"])
@@ -106,7 +108,7 @@ def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefi
     assert model.compute_dtype == BF16
     assert model.module.transformer.single_transformer_blocks[0].proj_out.weight.dtype == FP8
     result = velocity(model)
-    assert error(result, judged(tmp_path, FP8)) < 0.03  # bf16 has 8 bits: measured 0.01
+    assert error(result, judged(FP8)) < 0.03  # bf16 has 8 bits: measured 0.01
     # The same weights stored as bf16 compute exactly the same.
     wide = tmp_path / "wide.safetensors"
     save_file({key: tensor.to(BF16) for key, tensor in load_file(path).items()}, wide)
@@ -116,7 +118,7 @@ def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefi
 def test_a_different_network_is_told_apart(tmp_path):
     """The negative control: the comparisons above can fail."""
     other = loaded(write_tiny_flux(tmp_path / "x.safetensors", seed=1, **SIZES))
-    assert error(velocity(other), judged(tmp_path, F32)) > 0.1
+    assert error(velocity(other), judged(F32)) > 0.1
 
 
 def test_files_that_comfyui_saved_load_too(tmp_path):
@@ -189,7 +191,7 @@ def test_weight_dtype_decides_storage_and_arithmetic(
     casting = type(model.module.transformer.get_submodule(LARGE.removesuffix(".weight"))) is CastingLinear
     assert casting == (large != compute)
     if device is CPU:
-        rounded = judged(tmp_path, FP8 if FP8 in (stored, large) else stored)
+        rounded = judged(FP8 if FP8 in (stored, large) else stored)
         # float8_e4m3fn leaves embedders and biases alone, so it is closer to the plain weights than `rounded` is.
         allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 0.03
         assert error(velocity(model), rounded) < allowed
@@ -247,7 +249,7 @@ def test_half_precision_stays_within_its_own_rounding(tmp_path):
     for dtype, wish, bits in ((BF16, "bfloat16", 8), (F16, "float16", 11)):
         model = loaded(write_tiny_flux(tmp_path / "x.safetensors", dtype=dtype, **SIZES), wish)
         # Against ComfyUI's own model at the same precision: 0.010 (bf16), 0.0014 (fp16); the roundings add up.
-        assert error(velocity(model), judged(tmp_path, dtype)) < 8 * 2.0**-bits
+        assert error(velocity(model), judged(dtype)) < 8 * 2.0**-bits
 
 
 def test_without_guidance_none_is_embedded_and_schnell_ignores_it(tmp_path):

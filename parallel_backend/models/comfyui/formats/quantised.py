@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ....errors import CheckpointError
-from ...checkpoint import Header, TensorEntry, open_regular
+from ...checkpoint import Header, TensorEntry, open_regular, refused
 
 _NOTE, _METADATA = ".comfy_quant", "_quantization_metadata"
 # Files from before ComfyUI 0.4: a mark for the file, and a scale beside each fp8 weight.
@@ -28,7 +27,7 @@ def check_quantised(header: Header, prefix: str) -> None:
     tensors = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
     for key, entry in tensors.items():
         if key.endswith(".weight") and len(entry.shape) > 1 and entry.dtype in _INTEGERS:
-            raise _refused(header, f"the weight {key[:80]!r} is of whole numbers ({entry.dtype})")
+            raise refused(header.name, f"the weight {key[:80]!r} is of whole numbers ({entry.dtype})")
     for layer, note in _notes(header, tensors):
         _check_layer(header, layer, note)
     if prefix + _OLD_MARK in tensors:
@@ -43,14 +42,14 @@ def _notes(header: Header, tensors: dict[str, TensorEntry]) -> Iterator[tuple[st
         noted = _parse(header, _METADATA, header.metadata[_METADATA])
         layers = noted.get("layers")
         if not isinstance(layers, dict):
-            raise _refused(header, f"its metadata {_METADATA} names no layers")
+            raise refused(header.name, f"its metadata {_METADATA} names no layers")
         yield from layers.items()
     data_begin = header.file_bytes - max(entry.end for entry in header.tensors.values())
     with open_regular(header.path) as file:
         for key, entry in tensors.items():
             if key.endswith(_NOTE):
                 if entry.dtype != "U8" or entry.end - entry.begin > _MAX_NOTE_BYTES:
-                    raise _refused(header, f"{key[:80]!r} is no text of at most {_MAX_NOTE_BYTES} bytes")
+                    raise refused(header.name, f"{key[:80]!r} is no text of at most {_MAX_NOTE_BYTES} bytes")
                 file.seek(data_begin + entry.begin)
                 yield key.removesuffix(_NOTE), _parse(header, key, file.read(entry.end - entry.begin))
 
@@ -59,26 +58,27 @@ def _parse(header: Header, key: str, text: str | bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused(header, f"{key[:80]!r} is not valid JSON ({str(error)[:80]})") from None
+        raise refused(header.name, f"{key[:80]!r} is not valid JSON ({str(error)[:80]})") from None
     if not isinstance(found, dict):
-        raise _refused(header, f"{key[:80]!r} is not a JSON object")
+        raise refused(header.name, f"{key[:80]!r} is not a JSON object")
     return found
 
 
 def _check_layer(header: Header, layer: str, note: Any) -> None:
     kind = note.get("format") if isinstance(note, dict) else None
     if not isinstance(kind, str):
-        raise _refused(header, f"the quantised layer {layer[:80]!r} names no format")
+        raise refused(header.name, f"the quantised layer {layer[:80]!r} names no format")
     weight = _tensor(header, layer, kind, "weight")
     if min(weight.shape, default=1) < 1:
-        raise _refused(
-            header, f"the weight of the quantised layer {layer[:80]!r} has the shape {list(weight.shape)}"
+        raise refused(
+            header.name,
+            f"the weight of the quantised layer {layer[:80]!r} has the shape {list(weight.shape)}",
         )
     for name, sizes in _scales(kind, weight.shape):
         found = math.prod(_tensor(header, layer, kind, name).shape)
         if len(weight.shape) == 2 and found not in sizes:  # ComfyUI's banks of experts have three
-            raise _refused(
-                header,
+            raise refused(
+                header.name,
                 f"{name} of the {kind} layer {layer[:80]!r} has {found} values where its weight of shape "
                 f"{list(weight.shape)} needs {' or '.join(map(str, sizes))}",
             )
@@ -107,10 +107,4 @@ def _tensor(header: Header, layer: str, kind: str, name: str) -> TensorEntry:
     for key in (f"{layer}.{name}", layer + _OLD_SCALE if name == "weight_scale" else ""):
         if key in header.tensors:
             return header.tensors[key]
-    raise _refused(header, f"the {kind} layer {layer[:80]!r} has no {name}")
-
-
-def _refused(header: Header, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{header.name} is refused: {reason}. Download the file again, or choose another one."
-    )
+    raise refused(header.name, f"the {kind} layer {layer[:80]!r} has no {name}")

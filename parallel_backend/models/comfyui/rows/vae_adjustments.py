@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import PlatformError
-from ...banded import OTHER_VERSION, RowSpan
+from .banded import OTHER_VERSION, RowSpan
 
 # Bytes of whole pictures that LTX's decoder hands from block to block at once. ComfyUI takes 32 MiB on a card of 6 GiB
 # and 128 on one of 24; ours do not go by the number of ranks, on which noise within layers would depend.

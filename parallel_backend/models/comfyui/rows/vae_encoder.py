@@ -10,7 +10,8 @@ from .vae_halves import ComfyUIHalf
 
 
 class ComfyUIVaeEncoder(ComfyUIHalf):
-    """base.BandedVaeEncoder. Its network's encode() computes."""
+    """An encoder that is exact in bands of rows. Its network's encode() computes. `scale`: pixels per position of the
+    latent along each side; `in_channels`: of a pixel; `few_frames`: of a short video that it takes."""
 
     other_half = DECODER_ALONE
 
@@ -45,4 +46,5 @@ class ComfyUIVaeEncoder(ComfyUIHalf):
         return max(1, len(self.step_layers) * chunks // self.steps)
 
     def encode(self, pixels: Tensor) -> Tensor:
+        """[1, 3, rows, W] -> [1, C, rows / scale, W / scale], or of frames: [1, 3, T, rows, W] -> [1, C, t, …, …]."""
         return self._network.encode(pixels)

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...banded import STEPS, RowAttention
 from ...tokens.vae_networks import ENCODER_ALONE, frames_are_a_batch, known
+from .banded import STEPS, RowAttention
 from .vae_adjustments import adjust, reproducible
 
 _ATTENTION = ("optimized_attention", "optimized_vae_attention")
 
 
 class ComfyUIHalf:
-    """base.VaeHalf. `network`: ComfyUI's, to compute in `compute_dtype`; it loses `other_half`, parts by their names,
-    and its attention sees all rows."""
+    """A VAE's decoder or encoder on one rank's device. `network`: ComfyUI's, to compute in `compute_dtype`; it loses
+    `other_half`, parts by their names, and its attention sees all rows. `latent_dims`: 2 for images [B, C, h, w], 3 for
+    videos [B, C, t, h, w]. `steps`: into which a decode or encode is counted."""
 
     steps = STEPS
     other_half: Sequence[str]
@@ -58,7 +59,7 @@ class ComfyUIHalf:
 
 
 class ComfyUIVae(ComfyUIHalf):
-    """base.BandedVae. Its network's decode() computes."""
+    """A decoder that is exact in bands of rows. Its network's decode() computes."""
 
     other_half = ENCODER_ALONE
 
@@ -74,16 +75,18 @@ class ComfyUIVae(ComfyUIHalf):
         return self._network
 
     def layers_per_step(self, latent: Tensor) -> int:
+        """The number of `step_layers` that compute before a step of a latent [C, (t,) h, w] ends."""
         at_once = self.latent_dims == 2 or (self._found is not None and self._found.at_once)
         return max(1, len(self.step_layers) * (1 if at_once else latent.shape[1]) // self.steps)
 
     @property
     def min_side(self) -> int:
-        """2 where the border is made of the rows and columns beside it."""
+        """Rows and columns that a latent has at least: 2 where the border is made of those beside it."""
         modes = {getattr(layer, "padding_mode", "zeros") for layer in self.step_layers}
         return 2 if "reflect" in modes else 1
 
     def decode(self, latent: Tensor) -> Tensor:
+        """[1, C, rows, w] -> [1, 3, scale * rows, scale * w], or frames: [1, C, t, rows, w] -> [1, 3, T, …, …]."""
         network = self._network
         with reproducible(network, self.device):
             if self._frames_are_a_batch:
@@ -92,9 +95,10 @@ class ComfyUIVae(ComfyUIHalf):
 
 
 class TiledComfyUIVae(ComfyUIVae):
-    """base.TiledVae. Its network computes tiles by a method of its own, one call each."""
+    """A decoder that cuts latents into tiles by itself, each of which a method of its own computes."""
 
     def tiles(self, latent: Tensor) -> list[Tensor]:
+        """What the network would compute one by one of a latent [1, C, (t,) h, w] on its device, in order."""
         found: list[Tensor] = []
 
         def note(tile: Tensor) -> Tensor:
@@ -111,6 +115,7 @@ class TiledComfyUIVae(ComfyUIVae):
         return {"output_buffer": torch.empty(self._network.decode_output_shape(latent.shape), device="meta")}
 
     def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
+        """Of what is computed of it."""
         decoder = self._network.decoder
         frames, height, width = tile.shape[2:]
         side = decoder.patch_size
@@ -126,6 +131,7 @@ class TiledComfyUIVae(ComfyUIVae):
         return type(self._network)._decode_pixels(self._network, tile)
 
     def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
+        """What the network makes of the tiles that were computed, in order: [1, 3, T, H, W]."""
         tiles = iter(computed)
         return self._with_tiles(lambda tile: next(tiles).to(tile.device), latent)
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ....layout import RankCoordinates, stage_blocks
+from ....layout import RankCoordinates
 from ....strategy import ParallelStrategy
 from ...dtypes import FP8, ITEMSIZE, Dtypes
 from ...footprint import HeldWeights, WeightPart
-from ..keys import SLICED_BY_COLUMNS, SLICED_BY_ROWS, FluxDims, diffusers_shapes
+from ...tokens.block_kinds import DIFFUSERS_FLUX
+from ..keys import FluxDims, diffusers_shapes
+
+# How tensor parallelism cuts the blocks, by the list that a parameter's name begins with.
+_SLICED = {path.rpartition(".")[2]: kind.sliced for path, kind in DIFFUSERS_FLUX.lists.items()}
 
 
 def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
@@ -33,10 +37,9 @@ def held_weights(
     dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
 ) -> HeldWeights:
     """The weights that `rank` holds of a model under `strategy`."""
-    place = RankCoordinates.of(strategy, rank)
     alike = strategy.row_degree * strategy.sequence_degree
     sharded = strategy.shards and (alike > 1 or not on_cpu)
-    blocks = frozenset(blocks_of_stage(dims, strategy, place))
+    blocks = frozenset(RankCoordinates.of(strategy, rank).blocks(strategy, dims.blocks))
     return HeldWeights(
         parts=_parts(dims, dtypes, blocks, strategy.tensor_degree, alike if sharded else 0, on_cpu),
         sharded=sharded,
@@ -69,12 +72,6 @@ def _parts(
     return tuple(WeightPart(block, *totals) for block, totals in parts.items())
 
 
-def blocks_of_stage(dims: FluxDims, strategy: ParallelStrategy, place: RankCoordinates) -> range:
-    """The rank's blocks, numbered doubles first."""
-    count = dims.double_blocks + dims.single_blocks
-    return stage_blocks(count, place.stage_shares(strategy))[place.stage]
-
-
 @lru_cache(maxsize=16)
 def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]], ...]:
     """(name in diffusers' layout, block numbered doubles first or None, shape)."""
@@ -91,12 +88,14 @@ def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]]
 def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
     """(rows, elements of a row) of a rank's slice of a parameter."""
     rows, rest = shape[0], shape[1] if len(shape) > 1 else 1
-    layer, _, kind = name.rpartition(".")
-    if degree == 1 or "transformer_blocks." not in name:
+    block, _, kind = name.rpartition(".")
+    listed, _, path = block.partition(".")
+    layer, sliced = path.partition(".")[2], _SLICED.get(listed)
+    if degree == 1 or sliced is None:
         return rows, rest
-    if layer.endswith(SLICED_BY_ROWS):
+    if layer in sliced.joined or any(layer in branch.into for branch in sliced.branches):
         return rows // degree, rest
-    if layer.endswith(SLICED_BY_COLUMNS) and kind == "weight":
+    if kind == "weight" and any(layer == branch.out for branch in sliced.branches):
         return rows, rest // degree
     return rows, rest
 

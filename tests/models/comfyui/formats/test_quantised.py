@@ -47,13 +47,39 @@ def test_an_intact_file_passes(files, form):
     assert inspect(files[form]).tensor_bytes > 0
 
 
-@pytest.mark.parametrize("form", [*NEW, OLD])
-def test_a_layer_without_its_weight_is_refused_by_name(files, tmp_path, form):
-    path = damaged(files[form], tmp_path, lambda tensors: tensors.pop(f"{LAYER}.weight"))
-    with pytest.raises(
-        CheckpointError, match=rf"damaged\.safetensors is refused: .*'{LAYER}' has no weight\."
-    ):
-        inspect(path)
+def without(name):
+    return lambda tensors: tensors.pop(f"{LAYER}.{name}")
+
+
+def with_seven_scales(tensors):
+    scale = tensors[f"{LAYER}.weight_scale"]
+    tensors[f"{LAYER}.weight_scale"] = torch.ones(7, dtype=torch.float32).to(scale.dtype)
+
+
+def without_rows(tensors):
+    tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"][:0]
+
+
+def of_whole_numbers(tensors):
+    tensors["img_in.weight"] = torch.ones(256, 64, dtype=torch.int32)
+
+
+DAMAGE = [
+    ([*NEW, OLD], without("weight"), rf"damaged\.safetensors is refused: .*'{LAYER}' has no weight\."),
+    (NEW, without("weight_scale"), rf"'{LAYER}' has no weight_scale"),
+    (["nvfp4"], without("weight_scale_2"), "has no weight_scale_2"),
+    (NEW, with_seven_scales, r"has 7 values where its weight of shape \[1024, \d+\] needs \d+"),
+    (NEW, without_rows, rf"'{LAYER}' has the shape \[0, \d+\]"),
+    (["int8"], of_whole_numbers, r"the weight 'img_in.weight' is of whole numbers \(I32\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "words"), [(form, *damage) for forms, *damage in DAMAGE for form in forms]
+)
+def test_a_damaged_layer_is_refused_by_name(files, tmp_path, form, change, words):
+    with pytest.raises(CheckpointError, match=words):
+        inspect(damaged(files[form], tmp_path, change))
 
 
 def test_a_layer_that_is_missing_altogether_is_refused_by_the_rank_without_a_crash(files, tmp_path):
@@ -64,40 +90,6 @@ def test_a_layer_that_is_missing_altogether_is_refused_by_the_rank_without_a_cra
     path = damaged(files["int8"], tmp_path, change)
     with pytest.raises(CheckpointError, match=rf"it has no weight for {LAYER}"):
         load(spec(path), CPU)
-
-
-@pytest.mark.parametrize("form", NEW)
-def test_a_layer_without_its_scale_is_refused_by_name(files, tmp_path, form):
-    path = damaged(files[form], tmp_path, lambda tensors: tensors.pop(f"{LAYER}.weight_scale"))
-    with pytest.raises(CheckpointError, match=rf"'{LAYER}' has no weight_scale"):
-        inspect(path)
-
-
-def test_the_second_scale_of_nvfp4_is_needed_too(files, tmp_path):
-    path = damaged(files["nvfp4"], tmp_path, lambda tensors: tensors.pop(f"{LAYER}.weight_scale_2"))
-    with pytest.raises(CheckpointError, match="has no weight_scale_2"):
-        inspect(path)
-
-
-@pytest.mark.parametrize("form", NEW)
-def test_a_scale_of_another_shape_is_refused_with_both_sizes(files, tmp_path, form):
-    def change(tensors):
-        scale = tensors[f"{LAYER}.weight_scale"]
-        tensors[f"{LAYER}.weight_scale"] = torch.ones(7, dtype=torch.float32).to(scale.dtype)
-
-    with pytest.raises(
-        CheckpointError, match=r"has 7 values where its weight of shape \[1024, \d+\] needs \d+"
-    ):
-        inspect(damaged(files[form], tmp_path, change))
-
-
-@pytest.mark.parametrize("form", NEW)
-def test_a_weight_without_rows_is_refused(files, tmp_path, form):
-    def change(tensors):
-        tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"][:0]
-
-    with pytest.raises(CheckpointError, match=rf"'{LAYER}' has the shape \[0, \d+\]"):
-        inspect(damaged(files[form], tmp_path, change))
 
 
 @pytest.mark.parametrize(
@@ -146,10 +138,3 @@ def test_a_format_that_this_comfyui_does_not_have_is_refused_by_the_rank_without
     inspect(path)
     with pytest.raises(CheckpointError, match=r"ComfyUI cannot build a model from .*int5_someday"):
         load(spec(path), CPU)
-
-
-def test_weights_of_whole_numbers_are_refused(files, tmp_path):
-    change = {"img_in.weight": torch.ones(256, 64, dtype=torch.int32)}
-    path = damaged(files["int8"], tmp_path, lambda tensors: tensors.update(change))
-    with pytest.raises(CheckpointError, match=r"the weight 'img_in.weight' is of whole numbers \(I32\)"):
-        inspect(path)
