@@ -102,8 +102,7 @@ class SampleRequest:
 
     noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
     sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
-    cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise; cache_threshold: of the step cache
-    (options.py), 0 for none.
+    cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise.
     """
 
     noise: torch.Tensor
@@ -115,7 +114,6 @@ class SampleRequest:
     sampler: str
     seed: int
     denoise_mask: torch.Tensor | None = None
-    cache_threshold: float = 0.0
 
     @property
     def prompts(self) -> tuple[Conditioning, ...]:

@@ -284,6 +284,7 @@ class ShippedJob(Shipment):
             self._job.cache_threshold,
             is_call=steps == 0,
             imports=lambda: self._new_packs,
+            trials=plan.trials,
         )
         with ranks_for(plan) as (sidecar, placement), self._sending(sidecar):
             return sidecar.sample(
@@ -293,7 +294,6 @@ class ShippedJob(Shipment):
                 on_step=on_step,
                 on_phase=report_progress,
                 should_cancel=interrupted,
-                trials=plan.trials,
                 file=read_identity(self._model.spec.path),
             )
 

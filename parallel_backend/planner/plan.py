@@ -40,7 +40,7 @@ def job_from_request(model: JobModel, request: SampleRequest) -> Job:
         steps=len(request.sigmas) - 1,
     )
     calls = PLAIN_SAMPLERS.get(request.sampler, 1)
-    return replace(job, model_calls=calls, step_cache=request.cache_threshold > 0)
+    return replace(job, model_calls=calls)
 
 
 def job_from_latent(

@@ -105,7 +105,10 @@ class ModelRequests:
 
         exchange = lease.exchange()
         self.progress.seconds.clear()
-        exchange.send(replace(message, model=held.number, trials=trials), job.begin(self._holdings))
+        message = replace(message, model=held.number)
+        if isinstance(message, RunJob):
+            message = replace(message, trials=trials)
+        exchange.send(message, job.begin(self._holdings))
         packs = job.request.imports() if isinstance(job.request, ShippedRequest) else ""
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
         exchange.guard(lambda: lease.on_phase(phase))
@@ -115,7 +118,7 @@ class ModelRequests:
                 return max(
                     deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, job.request.noise)
                 )
-            steps = [max(seconds)] if job.request.cache_threshold and seconds else seconds
+            steps = [max(seconds)] if job.has_cache and seconds else seconds
             return compiling.budget(self._step_budget(steps, job.request.noise))
 
         done = exchange.wait(budget, on_message)
@@ -170,7 +173,6 @@ def sample_message(
         sampler=request.sampler,
         seed=request.seed,
         previews=previews,
-        cache_threshold=float(request.cache_threshold),
     )
 
 

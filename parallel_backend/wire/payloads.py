@@ -7,7 +7,6 @@ import math
 import torch
 
 from ..errors import RequestError, TransportError
-from ..options import check_threshold
 from ..requests import (
     Conditioning,
     InputShapes,
@@ -45,7 +44,6 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
         sampler=message.sampler,
         seed=message.seed,
         denoise_mask=left.pop("denoise_mask", None),
-        cache_threshold=message.cache_threshold,
     )
     _refuse_rest(left)
     check_sample(request)
@@ -100,7 +98,6 @@ def check_sample(request: SampleRequest) -> None:
         check_finite(name, getattr(request, name))
     if not math.isfinite(request.cfg):
         raise RequestError(f"cfg is {request.cfg}; it must be a finite number.")
-    check_threshold(request.cache_threshold)
 
 
 def check_inputs(request: SampleRequest, shapes: InputShapes) -> None:

@@ -12,6 +12,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from differences import relative_difference
 from jobs import FP8, flux_job
+from loop_jobs import loop_job, tiny_model
 from pack_nodes import import_node_module
 from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
@@ -24,6 +25,7 @@ from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ModelSpec, Placement, RunInfo
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy
+from shipped_jobs import ship
 from tiny_flux import write_tiny_flux
 
 STEPS = 20
@@ -87,8 +89,7 @@ def first_run(two_real_ranks, tmp_path, monkeypatch):
     import folder_paths
 
     calls = import_node_module("nodes.host.calls")
-    path = write_tiny_flux(tmp_path / "tiny.safetensors")
-    file, spec = inspect_flux(path), ModelSpec(str(path))
+    file, spec = inspect_flux(write_tiny_flux(tmp_path / "tiny.safetensors")), tiny_model(tmp_path)
     request = random_request(file, width=128, height=128, batch=1, text=8, steps=STEPS, with_cfg=True)
     job = job_from_request(CheckpointModel(file), request)
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
@@ -104,7 +105,8 @@ def first_run(two_real_ranks, tmp_path, monkeypatch):
         settings = tmp_path / "user" / "default" / "comfy.settings.json"
         settings.write_text(json.dumps({} if tries else {"parallel_sampling.try_strategies": False}))
         plan = calls.plan_job(StrategySettings(devices="cpu:2"), job)
-        return two_real_ranks.sample(spec, request, Placement(plan.strategy), trials=plan.trials)
+        shipped = ship(spec, loop_job(steps=STEPS, size=(16, 16)), trials=plan.trials)
+        return two_real_ranks.sample(spec, shipped, Placement(plan.strategy))
 
     return run
 

@@ -10,12 +10,25 @@ from parallel_backend.sampling.denoise import denoise
 from point_forward import Boundary
 
 
+class CachedForward:
+    """A forward whose calls a step cache may answer."""
+
+    def __init__(self, forward, cache):
+        self._forward, self._cache = forward, cache
+
+    def __call__(self, call):
+        return self._forward(call, self._cache)
+
+    def __getattr__(self, name):
+        return getattr(self._forward, name)
+
+
 class PlainSubject(PlainForward):
     """The calls of plain jobs by one forward. `ran`: that forward."""
 
     def __init__(self, model, layouts, placement, cache=None):
         self.ran = make_module_forward(model, layouts, placement)
-        super().__init__(lambda: self.ran, cache)
+        super().__init__(self.ran if cache is None else CachedForward(self.ran, cache))
 
 
 class PlainJobs:
