@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
-from shipped import loop_job_of
-from subject import SIZES, finish, random_flux, sample_request
+from subject import SIZES, finish, loop_job_of, random_flux, sample_request
 from torch import Tensor
 
 from comfy_weight_files import spec as spec_of
@@ -98,9 +97,8 @@ def requests(tokens: Sequence[int], steps: int) -> Iterator[tuple[str, SampleReq
         for cfg in (1.0, 4.0):
             for batch in (1, 2):
                 one = sample_request(count, steps, cfg)
-                noise, latent = (tensor.repeat(batch, 1, 1, 1) for tensor in (one.noise, one.latent))
                 words = f"{count:5d} tokens, {'CFG' if cfg != 1 else 'no CFG'}, {batch} image(s)"
-                yield words, replace(one, noise=noise, latent=latent)
+                yield words, replace(one, noise=one.noise.repeat(batch, 1, 1, 1))
 
 
 @contextmanager

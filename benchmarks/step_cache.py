@@ -11,8 +11,7 @@ import argparse
 
 import torch
 from drift import DEMO, Scenes, demo_request
-from shipped import loop_job_of
-from subject import finish
+from subject import finish, loop_job_of
 from torch import Tensor
 
 from comfy_weight_files import spec as spec_of

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..wire import deadlines
 from ..wire.protocol import Compiling, Message
 from .group.phases import OnPhase, Phase, PhaseKind
-
-_PIXELS_PER_LATENT = 8
-
-
-def image_size(latent_shape: Sequence[int]) -> str:
-    """In pixels, of a Flux latent [..., h, w]."""
-    height, width = (side * _PIXELS_PER_LATENT for side in latent_shape[-2:])
-    return f"{width} x {height}"
 
 
 class CompileWatch:

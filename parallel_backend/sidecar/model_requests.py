@@ -14,7 +14,6 @@ from ..errors import TransportError
 from ..job.payload import ANSWER, DENOISED, unpack_answer
 from ..options import CompileStats
 from ..requests import (
-    InputShapes,
     LoadInfo,
     ModelSpec,
     Placement,
@@ -24,9 +23,9 @@ from ..requests import (
 )
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
-from ..wire.payloads import Tensors, check_inputs
+from ..wire.payloads import Tensors
 from ..wire.protocol import Done, Message, Progress, RunJob, Sample
-from .compile_progress import CompileWatch, image_size
+from .compile_progress import CompileWatch
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease
@@ -69,16 +68,11 @@ class ModelRequests:
         trials, placement = job.trials, message.placement
         assert placement is not None, "a model of a file has one"
         strategies = (placement.strategy, *trials.strategies)
-        if not isinstance(job.request, SampleRequest):  # ComfyUI's own module knows its shapes
-            load = self._holdings.ensure_ready(spec, placement.strategy, lease)
-            size = _latent_in_words(job.request.noise)
-        else:
-            size = image_size(job.shape)
-            load, _ = self._ensure_ready(spec, job.request, placement, lease)
+        load = self._holdings.ensure_ready(spec, placement.strategy, lease)
         seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
-        compiling = CompileWatch(size, lease.on_phase)
+        compiling = CompileWatch(_latent_in_words(job.request.noise), lease.on_phase)
         held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -141,21 +135,6 @@ class ModelRequests:
             return usual
         return usual + deadlines.size_allowance(_positions(sampled), is_cpu(self._devices))
 
-    def _ensure_ready(
-        self,
-        spec: ModelSpec,
-        request: SampleRequest,
-        placement: Placement,
-        lease: Lease,
-    ) -> tuple[LoadInfo, InputShapes]:
-        """The model is held and takes what `request` has: on the ranks, another width would only be an error of torch
-        half-way through a collective."""
-        load = self._holdings.ensure_ready(spec, placement.strategy, lease)
-        if load.inputs is None:
-            raise TransportError("the processes loaded a model without saying what it takes")
-        check_inputs(request, load.inputs)
-        return load, load.inputs
-
 
 def sample_message(
     request: SampleRequest | ShippedRequest,
@@ -170,8 +149,6 @@ def sample_message(
     return Sample(
         placement=placement,
         cfg=float(request.cfg),
-        sampler=request.sampler,
-        seed=request.seed,
         previews=previews,
     )
 

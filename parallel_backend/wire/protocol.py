@@ -108,8 +108,6 @@ class Sample:
 
     placement: Placement
     cfg: float
-    sampler: str
-    seed: int
     previews: bool
     model: int = 0
 

@@ -16,11 +16,9 @@ from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import Placement
-from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
 from patchwise_oracle import patchwise_sample
-from plain_jobs import PlainJobs
-from point_forward import Boundary
+from plain_jobs import PlainJobs, run_plain
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
@@ -39,12 +37,12 @@ def path(tmp_path_factory):
 def subject_alone(world, path, cache=None):
     """The calls of one rank, in a process that is one of several."""
     alone = World(rank=0, world_size=1, device=world.device, backend="gloo", store_path="")
-    return PlainJobs(Layouts(alone)).subject(path, Placement(), cache)
+    return PlainJobs(Layouts(alone)).forward(path, Placement(), cache)
 
 
 def differences(world, path, strategies, case):
     """From one rank's latent, under each strategy."""
-    jobs, expected = PlainJobs(Layouts(world)), denoise(subject_alone(world, path), case, Boundary())
+    jobs, expected = PlainJobs(Layouts(world)), run_plain(subject_alone(world, path), case)
     return [relative_difference(jobs.run(path, strategy, case)[0], expected) for strategy in strategies]
 
 
@@ -103,12 +101,12 @@ def compiled_and_cached(world, path):
     """Differences of compiled blocks and of a step cache, blocks that ran uncompiled, and calls that were reused."""
     jobs, strategy, case = PlainJobs(Layouts(world)), ParallelStrategy(ring_degree=3), FEW_STEPS
     alone = subject_alone(world, path)
-    compiled = jobs.subject(path, Placement(strategy, "native", ComputeOptions("blocks")))
-    expected = denoise(alone, case, Boundary())
-    off = relative_difference(denoise(compiled, case, Boundary()), expected)
+    compiled = jobs.forward(path, Placement(strategy, "native", ComputeOptions("blocks")))
+    expected = run_plain(alone, case)
+    off = relative_difference(run_plain(compiled, case), expected)
     uncompiled = compiling.compiler().take().uncompiled
     caches = ModuleCache(0.6), ModuleCache(0.6)
-    expected = denoise(subject_alone(world, path, caches[0]), case, Boundary())
+    expected = run_plain(subject_alone(world, path, caches[0]), case)
     latent, _, _ = jobs.run(path, strategy, case, cache=caches[1])
     return [off, relative_difference(latent, expected), uncompiled, *(cache.reused for cache in caches)]
 

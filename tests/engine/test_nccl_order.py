@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -126,8 +124,7 @@ def test_strategies_communicate_in_an_order_that_nccl_takes(subject, world_size,
 
 def communicators(world, path, each):
     """Those of this rank that stand after a job, the first of its process."""
-    case = replace(CASES["odd sides, cfg 4"], sampler="euler_ancestral")
-    PlainJobs(Layouts(world)).run(path, each, case, boundary=boundary(world, 2))
+    PlainJobs(Layouts(world)).run(path, each, CASES["odd sides, cfg 4"], boundary=boundary(world, 2))
     return count_connected()
 
 

@@ -36,7 +36,7 @@ from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.trials import NO_TRIALS, TrialPlan
 from samplings import sampling_of
 
-ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
+ANYTHING = InputShapes("a model", 0, 0, "", "")
 
 
 @dataclass(frozen=True)

@@ -259,9 +259,7 @@ class ComfyUIModelFile:
         return InputShapes(
             model=self.name,
             context=self.context_width,
-            pooled=self.pooled_width,
             channels_in=self.channels,
-            channels_out=self.channels,
             text_encoders="the text encoders that ComfyUI's own loader of this model goes with",
             latents="the empty latent that ComfyUI has for this model",
         )

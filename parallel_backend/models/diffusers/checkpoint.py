@@ -155,9 +155,7 @@ class FluxFile:
         return InputShapes(
             model=self.name,
             context=self.dims.context_dim,
-            pooled=self.dims.pooled_dim,
             channels_in=self.dims.in_channels // _PATCH,
-            channels_out=self.dims.out_channels // _PATCH,
             text_encoders="clip_l and t5xxl in DualCLIPLoader, type flux",
             latents="EmptySD3LatentImage, or an image encoded with Flux.1's VAE, ae.safetensors",
         )

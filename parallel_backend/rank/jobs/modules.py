@@ -28,10 +28,11 @@ from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from .reader import JobReader, set_random_states
-from .vaes import HeldVae, StepCallback
+from .vaes import HeldVae
 
 if TYPE_CHECKING:
     from ...engine.bands.vae import RankGroups
+    from ..work.step_boundary import StepBoundary
 
 _LOOK = 0.05  # s between two looks for a cancel
 
@@ -96,7 +97,7 @@ class Modules:
         return HeldEncoder(one.module, one.kind, self._layouts.world, rank)
 
     def run(
-        self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepCallback
+        self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepBoundary
     ) -> tuple[Tensors | None, RankCall]:
         """Runs a job; returns its answer, None on all ranks but one, and how it went. Collective."""
         begun, world = time.perf_counter(), self._layouts.world

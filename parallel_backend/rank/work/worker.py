@@ -18,7 +18,6 @@ from ...options import AUTO
 from ...requests import (
     ComfyUISource,
     FileContent,
-    InputShapes,
     LoadInfo,
     ModelSpec,
     Placement,
@@ -127,16 +126,15 @@ class RankWorker:
     ) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
         are compiled."""
-        from ...sampling.denoise import denoise
-        from .plain_forward import PlainForward
+        from .plain_job import PlainJob
 
         begun = time.perf_counter()
         request = sample_request(message, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         forward = _watched(self._forward(held, placement), on_compile)
         sent = forward.bytes_sent
-        plain = PlainForward(forward)
-        latent = denoise(plain, request, on_step)
+        job = PlainJob(forward, request)
+        latent = job.run(on_step)
         on_step.finish()
         result = {
             "latent": latent.float(),
@@ -146,8 +144,8 @@ class RankWorker:
         run = replace(
             run,
             inside_seconds=on_step.inside_seconds,
-            notes=(*run.notes, *plain.notes),
-            exact=run.exact and plain.is_exact,
+            notes=(*run.notes, *job.notes),
+            exact=run.exact and job.is_exact,
         )
         return result, run
 
@@ -297,14 +295,7 @@ class RankWorker:
 
     def _read_held(self, spec: ModelSpec, strategy: ParallelStrategy) -> HeldModel:
         import_for(spec, self.world.device, holds_nothing=not len(self.models))
-        return HeldModel(self._read_model(spec, strategy), self._read_inputs(spec))
-
-    def _read_inputs(self, spec: ModelSpec) -> InputShapes | None:
-        if spec.comfyui is not None:
-            return None  # its calls carry what ComfyUI would have given the module: nothing to compare
-        from ...models.registry import inspect_model
-
-        return inspect_model(spec.path, spec.family).inputs
+        return HeldModel(self._read_model(spec, strategy))
 
     def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> ModuleModel:
         from ...engine.load import load_under
