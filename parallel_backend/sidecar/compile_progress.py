@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..wire import deadlines
 from ..wire.protocol import Compiling, Message
 from .group.phases import OnPhase, Phase, PhaseKind
+
+
+def latent_in_words(first: object = None) -> str:
+    """Of what is sampled, the first part where there are several (video and sound)."""
+    latent = first[0] if isinstance(first, (list, tuple)) and first else first
+    if not isinstance(latent, Tensor) or latent.ndim < 2:
+        return "this model"
+    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 class CompileWatch:

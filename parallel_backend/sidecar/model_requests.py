@@ -25,7 +25,7 @@ from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.payloads import Tensors
 from ..wire.protocol import Done, Message, Progress, RunJob, Sample
-from .compile_progress import CompileWatch
+from .compile_progress import CompileWatch, latent_in_words
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease
@@ -72,7 +72,7 @@ class ModelRequests:
         seconds: list[float] = []
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
-        compiling = CompileWatch(_latent_in_words(job.request.noise), lease.on_phase)
+        compiling = CompileWatch(latent_in_words(job.request.noise), lease.on_phase)
         held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -158,14 +158,6 @@ def _positions(sampled: object) -> int:
     parts = sampled if isinstance(sampled, (list, tuple)) else [sampled]
     latents = [part for part in parts if isinstance(part, Tensor) and part.ndim > 2 and part.numel()]
     return sum(latent.numel() // latent.shape[1] for latent in latents)
-
-
-def _latent_in_words(first: object = None) -> str:
-    """Of what is sampled, the first part where there are several (video and sound)."""
-    latent = first[0] if isinstance(first, (list, tuple)) and first else first
-    if not isinstance(latent, Tensor) or latent.ndim < 2:
-        return "this model"
-    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 def _answer(exchange: Exchange[Done]) -> list[Tensor]:

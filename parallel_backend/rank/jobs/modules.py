@@ -28,11 +28,10 @@ from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from .reader import JobReader, set_random_states
-from .vaes import HeldVae
+from .vaes import HeldVae, StepCallback
 
 if TYPE_CHECKING:
     from ...engine.bands.vae import RankGroups
-    from ..work.step_boundary import StepBoundary
 
 _LOOK = 0.05  # s between two looks for a cancel
 
@@ -97,7 +96,7 @@ class Modules:
         return HeldEncoder(one.module, one.kind, self._layouts.world, rank)
 
     def run(
-        self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepBoundary
+        self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepCallback
     ) -> tuple[Tensors | None, RankCall]:
         """Runs a job; returns its answer, None on all ranks but one, and how it went. Collective."""
         begun, world = time.perf_counter(), self._layouts.world

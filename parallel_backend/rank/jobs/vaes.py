@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,17 @@ from ..outcome.errors import is_device_failure, is_out_of_memory
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.bands.tiles import TiledDecoder
     from ...engine.bands.vae import BandedNetwork, RankGroups
-    from ..work.step_boundary import StepBoundary
+
+
+class StepCallback(Protocol):
+    """Called after each step; raises Cancelled, on all ranks alike. `is_cancelled()`: True if this rank has heard that
+    the request is to end; `finish()`: waits for the last steps."""
+
+    def __call__(self, i: int, denoised: Tensor) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+    def finish(self) -> None: ...
 
 
 class HeldVae:
@@ -68,7 +78,7 @@ class HeldVae:
         return inputs
 
     def call(
-        self, inputs: Tensor, shares: tuple[float, ...], on_step: StepBoundary
+        self, inputs: Tensor, shares: tuple[float, ...], on_step: StepCallback
     ) -> tuple[Tensor | None, RankCall]:
         """Returns images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels,
         None on all ranks but the first. It computes one of the batch after the other, which needs less memory."""

@@ -4,7 +4,8 @@ sampler leads, the others follow, and its latent goes to all."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +17,14 @@ from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
 from .patch_flow import FlowRequest, PatchFlow, first_flowing, history_of, step_of, why_whole
 
-if TYPE_CHECKING:
-    from ..work.meeting import ModuleMeeting
-
 _HOOK = "sampler_calc_cond_batch_function"
+
+
+class FlowMeeting(Protocol):
+    """What a flow asks of the meeting of its job (rank/work/meeting.py)."""
+
+    def alone(self) -> AbstractContextManager[None]: ...
+    def end_round(self) -> None: ...
 
 
 class JobFlow:
@@ -29,7 +34,7 @@ class JobFlow:
     def __init__(
         self,
         forward: ModuleForward,
-        meeting: ModuleMeeting,
+        meeting: FlowMeeting,
         guider: Any,
         sampler: Any,
         noise: Tensor,
