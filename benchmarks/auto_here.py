@@ -23,8 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
-from subject import SIZES, finish, random_flux, sample_request
+from subject import SIZES, finish, loop_job_of, random_flux, sample_request
+from torch import Tensor
 
+from comfy_weight_files import spec as spec_of
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
@@ -34,8 +36,11 @@ from parallel_backend.planner.rules import Plan, StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
+from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.trials import NO_TRIALS, TrialPlan
+from shipped_jobs import ship
 
 ONE = ParallelStrategy()
 SETTINGS = StrategySettings(devices="cpu:2")
@@ -92,9 +97,8 @@ def requests(tokens: Sequence[int], steps: int) -> Iterator[tuple[str, SampleReq
         for cfg in (1.0, 4.0):
             for batch in (1, 2):
                 one = sample_request(count, steps, cfg)
-                noise, latent = (tensor.repeat(batch, 1, 1, 1) for tensor in (one.noise, one.latent))
                 words = f"{count:5d} tokens, {'CFG' if cfg != 1 else 'no CFG'}, {batch} image(s)"
-                yield words, replace(one, noise=noise, latent=latent)
+                yield words, replace(one, noise=one.noise.repeat(batch, 1, 1, 1))
 
 
 @contextmanager
@@ -117,23 +121,26 @@ def run_case(
 ) -> Case:
     begun = time.monotonic()
     job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
+    spec = spec_of(spec.path)
+
+    def shipped(trials: TrialPlan = NO_TRIALS, **changes: Tensor) -> ShippedRequest:
+        return ship(spec, loop_job_of(replace(request, **changes)), trials=trials)
+
     with empty_history():
         first = plan(job)
     strategies = sorted({first.strategy, *first.trials.strategies}, key=rule_key)
     case = Case(words, {strategy: [] for strategy in strategies}, [], [])
     for strategy in strategies:  # warms up
-        groups[strategy.world_size].sample(
-            spec, replace(request, sigmas=request.sigmas[-3:]), Placement(strategy)
-        )
+        groups[strategy.world_size].sample(spec, shipped(sigmas=request.sigmas[-3:]), Placement(strategy))
     for number in range(rounds):
         if number and (time.monotonic() - begun) * (1 + 1 / number) > limit_s:
             break
         for strategy in strategies:
-            info = groups[strategy.world_size].sample(spec, request, Placement(strategy)).info
+            info = groups[strategy.world_size].sample(spec, shipped(), Placement(strategy)).info
             case.seconds[strategy].append(sum(info.step_seconds))
         with empty_history():
             decided = plan(job)
-            info = groups[2].sample(spec, request, Placement(decided.strategy), trials=decided.trials).info
+            info = groups[2].sample(spec, shipped(decided.trials), Placement(decided.strategy)).info
             record_run(decided.devices, job, info)
             case.next = plan(job).strategy
         case.first_s.append(sum(info.step_seconds))

@@ -110,13 +110,10 @@ def demo_request(captions: list[str]) -> SampleRequest:
     )
     return SampleRequest(
         noise=noise,
-        latent=torch.zeros_like(noise),
         sigmas=torch.linspace(1, 0, STEPS + 1),
         positive=_encoded(captions),
         negative=_encoded([""] * len(captions)),
         cfg=CFG,
-        sampler="euler",
-        seed=7,
     )
 
 

@@ -234,13 +234,10 @@ def _short_request(cfg: float = 1.0) -> SampleRequest:
     noise = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
     return SampleRequest(
         noise=noise,
-        latent=torch.zeros_like(noise),
         sigmas=torch.linspace(1, 0, STEPS + 1),
         positive=prompt(1),
         negative=prompt(2) if cfg != 1.0 else None,
         cfg=cfg,
-        sampler="euler",
-        seed=0,
     )
 
 

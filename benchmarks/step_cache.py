@@ -8,16 +8,17 @@ Each caption is a job of its own, as a person runs it. Calls saved and drift do 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 import torch
-from drift import DEMO, STEPS, Scenes, demo_request
-from subject import finish
+from drift import DEMO, Scenes, demo_request
+from subject import finish, loop_job_of
 from torch import Tensor
 
+from comfy_weight_files import spec as spec_of
 from parallel_backend.requests import Placement, RunInfo
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from shipped_jobs import ship
 
 THRESHOLDS = (0.03, 0.06, 0.08, 0.12, 0.16, 0.2, 0.3)
 SAMPLERS = ("euler", "dpmpp_2m", "heun")
@@ -53,20 +54,19 @@ def measure(
     sidecar: Sidecar, placement: Placement, sampler: str, thresholds: tuple[float, ...], captions: int
 ) -> dict[str, dict[str, float]]:
     """Per threshold: model calls and how many were reused, what `Scenes.drift` says, and seconds in all steps."""
-    scenes = Scenes(captions)
+    scenes, spec = Scenes(captions), spec_of(DEMO.path)
 
     def sample(threshold: float) -> tuple[Tensor, list[RunInfo]]:
         latents, infos = [], []
         for caption in scenes.captions:
-            request = replace(demo_request([caption]), sampler=sampler, cache_threshold=threshold)
-            result = sidecar.sample(DEMO, request, placement)
+            job = loop_job_of(demo_request([caption]), sampler, threshold)
+            result = sidecar.sample(spec, ship(spec, job), placement)
             latents.append(result.latent)
             infos.append(result.info)
         return torch.cat(latents), infos
 
     exact, infos = sample(0.0)
     rows = {"0": _row(scenes.drift(exact, exact), infos)}
-    rows["0"]["calls"] = captions * (2 * STEPS - 1 if sampler == "heun" else STEPS)
     for threshold in thresholds:
         latent, infos = sample(threshold)
         rows[str(threshold)] = _row(scenes.drift(latent, exact), infos)

@@ -1,4 +1,5 @@
-"""Subjects of the benchmarks: a random Flux file, requests of a given size, and a description of the machine."""
+"""Subjects of the benchmarks: a random Flux file, requests of a given size, plain or as ComfyUI ships them, and a
+description of the machine."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "scripts")]
@@ -19,6 +21,9 @@ import torch  # noqa: E402
 
 from parallel_backend.requests import Conditioning, ModelSpec, SampleRequest  # noqa: E402
 from tiny_flux import write_tiny_flux  # noqa: E402
+
+if TYPE_CHECKING:  # it imports ComfyUI's way to test, which few of them need
+    from shipped_jobs import LoopJob
 
 CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
 # Latent height and width (in latent pixels, 2x2 per token) for each number of image tokens.
@@ -55,13 +60,33 @@ def sample_request(tokens: int, steps: int, cfg: float = 1.0) -> SampleRequest:
     noise = torch.randn(1, 16, height, width, generator=torch.Generator().manual_seed(0))
     return SampleRequest(
         noise=noise,
-        latent=torch.zeros_like(noise),
         sigmas=torch.linspace(1, 0, steps + 1),
         positive=prompt(1),
         negative=prompt(2) if cfg != 1.0 else None,
         cfg=cfg,
-        sampler="euler",
+    )
+
+
+def loop_job_of(request: SampleRequest, sampler: str = "euler", cache_threshold: float = 0.0) -> LoopJob:
+    """Returns the job that ComfyUI ships, with its own guider and sampler, of a request's noise, prompts and sigmas."""
+    from shipped_jobs import LoopJob
+
+    def cond(prompt: Conditioning) -> dict[str, Any]:
+        found = {"c_crossattn": ("CONDCrossAttn", prompt.context), "y": ("CONDRegular", prompt.pooled)}
+        if prompt.guidance is not None:
+            found["guidance"] = ("CONDRegular", prompt.guidance)
+        return {"model_conds": found}
+
+    sides = {"positive": request.positive, "negative": request.negative or request.positive}
+    return LoopJob(
+        noise=request.noise,
+        latent=torch.zeros_like(request.noise),
+        sigmas=request.sigmas,
+        conds={side: [cond(prompt)] for side, prompt in sides.items()},
+        cfg=request.cfg,
+        sampler=sampler,
         seed=0,
+        cache_threshold=cache_threshold,
     )
 
 

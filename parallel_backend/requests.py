@@ -14,9 +14,7 @@ from .trials import Trial
 if TYPE_CHECKING:  # `plan` and the doctor run where torch is missing
     import torch
 
-# Samplers of the pack's own loop (sampling/), and how often a step of each calls the model (heun's last step once).
-PLAIN_SAMPLERS = {"euler": 1, "euler_ancestral": 1, "heun": 2, "dpmpp_2m": 1}
-# The same of ComfyUI's samplers that do so more than once, in most of their steps.
+# How often a step of ComfyUI's samplers calls the model, of those that do so more than once in most of their steps.
 SEVERAL_CALLS = {
     **dict.fromkeys(("heun", "exp_heun_2_x0", "exp_heun_2_x0_sde", "dpm_2", "dpm_2_ancestral"), 2),
     **dict.fromkeys(("dpmpp_2s_ancestral", "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu"), 2),
@@ -98,24 +96,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A plain sampling job, which needs no ComfyUI.
+    """A plain sampling job, which needs no ComfyUI: Euler steps from noise.
 
-    noise, latent: [B, C, H/8, W/8] float32 in the model's latent space (ComfyUI's process_latent_in applied);
-    sigmas: [S + 1] float32, descending; denoise_mask: [B, 1 or C, H/8, W/8] float32 or None (1 = denoise);
-    cfg: 1.0 means `negative` is not evaluated; seed: for samplers that draw noise; cache_threshold: of the step cache
-    (options.py), 0 for none.
+    noise: [B, C, H/8, W/8] float32; sigmas: [S + 1] float32, descending to 0; cfg: 1.0 means `negative` is not
+    evaluated.
     """
 
     noise: torch.Tensor
-    latent: torch.Tensor
     sigmas: torch.Tensor
     positive: Conditioning
     negative: Conditioning | None
     cfg: float
-    sampler: str
-    seed: int
-    denoise_mask: torch.Tensor | None = None
-    cache_threshold: float = 0.0
 
     @property
     def prompts(self) -> tuple[Conditioning, ...]:
@@ -212,7 +203,7 @@ class SampleResult:
 @dataclass(frozen=True)
 class LoadInfo:
     """The outcome of loading. seconds: slowest rank; bytes: tensor bytes in the file; cached: it was loaded already;
-    inputs: None for a VAE; model: the file's name; device_bytes: of weights on a rank's accelerator; host_bytes: of its
+    model: the file's name; device_bytes: of weights on a rank's accelerator; host_bytes: of its
     shares in host memory, of which whole weights, being the mapped file, take none; switched: it was held while another
     one was in use; notes: the models that were dropped for it, in words."""
 
@@ -221,7 +212,6 @@ class LoadInfo:
     cached: bool
     dtype: str
     compute_dtype: str
-    inputs: InputShapes | None = None
     model: str = ""
     device_bytes: int = 0
     host_bytes: int = 0

@@ -267,6 +267,7 @@ class ShippedJob(Shipment):
             self._job.cache_threshold,
             is_call=steps == 0,
             imports=lambda: self._new_packs,
+            trials=plan.trials,
         )
         with errors_as_comfyuis():
             sidecar = pool.get_sidecar(plan.devices)
@@ -278,7 +279,6 @@ class ShippedJob(Shipment):
                     on_step=on_step,
                     on_phase=report_progress,
                     should_cancel=interrupted,
-                    trials=plan.trials,
                     file=read_identity(self._model.spec.path),
                 )
 

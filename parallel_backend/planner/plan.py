@@ -12,7 +12,7 @@ from ..devices import devices_of_a_run, is_cpu
 from ..errors import StrategyError
 from ..layout import crosses_machines
 from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
-from ..requests import PLAIN_SAMPLERS, SampleRequest
+from ..requests import SampleRequest
 from ..sidecar.group.device_health import FAILING, left_out
 from ..strategy import ParallelStrategy
 from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidates
@@ -32,15 +32,13 @@ log = logging.getLogger(__name__)
 
 def job_from_request(model: JobModel, request: SampleRequest) -> Job:
     """The job of a plain request."""
-    job = job_from_latent(
+    return job_from_latent(
         model,
         request.noise.shape,
         text=request.positive.context.shape[1],
         has_cfg=len(request.prompts) == 2,
         steps=len(request.sigmas) - 1,
     )
-    calls = PLAIN_SAMPLERS.get(request.sampler, 1)
-    return replace(job, model_calls=calls, step_cache=request.cache_threshold > 0)
 
 
 def job_from_latent(

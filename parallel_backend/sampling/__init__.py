@@ -1,1 +1,1 @@
-"""The denoise loop of a plain job: samplers as pure functions over a model that hides all parallelism."""
+"""Samplers as pure functions over a model that hides all parallelism, whole or patch by patch."""

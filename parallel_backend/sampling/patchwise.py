@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from .image_patches import ElementPatches
 from .samplers import History, Sigmas, Step
 
 
-@runtime_checkable
 class OnPatchStep(Protocol):
     """The boundary between two steps of flowing patches."""
 

@@ -6,13 +6,13 @@ form for flow-matching models (STEPS) and one for others (USUAL_STEPS).
 A step yields (x, sigma) where it wants the model's denoised latent and is sent it, so that who calls the model decides
 when: `run` at once, PipeFusion patch by patch. x: [B, C, H/8, W/8] float32, or any part of its elements, since every
 sampler here works element by element. The state that outlives a step is `History`, so a run can be resumed between any
-two steps. Noise comes from a seeded generator, and is the first rank's on all: cards of two kinds draw differently.
+two steps. Noise comes from a seeded generator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,27 +41,18 @@ class Sigmas:
         return self._on_host[i] == 0
 
 
-def _own(noise: Tensor) -> Tensor:
-    return noise
-
-
 @dataclass
 class History:
-    """A sampler's memory from step to step: the previous denoised latent, and its source of noise.
-
-    `share`: gives all ranks that sample the noise of the first of them. CUDA's generator deals numbers out by the
-    number of a card's multiprocessors, so that ranks on different cards draw different noise from one seed.
-    `noise_scale`: of the noise, where a model was trained with more than that of variance 1.
-    """
+    """A sampler's memory from step to step: the previous denoised latent, and its source of noise. `noise_scale`: of
+    the noise, where a model was trained with more than that of variance 1."""
 
     generator: torch.Generator
     denoised: Tensor | None = None
-    share: Callable[[Tensor], Tensor] = field(default=_own)
     noise_scale: float = 1.0
 
     def noise_like(self, x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=self.generator)
-        return self.share(noise * self.noise_scale)
+        return noise * self.noise_scale
 
 
 def start_history(seed: int, device: torch.device, noise_scale: float = 1.0) -> History:

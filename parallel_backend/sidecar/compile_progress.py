@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from torch import Tensor
 
 from ..wire import deadlines
 from ..wire.protocol import Compiling, Message
 from .group.phases import OnPhase, Phase, PhaseKind
 
-_PIXELS_PER_LATENT = 8
 
-
-def image_size(latent_shape: Sequence[int]) -> str:
-    """In pixels, of a Flux latent [..., h, w]."""
-    height, width = (side * _PIXELS_PER_LATENT for side in latent_shape[-2:])
-    return f"{width} x {height}"
+def latent_in_words(latent: object) -> str:
+    """Returns the size of what is sampled in words; ComfyUI has several parts (video and sound) in one object."""
+    if not isinstance(latent, Tensor) or latent.ndim < 2:
+        return "this model"
+    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 class CompileWatch:

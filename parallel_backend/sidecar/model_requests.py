@@ -16,9 +16,9 @@ from ..options import CompileStats
 from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
-from ..wire.payloads import Tensors, check_inputs
+from ..wire.payloads import Tensors
 from ..wire.protocol import Done, Message, Progress, RunJob, Sample
-from .compile_progress import CompileWatch, image_size
+from .compile_progress import CompileWatch, latent_in_words
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease
@@ -62,16 +62,9 @@ class ModelRequests:
         assert placement is not None, "a model of a file has one"
         strategies = (placement.strategy, *trials.strategies)
         load, latent = self._holdings.ensure_ready(spec, placement.strategy, lease), job.request.noise
-        if not isinstance(job.request, SampleRequest):  # ComfyUI's own module knows its shapes
-            size = _latent_in_words(latent)
-        else:  # on the ranks, another width would only be an error of torch half-way through a collective
-            if load.inputs is None:
-                raise TransportError("the processes loaded a model without saying what it takes")
-            check_inputs(job.request, load.inputs)
-            size = image_size(job.shape)
         shown: Phase | None = None
         under = collections.Counter[int]()  # steps by strategy
-        compiling = CompileWatch(size, lease.on_phase)
+        compiling = CompileWatch(latent_in_words(latent), lease.on_phase)
         held = self._holdings.current
 
         def on_message(rank: int, answer: Message, tensors: Tensors | None) -> None:
@@ -98,7 +91,10 @@ class ModelRequests:
         exchange = lease.exchange()
         seconds = self.progress.seconds
         seconds.clear()
-        exchange.send(replace(message, model=held.number, trials=trials), job.begin(self._holdings))
+        message = replace(message, model=held.number)
+        if isinstance(message, RunJob):
+            message = replace(message, trials=trials)
+        exchange.send(message, job.begin(self._holdings))
         packs = job.request.imports() if isinstance(job.request, ShippedRequest) else ""
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
         exchange.guard(lambda: lease.on_phase(phase))
@@ -106,7 +102,7 @@ class ModelRequests:
         def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
             if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks
                 return max(deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, latent))
-            steps = [max(seconds)] if job.request.cache_threshold and seconds else seconds
+            steps = [max(seconds)] if job.has_cache and seconds else seconds
             return compiling.budget(self._step_budget(steps, latent))
 
         done = exchange.wait(budget, on_message)
@@ -143,10 +139,7 @@ def sample_message(
     return Sample(
         placement=placement,
         cfg=float(request.cfg),
-        sampler=request.sampler,
-        seed=request.seed,
         previews=previews,
-        cache_threshold=float(request.cache_threshold),
     )
 
 
@@ -155,12 +148,6 @@ def _positions(latent: object) -> int:
     if not isinstance(latent, Tensor) or latent.ndim < 3 or not latent.numel():
         return 0
     return latent.numel() // latent.shape[1]
-
-
-def _latent_in_words(latent: object) -> str:
-    if not isinstance(latent, Tensor) or latent.ndim < 2:
-        return "this model"
-    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 def _answer(exchange: Exchange) -> list[Tensor]:

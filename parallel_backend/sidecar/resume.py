@@ -41,7 +41,9 @@ class LoopRecord:
 class ShippedRequest:
     """A job of ComfyUI's objects. `noise`: of the shape of its latent; `tensors(holdings)`: its payload for the ranks
     of these RankHoldings, without what they were sent before; `is_call`: it is one call of the network, whose answer
-    may have another shape, or several parts; `imports()`: the packs that the ranks import for it first."""
+    may have another shape, or several parts; `imports()`: the packs that the ranks import for it first; `trials`:
+    strategies that it tries on its way; each is exact and needs the placement's own weights, on all ranks or on the
+    first one."""
 
     noise: Tensor
     steps: int
@@ -49,6 +51,7 @@ class ShippedRequest:
     cache_threshold: float = 0.0
     is_call: bool = False
     imports: Callable[[], str] = str
+    trials: TrialPlan = NO_TRIALS
 
 
 class ResumableJob:
@@ -62,10 +65,9 @@ class ResumableJob:
         self,
         request: SampleRequest | ShippedRequest,
         on_step: OnStep | None,
-        trials: TrialPlan = NO_TRIALS,
     ) -> None:
         self.request = request
-        self.trials = trials
+        self.trials = request.trials if isinstance(request, ShippedRequest) else NO_TRIALS
         self._given_up: tuple[Trial, ...] = ()
         self._tensors: Tensors = {}  # of a shipped request: made for the ranks that run it
         if isinstance(request, SampleRequest):
@@ -80,6 +82,11 @@ class ResumableJob:
     def shape(self) -> tuple[int, ...]:
         """Of the latent."""
         return tuple(self.request.noise.shape)
+
+    @property
+    def has_cache(self) -> bool:
+        """True if a step cache answers some of its model calls."""
+        return isinstance(self.request, ShippedRequest) and self.request.cache_threshold > 0
 
     def begin(self, holdings: object = None) -> Tensors:
         """Returns the payload for ranks that hold the job's model. `holdings`: what they were sent. Raises RequestError

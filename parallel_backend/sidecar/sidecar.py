@@ -18,7 +18,6 @@ from ..requests import (
     SampleResult,
 )
 from ..strategy import ParallelStrategy
-from ..trials import NO_TRIALS, TrialPlan
 from ..wire import deadlines
 from ..wire.calibration import Calibration
 from ..wire.file_identity import FileIdentity, result_note
@@ -143,21 +142,18 @@ class Sidecar(ModuleRequests):
         on_step: OnStep | None = None,
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
-        trials: TrialPlan = NO_TRIALS,
         file: FileIdentity | None = None,
     ) -> SampleResult:
         """Runs a whole sampling job on the ranks, starting and loading first where needed (RunInfo.load).
 
         `file`: the model's, None for the one that is there now; the job takes no other one. Raises CheckpointError
         where another one is there and the ranks have to read it.
-
-        `trials`: strategies that it tries on its way; each is exact and needs the placement's own weights, on all ranks
-        or on the first one.
         """
         self._check_placement(placement)
-        check_step_cache(request.cache_threshold, placement.strategy)
-        self._check_trials(trials, request, placement)
-        job = ResumableJob(request, on_step, trials)
+        if isinstance(request, ShippedRequest):
+            check_step_cache(request.cache_threshold, placement.strategy)
+            self._check_trials(request, placement)
+        job = ResumableJob(request, on_step)
         message = sample_message(request, placement, previews=on_step is not None, states=self._resumes)
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
@@ -307,12 +303,8 @@ class Sidecar(ModuleRequests):
         """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
         return self._ranks.stop_if_idle()
 
-    def _check_trials(
-        self,
-        trials: TrialPlan,
-        request: SampleRequest | ShippedRequest,
-        placement: Placement,
-    ) -> None:
+    def _check_trials(self, request: ShippedRequest, placement: Placement) -> None:
+        trials = request.trials
         for strategy in trials.strategies:
             self._check_placement(replace(placement, strategy=strategy))
         used = (placement.strategy, *trials.strategies)

@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 21
+VERSION = 22
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # `rank` of what no single one computes
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -96,24 +96,20 @@ class RankModels:
 @dataclass(frozen=True)
 class Sample:
     """Parent to all ranks: a plain sampling job; its tensors are in the payload. `previews`: send denoised latents;
-    `cache_threshold`: as in SampleRequest; `model`: the number of a held one; `trials`: the strategies that it tries on
-    its way."""
+    `model`: the number of a held one."""
 
     placement: Placement
     cfg: float
-    sampler: str
-    seed: int
     previews: bool
-    cache_threshold: float = 0.0
     model: int = 0
-    trials: TrialPlan = NO_TRIALS
 
 
 @dataclass(frozen=True)
 class RunJob:
     """Parent to all ranks: a job as ComfyUI's process has it, whole (job/payload.py), over the model under this number;
     of so many steps, with what earlier model calls gave where it is resumed. `placement`: None over a text encoder or
-    VAE, which is placed as it was loaded; `states`: send the loop's states. Others as in Sample."""
+    VAE, which is placed as it was loaded; `states`: send the loop's states; `trials`: the strategies that it tries on
+    its way. Others as in Sample."""
 
     placement: Placement | None
     steps: int
@@ -157,7 +153,7 @@ class Cancel:
 @dataclass(frozen=True)
 class Progress:
     """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, has the denoised preview
-    or the sampler's state. `strategy`: the number of the one it ran under, 0 for the placement's (Sample.trials)."""
+    or the sampler's state. `strategy`: the number of the one it ran under, 0 for the placement's (RunJob.trials)."""
 
     step: int
     steps: int

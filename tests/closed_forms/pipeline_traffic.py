@@ -57,12 +57,10 @@ class PipelineTraffic:
         return (hop + back + gathered) * self.element_size + seen * 4
 
     def around(self) -> int:
-        """Once in a job whose patches flow: which element belongs to which patch, whether they flow, and the latent."""
+        """Once in a job whose patches flow: which element belongs to which patch, and the latent."""
         if self.rank:
             return 0
-        return (self.strategy.world_size - 1) * (
-            8 * self.latent_elements + 1 + 4 * self.batch * self.latent_elements
-        )
+        return (self.strategy.world_size - 1) * (8 + 4 * self.batch) * self.latent_elements
 
     def _tokens(self, text: int, image: int) -> int:
         """Those of its share; one without a token of a stream holds a stand-in."""

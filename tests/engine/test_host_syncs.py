@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
-from parallel_backend.requests import PLAIN_SAMPLERS
-from parallel_backend.sampling import denoise as loop
+from parallel_backend.rank.work import plain_job as loop
+from parallel_backend.sampling.samplers import STEPS, USUAL_STEPS, Sigmas, run, start_history
 from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
 from point_forward import Boundary
@@ -62,23 +62,18 @@ class AtTheBoundary:
 def count_looks(world, path, strategies):
     found, check = {}, loop.NumbersCheck.__call__
     for strategy in strategies:
-        jobs = PlainJobs(Layouts(world))
-        for sampler in PLAIN_SAMPLERS:
-            looks = Looks()
-            loop.NumbersCheck.__call__ = lambda *arguments, looks=looks: AtTheBoundary(looks, check)(
-                *arguments
-            )
-            counts = []
-            for steps in (3, 4):  # where patches flow, the host decides about them once in a job
-                case = replace(CASE, sampler=sampler, sigmas=torch.linspace(0.95, 0, steps + 1))
-                on_step, before = Boundary(), looks.count
-                on_step.passed = AtTheBoundary(looks, on_step.passed)
-                with looks:
-                    jobs.run(path, strategy, case, boundary=on_step)
-                counts.append(looks.count - before)
-            found[f"{strategy.describe()}, {sampler}"] = counts[1] - counts[0]
-            if strategy.pipefusion_degree == 1:
-                assert counts == [0, 0]
+        jobs, looks, counts = PlainJobs(Layouts(world)), Looks(), []
+        loop.NumbersCheck.__call__ = lambda *arguments, looks=looks: AtTheBoundary(looks, check)(*arguments)
+        for steps in (3, 4):  # where patches flow, the host decides about them once in a job
+            case = replace(CASE, sigmas=torch.linspace(0.95, 0, steps + 1))
+            on_step, before = Boundary(), looks.count
+            on_step.passed = AtTheBoundary(looks, on_step.passed)
+            with looks:
+                jobs.run(path, strategy, case, boundary=on_step)
+            counts.append(looks.count - before)
+        found[strategy.describe()] = counts[1] - counts[0]
+        if strategy.pipefusion_degree == 1:
+            assert counts == [0, 0]
     return found
 
 
@@ -89,7 +84,17 @@ def path(tmp_path_factory):
     return str(write_tiny_flux(folder / "tiny.safetensors", **sizes))
 
 
-def test_no_sampler_under_no_strategy_looks_at_a_devices_numbers_within_a_step(path):
+def test_no_strategy_looks_at_a_devices_numbers_within_a_step(path):
     for found in run_ranks(count_looks, 2, path, STRATEGIES, backend="gloo"):
-        assert found == dict.fromkeys(found, 0)
-        assert len(found) == len(STRATEGIES) * len(PLAIN_SAMPLERS)
+        assert found == dict.fromkeys(found, 0) and len(found) == len(STRATEGIES)
+
+
+@pytest.mark.parametrize("step", {*STEPS.values(), *USUAL_STEPS.values()})
+def test_no_sampler_looks_at_a_devices_numbers_within_a_step(step):
+    x, looks = torch.randn(1, 4, 6, 6), Looks()
+    sigmas, history = Sigmas(torch.linspace(0.95, 0, 5), x.device), start_history(0, x.device)
+    with looks:
+        looks.watching = True
+        for i in range(4):
+            x, _ = run(step(x, sigmas, i, history), lambda x, sigma: x / 2)
+    assert looks.count == 0 and x.isfinite().all()

@@ -7,6 +7,7 @@ import torch
 
 import fake_nvml
 from jobs import FP8, flux_file, flux_job
+from loop_jobs import loop_job, tiny_model
 from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LocalMachine
@@ -19,9 +20,10 @@ from parallel_backend.planner.history import MeasurementHistory, record_run
 from parallel_backend.planner.plan import job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
-from parallel_backend.requests import ModelSpec, Placement, RunInfo
+from parallel_backend.requests import Placement, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
+from shipped_jobs import ship
 from tiny_flux import write_tiny_flux
 
 ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
@@ -131,13 +133,13 @@ def test_remembering_never_costs_a_finished_picture(monkeypatch):
 def test_a_first_job_on_two_real_ranks_ends_in_the_fastest_and_the_next_begins_with_it(
     cpus, two_real_ranks, tmp_path
 ):
-    path = write_tiny_flux(tmp_path / "tiny.safetensors")
-    spec, file = ModelSpec(str(path)), inspect_flux(path)
+    file, spec = inspect_flux(write_tiny_flux(tmp_path / "tiny.safetensors")), tiny_model(tmp_path)
     request = random_request(file.inputs, width=128, height=128, batch=1, text=8, steps=20, with_cfg=True)
     asked = job_from_request(CheckpointModel(file), request)
     first = plan(cpus, asked, tries=True)
     assert first.strategy == CFG and first.trials.strategies == (ONE, ULYSSES, RING)
-    result = two_real_ranks.sample(spec, request, Placement(CFG), trials=first.trials)
+    shipped = ship(spec, loop_job(steps=20, size=(16, 16)), trials=first.trials)
+    result = two_real_ranks.sample(spec, shipped, Placement(CFG))
     assert torch.isfinite(result.latent).all() and cpus.record(asked, result.info)
     assert len(result.info.trials) > 1
     timed = {t.strategy: min(t.seconds) for t in result.info.trials if t.seconds}

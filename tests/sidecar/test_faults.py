@@ -305,7 +305,7 @@ def flux(tmp_path_factory):
 
 
 def longer_request():
-    return replace(flux_request(), sigmas=torch.linspace(1, 0, 6), sampler="dpmpp_2m")
+    return replace(flux_request(), sigmas=torch.linspace(1, 0, 6))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_a_job_is_made_again_after_a_rank_died_in_a_collective(no_leaks, flux, t
 
 
 def test_a_job_made_again_gives_the_same_bits(no_leaks, weights, tmp_path):
-    request = replace(scripted_request(SLOW, steps=6), sampler="euler_ancestral")
+    request = scripted_request(SLOW, steps=6)
     sidecar = scripted_sidecar(resumes=True)
     try:
         with fault("kill", "step", rank=0, step=4, once=tmp_path / "fired"):

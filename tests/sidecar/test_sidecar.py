@@ -16,13 +16,11 @@ from parallel_backend.errors import (
     StrategyError,
 )
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar.group import exchange as client
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from scripted import (
     call_model,
     is_running,
-    scripted_prompt,
     scripted_request,
     scripted_sidecar,
     scripted_weights,
@@ -82,18 +80,12 @@ def test_a_file_that_is_not_there_is_refused_before_a_rank_starts(sidecar, weigh
     assert sidecar.state is State.DOWN
 
 
-def test_a_request_with_wrong_shapes_is_refused_before_a_rank_starts(sidecar, weights):
-    request = scripted_request()
-    with pytest.raises(RequestError, match=r"noise has shape \[1, 4, 5, 6\]; expected \[1, 4, 6, 6\]"):
-        sidecar.sample(weights, replace(request, noise=request.noise[:, :, :5]), two_ranks())
-    assert sidecar.state is State.DOWN
-
-
 def test_a_request_that_the_ranks_refuse_leaves_the_group_warm(sidecar, weights):
     sidecar.start()
     pids = sidecar.pids
-    with pytest.raises(RequestError, match="does not run on the processes"):
-        sidecar.sample(weights, replace(scripted_request(), sampler="nonsense"), two_ranks())
+    request = scripted_request()
+    with pytest.raises(RequestError, match="NaN or infinite in step 1 of 4"):
+        sidecar.sample(weights, replace(request, noise=request.noise / 0), two_ranks())
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
 
@@ -118,43 +110,6 @@ def test_requests_of_several_threads_are_served_one_after_another(sidecar, weigh
     assert results == {number: number * 0.5 for number in range(6)}
 
 
-PROMPT, SHORT = scripted_prompt(), torch.ones(1, 3, 3)
-
-
-WRONG = [
-    (
-        {"positive": replace(PROMPT, context=SHORT)},
-        r"positive: a prompt of width 3 came, and good.safetensors takes prompts of width 4\. Encode it with the text "
-        r"encoders of this model: any script",
-    ),
-    (
-        {"negative": replace(PROMPT, context=SHORT), "cfg": 2.0},
-        r"negative: a prompt of width 3 came, .* width 4",
-    ),
-    (
-        {"positive": replace(PROMPT, pooled=torch.zeros(1, 5))},
-        r"positive: a pooled prompt of width 5 came, .* takes pooled prompts of width 2",
-    ),
-    (
-        {"noise": torch.zeros(1, 16, 6, 6), "latent": torch.zeros(1, 16, 6, 6)},
-        r"latent_image: a latent of 16 channels came, and good.safetensors takes 4\. Use one of this model's own",
-    ),
-]
-
-
-def test_inputs_of_another_model_are_refused_again_and_again_and_the_ranks_stay(sidecar, weights, subtests):
-    sidecar.load(weights)
-    pids = sidecar.pids
-    for changes, words in WRONG * 3:
-        with subtests.test(words=words), pytest.raises(RequestError, match=words):
-            sidecar.sample(weights, replace(scripted_request(), **changes), two_ranks())
-    assert sidecar.state is State.READY
-    # A negative that is not evaluated may be any model's.
-    request = replace(scripted_request(), negative=replace(PROMPT, context=SHORT))
-    sidecar.sample(weights, request, two_ranks())
-    assert sidecar.pids == pids
-
-
 def test_two_sidecars_side_by_side_do_not_disturb_each_other(sidecar, weights, tmp_path):
     other = scripted_sidecar(("cpu:2", "cpu:3"))
     try:
@@ -176,22 +131,3 @@ def test_the_group_outlives_the_thread_that_started_it(sidecar, weights):
     time.sleep(0.2)
     assert len(sidecar.pids) == 2 and all(map(is_running, sidecar.pids))
     sidecar.sample(weights, scripted_request(), two_ranks())
-
-
-def test_numbers_that_are_none_are_refused_by_comfyuis_half_and_by_the_ranks(sidecar, weights, monkeypatch):
-    request = scripted_request()
-    bad = replace(request, noise=request.noise.index_fill(3, torch.tensor([2]), float("nan")))
-    with pytest.raises(RequestError, match="noise has values that are NaN or infinite"):
-        sidecar.sample(weights, bad, two_ranks())
-    with pytest.raises(RequestError, match="cfg is inf"):
-        sidecar.sample(weights, replace(request, cfg=float("inf")), two_ranks())
-    assert sidecar.state is State.DOWN
-    sidecar.load(weights)
-    pids = sidecar.pids
-    with monkeypatch.context() as patched, pytest.raises(RequestError, match="sigmas has values"):
-        pack = client.pack_tensors
-        endless = torch.tensor([float("inf"), 0.0])
-        patched.setattr(client, "pack_tensors", lambda tensors: pack({**tensors, "sigmas": endless}))
-        sidecar.sample(weights, request, two_ranks())
-    sidecar.sample(weights, request, two_ranks())
-    assert sidecar.pids == pids

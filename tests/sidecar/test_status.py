@@ -19,13 +19,10 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     seen = []
     request = SampleRequest(
         noise=torch.randn(1, 16, 8, 8),
-        latent=torch.zeros(1, 16, 8, 8),
         sigmas=torch.linspace(1, 0, 4),
         positive=Conditioning(torch.randn(1, 5, 64), torch.randn(1, 32), torch.tensor([3.5])),
         negative=None,
         cfg=1.0,
-        sampler="euler",
-        seed=0,
     )
     sidecar.sample(
         spec,

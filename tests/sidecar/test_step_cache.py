@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from flux_requests import flux_request
+from loop_jobs import loop_job, tiny_model
 from parallel_backend.errors import Cancelled, RequestError, StrategyError
-from parallel_backend.options import DEFAULT_THRESHOLD, check_step_cache, check_threshold
-from parallel_backend.requests import ModelSpec, Placement
+from parallel_backend.options import check_step_cache, check_threshold
+from parallel_backend.requests import Placement
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
-from tiny_flux import write_tiny_flux
+from shipped_jobs import ship
 
 PAIR = Placement(ParallelStrategy(ulysses_degree=2))
+THRESHOLD = 0.4  # of random weights, which change more than trained ones
 
 
-def cached_request(steps):
+def job(threshold=THRESHOLD, steps=8):
     # Heun's second call in a step is near the next step's first.
-    request = replace(flux_request(), sampler="heun", sigmas=torch.linspace(1, 0, steps + 1))
-    return replace(request, cache_threshold=DEFAULT_THRESHOLD)
+    return loop_job("heun", steps=steps, sigmas=torch.linspace(1, 0, steps + 1), cache_threshold=threshold)
 
 
 def test_a_job_tells_what_was_reused_and_a_cancelled_one_leaves_nothing(two_real_ranks, tmp_path):
-    spec = ModelSpec(path=str(write_tiny_flux(tmp_path / "tiny.safetensors")))
-    sidecar = two_real_ranks
+    spec, sidecar = tiny_model(tmp_path), two_real_ranks
+
+    def sample(*which, **how):
+        return sidecar.sample(spec, ship(spec, job(*which)), PAIR, **how)
 
     def cancel(step, steps, preview):
         if step == 5:
             sidecar.cancel()
 
-    exact = sidecar.sample(spec, replace(cached_request(4), cache_threshold=0.0), PAIR)
-    cached = sidecar.sample(spec, cached_request(4), PAIR)
+    exact, cached = sample(0.0), sample()
     with pytest.raises(Cancelled):
-        sidecar.sample(spec, cached_request(500), PAIR, on_step=cancel)
+        sample(THRESHOLD, 500, on_step=cancel)
     assert sidecar.state is State.READY
-    again = sidecar.sample(spec, cached_request(4), PAIR)
-    after = sidecar.sample(spec, replace(cached_request(4), cache_threshold=0.0), PAIR)
-    assert exact.info.exact and (exact.info.model_calls, exact.info.reused_calls) == (0, 0)
-    assert not cached.info.exact and cached.info.model_calls == 7 and 0 < cached.info.reused_calls < 7
+    again, after = sample(), sample(0.0)
+    assert exact.info.exact and (exact.info.model_calls, exact.info.reused_calls) == (15, 0)
+    assert not cached.info.exact and cached.info.model_calls == 15 and 0 < cached.info.reused_calls < 15
     assert torch.equal(again.latent, cached.latent) and torch.equal(after.latent, exact.latent)
     assert not torch.equal(cached.latent, exact.latent)
 
 
-def test_pipefusion_is_refused_with_the_remedy_and_nothing_starts():
+def test_pipefusion_is_refused_with_the_remedy_and_nothing_starts(tmp_path):
+    spec = tiny_model(tmp_path)
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     with pytest.raises(
         StrategyError, match=r"pipefusion_degree 2.*Set step_cache to off .*, or pipefusion_degree"
     ):
-        sidecar.sample(ModelSpec("none"), cached_request(4), Placement(ParallelStrategy(pipefusion_degree=2)))
+        sidecar.sample(spec, ship(spec, job()), Placement(ParallelStrategy(pipefusion_degree=2)))
     assert sidecar.state is State.DOWN
     check_step_cache(0.0, ParallelStrategy(pipefusion_degree=2))
 

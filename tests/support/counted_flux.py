@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dispatch_counter import CPU, DEVICE, Counts, DispatchCounter, counted, world_of_one_process
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
+from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
+from parallel_backend.engine.plain_calls import answers_to
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, original_shapes
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, Rows, SampleRequest
-from parallel_backend.sampling.denoise import denoise
 from parallel_backend.strategy import ParallelStrategy
-from plain_jobs import PlainSubject
+from plain_jobs import run_plain
 from sparse_checkpoint import write_sparse
 
 
@@ -69,8 +70,8 @@ class _Boundaries:
 @contextmanager
 def flux_calls(
     strategy: ParallelStrategy, double: int, single: int, rank: int = 0, size: Size = FLUX_DEV_1024
-) -> Iterator[PlainSubject]:
-    """The calls of a rank, of a model with so many blocks."""
+) -> Iterator[ModuleForward]:
+    """The forward of a rank, of a model with so many blocks."""
     dims = replace(size.dims, double_blocks=double, single_blocks=single)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -79,11 +80,11 @@ def flux_calls(
         path = write_sparse(Path(folder) / "flux.safetensors", original_shapes(dims))
         layouts = Layouts(world)
         model = load_under(ModelSpec(str(path)), layouts, strategy)
-        yield PlainSubject(model, layouts, Placement(strategy))
+        yield make_module_forward(model, layouts, Placement(strategy))
 
 
 def call_counted(
-    calls: PlainSubject,
+    forward: ModuleForward,
     size: Size = FLUX_DEV_1024,
     began: Callable[[DispatchCounter], None] = lambda counter: None,
 ) -> DispatchCounter:
@@ -91,25 +92,22 @@ def call_counted(
     rows = [Rows(size.empty(*size.latent), size.empty(1), size.prompt())]
     with torch.inference_mode(), counted(size.device) as counter:
         began(counter)
-        calls(rows)
+        answers_to(rows, forward.model.module, forward)
     return counter
 
 
-def step_counted(calls: PlainSubject, cfg: float = 1.0, size: Size = FLUX_DEV_1024) -> Counts:
+def step_counted(forward: ModuleForward, cfg: float = 1.0, size: Size = FLUX_DEV_1024) -> Counts:
     """An Euler step of whole images of a job, from boundary to boundary."""
     request = SampleRequest(
         noise=size.empty(*size.latent),
-        latent=size.empty(*size.latent),
         sigmas=size.empty(3),
         positive=size.prompt(),
         negative=size.prompt() if cfg != 1.0 else None,
         cfg=cfg,
-        sampler="euler",
-        seed=0,
     )
     boundaries = _Boundaries()
     with counted(size.device) as boundaries.counter:
-        denoise(calls, request, boundaries)
+        run_plain(forward, request, boundaries)
     return boundaries.counts[1] - boundaries.counts[0]
 
 

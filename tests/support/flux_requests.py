@@ -29,13 +29,10 @@ def request(size, cfg, batch, positive_tokens=7, negative_tokens=7, steps=3):
     noise = torch.randn(batch, 16, *size, generator=generator)
     return SampleRequest(
         noise=noise,
-        latent=torch.randn(noise.shape, generator=generator),
         sigmas=torch.linspace(0.95, 0, steps + 1),
         positive=prompt(1, positive_tokens),
         negative=prompt(2, negative_tokens) if cfg != 1.0 else None,
         cfg=cfg,
-        sampler="euler",
-        seed=0,
     )
 
 
@@ -64,11 +61,8 @@ def flux_request():
     noise = torch.randn(1, 16, 9, 11, generator=generator)
     return SampleRequest(
         noise=noise,
-        latent=torch.zeros_like(noise),
         sigmas=torch.linspace(1, 0, 5),
         positive=prompt,
         negative=None,
         cfg=1.0,
-        sampler="euler",
-        seed=0,
     )

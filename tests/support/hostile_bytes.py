@@ -30,7 +30,7 @@ from parallel_backend.wire.protocol import Envelope, Failed, Progress, Sample, d
 from parallel_backend.wire.transport import unpack_tensors
 from scripted import scripted_request, two_ranks
 
-MESSAGE = Sample(two_ranks(), cfg=1.0, sampler="euler", seed=3, previews=True)
+MESSAGE = Sample(two_ranks(), cfg=1.0, previews=True)
 FRAMES = [
     encode(Envelope(1, 2, MESSAGE)),
     encode(Envelope(1, 2, Progress(step=1, steps=2, seconds=0.5))),

@@ -24,7 +24,7 @@ class ParentOfRankZero:
     """What rank 0 told it. `cancel_at`: which time it is asked for news it cancels; never: 0."""
 
     def __init__(self, cancel_at: int = 0) -> None:
-        self.states, self.previews, self.steps = [], [], []
+        self.states, self.previews, self.steps, self.strategies = [], [], [], []
         self._cancel_at, self._asked = cancel_at, 0
 
     def receive(self, timeout):
@@ -34,6 +34,7 @@ class ParentOfRankZero:
     def send(self, envelope: Envelope, descriptors=()) -> None:
         assert isinstance(envelope.message, Progress)
         self.steps.append(envelope.message.step)
+        self.strategies.append(envelope.message.strategy)
         for descriptor in descriptors:
             tensors = unpack_tensors(descriptor)
             self.previews.append(tensors["denoised"])

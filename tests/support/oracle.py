@@ -68,7 +68,7 @@ def oracle_sample(model, request):
     """The Euler loop, one image and one prompt at a time."""
     images = []
     for b in range(request.noise.shape[0]):
-        x = request.sigmas[0] * request.noise[b : b + 1] + (1 - request.sigmas[0]) * request.latent[b : b + 1]
+        x = request.sigmas[0] * request.noise[b : b + 1]
         for sigma, following in zip(request.sigmas[:-1], request.sigmas[1:], strict=True):
             velocity = oracle_velocity(model, x, sigma, request.positive)
             if request.cfg != 1.0:

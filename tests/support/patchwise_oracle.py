@@ -59,7 +59,7 @@ def patchwise_sample(model, request, warmup_steps, patches):
             )
         return out
 
-    x = tokens_of(request.sigmas[0] * request.noise + (1 - request.sigmas[0]) * request.latent)
+    x = tokens_of(request.sigmas[0] * request.noise)
     everything, words = list(range(rows * columns)), list(range(text))
     texts = split_sizes(text, len(patches))
     parts = [(everything[slice_of(patches, i)], words[slice_of(texts, i)]) for i in range(len(patches))]

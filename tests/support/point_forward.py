@@ -1,8 +1,9 @@
-"""A forward whose maths is known, a request for it, and a boundary that notes what the denoise loop does."""
+"""A forward whose maths is known, a request for it, and a boundary that notes what the loop of a plain job does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -10,24 +11,19 @@ from parallel_backend.requests import Conditioning, SampleRequest
 
 
 class PointForward:
-    """A perfect flow model: each prompt's context holds the one latent value that it leads to."""
+    """A perfect flow model, as a ModuleForward: each prompt's context holds the one latent value that it leads to.
+    `calls`: the rows of each."""
 
-    device = torch.device("cpu")
+    stages = None
+    model = SimpleNamespace(module=None, device=torch.device("cpu"))
 
     def __init__(self):
         self.calls = []
 
-    def __call__(self, rows):
-        self.calls.append([row.sigma.clone() for row in rows])
-        return [
-            (row.x - row.conditioning.context.view(-1, 1, 1, 1)) / row.sigma.view(-1, 1, 1, 1) for row in rows
-        ]
-
-    def from_first(self, tensor):
-        return tensor
-
-    def start_flow(self, request, prompts):
-        return None
+    def __call__(self, call):
+        x, sigma = call.args
+        self.calls.append(call.rows)
+        return (x - call.kwargs["context"].view(-1, 1, 1, 1)) / sigma.view(-1, 1, 1, 1)
 
 
 def point_prompt(value):
@@ -40,13 +36,10 @@ def point_request(**changes):
     generator = torch.Generator().manual_seed(0)
     request = SampleRequest(
         noise=torch.randn(2, 4, 3, 5, generator=generator),
-        latent=torch.zeros(2, 4, 3, 5),
         sigmas=torch.linspace(1, 0, 5),
         positive=point_prompt(2.0),
         negative=None,
         cfg=1.0,
-        sampler="euler",
-        seed=0,
     )
     return replace(request, **changes)
 

@@ -8,7 +8,6 @@ import torch
 
 from parallel_backend.requests import (
     Conditioning,
-    InputShapes,
     ModelSpec,
     Placement,
     SampleRequest,
@@ -30,18 +29,6 @@ def scripted_weights(path: Path, script: str) -> ModelSpec:
     return ModelSpec(path=str(path))
 
 
-def scripted_inputs(spec: ModelSpec) -> InputShapes:
-    return InputShapes(
-        model=Path(spec.path).name,
-        context=4,
-        pooled=2,
-        channels_in=4,
-        channels_out=4,
-        text_encoders="any script",
-        latents="any script",
-    )
-
-
 def scripted_prompt(behaviour: int = 0) -> Conditioning:
     """A prompt that tells the ranks how to behave (a constant of scripted_rank); mean(context) is 1."""
     return Conditioning(context=torch.ones(1, 3, 4), pooled=torch.full((1, 2), float(behaviour)))
@@ -50,13 +37,10 @@ def scripted_prompt(behaviour: int = 0) -> Conditioning:
 def scripted_request(behaviour: int = 0, steps: int = 4) -> SampleRequest:
     return SampleRequest(
         noise=torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)),
-        latent=torch.zeros(1, 4, 6, 6),
         sigmas=torch.linspace(1, 0, steps + 1),
         positive=scripted_prompt(behaviour),
         negative=None,
         cfg=1.0,
-        sampler="euler",
-        seed=0,
     )
 
 
@@ -96,13 +80,10 @@ def call_model(ranks, spec, x=None, behaviour=0, *, conditioning=None, placement
     x = torch.randn(2, 4, 6, 6) if x is None else x
     request = SampleRequest(
         noise=x,
-        latent=torch.zeros_like(x),
         sigmas=torch.tensor([1.0, 0.0]),
         positive=conditioning or scripted_prompt(behaviour),
         negative=None,
         cfg=1.0,
-        sampler="euler",
-        seed=0,
     )
     result = ranks.sample(spec, request, placement or two_ranks(), **options)
     return x - result.latent, result.info

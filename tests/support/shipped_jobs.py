@@ -33,6 +33,7 @@ from parallel_backend.job.pickling import SentTensors, pickle_job
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import STAY, InputShapes, ModelSpec
 from parallel_backend.sidecar.resume import ShippedRequest
+from parallel_backend.trials import NO_TRIALS, TrialPlan
 from samplings import sampling_of
 
 ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
@@ -141,11 +142,13 @@ def stock_latent(spec: ModelSpec, job: LoopJob) -> Tensor:
     return guider_of(spec, job).outer_sample(noise, latent, sampler, sigmas, mask, seed=seed)
 
 
-def ship(spec: ModelSpec, job: LoopJob, mode: str = STAY) -> ShippedRequest:
+def ship(spec: ModelSpec, job: LoopJob, mode: str = STAY, trials: TrialPlan = NO_TRIALS) -> ShippedRequest:
     """The request for a sampler run. `mode`: how far tokens of the model's class may stay apart."""
     work = SamplerRun(guider_of(spec, job), [], _arguments(job), None)
     tensors = _payload(spec, work, mode, job.cache_threshold)
-    return ShippedRequest(job.noise, len(job.sigmas) - 1, lambda _: tensors, job.cache_threshold)
+    return ShippedRequest(
+        job.noise, len(job.sigmas) - 1, lambda _: tensors, job.cache_threshold, trials=trials
+    )
 
 
 def ship_call(

@@ -57,13 +57,10 @@ def random_request(
     noise = torch.randn(batch, inputs.channels_out, -(-height // 8), -(-width // 8), generator=generator)
     return SampleRequest(
         noise=noise,
-        latent=torch.zeros_like(noise),
         sigmas=torch.linspace(1, 0, steps + 1),
         positive=prompt(),
         negative=prompt() if with_cfg else None,
         cfg=CFG if with_cfg else 1.0,
-        sampler="euler",
-        seed=0,
     )
 
 

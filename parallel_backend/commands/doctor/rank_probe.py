@@ -63,13 +63,10 @@ def _request() -> SampleRequest:
     noise = torch.randn(LATENT, generator=torch.Generator().manual_seed(1))
     return SampleRequest(
         noise=noise,
-        latent=torch.zeros_like(noise),
         sigmas=torch.linspace(1, 0, STEPS + 1),
         positive=_encoded(CAPTION),
         negative=_encoded(""),
         cfg=CFG,
-        sampler="euler",
-        seed=1,
     )
 
 

@@ -13,28 +13,23 @@ from torch import Tensor
 from ...engine.module_forward import ModuleForward
 from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
 from ...requests import ModuleCall
-from ...sampling.patchwise import OnPatchStep, PatchSampling
+from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
 from .patch_flow import FlowRequest, PatchFlow, first_flowing, history_of, step_of, why_whole
 
 _HOOK = "sampler_calc_cond_batch_function"
-_FLOWS, _WHOLE = 1, 0
 
 
 class FlowMeeting(Protocol):
     """What a flow asks of the meeting of its job (rank/work/meeting.py)."""
 
-    @property
-    def is_first(self) -> bool: ...
-    def tell(self, word: int = 0) -> int: ...
-    def take_first(self, tensor: Tensor) -> Tensor: ...
     def alone(self) -> AbstractContextManager[None]: ...
     def end_round(self) -> None: ...
 
 
 class JobFlow:
-    """PipeFusion of one job on one rank. `flows`: True while patches flow; `why_whole`: why none did. `steps_done`:
-    those whose answers a failure before this has left. `request` and `answers` are what PatchFlow asks of a job."""
+    """PipeFusion of one job on one rank. `flows`: True while patches flow. `steps_done`: those whose answers a failure
+    before this has left. `request` and `answers` are what PatchFlow asks of a job."""
 
     def __init__(
         self,
@@ -52,7 +47,6 @@ class JobFlow:
         self._forward, self._meeting, self._guider = forward, meeting, guider
         self._end_step, self._on_step, self._steps_done = end_step, on_step, steps_done
         self.flows = False
-        self.why_whole = ""
         self._conds: list[Any] = []
         self._options: dict[str, Any] = {}
         self._sides: tuple[bool, ...] = ()
@@ -72,6 +66,11 @@ class JobFlow:
     @property
     def is_exact(self) -> bool:
         return self._flow.exact
+
+    @property
+    def why_whole(self) -> str:
+        """Why no patches did flow, in a user's words; on the first rank."""
+        return self._flow.why_whole
 
     def why_not(self) -> str:
         """Why no patches can flow in this job, in a user's words; empty where they can."""
@@ -105,35 +104,16 @@ class JobFlow:
             return denoised
 
         for i in range(len(sigmas) - 1):
-            owners = self._find_patches() if i == first else None
+            if i == first:
+                with self._meeting.alone():  # the first rank asks the module by itself
+                    self.flows = self._flow.find_patches()
             if self.flows:
-                latent = torch.empty_like(x)
-                if owners is None:
-                    self._flow.follow(self._sides, i, self._on_step)
-                else:
-                    self._flow.share_patches(owners)
-                    patches = PatchSampling(step, x, levels, i, history, self._on_step, self._flow.patches)
-                    self._flow.run(levels, i, self._on_step, (patches, denoise))
-                    latent = patches.latent
-                latent, self.flows = self._meeting.take_first(latent), False
+                latent = self._flow.sample(self._sides, x, levels, i, history, self._on_step, denoise)
+                self.flows = False
                 return latent
             x, denoised = run(step(x, levels, i, history), denoise)
             self._end_step(denoised)
         return x
-
-    def _find_patches(self) -> Tensor | None:
-        """Has patches flow from now on if they can. Returns on the first rank which elements belong to each."""
-        if not self._meeting.is_first:
-            self.flows = self._meeting.tell() == _FLOWS
-            return None
-        with self._meeting.alone():  # it asks the module by itself, on this rank
-            found = self._flow.find_patches()
-        self.flows = isinstance(found, Tensor)
-        self._meeting.tell(_FLOWS if self.flows else _WHOLE)
-        if isinstance(found, str):
-            self.why_whole = found
-            return None
-        return found
 
     def _ask(self, asked: dict[str, Any]) -> list[Tensor]:
         """The hook by which ComfyUI's guider has its prompts computed."""

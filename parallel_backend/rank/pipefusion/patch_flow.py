@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.comm.collectives import all_gather, broadcast
@@ -107,7 +108,8 @@ class _Coming:
 
 
 class PatchFlow:
-    """What one job keeps for its patches on one rank, and their steps."""
+    """What one job keeps for its patches on one rank, and their steps. `why_whole`: why no patches can flow, in a
+    user's words; on the first rank."""
 
     def __init__(self, forward: ModuleForward, job: FlowJob) -> None:
         assert forward.stages is not None, "PipeFusion has stages"
@@ -116,7 +118,7 @@ class PatchFlow:
         self._job = job
         self._layout = forward.layout
         self._sides: Sides = ()
-        self.keys = KeptKeys()
+        self.keys, self.why_whole = KeptKeys(), ""
         self._seen: dict[tuple[int, ...], ModuleCall] = {}  # by whose rows, the last whole call
         self._patches: ElementPatches | None = None
         # While a patch is on its way into the network, and out of it.
@@ -142,9 +144,24 @@ class PatchFlow:
         self._seen[call.prompts] = call
         return self._forward(call, keys=self.keys)
 
-    def find_patches(self) -> Tensor | str:
-        """Which patch each element of a latent belongs to, on the first rank; or why patches cannot flow, in a user's
-        words. After whole images."""
+    def find_patches(self) -> bool:
+        """Finds which patch each element of a latent belongs to, after whole images. Returns False on all ranks if
+        patches cannot flow. Collective."""
+        layout, noise = self._layout, self.request.noise
+        found = self._find_owners() if layout.everyone.index == 0 else ""
+        flows = torch.tensor([isinstance(found, Tensor)], dtype=torch.int32)
+        dist.broadcast(flows, 0, group=layout.world.control)
+        if not flows:
+            self.why_whole = str(found)
+            return False
+        if not isinstance(found, Tensor):
+            found = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
+        owners = broadcast(found, 0, layout.everyone, self._forward.traffic)
+        self._patches = ElementPatches(owners, noise.shape[1:], self._patch_count)
+        return True
+
+    def _find_owners(self) -> Tensor | str:
+        """The number of each element's patch; or why patches cannot flow."""
         noise, calls = self.request.noise, list(self._seen.values())
         assert calls, "whole images went before"
         for call in calls:
@@ -157,31 +174,40 @@ class PatchFlow:
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
         return owners if fits else "which part of the latent a patch makes cannot be told"
 
-    def share_patches(self, owners: Tensor | None) -> None:
-        """The first rank's, on all."""
-        noise = self.request.noise
-        if owners is None:
-            owners = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
-        layout = self._layout
-        owners = broadcast(owners, 0, layout.everyone, self._forward.traffic)
-        self._patches = ElementPatches(owners, noise.shape[1:], self._patch_count)
-
     @property
     def patches(self) -> ElementPatches:
-        assert self._patches is not None, "share_patches came before"
+        assert self._patches is not None, "they were found"
         return self._patches
 
-    def follow(self, sides: Sides, first: int, on_step: OnPatchStep) -> None:
-        """On the other ranks, whatever the first one does with patches from step `first` on. `sides`: whom its calls
-        are of. Raises Cancelled, as on the first."""
+    def sample(
+        self,
+        sides: Sides,
+        x: Tensor,
+        sigmas: Sigmas,
+        first: int,
+        history: History,
+        on_step: OnPatchStep,
+        denoise: Denoise,
+    ) -> Tensor:
+        """Returns the latent after all steps from `first` on, on every rank: the first one's sampler, over `denoise`,
+        leads, and the others follow it. `sides`: whom its calls are of. Raises Cancelled on all ranks or none.
+        Collective."""
         self._sides = sides
-        self.share_patches(None)
-        self.run(Sigmas(self.request.sigmas, self._forward.model.device), first, on_step, None)
+        everyone = self._layout.everyone
+        if everyone.index == 0:
+            step = step_of(self.request)
+            sampling = PatchSampling(step, x, sigmas, first, history, on_step, self.patches)
+            self._run(sigmas, first, on_step, (sampling, denoise))
+            latent = sampling.latent.contiguous()
+        else:
+            self._run(sigmas, first, on_step, None)
+            latent = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return broadcast(latent, 0, everyone, self._forward.traffic)
 
-    def run(
+    def _run(
         self, sigmas: Sigmas, first: int, on_step: OnPatchStep, lead: tuple[PatchSampling, Denoise] | None
     ) -> None:
-        """All steps from `first` on. `lead`: on the first rank. Raises Cancelled on all ranks or none. Collective."""
+        """All steps from `first` on. `lead`: on the first rank."""
         noise = self.request.noise
         self._x = torch.zeros_like(noise)  # on the first stage, of each patch what its last call saw
         self._ones = noise.new_ones(len(noise))

@@ -1,4 +1,4 @@
-"""The device of a rank: found by its name, what lies on it for the heartbeat to tell, and prompts that go there."""
+"""The device of a rank: found by its name, and what lies on it for the heartbeat to tell."""
 
 from __future__ import annotations
 
@@ -8,25 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...devices import local_name
 from ...errors import DeviceError
 from ...options import THREADS_ALONE
-from ...requests import Conditioning
 from ...wire.heartbeat import heartbeat
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def on_device(prompt: Conditioning, device: torch.device) -> Conditioning:
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(
-            device, copy=True
-        )  # on the CPU too: the payload is a mapping of memory that the parent made
-
-    guidance = None if prompt.guidance is None else moved(prompt.guidance)
-    return Conditioning(moved(prompt.context), moved(prompt.pooled), guidance)
 
 
 def device_of(name: str) -> torch.device:

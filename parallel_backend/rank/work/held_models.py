@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import RequestError
-from ...requests import InputShapes, LoadInfo, ModelSpec, Placement
+from ...requests import LoadInfo, ModelSpec, Placement
 from ...wire.protocol import RankModels
 from .device import weight_bytes
 
@@ -24,12 +24,10 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 
 class HeldModel:
-    """The model of a file. `inputs`: that a request must fit, None where its calls are not checked; `moved_out`: chunks
-    of it that lie in host memory or in the mapped file for now."""
+    """The model of a file. `moved_out`: chunks of it that lie in host memory or in the mapped file for now."""
 
-    def __init__(self, model: ModuleModel, inputs: InputShapes | None) -> None:
+    def __init__(self, model: ModuleModel) -> None:
         self.model = model
-        self.inputs = inputs
         self.moved_out: list[torch.nn.Module] = []
         self.forwards: dict[Placement, ModuleForward] = {}
 
@@ -42,7 +40,6 @@ class HeldModel:
             cached=False,
             dtype=model.stored_dtype,
             compute_dtype=str(model.compute_dtype).removeprefix("torch."),
-            inputs=self.inputs,
             device_bytes=0 if device.type == "cpu" else weight_bytes(model.chunks, device),
             host_bytes=0 if model.byte_sharding is None else weight_bytes(model.chunks, torch.device("cpu")),
         )

@@ -112,18 +112,6 @@ class ModuleMeeting:
         """True on the rank whose latent counts."""
         return self._layouts.world.rank == 0
 
-    def tell(self, word: int = 0) -> int:
-        """Returns the first rank's word on every rank."""
-        words = torch.tensor([word], dtype=torch.int32)
-        dist.broadcast(words, 0, group=self._layouts.world.control)
-        return int(words)
-
-    def take_first(self, tensor: Tensor) -> Tensor:
-        """Returns the first rank's tensor on every rank."""
-        tensor = tensor.contiguous()
-        broadcast(tensor, 0, self._layouts.everyone, self._layouts.traffic)
-        return tensor
-
     def agree_on_step(self, step: int) -> None:
         """Agrees that all ranks end the same step. Raises RanksApart."""
         agree_on_call(self._layouts.world, False, -1 - step, 0)

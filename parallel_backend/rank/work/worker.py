@@ -14,17 +14,15 @@ import torch.distributed as dist
 from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
 from ...errors import RequestError
-from ...options import AUTO, check_step_cache
+from ...options import AUTO
 from ...requests import (
     ComfyUISource,
     FileContent,
-    InputShapes,
     LoadInfo,
     ModelSpec,
     Placement,
 )
 from ...strategy import ParallelStrategy
-from ...trials import TrialRun
 from ...wire.calibration import Calibration
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request
@@ -47,7 +45,6 @@ from .run_record import run_record
 from .step_boundary import StepBoundary
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    from ...engine.blocks.step_cache import ModuleCache
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
     from ...models.comfyui.model import ComfyUIModel
@@ -127,49 +124,27 @@ class RankWorker:
     ) -> tuple[Tensors, RankRun]:
         """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
         are compiled."""
-        from ...engine.blocks.step_cache import ModuleCache
-        from ...sampling.denoise import denoise
-        from .plain_forward import PlainForward
-        from .switching import Switching
+        from .plain_job import PlainJob
 
         begun = time.perf_counter()
         request = sample_request(message, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         forward = _watched(self._forward(held, placement), on_compile)
         sent = forward.bytes_sent
-        switching: Switching | None = None
-        if message.trials:
-            trials = TrialRun(placement.strategy, message.trials, len(request.sigmas) - 1)
-            switching = Switching(
-                self.world,
-                trials,
-                lambda s: self._forward(held, replace(placement, strategy=s)),
-                on_step,
-            )
-        cache: ModuleCache | None = None
-        if request.cache_threshold > 0:
-            check_step_cache(request.cache_threshold, placement.strategy)
-            cache = ModuleCache(request.cache_threshold)
-        plain = PlainForward((lambda: forward) if switching is None else (lambda: switching.current), cache)
-        boundary = on_step if switching is None else switching.on_step
-        latent = denoise(plain, request, boundary)
+        job = PlainJob(forward, request)
+        latent = job.run(on_step)
         on_step.finish()
         result = {
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = run_record(forward if switching is None else switching.current, placement, begun, sent)
+        run = run_record(forward, placement, begun, sent)
         run = replace(
             run,
             inside_seconds=on_step.inside_seconds,
-            notes=(*run.notes, *plain.notes),
-            exact=run.exact and plain.is_exact,
+            notes=(*run.notes, *job.notes),
+            exact=run.exact and job.is_exact,
         )
-        if switching is not None:
-            run = switching.told(run)
-        if cache is not None:
-            exact = run.exact and not cache.reused
-            run = replace(run, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
         return result, run
 
     @torch.inference_mode()
@@ -303,14 +278,7 @@ class RankWorker:
 
     def _read_held(self, spec: ModelSpec, strategy: ParallelStrategy) -> HeldModel:
         import_for(spec, self.world.device, holds_nothing=not len(self.models))
-        return HeldModel(self._read_model(spec, strategy), self._read_inputs(spec))
-
-    def _read_inputs(self, spec: ModelSpec) -> InputShapes | None:
-        if spec.comfyui is not None:
-            return None  # its calls carry what ComfyUI would have given the module: nothing to compare
-        from ...models.registry import inspect_model
-
-        return inspect_model(spec.path, spec.family).inputs
+        return HeldModel(self._read_model(spec, strategy))
 
     def _read_model(self, spec: ModelSpec, strategy: ParallelStrategy) -> ModuleModel:
         from ...engine.load import load_under

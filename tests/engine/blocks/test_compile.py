@@ -13,11 +13,9 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.errors import RequestError
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sampling.denoise import denoise
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
-from plain_jobs import PlainJobs
-from point_forward import Boundary
+from plain_jobs import PlainJobs, run_plain
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
@@ -52,7 +50,7 @@ def without_inductor(monkeypatch):
 def both_ways(jobs, path, strategy=ONE_DEVICE):
     """(blocks as they are, compiled ones)"""
     return [
-        jobs.subject(path, Placement(strategy, compute_options=ComputeOptions(mode)))
+        jobs.forward(path, Placement(strategy, compute_options=ComputeOptions(mode)))
         for mode in ("off", "blocks")
     ]
 
@@ -64,8 +62,8 @@ def sample_both_ways(world, path, strategies):
         plain, compiled = both_ways(jobs, path, strategy)
         off, graphs, uncompiled = [], [], 0
         for name in NAMES if strategy == ULYSSES else NAMES[:1]:  # each new size of it costs seconds
-            expected = denoise(plain, CASES[name], Boundary())
-            off.append(relative_difference(denoise(compiled, CASES[name], Boundary()), expected))
+            expected = run_plain(plain, CASES[name])
+            off.append(relative_difference(run_plain(compiled, CASES[name]), expected))
             done = compiling.compiler().take()
             graphs.append(done.graphs)
             uncompiled += done.uncompiled
@@ -90,14 +88,14 @@ def sample_many_sizes(world, path):
     plain, compiled = both_ways(PlainJobs(Layouts(world)), path)
     compiler, sizes = compiling.compiler(), [(2 * n, 30 - 2 * n) for n in range(4, 12)]
     for n, size in enumerate(sizes):
-        denoise(compiled, request(size, 1.0, 1, positive_tokens=5 + n, steps=1), Boundary())
+        run_plain(compiled, request(size, 1.0, 1, positive_tokens=5 + n, steps=1))
     many = compiler.take()
     torch._dynamo.config.recompile_limit = many.graphs // 2
     one_more = request((8, 12), 4.0, 2, steps=1)
-    off = relative_difference(denoise(compiled, one_more, Boundary()), denoise(plain, one_more, Boundary()))
+    off = relative_difference(run_plain(compiled, one_more), run_plain(plain, one_more))
     beyond = compiler.take()
     again = request(sizes[0], 1.0, 1, positive_tokens=5, steps=1)
-    denoise(compiled, again, Boundary())
+    run_plain(compiled, again)
     return [
         [many.graphs, many.uncompiled],
         [beyond.graphs, beyond.uncompiled],
@@ -125,7 +123,7 @@ def sample_with_a_compiler_that_fails(world, path):
     compiling.compiler = lambda: compiler
     plain, compiled = both_ways(jobs := PlainJobs(Layouts(world)), path)
     case = CASES[NAMES[0]]
-    off = relative_difference(denoise(compiled, case, Boundary()), denoise(plain, case, Boundary()))
+    off = relative_difference(run_plain(compiled, case), run_plain(plain, case))
     notes = compiler.notes_on(compiler.take())
 
     def does_not_start():
@@ -133,7 +131,7 @@ def sample_with_a_compiler_that_fails(world, path):
 
     compiling.compiler = does_not_start
     options = ComputeOptions("blocks", attention="torch")  # another forward
-    notes += jobs.subject(path, Placement(compute_options=options)).ran.notes
+    notes += jobs.forward(path, Placement(compute_options=options)).notes
     return [off, notes]
 
 
@@ -164,7 +162,7 @@ def test_without_a_c_compiler_blocks_run_uncompiled_and_the_remedy_is_said(weigh
 
 
 def notes_without_compiler(world, path):
-    ran = PlainJobs(Layouts(world)).subject(path, Placement(compute_options=ComputeOptions("blocks"))).ran
+    ran = PlainJobs(Layouts(world)).forward(path, Placement(compute_options=ComputeOptions("blocks")))
     return [ran.notes, ran.compiles]
 
 

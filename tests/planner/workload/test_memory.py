@@ -232,9 +232,7 @@ def sample_request(job: Job, context_dim: int) -> SampleRequest:
     noise = torch.randn(job.batch, 16, *job.latent_size)
     negative = prompt() if job.prompts == 2 else None
     sigmas = torch.linspace(1, 0, job.steps + 1)
-    return SampleRequest(
-        noise, torch.zeros_like(noise), sigmas, prompt(), negative, 1.0 + job.prompts, "euler", 0
-    )
+    return SampleRequest(noise, sigmas, prompt(), negative, 1.0 + job.prompts)
 
 
 def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
@@ -244,7 +242,7 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     for weight_dtype in weight_dtypes:
         jobs = PlainJobs(layouts, weight_dtype)
         cache = ModuleCache(0.0) if job.step_cache else None
-        jobs.subject(path, Placement(strategy), cache)
+        jobs.forward(path, Placement(strategy), cache)
         held.append(live_bytes(lambda: jobs.run(path, strategy, request, cache=cache)))  # noqa: B023, it runs here
     return held
 

@@ -27,7 +27,6 @@ from tests.support.scripted import (
     RAISE_ALL,
     SLOW,
     STUCK,
-    scripted_inputs,
 )
 
 
@@ -114,9 +113,6 @@ class ScriptedJobs(RankWorker):
             stored_dtype="float32",
             byte_sharding=None,
         )
-
-    def _read_inputs(self, spec):
-        return scripted_inputs(spec)
 
     def _forward(self, held, placement):
         return held.forwards.setdefault(

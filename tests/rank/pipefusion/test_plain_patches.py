@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -212,25 +211,6 @@ def test_bytes_sent_equal_the_closed_form(exact_results, flowing_results, strate
             expected = exact * traffic.whole() + (steps - exact) * traffic.flowing()
             expected += traffic.around() if exact < steps else 0
             assert results[rank][f"{name_of(strategy)}: {name}: bytes"] == expected, f"rank {rank}, {name}"
-
-
-SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
-
-
-def sample_with_each_sampler(world, path, strategy):
-    jobs, case = PlainJobs(Layouts(world)), CASES["odd sides, cfg 4, batch 3"]
-    mask = torch.linspace(0, 1, 3 * 9 * 13).reshape(3, 1, 9, 13)
-    case = replace(case, denoise_mask=mask)
-    return {name: jobs.run(path, strategy, replace(case, sampler=name))[0] for name in SAMPLERS}
-
-
-def test_one_patch_is_exact_with_every_sampler_masks_and_odd_sides(subject):
-    """A single patch attends to nothing old: samplers that run patch by patch then give the whole latent's result."""
-    flowing = pipe(2, warmup_steps=1, num_pipeline_patch=1)
-    exact = run_ranks(sample_with_each_sampler, 2, subject[0], pipe(2), backend=NCCL_STREAMS)[0]
-    patched = run_ranks(sample_with_each_sampler, 2, subject[0], flowing, backend=NCCL_STREAMS)[0]
-    for name in SAMPLERS:
-        assert (patched[name] - exact[name]).abs().max() <= TOLERANCE * exact[name].abs().max(), name
 
 
 def stop_and_go_on(world, path, strategy, questions):
