@@ -5,8 +5,6 @@ semantics there unless a test asks for gloo."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
@@ -45,7 +43,7 @@ def communicators(world, path, each):
         steps=STEPS,
         previews=False,
     )
-    PlainJobs(Layouts(world)).run(path, each, replace(CASE, sampler="euler_ancestral"), boundary=boundary)
+    PlainJobs(Layouts(world)).run(path, each, CASE, boundary=boundary)
     return count_connected()
 
 

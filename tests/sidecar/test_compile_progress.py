@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from parallel_backend.sidecar.compile_progress import CompileWatch, image_size
+import torch
+
+from parallel_backend.sidecar.compile_progress import CompileWatch, latent_in_words
 from parallel_backend.wire.deadlines import FIRST_STEP
 from parallel_backend.wire.protocol import Compiling, Progress
 
@@ -11,10 +13,10 @@ STEP = Progress(step=1, steps=2, seconds=0.5)
 
 def test_it_is_said_once_and_has_the_time_of_a_first_step_until_the_next_sign_of_life():
     said = []
-    watch = CompileWatch(image_size((1, 16, 96, 128)), said.append)
+    watch = CompileWatch(latent_in_words(torch.zeros(1, 16, 96, 128)), said.append)
     assert not watch.took(STEP) and said == [] and watch.budget(30.0) == 30.0
     assert watch.took(Compiling()) and watch.budget(30.0) == FIRST_STEP
     assert watch.took(Compiling()) and [phase.text for phase in said] == [
-        "compiling for 1024 x 768; this step takes longer"
+        "compiling for a latent of 16 x 96 x 128; this step takes longer"
     ]
     assert not watch.took(STEP) and watch.budget(30.0) == 30.0

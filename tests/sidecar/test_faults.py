@@ -254,7 +254,7 @@ def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, 
     for number in range(60):
         request = scripted_request(steps=2)
         if number % 2:
-            request = replace(request, noise=torch.zeros(2, 4, 9, 6), latent=torch.zeros(2, 4, 9, 6))
+            request = replace(request, noise=torch.zeros(2, 4, 9, 6))
         sidecar.sample((weights, other)[number // 4 % 2], request, two_ranks(), on_step=lambda *step: None)
         if number >= 8:
             counts.add((len(os.listdir("/proc/self/fd")), len(ranks_of(os.getpid()))))  # noqa: PTH208

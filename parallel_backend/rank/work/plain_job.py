@@ -64,9 +64,8 @@ class PlainJob:
                 check_numbers(x, f"in one of the steps {i + 1} to {self._steps}")
                 break
             x, denoised = run(euler(x, sigmas, i, history), denoise)
-            check_numbers(
-                denoised, f"in step {i + 1} of {self._steps}"
-            )  # alike on every rank: all go on or none
+            # Alike on every rank: all go on or none.
+            check_numbers(denoised, f"in step {i + 1} of {self._steps}")
             on_step(i, denoised)
         check_numbers.finish()
         return x

@@ -85,7 +85,7 @@ def _next(link):
 @pytest.mark.parametrize(
     "job",
     [
-        Sample(Placement(), 1.0, "euler", 0, previews=False),
+        Sample(Placement(), 1.0, previews=False),
         RunJob(Placement(), 1, previews=False, model=1),
         RunJob(None, 0, model=1),
     ],
