@@ -55,6 +55,8 @@ PREDICTED = {
     "cfg_2": (ParallelStrategy(cfg_degree=2), 4.0),
     "pipefusion_2_exact": (ParallelStrategy(pipefusion_degree=2, warmup_steps=STEPS), 1.0),
     "pipefusion_2": (ParallelStrategy(pipefusion_degree=2), 1.0),
+    "ring_in_stages": (ParallelStrategy(ring_degree=2, pipefusion_degree=2), 1.0),
+    "ulysses_in_stages": (ParallelStrategy(ulysses_degree=2, pipefusion_degree=2), 1.0),
     "fsdp_2": (ParallelStrategy(ulysses_degree=2, shard_weights=True), 1.0),
     "tensor_2": (ParallelStrategy(tensor_degree=2), 1.0),
 }

@@ -89,7 +89,7 @@ def test_no_strategy_looks_at_a_devices_numbers_within_a_step(path):
         assert found == dict.fromkeys(found, 0) and len(found) == len(STRATEGIES)
 
 
-@pytest.mark.parametrize("step", {*STEPS.values(), *USUAL_STEPS.values()})
+@pytest.mark.parametrize("step", dict.fromkeys((*STEPS.values(), *USUAL_STEPS.values())))
 def test_no_sampler_looks_at_a_devices_numbers_within_a_step(step):
     x, looks = torch.randn(1, 4, 6, 6), Looks()
     sigmas, history = Sigmas(torch.linspace(0.95, 0, 5), x.device), start_history(0, x.device)
