@@ -26,8 +26,8 @@ BADGES = """(byVue) => {
 
 
 def wait_for_extensions(page) -> None:
-    """Waits until the page that was opened or loaded anew has all of ours."""
-    page.wait_for_function("() => window.app?.extensionManager && window.app?.graph", timeout=60_000)
+    """Waits until the page that was opened or loaded anew has all of ours, and shows the workflow that it began with."""
+    page.wait_for_function("() => window.app?.extensionManager?.workflow?.activeWorkflow", timeout=60_000)
     names = [f"parallel_sampling.{script.stem}" for script in (ROOT / "web").glob("*.js")]
     page.wait_for_function(
         "names => names.every(name => app.extensions.some(e => e.name === name))", arg=names, timeout=60_000
