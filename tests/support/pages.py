@@ -26,7 +26,7 @@ BADGES = """(byVue) => {
 
 
 def wait_for_extensions(page) -> None:
-    """Waits until the page that was opened or loaded anew has all of ours, and shows the workflow that it began with."""
+    """Waits until the page that was opened or loaded anew has all of ours, and shows the workflow it began with."""
     page.wait_for_function("() => window.app?.extensionManager?.workflow?.activeWorkflow", timeout=60_000)
     names = [f"parallel_sampling.{script.stem}" for script in (ROOT / "web").glob("*.js")]
     page.wait_for_function(
