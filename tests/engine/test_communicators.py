@@ -6,9 +6,11 @@ semantics there unless a test asks for gloo."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from nccl_semantics import NCCL_STREAMS, count_connected
+from parallel_backend.engine.comm.collectives import broadcast
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.planner.workload.communicators import count_communicators
 from parallel_backend.rank.work.step_boundary import StepBoundary
@@ -32,7 +34,7 @@ class NoLink:
 
 
 def communicators(world, path, each):
-    """Those of this rank that stand after a job, the first of its process."""
+    """Those of this rank that stand after the first job of its process. All ranks share what ComfyUI's loop draws."""
     boundary = StepBoundary(
         NoLink(),
         epoch=0,
@@ -43,7 +45,9 @@ def communicators(world, path, each):
         steps=STEPS,
         previews=False,
     )
-    PlainJobs(Layouts(world)).run(path, each, CASE, boundary=boundary)
+    layouts = Layouts(world)
+    PlainJobs(layouts).run(path, each, CASE, boundary=boundary)
+    broadcast(torch.zeros(1), 0, layouts.get(each).everyone, layouts.traffic)
     return count_connected()
 
 

@@ -23,7 +23,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
 from parallel_backend.engine.stages.stale_keys import KeptKeys
 from parallel_backend.engine.tokens.block_tokens import Patch
-from parallel_backend.models.comfyui import attention_router
+from parallel_backend.models import attention
 from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
 from parallel_backend.models.comfyui.tiny.weights import operations
@@ -73,9 +73,7 @@ def comfyui_on_the_device() -> Iterator[None]:
         for asked in ("get_free_memory", "get_total_memory"):
             inside.enter_context(patch.object(management, asked, lambda *device, **named: 2**40))
         inside.enter_context(patch.object(torch, "autocast", _autocast))  # which knows no such device
-        inside.enter_context(
-            patch.object(attention_router, "_attend", _AttentionOfGpus(attention_router._attend))
-        )
+        inside.enter_context(patch.object(attention, "_attend", _AttentionOfGpus(attention._attend)))
         yield
 
 

@@ -190,7 +190,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
         assert second.info.compiled.graphs == 0 == second.info.compiled.uncompiled
         assert expected.info.compiled is None and first.info.kernel == "torch"
         assert [text for text in said if "compiling" in text] == [
-            "compiling for 96 x 64; this step takes longer"
+            "compiling for a latent of 16 x 8 x 12; this step takes longer"
         ]
         assert first.info.notes == second.info.notes == ()
         # What cannot run here is refused by the ranks, which stay.
