@@ -29,7 +29,7 @@ def held(width=4):
 
 def _held_of(*chunks):
     model = SimpleNamespace(chunks=chunks, leave_device=lambda: None, come_back=lambda: None)
-    return HeldModel(model, None)
+    return HeldModel(model)
 
 
 @pytest.fixture
