@@ -15,6 +15,7 @@ from parallel_backend.cluster.relay import Relay
 from parallel_backend.cluster.tls import make_context, secure
 from parallel_backend.wire.protocol import Done, Envelope, RunJob, TakeBack
 from parallel_backend.wire.transport import close_all, link_pair, pack_tensors, unpack_tensors
+from waiting import wait_until
 
 WAIT = 30.0
 
@@ -76,7 +77,6 @@ def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks)
         sent = Envelope(3, 4, RunJob(None, 0, model=7))
         big = tensors(3_000_000)  # 36 MB: many turns of both loops
         payload = pack_tensors(big)
-        before = relays[0].channel._outgoing
         for rank in (0, 1):  # the same to both: it travels once
             pairs[rank][0].send(sent, (payload,), WAIT)
         os.close(payload)
@@ -85,7 +85,7 @@ def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks)
             assert envelope == sent
             assert_same(unpack_tensors(*descriptors), big)
             close_all(descriptors)
-        assert not before
+        wait_until(lambda: not relays[0].channel._outgoing, WAIT)  # between two signs of life
         pairs[0][0].send(Envelope(3, 5, TakeBack()))
         assert pairs[0][1].receive(WAIT) == (Envelope(3, 5, TakeBack()), ())
         answer = pack_tensors(tensors())
