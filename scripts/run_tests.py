@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +37,8 @@ def main() -> NoReturn:
     parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
     if any(argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         parallel = []
+    # A script's background jobs ignore it, and so would ComfyUI, which is stopped by it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.chdir(ROOT)
     become(environment, "-m", "pytest", *parallel, *arguments)
 

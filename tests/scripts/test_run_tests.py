@@ -1,6 +1,7 @@
 """./scripts/test runs the pinned ComfyUI and Python or those that are named, and the whole suite in two halves."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def started(monkeypatch, *arguments: str) -> dict:
     monkeypatch.setattr(run_tests, "become", become)
     monkeypatch.setattr(run_tests, "prepare", lambda comfyui=None: ("prepared with", comfyui))
     monkeypatch.setattr(run_tests.os, "chdir", lambda folder: None)
+    monkeypatch.setattr(run_tests.signal, "signal", found.__setitem__)
     monkeypatch.setattr(sys, "argv", ["test", *arguments])
     run_tests.main()
     return found
@@ -46,6 +48,10 @@ def test_pytest_gets_all_other_arguments(monkeypatch, other):
 def test_with_a_python_of_its_own_nothing_is_installed(monkeypatch, other):
     found = started(monkeypatch, "--comfyui", str(other), "--python", sys.executable)["environment"]
     assert (found.python, found.comfyui) == (Path(sys.executable).absolute(), other.resolve())
+
+
+def test_what_runs_in_the_background_of_a_script_can_be_interrupted(monkeypatch):
+    assert started(monkeypatch, "tests/job")[signal.SIGINT] is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("failing", ["", "not page", "tests/comfy"])

@@ -18,7 +18,8 @@ from parallel_backend.sidecar.process.rendezvous import RendezvousFolder, sweep
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 _MAKES_ONE = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
 from parallel_backend.sidecar.process.rendezvous import RendezvousFolder
 folder = RendezvousFolder()
 open(folder.store, "wb").write(b"keys")
