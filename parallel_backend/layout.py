@@ -61,7 +61,7 @@ class RankCoordinates(NamedTuple):
         return tuple(sum(stage) for stage in grid) or (1.0,) * strategy.pipefusion_degree
 
     def blocks(self, strategy: ParallelStrategy, count: int) -> range:
-        """Those of a model's `count` blocks that its pipeline's stage computes; all without a pipeline."""
+        """Returns which of a model's `count` blocks its pipeline's stage computes; all without a pipeline."""
         return stage_blocks(count, self.stage_shares(strategy))[self.stage]
 
     def sequence_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:

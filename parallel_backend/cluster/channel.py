@@ -79,7 +79,7 @@ class IncomingPayload:
         return self._written < self._size
 
     def write(self, view: memoryview) -> int:
-        """How much of `view` was taken."""
+        """Takes from `view`; returns how many bytes."""
         taken = 0
         while self.missing and taken < len(view):
             part = view[taken : taken + self._size - self._written]
@@ -89,7 +89,7 @@ class IncomingPayload:
         return taken
 
     def finish(self) -> int:
-        """The descriptor, sealed; the taker closes it."""
+        """Returns the descriptor, sealed; the taker closes it."""
         seal(self.descriptor)
         descriptor, self.descriptor = self.descriptor, -1
         return descriptor

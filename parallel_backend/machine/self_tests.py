@@ -36,7 +36,7 @@ class SelfTestStore(CacheFile):
         return None
 
     def keep(self, digest: str, test: SelfTest) -> bool:
-        """Whether it reached the disk."""
+        """Returns True if it reached the disk."""
         found = (test.class_name, digest)
 
         def with_this_one() -> dict[str, object]:

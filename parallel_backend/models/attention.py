@@ -1,4 +1,4 @@
-"""What stands around a library's own attention while a rank's model computes: ranks that meet, and a chosen kernel.
+"""Functions around a library's own attention while a rank's model computes: ranks that meet, and a chosen kernel.
 
 A model's provider has its library's attention ask standing_around() at each call; of blocks that are compiled an
 operator does, into which torch never looks. Such an operator says that it changes `order`, a tensor that nobody reads:
@@ -43,13 +43,13 @@ def standing_around(original: AttentionCall, *, is_own: bool = True) -> Attentio
 
 
 def prepare_order(device_type: str) -> None:
-    """Before blocks are compiled for such a device: what is compiled finds its order as a tensor that is there."""
+    """Makes the order of such devices before blocks are compiled for one, since compiled code takes what is there."""
     with torch.inference_mode(False):
         _orders.setdefault(device_type, torch.zeros(1, device=device_type))
 
 
 def order_of(tensor: Tensor) -> Tensor:
-    """The order of operators on the device of `tensor`."""
+    """Returns the order of operators on the device of `tensor`."""
     return _orders[tensor.device.type]
 
 

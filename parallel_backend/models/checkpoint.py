@@ -104,7 +104,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 
 def refused(name: str, reason: str) -> CheckpointError:
-    """The error of a file that is damaged, or none of those that are read."""
+    """Returns the error of a file that is damaged, or none of those that are read."""
     return CheckpointError(f"{name} is refused: {reason}. Download the file again, or choose another one.")
 
 

@@ -103,7 +103,7 @@ class StagedReader:
 def staged_reader(
     path: str | os.PathLike[str], opened: safe_open | None, device: torch.device
 ) -> AbstractContextManager[StagedReader | None]:
-    """The reader for weights that go to `device`; None where they stay in the mapped file, or no such file is open."""
+    """Has the reader for weights that go to `device`, None where they stay in the mapped file or no file is open."""
     if opened is None or device.type != "cuda":
         return nullcontext()
     return StagedReader(path, opened, device)

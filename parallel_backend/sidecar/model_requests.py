@@ -119,7 +119,7 @@ class ModelRequests:
         return SampleResult(parts[0], job.merged(info), tuple(parts), denoised)
 
     def _step_budget(self, earlier: Sequence[float], latent: object) -> float:
-        """Seconds for the next step."""
+        """Returns how many seconds the next step may take."""
         usual = deadlines.step_budget(earlier)
         if earlier:
             return usual

@@ -71,7 +71,7 @@ def examine(
 
 
 def look_at_installation(devices: tuple[str, ...]) -> list[Finding]:
-    """What there is to say without a rank: software, limits, devices. `devices`: of the ranks that are to run."""
+    """Returns what there is to say without a rank: on software, limits and devices. `devices`: of the ranks to be."""
     topology, driver_problem = _probe_topology(torch_problem := probe_torch())
     return _look_at_system() + _look_at_installation(devices, topology, torch_problem, driver_problem)
 
@@ -103,7 +103,7 @@ def _with_ranks(
     report_progress: OnPhase,
     should_cancel: ShouldCancel | None,
 ) -> list[Finding]:
-    """What ranks find on `devices`, which are gone when it returns."""
+    """Starts ranks on `devices`, returns what they find, and ends them."""
     from ...planner.history import record_link  # torch: not before it is known to be there
     from ...sidecar.sidecar import Sidecar
     from .rank_probe import probe_links, probe_parity

@@ -40,7 +40,7 @@ _current: Layout | None = None  # xfuser keeps its groups in module globals: one
 
 
 def why_not_xfuser(layout: Layout) -> str:
-    """Why xfuser computes nothing under this layout, in a user's words; empty where it does."""
+    """Says why xfuser computes nothing under this layout, in a user's words; empty where it does."""
     if layout.tensor.size > 1:
         return "its tensor parallelism splits the feed-forward layers only"
     if layout.pipe.size > 1:
@@ -70,8 +70,8 @@ class XfuserEngine:
         _lay_groups(self._xfuser, layout)
 
     def prepare(self) -> None:
-        """Before each call of the module, on every rank: makes xfuser's global groups this layout's again, if another
-        strategy ran since."""
+        """Makes xfuser's global groups this layout's again, if another strategy ran since. Collective; each call of the
+        module begins with it."""
         _lay_groups(self._xfuser, self._layout)
         self.attended = False
 
@@ -84,13 +84,13 @@ class XfuserEngine:
         guides: Guides | None = None,
         stale_keys: StaleKeys | None = None,
     ) -> UnevenAttention:
-        """The attention of one call of a block, in place of UnevenAttention."""
+        """Returns the attention of one call of a block, in place of UnevenAttention."""
         assert stale_keys is None, "PipeFusion's stages attend by native"
         return _UspAttention(self, layout, tokens, attends, block, guides)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """This rank's queries over everybody's keys: [B, H, s, D] of this rank's tokens in and out. `lengths`: tokens
-        of each rank."""
+        """Attends from this rank's queries to all keys: [B, H, s, D] of this rank's tokens in and out. `lengths`: the
+        tokens of each rank."""
         self.attended = True
         common = min(lengths)
         surplus = tuple(length - common for length in lengths)
@@ -146,7 +146,7 @@ class _UspAttention(UnevenAttention):
         return self._engine.attend(q, k, v, lengths)
 
     def _refusal(self, q: Tensor, k: Tensor, asked: Asked, lengths: tuple[int, ...]) -> str:
-        """Why this call is native's, in a user's words, alike on all ranks; empty where it is xfuser's."""
+        """Says why this call is native's, in a user's words, alike on all ranks; empty where it is xfuser's."""
         if asked.mask is not None or asked.guides is not None:
             return "it computes no attention masks"
         if k.shape[1] != q.shape[1] or q.shape[1] % self._ulysses.size:

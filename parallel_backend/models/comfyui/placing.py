@@ -51,8 +51,8 @@ def place(
 
 
 def absent_parameters(module: nn.Module, part: ModelPart) -> list[str]:
-    """Parameters that only blocks of other stages of a pipeline have. Raises RequestError for a module that cannot be
-    cut into stages."""
+    """Returns the parameters that only blocks of other stages of a pipeline have. Raises RequestError for a module that
+    cannot be cut into stages."""
     if len(part.stage_shares) == 1:
         return []
     name = type(module).__name__

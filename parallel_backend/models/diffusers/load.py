@@ -93,7 +93,7 @@ def mapped_parameters(file: FluxFile, opened: safe_open) -> dict[str, Tensor]:
 
 
 def loaded_dtype(name: str, stored: torch.dtype, dtypes: Dtypes, as_stored: bool) -> torch.dtype:
-    """The dtype that a parameter is kept in. `stored`: its own in the file, where a few differ from most."""
+    """Returns the dtype that a parameter is kept in. `stored`: its own in the file, where a few differ from most."""
     if as_stored and not is_kept_in_compute_dtype(name, dtypes):
         return stored
     return getattr(torch, kept_dtype(name, dtypes))

@@ -108,7 +108,7 @@ class _Coming:
 
 
 class PatchFlow:
-    """What one job keeps for its patches on one rank, and their steps. `why_whole`: why no patches can flow, in a
+    """The state of one job's patches on one rank, and their steps. `why_whole`: why no patches can flow, in a
     user's words; on the first rank."""
 
     def __init__(self, forward: ModuleForward, job: FlowJob) -> None:
@@ -161,7 +161,7 @@ class PatchFlow:
         return True
 
     def _find_owners(self) -> Tensor | str:
-        """The number of each element's patch; or why patches cannot flow."""
+        """Returns the number of each element's patch, or why patches cannot flow."""
         noise, calls = self.request.noise, list(self._seen.values())
         assert calls, "whole images went before"
         for call in calls:
@@ -207,7 +207,7 @@ class PatchFlow:
     def _run(
         self, sigmas: Sigmas, first: int, on_step: OnPatchStep, lead: tuple[PatchSampling, Denoise] | None
     ) -> None:
-        """All steps from `first` on. `lead`: on the first rank."""
+        """Takes all steps from `first` on. `lead`: on the first rank."""
         noise = self.request.noise
         self._x = torch.zeros_like(noise)  # on the first stage, of each patch what its last call saw
         self._ones = noise.new_ones(len(noise))

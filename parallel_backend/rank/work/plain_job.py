@@ -42,7 +42,7 @@ class PlainJob:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How it ran, beside what its forward tells."""
+        """Says how it ran, beside what its forward tells."""
         reason = "" if self._flow is None else self._flow.why_whole
         return (WHOLE.format(reason=reason),) if reason else ()
 
@@ -88,7 +88,7 @@ class PlainJob:
         return answers_to(rows, self._forward.model.module, compute)
 
     def _denoised(self, x: Tensor, sigma: Tensor, velocities: list[Tensor]) -> Tensor:
-        """x - sigma * v per prompt, then uncond + cfg * (cond - uncond), as ComfyUI computes it for flow models."""
+        """Returns x - sigma * v per prompt, then uncond + cfg * (cond - uncond), as ComfyUI does for flow models."""
         found = [x - velocity * sigma for velocity in velocities]
         return found[0] if len(found) == 1 else found[1] + (found[0] - found[1]) * self._cfg
 

@@ -1,4 +1,4 @@
-"""What a check found, as the doctor and its GPU check tell it, whichever process looked."""
+"""Findings of checks, as the doctor and its GPU check tell them, whichever process looked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finding:
 
 
 def failed(error: BaseException) -> Finding:
-    """An error that ended a check: a user's words where it has some, else where it came from."""
+    """Puts an error that ended a check into a finding: a user's words where it has some, else where it came from."""
     words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
     lines = [line for line in "".join(traceback.format_exception(error)).splitlines() if line.strip()]
     return Finding("error", "broken", words[:600], details=tuple(line[:300] for line in lines[-_FRAMES:]))

@@ -65,29 +65,31 @@ def tiny_vae():
     return comfy.sd.VAE(sd=sd)
 
 
+def _drawn(tensors, seed, norm):
+    """Random weights of these shapes; those are around 1 whose names have `norm`."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, tensor in tensors.items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        found[name] = 1 + 0.2 * drawn if norm in name else drawn * tensor[0].numel() ** -0.5
+    return found
+
+
 @node("TestWanVAE", [io.Int.Input("channels", default=3, min=3, max=4)], VAES)
 def wan_vae(channels):
     """A random VAE of Wan 2.1's kind, narrow, as VAELoader makes one of its file. `channels`: of its pictures."""
-    generator = torch.Generator().manual_seed(channels)
     sizes = {"dim": 16, "z_dim": 16, "image_channels": channels, "conv_out_channels": channels}
-    sd = WanVAE(**sizes, temperal_downsample=[False, True, True]).state_dict()
-    for name, tensor in sd.items():
-        drawn = torch.randn(tensor.shape, generator=generator)
-        sd[name] = 1 + 0.2 * drawn if "gamma" in name else drawn * tensor[0].numel() ** -0.5
-    return comfy.sd.VAE(sd=sd)
+    network = WanVAE(**sizes, temperal_downsample=[False, True, True])
+    return comfy.sd.VAE(sd=_drawn(network.state_dict(), channels, "gamma"))
 
 
 @node("TestImageVAE", outputs=VAES)
 def image_vae():
     """A random VAE of Flux.1's kind, as VAELoader makes one of its file, whose encoder is as wide as all of them."""
-    generator = torch.Generator().manual_seed(0)
     sizes = dict(z_channels=16, resolution=256, in_channels=3, out_ch=3, num_res_blocks=2)
     sizes |= dict(double_z=True, ch_mult=[1, 2, 4, 4], attn_resolutions=[])
     shapes = Decoder(ch=32, **sizes).state_dict(prefix="decoder.")
     sd = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
-    for name, tensor in Encoder(ch=128, **sizes).state_dict(prefix="encoder.").items():
-        drawn = torch.randn(tensor.shape, generator=generator)
-        sd[name] = 1 + 0.2 * drawn if "norm" in name else drawn * tensor[0].numel() ** -0.5
+    sd |= _drawn(Encoder(ch=128, **sizes).state_dict(prefix="encoder."), 0, "norm")
     return comfy.sd.VAE(sd=sd)
 
 

@@ -79,18 +79,19 @@ def subject(tmp_path_factory):
     return oracle_subject(folder, CASES, **sizes)
 
 
-@pytest.fixture(scope="module")
-def exact_results(subject):
-    cache = {}
+def results_of(path, strategies):
+    """A function of how many ranks: what all of their strategies gave, computed once."""
 
+    @functools.cache
     def get(world_size):
-        if world_size not in cache:
-            cache[world_size] = run_ranks(
-                sample, world_size, subject[0], STRATEGIES[world_size], list(CASES), backend=NCCL_STREAMS
-            )
-        return cache[world_size]
+        return run_ranks(sample, world_size, path, strategies[world_size], list(CASES), backend=NCCL_STREAMS)
 
     return get
+
+
+@pytest.fixture(scope="module")
+def exact_results(subject):
+    return results_of(subject[0], STRATEGIES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -131,16 +132,7 @@ WITHOUT_CFG = ("dividing, cfg 1, batch 1", "fewer text tokens than ranks", "fewe
 
 @pytest.fixture(scope="module")
 def flowing_results(subject):
-    cache = {}
-
-    def get(world_size):
-        if world_size not in cache:
-            cache[world_size] = run_ranks(
-                sample, world_size, subject[0], FLOWING[world_size], list(CASES), backend=NCCL_STREAMS
-            )
-        return cache[world_size]
-
-    return get
+    return results_of(subject[0], FLOWING)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a VAE's network has in it where ranks decode or encode with it together."""
+"""Parts that a VAE's network has where ranks decode or encode with it together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RowAttention(nn.Module):
         self.gather = lambda mine: mine
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Each [B, C, ..., rows, W], one head; the same shape."""
+        """Returns [B, C, ..., rows, W] of queries, keys and values of that shape, with one head."""
         q, k, v = (
             x.flatten(2).transpose(1, 2)[:, None] for x in (query, self.gather(key), self.gather(value))
         )

@@ -81,7 +81,7 @@ class ComfyUIVae(ComfyUIHalf):
 
     @property
     def min_side(self) -> int:
-        """Rows and columns that a latent has at least: 2 where the border is made of those beside it."""
+        """The fewest rows and columns of a latent: 2 where the border is made of those beside it."""
         modes = {getattr(layer, "padding_mode", "zeros") for layer in self.step_layers}
         return 2 if "reflect" in modes else 1
 
@@ -98,7 +98,7 @@ class TiledComfyUIVae(ComfyUIVae):
     """A decoder that cuts latents into tiles by itself, each of which a method of its own computes."""
 
     def tiles(self, latent: Tensor) -> list[Tensor]:
-        """What the network would compute one by one of a latent [1, C, (t,) h, w] on its device, in order."""
+        """Returns the tiles of a latent [1, C, (t,) h, w] on its device, in the network's order."""
         found: list[Tensor] = []
 
         def note(tile: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class TiledComfyUIVae(ComfyUIVae):
         return {"output_buffer": torch.empty(self._network.decode_output_shape(latent.shape), device="meta")}
 
     def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
-        """Of what is computed of it."""
+        """Returns the shape of what the network makes of a tile."""
         decoder = self._network.decoder
         frames, height, width = tile.shape[2:]
         side = decoder.patch_size
@@ -131,7 +131,7 @@ class TiledComfyUIVae(ComfyUIVae):
         return type(self._network)._decode_pixels(self._network, tile)
 
     def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
-        """What the network makes of the tiles that were computed, in order: [1, 3, T, H, W]."""
+        """Returns what the network makes of the computed tiles, which come in order: [1, 3, T, H, W]."""
         tiles = iter(computed)
         return self._with_tiles(lambda tile: next(tiles).to(tile.device), latent)
 
