@@ -45,9 +45,7 @@ class RankHoldings:
     start: object
     _held: list[CountedModel]  # the least recently used first
     _certain: bool  # False after a load that failed: the ranks may have dropped models, so they are asked
-    _discarded: (
-        tuple[ModelKey, ...] | None
-    )  # what ranks that sleep held before, None for ranks that are awake
+    _discarded: tuple[ModelKey, ...] | None  # what ranks that sleep held before; None if they are awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks, self.modules = ranks, CountedModules(ranks.devices)
@@ -259,7 +257,7 @@ class RankHoldings:
     # Giving memory back.
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Returns the bytes of one device's memory that the model takes now."""
+        """Returns the bytes of one device's memory that the model holds now."""
         if device not in self._ranks.devices:
             return 0
         rank = self._ranks.devices.index(device)
