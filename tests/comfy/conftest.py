@@ -25,6 +25,8 @@ _PACKS = {
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WINDOW = {"width": 1280, "height": 900}
+_GET = "name => app.extensionManager.setting.get(name)"
+_SET = "([name, value]) => app.extensionManager.setting.set(name, value)"
 _CLEAR = """async () => {
   localStorage.clear();
   const { sidebarTab, toast, workflow } = app.extensionManager;
@@ -193,12 +195,29 @@ def set_setting(page):
     before = {}
 
     def set_one(name: str, value: object) -> None:
-        before.setdefault(name, page.evaluate("n => app.extensionManager.setting.get(n)", name))
-        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+        before.setdefault(name, page.evaluate(_GET, name))
+        page.evaluate(_SET, [name, value])
 
     yield set_one
     for name, value in before.items():
-        page.evaluate("([n, v]) => app.extensionManager.setting.set(n, v)", [name, value])
+        page.evaluate(_SET, [name, value])
+
+
+@pytest.fixture
+def speak(_tab, page):
+    """Has ComfyUI's page speak a language until the test ends.
+
+    ComfyUI loads the workflow again some time after each change: what a test shows right after one would be lost."""
+    before = page.evaluate(_GET, "Comfy.Locale")
+
+    def set_language(language: str) -> None:
+        page.evaluate(_SET, ["Comfy.Locale", language])
+        page.reload()
+        wait_for_extensions(page)
+
+    yield set_language
+    page.evaluate(_SET, ["Comfy.Locale", before])
+    _tab.close()
 
 
 @pytest.fixture(params=["canvas", "vue"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphs import Graph
-from pages import command, set_widget, show_prompt, wait_for_extensions
+from pages import command, set_widget, show_prompt
 
 UNET = "tiny_devices.safetensors"  # two attention heads
 ROUTE = "**/parallel_sampling/devices*"
@@ -136,10 +136,8 @@ def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, 
     _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
 
 
-def test_it_speaks_the_pages_language(page, set_setting):
-    set_setting("Comfy.Locale", "zh")
-    page.reload()
-    wait_for_extensions(page)
+def test_it_speaks_the_pages_language(page, speak):
+    speak("zh")
     page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
     _show(page)
     words = _open(page, "选择设备").inner_text()

@@ -8,7 +8,7 @@ import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
-from pages import REPORT, command, run, set_widget, show_prompt, wait_for_extensions
+from pages import REPORT, command, run, set_widget, show_prompt
 
 UNET = "tiny_languages.safetensors"
 # Of the node's own panel, the strategies, and the sidebar.
@@ -23,18 +23,6 @@ COLOURS = "() => app.graph.nodes.map(n => [n.type, n.color ?? null])"
 def model(measuring):
     """There before the page asks which models there are."""
     measuring[0].write_flux(UNET, single_blocks=9)
-
-
-@pytest.fixture
-def speak(page, set_setting):
-    """Has ComfyUI's page speak a language until the test ends; it is kept on the server that tests share."""
-
-    def set_language(language: str) -> None:
-        set_setting("Comfy.Locale", language)
-        page.reload()
-        wait_for_extensions(page)
-
-    return set_language
 
 
 @pytest.mark.parametrize("language", ["es", "zh"])

@@ -188,8 +188,8 @@ def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_
 
 
 @pytest.mark.parametrize("language", ["es", "zh"])
-def test_the_words_of_the_page_follow_its_language(page, set_setting, language):
-    set_setting("Comfy.Locale", language)
+def test_the_words_of_the_page_follow_its_language(page, speak, language):
+    speak(language)
     _show(page, _graph().prompt)
     words = words_of(language)
     page.get_by_role("button", name=words["prove"], exact=True).wait_for(timeout=20_000)
