@@ -8,69 +8,55 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain, compress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...parallel_backend.job.restore import Replaced
 
-_CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod)
-_HELD = (*_CODE, types.ModuleType, types.NoneType, str, int, float)
+# Held beside classes, so that no other takes their address.
+_HELD = frozenset(
+    {types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType}
+)
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
-
-
-class _Watched:
-    """The values of modules and classes as they were searched last. Code and constants are held, so that no other value
-    takes their address; all else is known by address and type, and objects that can be called weakly: a method of
-    ComfyUI's cache would keep every output in it."""
-
-    def __init__(self, spaces: list[Mapping[str, Any]]) -> None:
-        self._spaces = spaces
-        values = self._values()
-        self._is_held = [isinstance(value, _HELD) for value in values]
-        self._is_other = [not is_held for is_held in self._is_held]
-        self._held = list(compress(values, self._is_held))
-        self._others = self._marks(values)
-        self._objects: list[weakref.ref[Any]] = []
-        self._slots: list[Any] = []
-        for value in compress(values, self._is_other):
-            if callable(value):
-                try:
-                    self._objects.append(weakref.ref(value))
-                except TypeError:  # typing's forms, slots of classes
-                    self._slots.append(value)
-
-    def still_holds(self) -> bool:
-        """Returns True if each value is the one that it was."""
-        values = self._values()
-        return (
-            len(values) == len(self._is_held)
-            and all(map(operator.is_, compress(values, self._is_held), self._held))
-            and self._marks(values) == self._others
-            and all(one() is not None for one in self._objects)
-        )
-
-    def _values(self) -> list[Any]:
-        return list(chain.from_iterable([space.values() for space in self._spaces]))
-
-    def _marks(self, values: list[Any]) -> tuple[list[int], list[type]]:
-        others = list(compress(values, self._is_other))
-        return list(map(id, others)), list(map(type, others))
+_Spaces = list[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Searched:
-    """A module or class with what was found in it, as long as its values are the same."""
+class _Search:
+    """The latest search: for which packs, what it found, and the code that it saw in modules and classes."""
 
-    owner: Any  # held: no other takes its address
-    values: _Watched
+    packs: Packs
     found: list[Replaced]
-    classes: list[type] = field(default_factory=list)
+    spaces: _Spaces
+    seen: list[Any]
+
+    def still_holds(self) -> bool:
+        now = _code_in(self.spaces)
+        return len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
 
 
-_searched: dict[int, _Searched] = {}
+def _code_in(spaces: _Spaces) -> list[Any]:
+    """Returns the modules, functions and classes in `spaces`, and references to other objects that can be called: a
+    method of ComfyUI's cache would keep every output in it."""
+    return [
+        value if isinstance(value, type) or type(value) in _HELD else _reference(value)
+        for value in chain.from_iterable([space.values() for space in spaces])
+        if callable(value) or type(value) in _HELD
+    ]
+
+
+def _reference(value: Any) -> Any:
+    """Returns the one weak reference to an object, as long as it lives; itself, if it cannot be referred to."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # typing's forms, slots of classes
+        return value
+
+
+_latest: _Search | None = None
 
 
 def loaded_packs() -> Packs:
@@ -85,9 +71,9 @@ def loaded_packs() -> Packs:
 
 def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
     """Finds what packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. Searches
-    again only what differs from the last search."""
+    again only if something differs from the last search."""
     global _latest
-    if _latest is None or _latest.packs is not packs or not _latest.values.still_holds():
+    if _latest is None or _latest.packs is not packs or not _latest.still_holds():
         extras = str(Path(comfyui) / "comfy_extras")
         folders = tuple(
             f"{Path(file).parent}{os.sep}" if is_package else file
@@ -98,53 +84,21 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
     return _latest.found
 
 
-@dataclass(frozen=True)
-class _Latest:
-    """The latest search: for which packs, what it found, and the values of all modules and classes that it saw."""
-
-    packs: Packs
-    found: list[Replaced]
-    values: _Watched
-
-
-_latest: _Latest | None = None
-
-
-def _search(packs: Packs, folders: tuple[str, ...]) -> _Latest:
+def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
     found: list[Replaced] = []
-    spaces: list[Mapping[str, Any]] = [sys.modules]
+    spaces: _Spaces = [sys.modules]
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not (name == "comfy" or name.startswith("comfy.")):
             continue
-        searched = _of_module(module, name, folders)
-        found += searched.found
-        spaces += [vars(module), *map(vars, searched.classes)]
-        for kind in searched.classes:
-            found += _of_class(kind, name, folders).found
-    return _Latest(packs, found, _Watched(spaces))
-
-
-def _of_module(module: types.ModuleType, name: str, folders: tuple[str, ...]) -> _Searched:
-    known = _searched.get(id(module))
-    if known is None or not known.values.still_holds():
-        values = dict(vars(module))
-        found = [
-            Replaced(name, "", key, value)
-            for key, value in values.items()
-            if not _is_home(value, key, name) and _is_of(value, folders)
-        ]
-        classes = [value for key, value in values.items() if _is_home(value, key, name)]
-        known = _searched[id(module)] = _Searched(module, _Watched([vars(module)]), found, classes)
-    return known
-
-
-def _of_class(kind: type, module: str, folders: tuple[str, ...]) -> _Searched:
-    known = _searched.get(id(kind))
-    if known is None or not known.values.still_holds():
-        theirs = _theirs_of_class(kind, module, folders)
-        found = [Replaced(module, kind.__qualname__, key, value) for key, value in theirs]
-        known = _searched[id(kind)] = _Searched(kind, _Watched([vars(kind)]), found)
-    return known
+        spaces.append(vars(module))
+        for key, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == name and key == value.__name__:
+                spaces.append(vars(value))
+                theirs = _theirs_of_class(value, name, folders)
+                found += [Replaced(name, value.__qualname__, *pair) for pair in theirs]
+            elif _is_of(value, folders):
+                found.append(Replaced(name, "", key, value))
+    return _Search(packs, found, spaces, _code_in(spaces))
 
 
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -166,10 +120,6 @@ def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Itera
 
 def _plain(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-
-
-def _is_home(value: Any, key: str, module: str) -> bool:
-    return isinstance(value, type) and value.__module__ == module and key == value.__name__
 
 
 def _is_of(value: Any, folders: tuple[str, ...]) -> bool:
