@@ -216,6 +216,7 @@ def _answer(
     )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
     from .outcome.errors import failure
+    from .outcome.progress import RequestLink
     from .work.held_models import import_for
     from .work.step_boundary import StepBoundary
 
@@ -227,10 +228,7 @@ def _answer(
 
     def boundary(steps: int, previews: bool, states: bool = False) -> StepBoundary:
         return StepBoundary(
-            link,
-            envelope.epoch,
-            envelope.request,
-            rank=world.rank,
+            RequestLink(link, envelope.epoch, envelope.request, world.rank),
             control=world.control,
             device=world.device,
             steps=steps,

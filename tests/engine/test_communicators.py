@@ -13,6 +13,7 @@ from nccl_semantics import NCCL_STREAMS, count_connected
 from parallel_backend.engine.comm.collectives import broadcast
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.planner.workload.communicators import count_communicators
+from parallel_backend.rank.outcome.progress import RequestLink
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
@@ -36,10 +37,7 @@ class NoLink:
 def communicators(world, path, each):
     """Those of this rank that stand after the first job of its process. All ranks share what ComfyUI's loop draws."""
     boundary = StepBoundary(
-        NoLink(),
-        epoch=0,
-        request=0,
-        rank=world.rank,
+        RequestLink(NoLink(), epoch=0, request=0, rank=world.rank),
         control=world.control,
         device=world.device,
         steps=STEPS,

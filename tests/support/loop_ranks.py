@@ -10,7 +10,8 @@ from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.options import DEFAULT_COMPUTE
 from parallel_backend.rank.jobs.reader import JobReader
-from parallel_backend.rank.work import step_boundary
+from parallel_backend.rank.outcome import progress
+from parallel_backend.rank.outcome.progress import RequestLink
 from parallel_backend.rank.work.job import Jobs
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import Placement
@@ -46,7 +47,7 @@ class LoopRanks:
     """This rank, with a model for each way to lay out its weights; each step's state is sent."""
 
     def __init__(self, world, spec, computing=DEFAULT_COMPUTE) -> None:
-        step_boundary.STATES_COST = float("inf")
+        progress.STATES_COST = float("inf")
         self.world, self._spec, self._layouts, self._computing = world, spec, Layouts(world), computing
         self._jobs = Jobs(self._layouts, JobReader(world))
         self.models, self._forwards = {}, {}
@@ -70,10 +71,7 @@ class LoopRanks:
         """(latent, how it ran, the parent and what it was told). `message`: what else RunJob says."""
         parent, steps = parent or ParentOfRankZero(), len(job.sigmas) - 1
         boundary = StepBoundary(
-            parent,
-            epoch=0,
-            request=0,
-            rank=self.world.rank,
+            RequestLink(parent, epoch=0, request=0, rank=self.world.rank),
             control=self.world.control,
             device=self.world.device,
             steps=steps,

@@ -20,7 +20,7 @@ class Answers:
         self._earlier = () if state is None else tuple(state.answers)
         self.steps_done = 0 if state is None else state.step
         self._on_step = on_step
-        self._records = on_step.sends_states
+        self._records = on_step.progress.sends_states
         self._first = len(self._earlier)
         self._new: list[Tensor] = []
         self._bytes = sum(one.nbytes for one in self._earlier)
@@ -51,7 +51,7 @@ class Answers:
     def step_ended(self, step: int) -> None:
         """Has the coming step boundary send the answers of this step."""
         if self._records and self._new:
-            self._on_step.keep(lambda: self._take(step))
+            self._on_step.progress.keep(lambda: self._take(step))
 
     def _take(self, step: int) -> LoopState:
         new, self._new = self._new, []

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import Cancelled, TransportError
-from ...requests import LoopState
+from ...errors import Cancelled
 from ...sampling.host_copy import HostCopy, most_lag
 from ...wire.heartbeat import heartbeat
-from ...wire.payloads import state_tensors
-from ...wire.protocol import Cancel, Envelope, Progress
-from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
+from ..outcome.progress import ProgressSender, RequestLink
 from .device import MemoryMeter
 
-STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
 # s; after a longer step the host waits for its device, so that a cancel need not wait for one step more.
 LONGEST_LAG = 1.0
 MOST_TIMES = 200  # steps whose times a message to ComfyUI's process has room for, beside all else
@@ -65,14 +59,14 @@ class _Vote:
 
 @dataclass
 class _Boundary:
-    """The end of a step that the host has given to its device. `vote` is None where patches flow on; `tensors`: what to
+    """The end of a step that the host has given to its device. `vote` is None where patches flow on; `copies`: what to
     show of it."""
 
     step: int
     strategy: int  # Progress.strategy
     passed: _Moment
     vote: _Vote | None
-    tensors: dict[str, HostCopy]
+    copies: dict[str, HostCopy]
 
 
 class StepBoundary:
@@ -87,11 +81,8 @@ class StepBoundary:
 
     def __init__(
         self,
-        link: Link,
-        epoch: int,
-        request: int,
+        request: RequestLink,
         *,
-        rank: int,
         control: dist.ProcessGroup | None,
         device: torch.device,
         steps: int,
@@ -101,33 +92,23 @@ class StepBoundary:
         lag: int | None = None,
     ) -> None:
         """`lag`: the most steps; as many as the device wants (host_copy.most_lag) unless told otherwise."""
-        self._link = link
-        self._epoch = epoch
         self._request = request
-        self._rank = rank
+        self.progress = ProgressSender(request, steps, previews=previews, states=states)
         self._control = control
-        self._ranks = range(1 if control is None else control.size())
         self._device = device
-        self._steps = steps
-        self._previews = previews
-        self._states = states
         self._meter = meter
-        self._state: Callable[[], LoopState] | None = None
-        self._states_seconds = self._last_state_seconds = 0.0
-        self._request_begun = time.perf_counter()
         self._begun = _Moment(device)
         self._most_lag = most_lag(device) if lag is None else lag
         self._lag = 0  # what all ranks have agreed on so far: the first step may be a long one
         self._given: deque[_Boundary] = deque()
         self._asked: deque[tuple[_Moment, _Vote]] = deque()
-        self._stopped = False
+        self._stopped = self._flows = False
         self.strategy = 0  # the number of the one that the step ran under (Progress)
         self.seconds: list[float] = []
-        self._flows = False
 
     def __call__(self, i: int, denoised: Tensor) -> None:
-        tensors = self._tensors(denoised)
-        self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), self._vote(), tensors))
+        copies = self.progress.copy(denoised)
+        self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), self._vote(), copies))
         self._raise_if_cancelled()
         heartbeat.step_given()
 
@@ -147,7 +128,9 @@ class StepBoundary:
     def _raise_if_cancelled(self) -> None:
         cancelled_after = self._settle()
         if cancelled_after:
-            raise Cancelled(f"The request was cancelled after step {cancelled_after} of {self._steps}.")
+            raise Cancelled(
+                f"The request was cancelled after step {cancelled_after} of {self.progress.steps}."
+            )
 
     def _settle(self) -> int:
         """Looks at the boundaries that are further back than the lag; the step after which all stop, or 0."""
@@ -159,31 +142,17 @@ class StepBoundary:
             if boundary.vote is not None:
                 stop, slow = boundary.vote.answer()
                 self._lag = 0 if slow else self._most_lag
-            self._show(boundary)
+            self.progress.send(boundary.step, self.seconds[-1], boundary.strategy, boundary.copies)
             self._publish(boundary.step)
             if stop:
                 return boundary.step
         return 0
 
-    @property
-    def sends_states(self) -> bool:
-        """Whether anybody wants the loop's state of this rank."""
-        return self._states and self._rank == 0
-
-    def keep(self, state: Callable[[], LoopState]) -> None:
-        """Has the coming step boundary send the loop's state, unless that costs too much of the request's time."""
-        if not self.sends_states:
-            return
-        allowed = STATES_COST * (time.perf_counter() - self._request_begun)
-        if self._states_seconds + self._last_state_seconds <= allowed:
-            self._state = state
-
     def passed(self, i: int, denoised: Tensor) -> None:
         """The same for a step of patches that flow on: nobody waits for the other ranks. Ranks without a sampler have
         no latent and do not call it."""
-        self._given.append(
-            _Boundary(i + 1, self.strategy, _Moment(self._device), None, self._tensors(denoised))
-        )
+        copies = self.progress.copy(denoised)
+        self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), None, copies))
         self._flows = True
         self._lag = self._most_lag  # here a rank waits for itself alone
         self._settle()
@@ -204,6 +173,10 @@ class StepBoundary:
             self._stopped |= vote.answer()[0]
         return self._stopped
 
+    def is_cancelled(self) -> bool:
+        """True if this rank has heard that the request is to end."""
+        return self._request.is_cancelled()
+
     def _publish(self, steps: int) -> None:
         heartbeat.steps_done(steps)
         if self._meter is not None:
@@ -216,54 +189,10 @@ class StepBoundary:
     def _vote(self) -> _Vote:
         """Begins to tell all ranks what rank 0 knows now."""
         flags = torch.zeros(2, dtype=torch.int32)
-        if self._rank == 0:
+        if self._request.rank == 0:
             slow = not self.seconds or self.seconds[-1] > LONGEST_LAG
             flags = torch.tensor([self.is_cancelled(), slow], dtype=torch.int32)
-        work = None if self._control is None else dist.all_reduce(flags, group=self._control, async_op=True)
-        return _Vote(flags, work, self._ranks)
-
-    def is_cancelled(self) -> bool:
-        """Whether a cancel of this request has come, on a rank that is sent one."""
-        while (received := self._link.receive(0.0)) is not None:
-            envelope, descriptors = received
-            close_all(descriptors)
-            if envelope.epoch != self._epoch or not isinstance(envelope.message, Cancel):
-                raise TransportError(f"{type(envelope.message).__name__} came in the middle of a request")
-            if envelope.request == self._request:
-                return True
-        return False
-
-    def _tensors(self, denoised: Tensor) -> dict[str, HostCopy]:
-        """The first image as preview, and the loop's state, on their way to the host."""
-        if self._rank != 0:
-            return {}
-        tensors = {"denoised": denoised[:1].float()} if self._previews else {}
-        begun, state, self._state = time.perf_counter(), self._state, None
-        if state is not None:
-            tensors |= state_tensors(state())
-        copies = {name: HostCopy(tensor) for name, tensor in tensors.items()}
-        if state is not None:
-            self._last_state_seconds = time.perf_counter() - begun
-            self._states_seconds += self._last_state_seconds
-        return copies
-
-    def _show(self, boundary: _Boundary) -> None:
-        """Sends progress. Never waits: what does not fit is dropped."""
-        if self._rank != 0:
-            return
-        begun = time.perf_counter()
-        tensors = {name: copy.taken() for name, copy in boundary.tensors.items()}
-        descriptors = (pack_tensors(tensors),) if tensors else ()
-        message = Progress(boundary.step, self._steps, self.seconds[-1], boundary.strategy)
-        try:
-            self._link.send(Envelope(self._epoch, self._request, message), descriptors)
-        except LinkFull:
-            pass
-        except LinkClosed:
-            os._exit(0)  # ComfyUI is gone; nobody waits for this request
-        finally:
-            close_all(descriptors)
-        if len(tensors) > 1:
-            seconds = time.perf_counter() - begun
-            self._last_state_seconds += seconds
-            self._states_seconds += seconds
+        if self._control is None:
+            return _Vote(flags, None, range(1))
+        work = dist.all_reduce(flags, group=self._control, async_op=True)
+        return _Vote(flags, work, range(self._control.size()))

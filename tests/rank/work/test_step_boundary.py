@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.errors import Cancelled, RequestError
+from parallel_backend.rank.outcome.progress import RequestLink
 from parallel_backend.rank.work import step_boundary
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.sampling.host_copy import NumbersCheck, most_lag
@@ -31,10 +32,7 @@ class Script:
 
 def boundary(link, lag, world=None, previews=False):
     return StepBoundary(
-        link,
-        epoch=0,
-        request=0,
-        rank=0 if world is None else world.rank,
+        RequestLink(link, epoch=0, request=0, rank=0 if world is None else world.rank),
         control=None if world is None else world.control,
         device=torch.device("cpu"),
         steps=STEPS,

@@ -1,0 +1,96 @@
+"""What a rank hears and tells while a request runs: a cancel comes from ComfyUI's process, progress goes there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...errors import TransportError
+from ...requests import LoopState
+from ...sampling.host_copy import HostCopy
+from ...wire.payloads import state_tensors
+from ...wire.protocol import Cancel, Envelope, Progress
+from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
+
+STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
+
+
+@dataclass(frozen=True)
+class RequestLink:
+    """A rank's link to ComfyUI's process while one request runs."""
+
+    link: Link
+    epoch: int
+    request: int
+    rank: int
+
+    def is_cancelled(self) -> bool:
+        """True if a cancel of this request has come, on a rank that is sent one."""
+        while (received := self.link.receive(0.0)) is not None:
+            envelope, descriptors = received
+            close_all(descriptors)
+            if envelope.epoch != self.epoch or not isinstance(envelope.message, Cancel):
+                raise TransportError(f"{type(envelope.message).__name__} came in the middle of a request")
+            if envelope.request == self.request:
+                return True
+        return False
+
+    def send(self, message: Progress, tensors: dict[str, Tensor]) -> None:
+        """Sends what there is room for now: never waits."""
+        descriptors = (pack_tensors(tensors),) if tensors else ()
+        try:
+            self.link.send(Envelope(self.epoch, self.request, message), descriptors)
+        except LinkFull:
+            pass
+        except LinkClosed:
+            os._exit(0)  # ComfyUI is gone; nobody waits for this request
+        finally:
+            close_all(descriptors)
+
+
+class ProgressSender:
+    """The progress of rank 0; other ranks send none. `previews`: with the first image of each step; `states`: ComfyUI's
+    process wants the loop's state too. `sends_states`: it is this rank that sends it."""
+
+    def __init__(self, to: RequestLink, steps: int, *, previews: bool, states: bool) -> None:
+        self._to, self.steps, self._previews = to, steps, previews
+        self.sends_states = states and to.rank == 0
+        self._state: Callable[[], LoopState] | None = None
+        self._states_seconds = self._last_state_seconds = 0.0
+        self._started = time.perf_counter()
+
+    def keep(self, state: Callable[[], LoopState]) -> None:
+        """Has the coming step boundary send the loop's state, unless that costs too much of the request's time."""
+        allowed = STATES_COST * (time.perf_counter() - self._started)
+        if self.sends_states and self._states_seconds + self._last_state_seconds <= allowed:
+            self._state = state
+
+    def copy(self, denoised: Tensor) -> dict[str, HostCopy]:
+        """Begins to copy the first image, and the loop's state, to the host."""
+        if self._to.rank != 0:
+            return {}
+        tensors = {"denoised": denoised[:1].float()} if self._previews else {}
+        started, state, self._state = time.perf_counter(), self._state, None
+        if state is not None:
+            tensors |= state_tensors(state())
+        copies = {name: HostCopy(tensor) for name, tensor in tensors.items()}
+        if state is not None:
+            self._last_state_seconds = time.perf_counter() - started
+            self._states_seconds += self._last_state_seconds
+        return copies
+
+    def send(self, step: int, seconds: float, strategy: int, copies: Mapping[str, HostCopy]) -> None:
+        """Sends what `copy` began to copy. `strategy`: as in Progress."""
+        if self._to.rank != 0:
+            return
+        started = time.perf_counter()
+        tensors = {name: copy.taken() for name, copy in copies.items()}
+        self._to.send(Progress(step, self.steps, seconds, strategy), tensors)
+        if len(tensors) > 1:
+            spent = time.perf_counter() - started
+            self._last_state_seconds += spent
+            self._states_seconds += spent
