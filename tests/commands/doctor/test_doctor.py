@@ -2,7 +2,6 @@
 
 import getpass
 import json
-import os
 import re
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from comfy_harness import require_comfyui
+from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor import examine as examination
 from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrub_findings
 from parallel_backend.commands.doctor.probes import (
@@ -169,22 +169,13 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
 # Whole runs.
 
 
-def _doctor(*arguments, environ=None, timeout=240):
-    return subprocess.run(
-        [sys.executable, "-m", "parallel_backend", "doctor", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path):
-    done = _doctor("--devices", "cpu:2", "--json", environ={cache_files.VARIABLE: str(tmp_path)})
-    report = json.loads(done.stdout)
+def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache_files.VARIABLE, str(tmp_path))
+    status = main(["doctor", "--devices", "cpu:2", "--json"])
+    said = capsys.readouterr().out
+    report = json.loads(said)
     statuses = {v["name"]: v["status"] for v in report["verdicts"]}
-    assert done.returncode == report["exit_status"] == 0, done.stdout + done.stderr
+    assert status == report["exit_status"] == 0, said
     for name in (
         "torch",
         "diffusers",
@@ -206,12 +197,13 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_p
     (link,) = kept["links"]
     assert link["bytes_per_second"] > 0 < link["latency_s"], "what a run's report compares with"
     for private in (socket.gethostname(), str(Path.home()), str(ROOT), f"{getpass.getuser()} "):
-        assert private not in done.stdout
+        assert private not in said
 
 
-def test_devices_that_do_not_exist_are_refused():
-    done = _doctor("--devices", "99")
-    assert done.returncode == 2 and "99" in done.stderr and done.stdout == ""
+def test_devices_that_do_not_exist_are_refused(capsys):
+    assert main(["doctor", "--devices", "99"]) == 2
+    said = capsys.readouterr()
+    assert "99" in said.err and said.out == ""
 
 
 def test_it_runs_where_torch_is_missing_and_says_so():
