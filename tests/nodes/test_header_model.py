@@ -37,8 +37,17 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(tmp_path, monkeypatch,
     assert {device for *_, device in expected[0].values()} == {"meta"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("prefix", ["", "transformer.", "diffusion_model.", "model.diffusion_model."])
+@pytest.mark.parametrize(
+    ("prefix", "dtype"),
+    [
+        ("", torch.float32),
+        ("", torch.float8_e4m3fn),
+        *(
+            (prefix, torch.bfloat16)
+            for prefix in ("", "transformer.", "diffusion_model.", "model.diffusion_model.")
+        ),
+    ],
+)
 @pytest.mark.parametrize("layout", ["bfl", "diffusers"])
 def test_every_spelling_of_flux_gives_the_same_outlines(tmp_path, layout, prefix, dtype):
     """Those that ComfyUI's own loader makes of the original key layout."""
