@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from .commands import cluster, models, resend
+from .commands import cluster, resend
 from .commands import doctor_command as doctor
 from .commands.bench import command as bench
 from .errors import ParallelError
@@ -15,7 +15,6 @@ from .errors import ParallelError
 COMMANDS = {
     "doctor": doctor,
     "bench": bench,
-    "models": models,
     "resend": resend,
     "cluster": cluster,
 }

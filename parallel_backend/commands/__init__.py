@@ -1,1 +1,1 @@
-"""Programs that a person starts: doctor, GPU check, bench, models, resend, cluster. They need no ComfyUI."""
+"""Programs that a person starts: doctor, GPU check, bench, resend, cluster. They need no ComfyUI."""

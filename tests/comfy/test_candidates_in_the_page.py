@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from graphs import Graph
 from pages import REPORT, command, run, show_prompt, words_of
 
 UNET = "tiny_candidates.safetensors"
+MODELS = {UNET: 8}
 ROWS = """() => [...document.querySelectorAll('.parallel-candidates tr')].map(row => ({
   name: row.querySelector('button').textContent.replace('→ ', ''), time: row.cells[1].innerText.trim(),
   possible: !row.classList.contains('impossible') }))"""
@@ -19,12 +18,6 @@ VALUES = """() => Object.fromEntries(app.graph.nodes.filter(
   n => n.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value])))"""
 STEPS = """async () => Object.values(await (await app.api.fetchApi('/history')).json()).flatMap(
   ({ prompt }) => Object.entries(prompt[2])).filter(([id]) => id === 'measured').map(([, node]) => node.inputs.steps)"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=8)
 
 
 def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):

@@ -3,19 +3,12 @@ that a run still needs stands where its progress is."""
 
 from __future__ import annotations
 
-import pytest
-
 from graphs import Graph
 from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_failures.safetensors"
+MODELS = {UNET: 4}
 LEFT = "() => document.querySelector('.parallel-left')?.textContent ?? ''"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=4)
 
 
 def _show(page) -> None:
@@ -27,9 +20,10 @@ def _show(page) -> None:
     page.wait_for_selector(".parallel-report", timeout=60_000)
 
 
-@pytest.mark.parametrize("size", [(1366, 768), (1920, 1080)], ids=["laptop", "desktop"])
-def test_the_panel_says_what_failed_what_was_refused_and_how_long_a_run_still_takes(page, drawn_by, size):
-    page.set_viewport_size({"width": size[0], "height": size[1]})
+def test_the_panel_says_what_failed_what_was_refused_and_how_long_a_run_still_takes(page, drawn_by):
+    """In the window of a laptop, and of a desktop."""
+    width, height = (1366, 768) if drawn_by == "canvas" else (1920, 1080)
+    page.set_viewport_size({"width": width, "height": height})
     _show(page)
     for name, value in (("channels", 5), ("draw", 1)):
         set_widget(page, "TestLatent", name, value)

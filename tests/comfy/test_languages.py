@@ -8,26 +8,42 @@ import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
-from pages import REPORT, command, run, set_widget, show_prompt
+from pages import REPORT, command, locale, run, set_widget, show_prompt, words_of
 
 UNET = "tiny_languages.safetensors"
+MODELS = {UNET: 9}
 # Of the node's own panel, the strategies, and the sidebar.
 SHOWN = """() => ['.parallel-headline', '.parallel-candidates', '.parallel-strategy', '.parallel-status'].map(
   c => document.querySelector(c)?.innerText ?? '').join('\\n')"""
 ENGLISH_REPORT = """async () => Object.values(await (await app.api.fetchApi('/history?max_items=1')).json()).flatMap(
   run => Object.values(run.outputs).flatMap(output => output.text ?? []))[0]"""
 COLOURS = "() => app.graph.nodes.map(n => [n.type, n.color ?? null])"
+SELECTOR_IN_VIEW = """() => {
+  const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
+  node.setSize([420, 700]);
+  app.canvas.ds.offset = [400 - node.pos[0], 100 - node.pos[1]];
+  app.canvas.setDirty(true, true);
+}"""
+GIB = 2**30
+# What the server tells of a machine, in English.
+MACHINE = {
+    "devices": [
+        {
+            "device": "cuda:0",
+            "name": "NVIDIA H100",
+            "total_bytes": 80 * GIB,
+            "free_bytes": 70 * GIB,
+            "users": ["processes of this ComfyUI: sampling 3/28", "blender (process 77): 9.50 GiB"],
+            "busy": True,
+        }
+    ],
+    "clusters": [{"devices": "cluster:den", "words": "16 devices on 2 machines, 1280.0 GiB", "there": True}],
+    "machine": "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH.",
+    "selected": ["cuda:0"],
+}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=9)
-
-
-@pytest.mark.parametrize("language", ["es", "zh"])
-def test_our_nodes_keep_their_colour_and_our_commands_and_headings_are_translated(page, speak, language):
-    speak(language)
+def _nodes_keep_their_colour(page) -> None:
     workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
     page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
@@ -35,27 +51,20 @@ def test_our_nodes_keep_their_colour_and_our_commands_and_headings_are_translate
     assert colours["StrategySelector"] == colours["ParallelSampler"] is not None
     assert colours["CLIPTextEncode"] is None
 
-    locale = ROOT / "locales" / language
-    headings = json.loads((locale / "main.json").read_text("utf-8"))["settingsCategories"]
-    command(page, "Comfy.ShowSettingsDialog")
-    page.get_by_text(headings["Parallel Sampling"], exact=True).first.click(timeout=20_000)
-    page.get_by_text(headings["Devices"], exact=True).first.wait_for(timeout=20_000)
 
-
-@pytest.mark.parametrize("language", ["en", "es", "zh"])
-def test_every_command_of_ours_has_a_label_in_each_language(page, language):
-    labels = json.loads((ROOT / "locales" / language / "commands.json").read_text("utf-8"))
+def test_every_command_of_ours_has_a_label_in_each_language(page):
     commands = page.evaluate(
         "() => app.extensionManager.command.commands.map(c => c.id).filter(id => id.startsWith('parallel_sampling'))"
     )
-    assert {command.replace(".", "_") for command in commands} == set(labels)
+    for language in ("en", "es", "zh"):
+        assert {command.replace(".", "_") for command in commands} == set(locale(language, "commands"))
 
 
 @pytest.mark.parametrize("language", ["es", "zh"])
-def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they_are_labelled(
-    page, speak, language
-):
+def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, speak, language):
     speak(language)
+    _nodes_keep_their_colour(page)
+    page.route("**/parallel_sampling/devices*", lambda route: route.fulfill(json=MACHINE))
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2")
     latent = graph.parallel_sampler(
@@ -63,6 +72,7 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
     )
     graph.save(latent, "languages.safetensors")
     show_prompt(page, graph.prompt, "ParallelSampler")
+    page.get_by_role("button", name=words_of(language)["prove"], exact=True).wait_for(timeout=20_000)
     command(page, "parallel_sampling.status_panel")
     said = {
         one: dict(zip(("es", "zh"), others, strict=True))
@@ -93,9 +103,7 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
 
     for name, value in (("mode", "manual"), ("ulysses_degree", 4)):
         set_widget(page, "StrategySelector", name, value)
-    label = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text("utf-8"))[
-        "StrategySelector"
-    ]["inputs"]["ulysses_degree"]["name"]
+    label = locale(language, "nodeDefs")["StrategySelector"]["inputs"]["ulysses_degree"]["name"]
     alert = page.locator(".parallel-strategy [role=alert]").first
     page.wait_for_function(
         "label => document.querySelector('.parallel-strategy [role=alert]').innerText.includes(label)",
@@ -103,3 +111,19 @@ def test_reports_panels_and_messages_are_in_the_language_and_call_inputs_as_they
         timeout=20_000,
     )
     assert "ulysses_degree" not in alert.inner_text() and "devices" not in alert.inner_text()
+
+    page.evaluate(SELECTOR_IN_VIEW)
+    page.locator(".parallel-devices summary", has_text=words_of(language)["choose_devices"]).focus()
+    page.keyboard.press("Enter")
+    picker = page.locator(".parallel-devices fieldset")
+    picker.locator("input").first.wait_for(timeout=20_000)
+    words = picker.inner_text()
+    assert "NVIDIA H100" in words
+    for english in ("free ", "processes of", "process", "slowest path", "devices on"):
+        assert english not in words
+
+    headings = locale(language, "main")["settingsCategories"]
+    command(page, "Comfy.ShowSettingsDialog")
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text(headings["Parallel Sampling"], exact=True).first.click(timeout=20_000)
+    dialog.get_by_text(headings["Devices"], exact=True).first.wait_for(timeout=20_000)

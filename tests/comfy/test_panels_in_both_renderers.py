@@ -9,6 +9,7 @@ from graphs import Graph
 from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_panels.safetensors"  # two attention heads
+MODELS = {UNET: 2}
 PHASE = "$$node-text-preview"  # ComfyUI's name for what a node is doing
 # Heights in pixels of the graph, of what can be seen of an element.
 SEEN = """(selector) => {
@@ -22,12 +23,6 @@ HEIGHT = """(type) => {
   const drawn = document.querySelector(`.lg-node[data-node-id="${node.id}"]`)?.getBoundingClientRect().height;
   return drawn ? drawn / app.canvas.ds.scale : node.size[1];
 }"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=2)
 
 
 def _show(page, kind: str) -> None:

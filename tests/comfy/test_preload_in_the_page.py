@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from graphs import Graph
 from pages import choose, menu_of, set_widget, show_prompt, words_of
 
 UNET = "tiny_preload.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are. A preload ends no ranks that others have left."""
-    measuring[0].write_flux(UNET, single_blocks=3)
-    measuring[0].stop_ranks()
+MODELS = {UNET: 3}
 
 
 def test_preload_says_what_it_did_and_why_it_could_not(page, measuring):
+    measuring[0].stop_ranks()  # a preload ends none that others have left
     words = words_of()
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)

@@ -11,18 +11,13 @@ from graphs import STOCK, Graph
 from pages import run, show_prompt
 
 UNET = "tiny_refused.safetensors"  # two attention heads
+MODELS = {UNET: 1}
 MARKED = """() => Object.values(app.lastNodeErrors ?? {}).flatMap(
   node => node.errors.map(error => [error.extra_info.input_name, error.message]))"""
 VALUES = """() => Object.fromEntries(
   app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(w => [w.name, w.value]))"""
 BOXES = """() => ['[data-testid=error-overlay]', '.parallel-toast'].map(
   name => [...document.querySelectorAll(name)].at(-1).getBoundingClientRect().toJSON())"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET)
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-
 from graphs import Graph
 from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_report.safetensors"
+MODELS = {UNET: 4}
 SHORT = "tiny_report_cut_off.safetensors"
 HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
@@ -20,14 +19,6 @@ ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
 TIMELINE = """() => [...document.querySelectorAll('.parallel-timeline .row')].flatMap(row => [
   row.querySelector('span').textContent,
   [...row.querySelectorAll('g')].filter(g => g.querySelectorAll('rect').length === 3).length])"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    file = measuring[0].write_flux(UNET, single_blocks=4)
-    folder = measuring[0].server.base_directory / "models" / "diffusion_models"
-    (folder / SHORT).write_bytes((folder / file).read_bytes()[:100])
 
 
 def _wait_for_report(page, words: str) -> None:
@@ -40,7 +31,7 @@ def _run(page, **sampler) -> None:
     run(page)
 
 
-def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page):
+def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page, measuring):
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2")
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
@@ -77,6 +68,8 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page)
     _run(page, seed=3, steps=2)
     _wait_for_report(page, "strategy: ")
     # The loader refuses the file, and the sampler never begins.
+    folder = measuring[0].server.base_directory / "models" / "diffusion_models"
+    (folder / SHORT).write_bytes((folder / UNET).read_bytes()[:100])
     set_widget(page, "ParallelFluxLoader", "unet_name", SHORT)
     _run(page, seed=4)
     page.wait_for_selector(".parallel-report.problem", timeout=60_000)

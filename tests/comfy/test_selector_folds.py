@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from graphs import Graph
 from pages import set_widget
 
 UNET = "tiny_folds.safetensors"  # two attention heads
+MODELS = {UNET: 1}
 DECIDED = {
     *("cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "data_degree", "tensor_degree"),
     *("shard_weights", "offload_weights", "num_pipeline_patch", "warmup_steps"),
@@ -22,12 +21,6 @@ BY_VUE = """() => [...document.querySelector('.parallel-strategy').closest('[dat
   .querySelectorAll('.lg-node-widget')].map(row => row.innerText.trim().split('\\n')[0])"""
 ALERTS = "() => [...document.querySelectorAll('.parallel-strategy [role=alert] p')].map(p => p.textContent)"
 NOTES = "() => document.querySelector('.parallel-strategy .notes').textContent"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET)
 
 
 def _load(page, graph: Graph) -> None:

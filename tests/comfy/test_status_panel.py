@@ -8,13 +8,12 @@ import os
 import re
 import signal
 
-import pytest
-
 from graphs import Graph
 from pages import run, shoot, show_prompt, wait_for_extensions
 
 EVENT = "parallel_sampling.status"
 UNET = "tiny_panel_status.safetensors"
+MODELS = {UNET: 3}
 _SEEDS = itertools.count(1)
 # Every text that elements of a selector have had since, in order.
 RECORD = """(selector) => {
@@ -36,12 +35,6 @@ STICKS_OUT = """() => {
     .filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth || e.getBoundingClientRect().right > right + 1)
     .map((e) => `${e.tagName}.${e.className}: ${e.innerText?.slice(0, 40)}`);
 }"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=3)
 
 
 def _graph(steps: int) -> Graph:
@@ -72,7 +65,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     wait_for_extensions(page)
 
     def wait_for(words: str) -> None:
-        # The rest of 240 steps may be waited for.
+        # The rest of 120 steps may be waited for.
         card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=240_000)
 
     def press(name: str, then: str) -> None:
@@ -80,13 +73,13 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
         wait_for(then)
 
     # A job, from the page that then shows its bars.
-    show_prompt(page, _graph(240).prompt, "ParallelSampler")
+    show_prompt(page, _graph(120).prompt, "ParallelSampler")
     panel = _open(page)
     card = panel.locator(".parallel-group").first
     page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
     run(page)
     page.wait_for_function(
-        "() => recorded.some(t => /^step [1-9]\\d* of 240 · about \\d+ s left$/.test(t))", timeout=120_000
+        "() => recorded.some(t => /^step [1-9]\\d* of 120 · about \\d+ s left$/.test(t))", timeout=120_000
     )
     shoot(page, "status-sampling")
     os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
@@ -100,7 +93,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
         "() => !document.querySelector('.parallel-bars')?.children.length", timeout=120_000
     )
     seen = page.evaluate("recorded")
-    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 240", text)}
+    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 120", text)}
     assert bars == {"cpu:0", "cpu:1"}
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " per step" in card.inner_text()
     card.locator("button[title='Not now: the processes are awake']").wait_for(

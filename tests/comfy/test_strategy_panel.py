@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from comfy_harness import ROOT
 from graphs import Graph
 from pages import run, set_widget, shoot, show_prompt
 
 UNET = "tiny_panel.safetensors"  # two attention heads
+MODELS = {UNET: 4}
 DEGREES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
 # What the panel shows, read as a person would: text of the cells, the marked row, whether anything is cut off.
 READ = """() => {
@@ -38,12 +37,6 @@ ARROW = """name => {
   const y = node.pos[1] + node.widgets.find(w => w.name === name).y + 10;
   return [(node.pos[0] + node.size[0] - 25 + offset[0]) * scale, (y + offset[1]) * scale];
 }"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=4)
 
 
 def _graph(devices="cpu:2", **choice) -> Graph:

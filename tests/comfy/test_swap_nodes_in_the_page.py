@@ -3,12 +3,11 @@ and one undo, or the way back, gives the workflow as it was."""
 
 from __future__ import annotations
 
-import pytest
-
 from graphs import STOCK, Graph
 from pages import command, menu_of, show_prompt, words_of
 
 UNET = "tiny_swapped.safetensors"
+MODELS = {UNET: 2}
 LINKS = """() => [app.graph, ...app.graph.subgraphs.values()].map(graph => [...graph.links.values()].map(link => [
   graph.getNodeById(link.origin_id)?.type ?? 'outside', link.origin_slot,
   graph.getNodeById(link.target_id)?.type ?? 'outside',
@@ -20,12 +19,6 @@ OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.i
   && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
   && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
 WORDS = words_of()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def model(measuring):
-    """There before the page asks which models there are."""
-    measuring[0].write_flux(UNET, single_blocks=2)
 
 
 def _graph() -> Graph:

@@ -23,3 +23,5 @@ def test_the_templates_browser_names_ours_in_words_and_shows_their_pictures(page
     for title in titles:
         picture = page.request.get(f"{folder}/{title}.jpg")
         assert picture.ok and picture.headers["content-type"] == "image/jpeg", title
+    page.keyboard.press("Escape")
+    ours.wait_for(state="detached", timeout=20_000)

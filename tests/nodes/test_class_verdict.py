@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from comfy_harness import require_comfyui
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from comfyui_source import comfyui_version
 from pack_nodes import import_node_module
@@ -144,37 +145,27 @@ def test_an_entry_that_is_not_known_costs_only_itself(cache):
     assert SelfTestStore().find(CLASS, "one") == SelfTest(CLASS, STAY, 1e-7)
 
 
-def test_the_real_comfyui_has_its_proofs_with_the_pack(tmp_path):
-    copy = copy_of_comfyui(tmp_path / "alike", {})
-    if not is_proven(CLASS, entry_digest(str(copy), CLASS)):
+def test_the_real_comfyui_has_its_proofs_with_the_pack():
+    real = str(require_comfyui())
+    if not is_proven(CLASS, entry_digest(real, CLASS)):
         pytest.skip("this ComfyUI is not the one that the pack's proofs are of")
-    assert ensure_verdict(str(copy), CLASS, run=Scripted(ROWS)) == PROVEN_HERE
+    assert ensure_verdict(real, CLASS, run=Scripted(ROWS)) == PROVEN_HERE
 
 
-def test_a_comfyui_with_the_image_before_the_text_shares_out_whole_images(tmp_path):
-    """No signature shows it, and the picture would be wrong without an error."""
-    copy = copy_of_comfyui(tmp_path / "other", IMAGE_BEFORE_TEXT)
-    (found,) = run_self_tests(str(copy), [CLASS])
+def test_a_class_that_computes_otherwise_shares_out_whole_images_and_one_that_only_reads_otherwise_is_trusted(
+    tmp_path,
+):
+    """No signature shows that the image comes before the text, and the picture would be wrong without an error. The
+    test sees no GPU, and what ComfyUI prints does not spoil its answers."""
+    reads = 'import torch\nimport os\nprint("hello")\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""\n'
+    same = "LTXVModel"
+    changes = {**IMAGE_BEFORE_TEXT, TABLE[same].source: [("import torch\n", reads)]}
+    copy = str(copy_of_comfyui(tmp_path / "other", changes))
+    found, held = run_self_tests(copy, [CLASS, same])
     assert found.mode == ROWS and found.worst > 1e-3 and not found.error
-    verdict = ensure_verdict(str(copy), CLASS, run=lambda *args, **kwargs: (found,))
+    verdict = ensure_verdict(copy, CLASS, run=lambda *args, **kwargs: (found,))
     assert (verdict.mode, verdict.words) == (ROWS, SENTENCE)
-
-
-def test_a_comfyui_that_only_reads_otherwise_is_tested_once_and_trusted(tmp_path, monkeypatch):
-    """And the test sees no GPU, and what ComfyUI prints does not spoil its answer."""
-    source = TABLE[CLASS].source
-    words = 'import torch\nimport os\nprint("hello")\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""\n'
-    copy = copy_of_comfyui(tmp_path / "other", {source: [("import torch\n", words)]})
-    ran = []
-
-    def run(*args, **kwargs):
-        ran.append(args)
-        return run_self_tests(*args, **kwargs)
-
-    assert ensure_verdict(str(copy), CLASS, run=run) == PROVEN_HERE
-    restart(monkeypatch)
-    assert ensure_verdict(str(copy), CLASS, run=run) == PROVEN_HERE
-    assert len(ran) == 1
+    assert ensure_verdict(copy, same, run=lambda *args, **kwargs: (held,)) == PROVEN_HERE
 
 
 def test_another_version_of_comfyui_is_tested_class_by_class():

@@ -7,8 +7,8 @@ import torch
 
 import parallel_backend.models.proof.states
 import parallel_backend.wire.payloads  # noqa: F401  the module under test must meet these very ones
-from comfy_modules import CASES, import_comfyui_here
-from pack_nodes import import_node_module
+from comfy_modules import CASES
+from pack_nodes import module_fixture
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 
@@ -28,10 +28,7 @@ MODULES = {**CASES, "sdxl": (tiny_builder("sdxl"), tiny_inputs("sdxl + controlne
 del MODULES["ideogram 4, no text"]  # its other case has some
 
 
-@pytest.fixture(scope="module")
-def facts():
-    import_comfyui_here()
-    return import_node_module("nodes.model.facts")
+facts = module_fixture("nodes.model.facts")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,17 +4,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comfy_modules import import_comfyui_here
 from comfy_weight_files import write
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 from parallel_backend.errors import CheckpointError
 from tiny_flux import write_tiny_flux
 
+header_model = module_fixture("nodes.model.header_model")
+
 
 @pytest.mark.parametrize("form", ["bfloat16", "nvfp4"])
-def test_with_dynamic_vram_a_model_has_its_parameters_too(tmp_path, monkeypatch, form):
+def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path, monkeypatch, form):
     """ComfyUI makes linear layers without any then, and LoRAs would find nothing to change."""
-    import_comfyui_here()
     import comfy.lora
     import comfy.memory_management
 
@@ -23,10 +23,9 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(tmp_path, monkeypatch,
         write_tiny_flux(path, dtype=torch.bfloat16)
     else:
         write(path, form)
-    open_model = import_node_module("nodes.model.header_model").open_model
 
     def found():
-        model = open_model(path, "diffusion_model", {}).model
+        model = header_model.open_model(path, "diffusion_model", {}).model
         parameters = model.diffusion_model.named_parameters()
         outlines = {name: (p.dtype, tuple(p.shape), p.device.type) for name, p in parameters}
         return outlines, comfy.lora.model_lora_keys_unet(model, {})
@@ -37,19 +36,26 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(tmp_path, monkeypatch,
     assert {device for *_, device in expected[0].values()} == {"meta"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("prefix", ["", "transformer.", "diffusion_model.", "model.diffusion_model."])
+@pytest.mark.parametrize(
+    ("prefix", "dtype"),
+    [
+        ("", torch.float32),
+        ("", torch.float8_e4m3fn),
+        *(
+            (prefix, torch.bfloat16)
+            for prefix in ("", "transformer.", "diffusion_model.", "model.diffusion_model.")
+        ),
+    ],
+)
 @pytest.mark.parametrize("layout", ["bfl", "diffusers"])
-def test_every_spelling_of_flux_gives_the_same_outlines(tmp_path, layout, prefix, dtype):
+def test_every_spelling_of_flux_gives_the_same_outlines(header_model, tmp_path, layout, prefix, dtype):
     """Those that ComfyUI's own loader makes of the original key layout."""
-    import_comfyui_here()
-    open_model = import_node_module("nodes.model.header_model").open_model
     sizes = {"single_blocks": 2, "dtype": dtype}
     original = write_tiny_flux(tmp_path / "original.safetensors", **sizes)
     file = write_tiny_flux(tmp_path / "flux.safetensors", layout=layout, prefix=prefix, **sizes)
 
     def outlines(path):
-        model = open_model(str(path), "diffusion_model", {}).model
+        model = header_model.open_model(str(path), "diffusion_model", {}).model
         found = {
             name: (p.dtype, tuple(p.shape), p.device.type)
             for name, p in model.diffusion_model.named_parameters()
@@ -59,11 +65,9 @@ def test_every_spelling_of_flux_gives_the_same_outlines(tmp_path, layout, prefix
     assert outlines(file) == outlines(original)
 
 
-def test_scaled_weights_in_diffusers_layout_are_refused_by_name(tmp_path):
-    import_comfyui_here()
-    open_model = import_node_module("nodes.model.header_model").open_model
+def test_scaled_weights_in_diffusers_layout_are_refused_by_name(header_model, tmp_path):
     file = write_tiny_flux(tmp_path / "scaled.safetensors", layout="diffusers", dtype=torch.float8_e4m3fn)
     tensors = load_file(file) | {"transformer_blocks.0.attn.to_q.weight_scale": torch.ones(())}
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"scaled\.safetensors is refused: .* in diffusers' key layout"):
-        open_model(str(file), "diffusion_model", {})
+        header_model.open_model(str(file), "diffusion_model", {})

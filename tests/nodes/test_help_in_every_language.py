@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pages import locale
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "web" / "docs"
 LANGUAGES = sorted({path.name for path in (ROOT / "locales").iterdir()} - {"en"})
@@ -37,10 +39,6 @@ SHOWN = {
 }
 
 
-def _locale(language: str, file: str) -> dict:
-    return json.loads((ROOT / "locales" / language / file).read_text("utf-8"))
-
-
 def _page(name: str, language: str) -> str:
     return (PAGES / name / f"{language}.md").read_text("utf-8")
 
@@ -48,8 +46,8 @@ def _page(name: str, language: str) -> str:
 def _labels(language: str) -> dict[str, str]:
     """Of every input and output by its name, and of the placeholders."""
     labels = {name: words[language] for name, words in PLACEHOLDERS.items()}
-    translated = _locale(language, "nodeDefs.json")
-    for name, node in _locale("en", "nodeDefs.json").items():
+    translated = locale(language, "nodeDefs")
+    for name, node in locale("en", "nodeDefs").items():
         ours = translated[name]
         named = [(key, ours["inputs"][key]["name"]) for key in node["inputs"]]
         named += [(one["name"], ours["outputs"][key]["name"]) for key, one in node["outputs"].items()]
@@ -98,7 +96,7 @@ def test_every_help_page_is_in_every_language_and_no_other():
 def test_a_translated_page_has_the_headings_tables_and_links_of_the_english_one(name, language):
     english, page = ENGLISH[name], _page(name, language)
     title, *sections = _headings(english)
-    expected = [(title[0], _locale(language, "nodeDefs.json")[name]["display_name"])]
+    expected = [(title[0], locale(language, "nodeDefs")[name]["display_name"])]
     expected += [(level, SECTIONS[words][language]) for level, words in sections]
     assert _headings(page) == expected
     assert _rows(page) == _rows(english)
@@ -132,14 +130,14 @@ def test_a_translated_page_calls_inputs_and_outputs_as_they_are_labelled_and_kee
 def test_a_translated_page_calls_nodes_templates_and_buttons_as_they_are_shown(name, language):
     english = " ".join(ENGLISH[name].split())
     page = " ".join(_page(name, language).split())
-    ours = _locale(language, "nodeDefs.json")
-    nodes = {node["display_name"]: ours[key] for key, node in _locale("en", "nodeDefs.json").items()}
+    ours = locale(language, "nodeDefs")
+    nodes = {node["display_name"]: ours[key] for key, node in locale("en", "nodeDefs").items()}
     for node in re.findall("|".join(sorted(nodes, key=len, reverse=True)), english):
         assert nodes[node]["display_name"].lower() in page.lower()
         assert node not in page
     for template in re.findall(r"\*([^*]+)\* in the Templates", english):
         assert f"*{template}*" in page
-    words = _locale(language, "main.json")["parallel_sampling"]
+    words = locale(language, "main")["parallel_sampling"]
     for key, shown in SHOWN.items():
         assert page.count(f"*{words[key]}*") == english.count(f"*{shown}*"), shown
     said = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))

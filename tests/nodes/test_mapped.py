@@ -2,18 +2,12 @@
 
 import gc
 
-import pytest
-
 from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux
 
-
-@pytest.fixture
-def mapped():
-    import_comfyui_here()
-    return import_node_module("nodes.job.mapped")
+mapped = module_fixture("nodes.job.mapped")
 
 
 def test_every_weight_and_layer_has_a_word_as_long_as_someone_has_it(mapped, tmp_path):

@@ -9,9 +9,8 @@ from typing import ClassVar
 
 import pytest
 
-from comfy_modules import import_comfyui_here
 from graphs import Graph
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 from parallel_backend.errors import Cancelled
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.lease import State
@@ -19,16 +18,8 @@ from parallel_backend.sidecar.group.lease import State
 PROMPT = "the prompt's id"
 
 
-@pytest.fixture(scope="module")
-def module():
-    import_comfyui_here()
-    return import_node_module("nodes.preload.next_texts")
-
-
-@pytest.fixture(scope="module")
-def encoder():
-    import_comfyui_here()
-    return import_node_module("nodes.job.encoder")
+module = module_fixture("nodes.preload.next_texts")
+encoder = module_fixture("nodes.job.encoder")
 
 
 class TextNode:

@@ -5,11 +5,12 @@ They are held against the English locale; tests/comfy/test_node_texts_served.py 
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
+
+from pages import locale
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "web" / "docs"
@@ -18,11 +19,7 @@ TRANSLATED = ("es", "zh")
 SYNTAX = re.compile(r"[{}@|]")
 
 
-def _locale(language: str) -> dict:
-    return json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text("utf-8"))
-
-
-ENGLISH = _locale("en")
+ENGLISH = locale("en", "nodeDefs")
 NODES = sorted(ENGLISH)
 
 
@@ -52,9 +49,9 @@ def test_every_language_has_every_file():
 
 @pytest.mark.parametrize("language", ["en", *TRANSLATED])
 def test_a_locale_has_every_node_input_and_output_and_no_other(language):
-    locale = _locale(language)
-    assert sorted(locale) == NODES
-    for name, node in locale.items():
+    ours = locale(language, "nodeDefs")
+    assert sorted(ours) == NODES
+    for name, node in ours.items():
         texts = _texts(node)
         assert texts.keys() == _texts(ENGLISH[name]).keys(), name
         for place, text in texts.items():
@@ -63,9 +60,9 @@ def test_a_locale_has_every_node_input_and_output_and_no_other(language):
 
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_a_translation_leaves_no_english_sentence(language):
-    locale = _locale(language)
-    assert len({node["display_name"] for node in locale.values()}) == len(NODES)
-    for name, node in locale.items():
+    ours = locale(language, "nodeDefs")
+    assert len({node["display_name"] for node in ours.values()}) == len(NODES)
+    for name, node in ours.items():
         english = _texts(ENGLISH[name])
         for place, text in _texts(node).items():
             if place[-1] != "name":
@@ -75,7 +72,7 @@ def test_a_translation_leaves_no_english_sentence(language):
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_a_translation_keeps_the_values_that_a_user_types(language):
     """Such as all, 0,1,3 and cpu:2: what is typed into a field or chosen from a list is not translated."""
-    locale = _locale(language)
+    ours = locale(language, "nodeDefs")
     for name, inputs, words in [
         ("StrategySelector", "devices", ["all", "0,1,3", "cpu:2"]),
         ("StrategySelector", "device_shares", ["24,16", "memory"]),
@@ -85,7 +82,7 @@ def test_a_translation_keeps_the_values_that_a_user_types(language):
     ]:
         for word in words:
             assert word in ENGLISH[name]["inputs"][inputs]["tooltip"]
-            assert word in locale[name]["inputs"][inputs]["tooltip"], (language, name, inputs, word)
+            assert word in ours[name]["inputs"][inputs]["tooltip"], (language, name, inputs, word)
 
 
 def test_there_is_a_help_page_for_each_node_and_no_other():

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 import fake_nvml
-from comfy_modules import import_comfyui_here
 from jobs import FP8, flux_job
-from pack_nodes import import_node_module
+from pack_nodes import import_node_module, module_fixture
 from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.local import LocalMachine
@@ -32,10 +31,7 @@ DATA = ParallelStrategy(data_degree=2)
 TINY = {"width": 64, "height": 64, "text": 16, "steps": 20}
 
 
-@pytest.fixture(scope="module")
-def calls():
-    import_comfyui_here()
-    return import_node_module("nodes.host.calls")
+calls = module_fixture("nodes.host.calls")
 
 
 @pytest.fixture

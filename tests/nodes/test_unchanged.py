@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 
 
 class Block(nn.Module):
@@ -23,10 +22,7 @@ class OtherBlock(Block):
     pass
 
 
-@pytest.fixture
-def unchanged():
-    import_comfyui_here()
-    return import_node_module("nodes.model.unchanged")
+unchanged = module_fixture("nodes.model.unchanged")
 
 
 def _base() -> nn.Module:

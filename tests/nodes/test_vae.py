@@ -6,17 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comfy_modules import CPU, import_comfyui_here
+from comfy_modules import CPU
 from other_vaes import BANDED, TILED, build
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 
-
-@pytest.fixture(scope="module")
-def node():
-    import_comfyui_here()
-    return import_node_module("nodes.job.vae")
+node = module_fixture("nodes.job.vae")
 
 
 def vae_of(case, network=None):

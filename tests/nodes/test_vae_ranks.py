@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 from parallel_backend.errors import OutOfMemory
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.sidecar import pool
@@ -18,15 +17,8 @@ from parallel_backend.strategy import ParallelStrategy
 CHOSEN = ("cpu:0", "cpu:1")
 
 
-@pytest.fixture
-def vae_ranks():
-    import_comfyui_here()
-    return import_node_module("nodes.host.vae_ranks")
-
-
-@pytest.fixture
-def module(vae_ranks):
-    return import_node_module("nodes.vae_nodes")
+vae_ranks = module_fixture("nodes.host.vae_ranks")
+module = module_fixture("nodes.vae_nodes")
 
 
 @pytest.mark.parametrize(

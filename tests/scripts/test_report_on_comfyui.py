@@ -7,11 +7,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import report_on_comfyui
 from comfy_harness import require_comfyui
+from parallel_backend.errors import RankFailed
+from parallel_backend.models.tokens.table import TABLE
+from parallel_backend.requests import ROWS, STAY
+from parallel_backend.wire.checks.self_test import SelfTest
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / ".github" / "workflows" / "newer-comfyui.yml"
@@ -48,21 +53,39 @@ def test_the_proven_release_holds_and_a_library_of_graphs_is_judged(tmp_path, mo
 
 
 def test_what_does_not_hold_is_named(tmp_path, monkeypatch):
-    rows = [
-        {"module": "Flux", "state": "stay", "proof": "tested here", "words": ""},
-        {"module": "WanModel", "state": "rows", "proof": "tested here", "words": "computes in another way"},
-    ]
-    lines = json.dumps({"models": rows})
-    monkeypatch.setattr(report_on_comfyui, "_run", lambda *_, **__: (1, f"{lines}\n"))
-    part = report_on_comfyui.self_tests(tmp_path, tmp_path)
-    assert not part.passed and "| WanModel | rows | computes in another way |" in part.summary
+    asked = []
+
+    def tests(root, names):
+        asked.append((root, names))
+        return [SelfTest(name, ROWS if name == "HunyuanVideo" else STAY, 0.1) for name in names]
+
+    monkeypatch.setattr(report_on_comfyui, "run_self_tests", tests)
+    sources = [TABLE[name].source for name in ("HunyuanVideo", "LTXVModel")]
+    for name in (*sources, "comfy/ldm/modules/attention.py", "comfy/model_base.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("# unet_model=comfy.ldm.prism.Prism and unet_model=HunyuanVideo\n")
+    part = report_on_comfyui.self_tests(tmp_path)
+    assert asked == [(str(tmp_path), ["HunyuanVideo", "LTXVModel"])]
+    assert (
+        not part.passed
+        and "2 of them in sources that" in part.summary
+        and "Not described: Prism.\n" in part.summary
+    )
+    assert (
+        "| HunyuanVideo | rows | this version of ComfyUI computes" in part.summary
+        and "| LTXV" not in part.summary
+    )
+    assert "| Flux | rows | its sources are not where the pack knows them |" in part.summary
+    ended = RankFailed(0, "the self-test was killed", crashed=True)
+    monkeypatch.setattr(report_on_comfyui, "run_self_tests", Mock(side_effect=ended))
+    part = report_on_comfyui.self_tests(tmp_path)
+    assert not part.passed and "the self-test was killed" in part.summary
     monkeypatch.setattr(report_on_comfyui, "_run", lambda *_, **__: (1, "FAILED tests/a.py::b\n1 failed\n"))
     part = report_on_comfyui.parity(tmp_path, tmp_path)
     assert not part.passed and part.summary == "1 failed\n\n- `FAILED tests/a.py::b`"
     monkeypatch.setattr(report_on_comfyui, "_run", lambda *_, **__: (1, "Traceback: what went wrong"))
-    for made in (report_on_comfyui.self_tests, report_on_comfyui.templates):
-        part = made(tmp_path, tmp_path)
-        assert not part.passed and "what went wrong" in part.summary
+    part = report_on_comfyui.templates(tmp_path, tmp_path)
+    assert not part.passed and "what went wrong" in part.summary
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.99.0"\n')
     said = report_on_comfyui.report(tmp_path, [part])
     assert said.startswith("# The pack on ComfyUI 0.99.0\n\nThese do not hold: Templates.")

@@ -20,6 +20,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from cluster_machines import free_port
 from comfy_harness import ROOT, start_comfyui
 from comfyui_server import ComfyUIServer
 from waiting import wait_until
@@ -95,7 +96,7 @@ def front_door_of(servers: dict[str, ComfyUIServer], haproxy: str, folder: Path)
         running.callback(lambda: list(together.map(ComfyUIServer.stop, servers.values())))
         list(together.map(ComfyUIServer.start, servers.values()))
         _write_secrets(folder, tokens)
-        door, metrics = _free_port(), _free_port()
+        door, metrics = free_port(), free_port()
         process = running.enter_context(_haproxy(haproxy, folder, servers, door, metrics))
         found = FrontDoor(
             f"https://127.0.0.1:{door}", f"http://127.0.0.1:{metrics}/metrics", folder, servers, tokens
@@ -171,9 +172,3 @@ def _write_secrets(folder: Path, tokens: tuple[str, ...]) -> None:
     (folder / "people.cfg").write_text(f"{people}  user {PERSON} password {hashed.stdout.strip()}\n")
     lines = [f"{hashlib.sha256(token.encode()).hexdigest()} program{i}\n" for i, token in enumerate(tokens)]
     (folder / "tokens.map").write_text((DEPLOY / "tokens.map").read_text() + "".join(lines))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from dispatch_counter import DEVICE, counted, world_of_one_process
 from parallel_backend.engine.blocks.step_cache import ModuleCache
@@ -29,7 +30,6 @@ from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
 from parallel_backend.models.comfyui.tiny.weights import operations
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
-from shipped_jobs import map_tensors
 
 _DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
 _TINY = (cases, special_cases)
@@ -105,12 +105,12 @@ def as_in_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
         return tensor.to(DEVICE, copy=True)
 
     placed = {
-        name: map_tensors(value, there)
+        name: tree_map_only(Tensor, there, value)
         if name in _MADE_THERE or not isinstance(value, dict)
         else copy.deepcopy(value)
         for name, value in kwargs.items()
     }
-    return map_tensors(args, there), placed
+    return tree_map_only(Tensor, there, args), placed
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import parallel_backend
+from comfy_modules import import_comfyui_here
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACK = "pack_of_nodes"
@@ -29,3 +30,14 @@ def import_node_module(name: str) -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "nodes", ModuleType("nodes"))  # else ours is found for ComfyUI's
         return importlib.import_module(f"{_PACK}.{name}")
+
+
+def module_fixture(name: str):
+    """A fixture: that module, beside the real ComfyUI in this process."""
+
+    @pytest.fixture(scope="module")
+    def module() -> ModuleType:
+        import_comfyui_here()
+        return import_node_module(name)
+
+    return module

@@ -34,9 +34,14 @@ def wait_for_extensions(page) -> None:
     )
 
 
+def locale(language: str, name: str) -> dict:
+    """The texts of that file of a language, such as nodeDefs."""
+    return json.loads((ROOT / "locales" / language / f"{name}.json").read_text("utf-8"))
+
+
 def words_of(language: str = "en") -> dict[str, str]:
     """What the pack says on the page."""
-    return json.loads((ROOT / "locales" / language / "main.json").read_text("utf-8"))["parallel_sampling"]
+    return locale(language, "main")["parallel_sampling"]
 
 
 def set_widget(page, kind: str, name: str, value: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU
@@ -84,7 +85,7 @@ def guider_of(spec: ModelSpec, job: LoopJob):
             self.inner_model, device = patcher.model, patcher.load_device
             for cond in [one for side in self.conds.values() for one in side]:
                 for value in cond["model_conds"].values():
-                    value.cond = map_tensors(value.cond, lambda tensor: tensor.to(device))
+                    value.cond = tree_map_only(Tensor, lambda tensor: tensor.to(device), value.cond)
             noise, latent, sigmas = (one.to(device) for one in (noise, latent, sigmas))
             mask = None if mask is None else mask.to(device)
             extra = {"model_options": self.model_options, "seed": seed}
@@ -115,17 +116,6 @@ def guider_of(spec: ModelSpec, job: LoopJob):
         for side, prompts in job.conds.items()
     }
     return guider
-
-
-def map_tensors(tree, change):
-    """A tree of lists, tuples and dicts with its tensors changed."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {name: map_tensors(value, change) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        return type(tree)(map_tensors(value, change) for value in tree)
-    return tree
 
 
 def _arguments(job: LoopJob) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...errors import CheckpointError, RequestError
+from ...errors import CheckpointError
 from ...machine.fingerprint import cores, installed_version
 from ...machine.self_tests import SelfTestStore
 from ...models.comfyui.model_file import inspect
@@ -36,9 +36,8 @@ def probe_versions() -> dict[str, str]:
 
 def probe_classes() -> tuple[str, list[str]] | None:
     """Returns (version of ComfyUI, classes of models whose code nobody has tested), or None without a ComfyUI."""
-    try:
-        root = find_folder()
-    except RequestError:
+    root = find_folder()
+    if root is None:
         return None
     store = SelfTestStore()
     unproven = {name: digest for name, digest in digests_in(root).items() if not is_proven(name, digest)}
@@ -48,11 +47,12 @@ def probe_classes() -> tuple[str, list[str]] | None:
 def probe_models() -> list[tuple[int, int]]:
     """Returns (blocks, width) of the largest transformers in this ComfyUI's folders of models, each form once, by the
     headers of their files; none without a ComfyUI. Folders that its settings add are not looked at."""
-    try:
-        folder = find_folder() / "models"
-    except RequestError:
+    root = find_folder()
+    if root is None:
         return []
-    files = [path for name in _MODELS for path in folder.joinpath(name).rglob("*") if path.suffix in _ENDINGS]
+    files = [
+        path for name in _MODELS for path in (root / "models" / name).rglob("*") if path.suffix in _ENDINGS
+    ]
     found: dict[tuple[int, int], None] = {}
     for path in sorted(files, key=_size, reverse=True)[:MAX_FILES]:
         try:

@@ -88,8 +88,7 @@ def check_classes(version: str, untested: Sequence[str]) -> Finding:
         "ComfyUI",
         "ok",
         f"{version}: {count} kinds of models have new code; each is tested once, 10 to 20 s, before it first runs",
-        "to test them now: python -m parallel_backend models --test",
-        tuple(untested),
+        details=tuple(untested),
     )
 
 

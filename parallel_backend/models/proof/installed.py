@@ -6,27 +6,20 @@ import os
 import re
 from pathlib import Path
 
-from ...errors import RequestError
 from ..tokens.table import TABLE
 from .states import entry_digest
 
 VARIABLE = "COMFYUI_PATH"
 
 
-def find_folder(given: str | None = None) -> Path:
-    """Returns ComfyUI's folder: `given`, else what VARIABLE names, else the one around this pack.
-
-    Raises RequestError where there is no ComfyUI in it.
-    """
-    named = given or os.environ.get(VARIABLE)
+def find_folder() -> Path | None:
+    """Returns ComfyUI's folder: what VARIABLE names, else the one around this pack; None where there is none."""
+    named = os.environ.get(VARIABLE)
     candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
     for folder in candidates:
         if (folder / "comfy" / "cli_args.py").is_file():
             return folder.resolve()
-    where = named or "the folders that this pack lies in"
-    raise RequestError(
-        f"No ComfyUI in {where}: it would have comfy/cli_args.py. Name its folder with --comfyui."
-    )
+    return None
 
 
 def version_in(root: Path) -> str:

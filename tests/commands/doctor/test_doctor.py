@@ -2,7 +2,6 @@
 
 import getpass
 import json
-import os
 import re
 import socket
 import subprocess
@@ -11,19 +10,29 @@ from pathlib import Path
 
 import pytest
 
+from comfy_harness import require_comfyui
+from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor import examine as examination
 from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrub_findings
 from parallel_backend.commands.doctor.probes import (
+    probe_classes,
     probe_leftovers,
     probe_models,
     probe_system,
     probe_versions,
 )
 from parallel_backend.commands.doctor.report import Report
+from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.errors import Cancelled
-from parallel_backend.machine.cache_files import VARIABLE
+from parallel_backend.machine import cache_files
+from parallel_backend.machine.self_tests import SelfTestStore
+from parallel_backend.models.proof.installed import VARIABLE as COMFYUI
+from parallel_backend.models.proof.states import entry_digest
+from parallel_backend.models.tokens.table import TABLE
+from parallel_backend.requests import BLOCK
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.checks.findings import Finding
+from parallel_backend.wire.checks.self_test import SelfTest
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +122,27 @@ def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_pa
     assert probe_models() == []
 
 
+def test_classes_of_models_whose_code_is_new_are_named_until_they_are_tested(monkeypatch, tmp_path):
+    monkeypatch.setenv(cache_files.VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(COMFYUI, str(require_comfyui()))
+    known = check_classes(*probe_classes())
+    assert known.finding.endswith("compute as the pack knows them") and not (known.details or known.remedy)
+    root = tmp_path / "ComfyUI"
+    monkeypatch.setenv(COMFYUI, str(root))
+    assert probe_classes() is None
+    for name in (TABLE["LTXVModel"].source, "comfy/ldm/modules/attention.py", "comfy/cli_args.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("import torch\n")
+    new = check_classes(*probe_classes())
+    assert new.details == ("LTXVModel",) and new.status == "ok"
+    assert (
+        ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
+        in new.finding
+    )
+    SelfTestStore().keep(entry_digest(str(root), "LTXVModel"), SelfTest("LTXVModel", BLOCK, 0.3))
+    assert check_classes(*probe_classes()).details == ()
+
+
 def _process(proc, pid, arguments, parent):
     entry = proc / str(pid)
     entry.mkdir(parents=True)
@@ -139,22 +169,13 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
 # Whole runs.
 
 
-def _doctor(*arguments, environ=None, timeout=240):
-    return subprocess.run(
-        [sys.executable, "-m", "parallel_backend", "doctor", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path):
-    done = _doctor("--devices", "cpu:2", "--json", environ={VARIABLE: str(tmp_path)})
-    report = json.loads(done.stdout)
+def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cache_files.VARIABLE, str(tmp_path))
+    status = main(["doctor", "--devices", "cpu:2", "--json"])
+    said = capsys.readouterr().out
+    report = json.loads(said)
     statuses = {v["name"]: v["status"] for v in report["verdicts"]}
-    assert done.returncode == report["exit_status"] == 0, done.stdout + done.stderr
+    assert status == report["exit_status"] == 0, said
     for name in (
         "torch",
         "diffusers",
@@ -176,12 +197,13 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_p
     (link,) = kept["links"]
     assert link["bytes_per_second"] > 0 < link["latency_s"], "what a run's report compares with"
     for private in (socket.gethostname(), str(Path.home()), str(ROOT), f"{getpass.getuser()} "):
-        assert private not in done.stdout
+        assert private not in said
 
 
-def test_devices_that_do_not_exist_are_refused():
-    done = _doctor("--devices", "99")
-    assert done.returncode == 2 and "99" in done.stderr and done.stdout == ""
+def test_devices_that_do_not_exist_are_refused(capsys):
+    assert main(["doctor", "--devices", "99"]) == 2
+    said = capsys.readouterr()
+    assert "99" in said.err and said.out == ""
 
 
 def test_it_runs_where_torch_is_missing_and_says_so():
