@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import Ended, Event
 from ...parallel_backend.sidecar.model_room import share_of_file
+from .prompt_graph import names_file
 
 # Networks that stand for models on the ranks, with what they stand for: several may share one.
 _networks: weakref.WeakKeyDictionary[torch.nn.Module, ModelSpec] = weakref.WeakKeyDictionary()
 # Those of models that were loaded ahead of their first prompt, until it has a network of its own.
 _ahead: dict[ModelSpec, torch.nn.Module] = {}
 _taken: list[str] = []
+_LOOK_AGAIN = 0.05  # s
 
 
 def memory_flag() -> str:
@@ -161,5 +164,12 @@ def _dropped(spec: ModelSpec) -> None:
 
 
 def _sleep_unless_used(spec: ModelSpec) -> None:
-    if spec not in list(_networks.values()):
-        pool.put_to_sleep(spec)
+    """Where a node before Parallel Model has changed, ComfyUI drops the network as the prompt begins, and the same
+    prompt makes another one for the weights that the ranks hold."""
+    from .prompt_links import running_prompts  # which imports all of ComfyUI's nodes
+
+    file = Path(spec.path).name
+    while spec not in list(_networks.values()):
+        if not any(names_file(prompt, file) for prompt in running_prompts().values()):
+            return pool.put_to_sleep(spec)
+        time.sleep(_LOOK_AGAIN)

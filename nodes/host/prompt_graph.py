@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_type", "inputs"}
@@ -67,6 +68,16 @@ def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
         if not isinstance(inputs.get("model"), list):
             return str(prompt[one].get("class_type", "")), inputs
     return "", {}
+
+
+def names_file(prompt: Prompt, file: str) -> bool:
+    """Returns True if a loader for the ranks, or the one in front of a Parallel Model, names a file of this name."""
+    loaders = [node for node, one in prompt.items() if one.get("class_type") in LOADERS]
+    values = [
+        *(value for node in loaders for value in inputs_of(prompt, node).values()),
+        *(value for node in loaders for value in source_of(prompt, node)[1].values()),
+    ]
+    return any(isinstance(value, str) and PurePath(value).name == file for value in values)
 
 
 def with_those_before(prompt: Prompt, node: str, name: str) -> Iterator[str]:

@@ -96,13 +96,17 @@ def running_prompt() -> Prompt | None:
     return None if context is None else _prompt_of(context.prompt_id)
 
 
-def _prompt_of(prompt_id: str) -> Prompt | None:
-    """Looks in ComfyUI's queue, and changes nothing there."""
+def running_prompts() -> dict[str, Prompt]:
+    """Returns the prompts that run now, by id. Looks in ComfyUI's queue, and changes nothing there."""
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
 
     server = getattr(PromptServer, "instance", None)
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
-    return next((item[2] for item in running if item[1] == prompt_id), None)
+    return {item[1]: item[2] for item in running}
+
+
+def _prompt_of(prompt_id: str) -> Prompt | None:
+    return running_prompts().get(prompt_id)
 
 
 def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:

@@ -22,7 +22,7 @@ from parallel_backend.__main__ import main
 from parallel_backend.observability.logs.queue_log import QueueLogFile
 from waiting import wait_until
 
-PROMPTS = 300
+PROMPTS = 150
 _SEEDS = itertools.count(1)
 
 

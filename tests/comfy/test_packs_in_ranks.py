@@ -28,25 +28,25 @@ def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
     return lambda graph, model: [graph.add(name, model=model, **settings), 0]
 
 
-# name -> (kind of model, its node, settings of the sampler)
+# name -> (kind of model, its node, settings of the sampler), by kinds: each is loaded once
 CHANGES = {
     "embeddings in the attention": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 1.0}),
     "embeddings in the attention, with CFG": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 3.0}),
+    "an attention kernel, UNet": ("unet", _node("TestAttentionKernel"), {"cfg": 1.0}),
     "blocks in closures, Flux": (
         "flux",
         _node("TestBlockClosure", blocks="single_blocks", weight=0.5),
         {"cfg": 1.0},
     ),
+    "an attention kernel, Flux": ("flux", _node("TestAttentionKernel"), {"cfg": 1.0}),
+    "a step cache": ("flux", _node("TestStepCache", limit=0.3, on_the_edge=False), {"cfg": 1.0, "steps": 6}),
+    "routes and threads": ("flux", _node("TestRoutes"), {"cfg": 1.0}),
     "blocks in closures, Wan": (
         "wan_t2v",
         _node("TestBlockClosure", blocks="blocks", weight=0.5),
         {"cfg": 3.0},
     ),
-    "an attention kernel, Flux": ("flux", _node("TestAttentionKernel"), {"cfg": 1.0}),
     "an attention kernel, Wan": ("wan_t2v", _node("TestAttentionKernel"), {"cfg": 3.0}),
-    "an attention kernel, UNet": ("unet", _node("TestAttentionKernel"), {"cfg": 1.0}),
-    "a step cache": ("flux", _node("TestStepCache", limit=0.3, on_the_edge=False), {"cfg": 1.0, "steps": 6}),
-    "routes and threads": ("flux", _node("TestRoutes"), {"cfg": 1.0}),
 }
 
 

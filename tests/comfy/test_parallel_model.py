@@ -27,11 +27,6 @@ def test_prompts_of_different_lengths_give_the_stock_latent(comfy, choice):
     assert_same(both(comfy, "wan_t2v", choice, uneven=True))
 
 
-@pytest.mark.parametrize("kind", ["sd3", "unet"])
-def test_auto_chooses_by_itself(comfy, kind):
-    assert_same(both(comfy, kind, {}, devices="cpu:2"))
-
-
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_a_model_whose_blocks_nobody_described_takes_ulysses_for_its_attention(comfy, cfg):
     """With a negative prompt there are as many rows as devices, which go whole to each."""
@@ -52,18 +47,6 @@ def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_toleranc
         },
     )
     assert relative_difference(found["one"], found["other"]) > 100 * TOLERANCE
-
-
-def test_parallel_sampler_runs_comfyuis_loop_on_the_devices_and_says_so(comfy):
-    graph = AnyGraph(comfy, "wan_t2v")
-    stock = graph.stock()
-    ours = graph.parallel(stock, ulysses=2)
-    request = graph.request()
-    sampled = graph.parallel_sampler([ours, 1], *request, steps=2, cfg=3.0)
-    expected = graph.ksampler(stock, *request, steps=2, cfg=3.0)
-    found = latents(comfy, graph, {"stock": expected, "ours": sampled}, {"report": [sampled[0], 1]})
-    assert_same(found)
-    assert "Ulysses 2" in found["report"] and "result: exact" in found["report"]
 
 
 def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
@@ -248,17 +231,6 @@ def test_ranks_get_the_flags_that_change_numbers_and_no_others(comfy, line, want
     graph.add("TestSaveText", text=[flags, 0], path="any-flags.txt")
     comfy.run(graph.prompt)
     assert comfy.output("any-flags.txt").read_text() == wanted
-
-
-def test_comfyui_can_have_the_devices_memory_back(comfy):
-    graph = AnyGraph(comfy, "wan_t2v")
-    ours = [graph.parallel(graph.stock(), ulysses=2), 0]
-    graph.save(graph.ksampler(ours, *graph.request(), steps=1), "any-awake.safetensors")
-    comfy.run(graph.prompt, timeout=300)
-    unload = graph.add("TestUnload", model=ours)
-    graph.add("TestSaveText", text=[unload, 0], path="any-held.txt")
-    comfy.run(graph.prompt, timeout=300)
-    assert comfy.output("any-held.txt").read_text() == "held held gone"  # --highvram keeps it
 
 
 @pytest.mark.parametrize("resident", [False, True], ids=["stock sampler", "Parallel Sampler"])

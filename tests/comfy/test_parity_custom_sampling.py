@@ -211,15 +211,3 @@ def test_model_sampling_flux_changes_our_model_too(comfy, unet):
     plain = comfy.sample(graph.prompt, advanced(graph, model, "BasicGuider"))
     patched = comfy.sample(graph.prompt, advanced(graph, model_sampling_flux(graph, model), "BasicGuider"))
     assert (plain - patched).abs().max() > 0.01 * plain.abs().max()
-
-
-def test_parallel_sampler_takes_combined_prompts(comfy, unet):
-    graph = Graph()
-    ours, stock = graph.model(OURS, unet, "cpu:2"), graph.model(STOCK, unet)
-    both = graph.add("ConditioningCombine", conditioning_1=graph.text(1), conditioning_2=graph.text(3))
-    inputs = ([both, 0], graph.text(2), graph.latent())
-    parallel = graph.parallel_sampler(ours[0], *inputs)
-    ways = {STOCK: graph.ksampler(stock, *inputs), OURS: parallel}
-    found = latents(comfy, graph, ways, {"report": [parallel[0], 1]})
-    assert_same(found)
-    assert "result: exact" in found["report"]

@@ -15,7 +15,7 @@ from waiting import wait_until
 ROUTE = "/parallel_sampling/preload"
 FILES = ("hot_a.safetensors", "hot_b.safetensors")
 EXACT = 1e-5  # of the largest value
-ROUNDS = 5  # in which each model has a prompt
+ROUNDS = 3  # in which each model has a prompt
 
 
 def _files(comfy) -> tuple[str, ...]:

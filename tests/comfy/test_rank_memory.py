@@ -66,6 +66,18 @@ def test_a_graph_without_the_model_gives_its_memory_back(comfy, unet):
     assert _again(comfy, unet)
 
 
+def test_a_node_before_parallel_model_may_change_and_nothing_is_loaded_again(comfy, unet):
+    reports = []
+    for shift in (1.0, 2.0, 3.0):
+        graph = Graph()
+        shifts = {"max_shift": shift, "base_shift": 0.5, "width": 128, "height": 96}
+        changed = graph.add("ModelSamplingFlux", model=graph.model(STOCK, unet), **shifts)
+        model = graph.add("ParallelModel", model=[changed, 0], strategy=graph.strategy("cpu:2"))
+        latent = graph.parallel_sampler([model, 1], graph.text(1), graph.text(2), graph.latent(), steps=2)
+        reports.append(comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])[1])
+    assert all(WARM in report for report in reports[1:]), reports
+
+
 def test_two_models_in_one_graph_share_the_ranks(comfy, unet):
     """As a first pass and its refiner do; the ranks switch from one to the other."""
     other = comfy.write_flux("tiny_refiner.safetensors", seed=3)

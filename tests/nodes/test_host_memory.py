@@ -265,3 +265,18 @@ def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
     (note,) = host.memory.taken_room()
     assert "took the room of flux.safetensors on cuda:0" in note and "6.00 GiB" in note
     assert host.memory.taken_room() == []
+
+
+@pytest.mark.parametrize(("file", "looked"), [("sub/flux.safetensors", 3), ("other.safetensors", 1)])
+def test_ranks_keep_a_dropped_model_while_a_prompt_runs_that_names_its_file(host, monkeypatch, file, looked):
+    """Behind a node that has changed, ComfyUI makes the network anew."""
+    prompt = {
+        "1": {"class_type": "UNETLoader", "inputs": {"unet_name": file}},
+        "2": {"class_type": "ModelSamplingFlux", "inputs": {"model": ["1", 0]}},
+        "3": {"class_type": "ParallelModel", "inputs": {"model": ["2", 0]}},
+    }
+    looks = iter([{"7": prompt}, {"7": prompt}, {}, {}])
+    links = SimpleNamespace(running_prompts=lambda: next(looks))
+    monkeypatch.setitem(sys.modules, "pack_of_nodes.nodes.host.prompt_links", links)
+    host.memory._sleep_unless_used(SPEC)
+    assert host.asked == ["all"] and len(list(looks)) == 4 - looked
