@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flux_requests import CASES as ALL_CASES
-from flux_requests import CASES_OF_TWO_STEPS, CONTEXT, POOLED, TOLERANCE
+from flux_requests import CASES_OF_TWO_STEPS, TOLERANCE
 from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_sample, oracle_subject
 from parallel_backend.engine.comm.groups import Layouts
@@ -75,11 +75,8 @@ ALL = [s for group in STRATEGIES.values() for s in group]
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
     """(path of the weights, {case: the oracle's latent} after two steps, its model)"""
-    folder = tmp_path_factory.mktemp("pipeline")
-    sizes = dict(
-        heads=HEADS, double_blocks=DOUBLE, single_blocks=SINGLE, context_dim=CONTEXT, pooled_dim=POOLED
-    )
-    return oracle_subject(folder, EXACT_CASES, **sizes)
+    sizes = dict(heads=HEADS, double_blocks=DOUBLE, single_blocks=SINGLE)
+    return oracle_subject(tmp_path_factory.mktemp("pipeline"), EXACT_CASES, **sizes)
 
 
 def results_of(path, strategies, cases):
