@@ -317,14 +317,13 @@ def longer_request():
     ],
     ids=["ulysses", "ring", "pipefusion"],
 )
-def test_a_job_is_made_again_after_a_rank_died_in_a_collective(no_leaks, flux, tmp_path, point, strategy):
-    sidecar, phases = Sidecar(("cpu:0", "cpu:1")), []
-    try:
-        with fault("kill", point, step=2, once=tmp_path / "fired"):
-            result = sidecar.sample(flux, longer_request(), Placement(strategy), on_phase=phases.append)
-        again = sidecar.sample(flux, longer_request(), Placement(strategy))
-    finally:
-        sidecar.stop()
+def test_a_job_is_made_again_after_a_rank_died_in_a_collective(
+    own_real_ranks, flux, tmp_path, point, strategy
+):
+    phases = []
+    with fault("kill", point, step=2, once=tmp_path / "fired"):
+        result = own_real_ranks.sample(flux, longer_request(), Placement(strategy), on_phase=phases.append)
+    again = own_real_ranks.sample(flux, longer_request(), Placement(strategy))
     (note,) = [note for note in result.info.notes if "failed" in note]
     assert "process 1 on cpu:1 failed (killed by SIGKILL" in note and "begins again" in note
     assert note in phases
