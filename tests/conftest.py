@@ -17,6 +17,7 @@ from comfyui_source import comfyui_version, find_comfyui
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar.group import supervisor
+from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.group.events import listen
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
@@ -106,6 +107,18 @@ def two_real_ranks(_shared_ranks, request):
     pids = _shared_ranks.pids
     yield _shared_ranks
     assert _shared_ranks.pids == pids, "these ranks are other tests' too"
+
+
+@pytest.fixture
+def own_real_ranks(no_leaks):
+    """A sidecar of two ranks with the real model code that are this test's alone: for faults, which ranks take on as
+    they start."""
+    from parallel_backend.sidecar.sidecar import Sidecar
+
+    sidecar = Sidecar(("cpu:0", "cpu:1"))
+    yield sidecar
+    sidecar.stop()
+    FAILING.clear()  # else a device is left out in other tests
 
 
 @pytest.fixture

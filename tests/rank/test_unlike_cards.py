@@ -1,7 +1,5 @@
 """Jobs whose samplers decide by values, on ranks that are taken for unlike cards: stock's latent, whatever is split."""
 
-import pytest
-
 from differences import relative_difference
 from loop_jobs import loop_job, tiny_model
 from loop_ranks import LoopRanks
@@ -10,15 +8,20 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from shipped_jobs import stock_latent
 
+AXES = ("ulysses_degree", "cfg_degree")
 
-@pytest.mark.parametrize(
-    "strategy", [ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)], ids=str
-)
-@pytest.mark.parametrize("sampler", ["dpm_adaptive", "euler"])
-def test_a_sampler_that_decides_by_values_gives_stocks_latent(tmp_path, monkeypatch, strategy, sampler):
+
+def test_a_sampler_that_decides_by_values_gives_stocks_latent(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "are_unlike", lambda world: True)
-    spec, job = tiny_model(tmp_path), loop_job(sampler)
-    expected = stock_latent(spec, job)
-    for latent in run_ranks(lambda world: LoopRanks(world, spec).run(strategy, job)[0], 2):
-        if latent.numel():
-            assert relative_difference(latent, expected) <= 1e-5
+    spec = tiny_model(tmp_path)
+    samplers = {name: loop_job(name) for name in ("dpm_adaptive", "euler")}
+
+    def latents(world) -> dict:
+        ranks, strategies = LoopRanks(world, spec), [ParallelStrategy(**{axis: 2}) for axis in AXES]
+        return {name: [ranks.run(one, job)[0] for one in strategies] for name, job in samplers.items()}
+
+    expected = {name: stock_latent(spec, job) for name, job in samplers.items()}
+    for found in run_ranks(latents, 2):
+        for name, latents_of_one in found.items():
+            for latent in latents_of_one:
+                assert not latent.numel() or relative_difference(latent, expected[name]) <= 1e-5, name

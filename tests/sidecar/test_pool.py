@@ -99,15 +99,6 @@ def test_ranks_that_hold_a_model_give_it_back_and_others_keep_theirs(tmp_path):
     assert all(sidecar.state is State.READY for sidecar in sidecars)
 
 
-def test_stop_all_leaves_no_rank_and_no_entry():
-    sidecar = pool.get_sidecar(("cpu:0",))
-    sidecar.start()
-    pids = sidecar.pids
-    pool.stop_all()
-    assert not any(map(is_running, pids))
-    assert pool.all_sidecars() == ()
-
-
 def test_the_end_of_the_interpreter_ends_the_ranks_but_that_of_a_forked_child_does_not():
     script = textwrap.dedent(
         """

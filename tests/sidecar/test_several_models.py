@@ -80,16 +80,6 @@ def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(side
     assert info.model == "2.safetensors" and 0 < info.seconds < 0.05 and info.notes == ()
 
 
-def test_jobs_of_two_models_take_turns(sidecar, scaled, loaded):
-    results = [
-        sidecar.sample(spec, scripted_request(steps=3), two_ranks())
-        for spec in (scaled(0.5), scaled(0.25), scaled(0.5))
-    ]
-    assert torch.equal(results[0].latent, results[2].latent)
-    assert not torch.equal(results[0].latent, results[1].latent)
-    assert len(loaded) == 2 and results[2].info.load.switched
-
-
 def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(sidecar, scaled, loaded):
     specs = [scaled(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
     for spec in specs[:-1]:

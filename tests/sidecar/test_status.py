@@ -1,9 +1,9 @@
 """What a group says of itself without being asked: progress, phases and memory, read while its ranks are busy."""
 
 import pytest
-import torch
 
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from flux_requests import request
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.sidecar.status import read_ranks
@@ -17,16 +17,9 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     assert (never_started.state, never_started.ranks) == ("down", ())
     sidecar.sleep()  # what other tests left there
     seen = []
-    request = SampleRequest(
-        noise=torch.randn(1, 16, 8, 8),
-        sigmas=torch.linspace(1, 0, 4),
-        positive=Conditioning(torch.randn(1, 5, 64), torch.randn(1, 32), torch.tensor([3.5])),
-        negative=None,
-        cfg=1.0,
-    )
     sidecar.sample(
         spec,
-        request,
+        request((8, 8), 1.0, 1, steps=3),
         Placement(ParallelStrategy(ulysses_degree=2)),
         on_step=lambda *_: seen.append(sidecar.status()),
     )

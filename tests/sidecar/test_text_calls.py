@@ -13,7 +13,6 @@ import torch
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.sidecar import module_requests
-from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.model_room import CountedModules, Room, new_number
 from parallel_backend.sidecar.module_requests import (
     ALL_DEVICES,
@@ -24,7 +23,6 @@ from parallel_backend.sidecar.module_requests import (
     ModuleRequest,
     ModuleRequests,
 )
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire.protocol import ALL_RANKS
 from shipped_jobs import ship_encoder_call, ship_module
 from toy_encoder import ToyEncoder
@@ -123,17 +121,11 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
     assert two_real_ranks.pids == pids
 
 
-def test_processes_that_were_killed_are_given_the_encoder_again(no_leaks):
-    sidecar, module = Sidecar(("cpu:0", "cpu:1")), ToyEncoder()
-    try:
-        request = request_of(module, ALL_DEVICES, new_number())
-        before = sidecar.call_module(request)
-        os.kill(sidecar.pids[1], signal.SIGKILL)
-        phases = []
-        after = sidecar.call_module(request, on_phase=phases.append)
-    finally:
-        sidecar.stop()
-        FAILING.clear()  # else the device is left out in other tests
+def test_processes_that_were_killed_are_given_the_encoder_again(own_real_ranks):
+    request, phases = request_of(ToyEncoder(), ALL_DEVICES, new_number()), []
+    before = own_real_ranks.call_module(request)
+    os.kill(own_real_ranks.pids[1], signal.SIGKILL)
+    after = own_real_ranks.call_module(request, on_phase=phases.append)
     assert same(after.value, before.value)
     assert phases[-2:] == ["sending the text encoder to the processes", "encoding the text"]
 

@@ -19,7 +19,6 @@ from parallel_backend.errors import Cancelled, PlatformError, RankFailed, Reques
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar import module_requests
-from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from scripted import is_running
@@ -157,18 +156,13 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     assert ranks.load(spec).cached and ranks.pids == pids
 
 
-def test_a_decode_whose_rank_dies_is_made_again(tmp_path):
+def test_a_decode_whose_rank_dies_is_made_again(own_real_ranks, tmp_path):
     vae, latent, texts = flux(), random_latent(FLUX, 6, 4), []
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        with fault("kill", "an exchange of edge rows", once=tmp_path / "fired"):
-            run = sidecar.call_module(vae.request(latent), on_phase=texts.append)
-        assert (tmp_path / "fired").exists() and vae.sent == 2
-        assert is_right(run.value, image_of(vae, latent))
-        assert any("process 1 on cpu:1 failed" in text for text in texts)
-    finally:
-        sidecar.stop()
-        FAILING.clear()  # else the device is left out in other tests
+    with fault("kill", "an exchange of edge rows", once=tmp_path / "fired"):
+        run = own_real_ranks.call_module(vae.request(latent), on_phase=texts.append)
+    assert (tmp_path / "fired").exists() and vae.sent == 2
+    assert is_right(run.value, image_of(vae, latent))
+    assert any("process 1 on cpu:1 failed" in text for text in texts)
 
 
 class _Flipped(nn.Module):

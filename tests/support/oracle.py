@@ -6,21 +6,13 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors.torch import load_file
 
-from tiny_flux import write_tiny_flux
+from tiny_flux import tiny_flux_config, write_tiny_flux
 
 
 def oracle_model(folder, **sizes) -> FluxTransformer2DModel:
     """A diffusers transformer with the weights that `write_tiny_flux(**sizes)` writes, from its diffusers layout."""
     path = write_tiny_flux(folder / "oracle.safetensors", layout="diffusers", **sizes)
-    heads, context, pooled = sizes.get("heads", 2), sizes.get("context_dim", 64), sizes.get("pooled_dim", 32)
-    model = FluxTransformer2DModel(
-        num_layers=sizes.get("double_blocks", 1),
-        num_single_layers=sizes.get("single_blocks", 1),
-        num_attention_heads=heads,
-        joint_attention_dim=context,
-        pooled_projection_dim=pooled,
-        guidance_embeds=sizes.get("guidance", True),
-    )
+    model = FluxTransformer2DModel(**tiny_flux_config(**sizes))
     model.load_state_dict(load_file(path))
     return model.eval().requires_grad_(False)
 

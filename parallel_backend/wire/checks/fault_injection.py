@@ -21,7 +21,7 @@ from ..strict_json import from_json, parse
 
 VARIABLE = "PARALLEL_SAMPLING_FAULT"
 HANG = 3600  # s, longer than any deadline
-BUSY = 4.0  # s of a processor's time
+BUSY = 3.0  # s of a processor's time
 _PIECE = 2**28  # bytes that are taken of a device at once
 
 

@@ -17,13 +17,21 @@ from parallel_backend.wire.calibration import (
     ALL_TO_ALL,
     PAIR,
     POINT_TO_POINT,
-    SIZES,
     Calibration,
     Transfer,
     slowest_rate,
 )
 from parallel_backend.wire.protocol import Calibrate
 from ranks import run_ranks
+
+SMALL = (65536, 4 * 65536)  # bytes
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Has the ranks of the tests, which are forks, send little and not for a share of the budget."""
+    monkeypatch.setattr(rank_calibrate, "SIZES", SMALL)
+    monkeypatch.setattr(rank_calibrate, "MOST_REPETITIONS", 2)
 
 
 def _calibrate(world, strategy, budget_s, thorough):
@@ -42,7 +50,7 @@ def test_every_kind_and_size_is_measured_on_every_rank():
     for found in run_ranks(_calibrate, 2, ParallelStrategy(ulysses_degree=2), 20.0, False):
         kinds = [(kind, size, sent) for kind, size, sent, *_ in found["transfers"]]
         expected = []
-        for size in SIZES:
+        for size in SMALL:
             expected += [(POINT_TO_POINT, size, size), (ALL_TO_ALL, size, size // 2)]
         assert kinds == expected
         assert all(seconds > 0 for _, _, _, seconds, _, _ in found["transfers"])
@@ -54,14 +62,10 @@ def test_every_kind_and_size_is_measured_on_every_rank():
     [ParallelStrategy(cfg_degree=3), ParallelStrategy(ring_degree=3), ParallelStrategy(ulysses_degree=3)],
     ids=ParallelStrategy.describe,
 )
-def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_looked_at(
-    strategy, monkeypatch
-):
-    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536, 65536 * 4))  # forked ranks inherit it
+def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_looked_at(strategy):
     for rank, found in enumerate(run_ranks(_calibrate, 3, strategy, 20.0, True)):
         pairs = [(size, peer) for kind, size, _, _, peer, _ in found["transfers"] if kind == PAIR]
-        sizes = (4096, 65536, 65536 * 4)
-        assert pairs == [(size, peer) for peer in range(3) if peer != rank for size in sizes]
+        assert pairs == [(size, peer) for peer in range(3) if peer != rank for size in SMALL]
         assert all(intact for *_, intact in found["transfers"])
         assert found["facts"] == [True, True, True, 0.0]
 
@@ -74,8 +78,7 @@ def _calibrate_corrupted(world, strategy):
     return _calibrate(world, strategy, 20.0, True)
 
 
-def test_what_arrives_altered_is_told_by_the_rank_that_received_it(monkeypatch):
-    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536))
+def test_what_arrives_altered_is_told_by_the_rank_that_received_it():
     results = run_ranks(_calibrate_corrupted, 2, ParallelStrategy(ring_degree=2))
     broken = [{kind for kind, *_, intact in found["transfers"] if not intact} for found in results]
     assert broken == [{POINT_TO_POINT, ALL_TO_ALL, PAIR}, set()]
@@ -113,12 +116,11 @@ def _slow_to_connect(world, strategy, thorough):
 
 
 @pytest.mark.parametrize("thorough", [False, True])
-def test_connections_that_come_up_slowly_take_nothing_from_the_budget(thorough, monkeypatch):
-    monkeypatch.setattr(rank_calibrate, "SIZES", (4096, 65536))
+def test_connections_that_come_up_slowly_take_nothing_from_the_budget(thorough):
     kinds = {POINT_TO_POINT, ALL_TO_ALL} | ({PAIR} if thorough else set())
     for found in run_ranks(_slow_to_connect, 2, ParallelStrategy(ring_degree=2), thorough):
         assert {(kind, size) for kind, size, *_ in found["transfers"]} == {
-            (kind, size) for kind in kinds for size in (4096, 65536)
+            (kind, size) for kind in kinds for size in SMALL
         }
 
 
@@ -141,8 +143,7 @@ def _groups_used(world, strategy):
         ({"cfg_degree": 2, "pipefusion_degree": 2}, {"row": ["group"], "pipe": ["0-1"]}),
     ],
 )
-def test_only_groups_that_the_strategy_uses_are_connected(degrees, used, monkeypatch):
-    monkeypatch.setattr(rank_calibrate, "SIZES", (4096,))
+def test_only_groups_that_the_strategy_uses_are_connected(degrees, used):
     for found in run_ranks(_groups_used, 4, ParallelStrategy(**degrees), backend=NCCL_SEMANTICS):
         assert {name: groups for name, groups in found.items() if groups} == used
 
@@ -151,7 +152,7 @@ def _calibrate_without_memory(world, strategy):
     honest = rank_calibrate._empty
 
     def refuse(size, world):
-        if world.rank == 1 and size > 65536:
+        if world.rank == 1 and size > SMALL[0]:
             raise torch.OutOfMemoryError("no memory for that")
         return honest(size, world)
 
@@ -161,7 +162,7 @@ def _calibrate_without_memory(world, strategy):
 
 def test_a_rank_without_memory_for_a_size_leaves_it_out_everywhere():
     for found in run_ranks(_calibrate_without_memory, 2, ParallelStrategy(ring_degree=2)):
-        assert {size for _, size, *_ in found["transfers"]} == {65536}
+        assert {size for _, size, *_ in found["transfers"]} == {SMALL[0]}
 
 
 def test_one_rank_has_no_links():

@@ -64,7 +64,7 @@ class Head:
         self.process.communicate()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hosts():
     made = Hosts(*NAMES)
     try:
@@ -75,44 +75,44 @@ def hosts():
     assert made.network.lost > 0, "no packet was lost, so the test says little of networks"
 
 
-@pytest.fixture
-def lab(hosts, tmp_path, monkeypatch):
-    """(head, start(name), model, latent file)"""
-    monkeypatch.setenv(endpoints.VARIABLE, str(tmp_path / "secrets"))
-    secret = make_cluster(tmp_path / "secrets", address=hosts.address(FIRST), port=29600)
-    model = write_tiny_flux(tmp_path / "models" / "tiny.safetensors")
-    head, running = Head(hosts, tmp_path), []
+@pytest.fixture(scope="module")
+def lab(hosts, tmp_path_factory):
+    """(head, start(name), the machines that run by name, model, latent file)"""
+    folder, machines = tmp_path_factory.mktemp("hosts"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(endpoints.VARIABLE, str(folder / "secrets"))
+        secret = make_cluster(folder / "secrets", address=hosts.address(FIRST), port=29600)
+        head = Head(hosts, folder)
+    model = write_tiny_flux(folder / "models" / "tiny.safetensors")
     port = head.until("port")["port"]
 
     def start(name):
-        own = tmp_path / name
+        own = folder / name
         own.mkdir(exist_ok=True)
         shutil.copy(model, own)
-        running.append(
-            Torchrun(
-                name,
-                secret,
-                f"{hosts.address(FIRST)}:{port}",
-                f"{hosts.address('a')}:29400",
-                models=own,
-                local=hosts.address(name),
-                nodes="2:3",
-                log=tmp_path / f"{name}.log",
-                within=hosts.within(name),
-                settings=f"is_host={int(name == 'a')},last_call_timeout=2,keep_alive_interval=1",
-            )
+        machines[name] = Torchrun(
+            name,
+            secret,
+            f"{hosts.address(FIRST)}:{port}",
+            f"{hosts.address('a')}:29400",
+            models=own,
+            local=hosts.address(name),
+            nodes="2:3",
+            log=folder / f"{name}.log",
+            within=hosts.within(name),
+            settings=f"is_host={int(name == 'a')},last_call_timeout=2,keep_alive_interval=1",
         )
-        return running[-1]
 
-    yield head, start, str(model), tmp_path / "latent.pt"
-    for one in running:
-        one.stop()
+    for name in NAMES:
+        start(name)
+    yield head, start, machines, str(model), folder / "latent.pt"
+    for machine in machines.values():
+        machine.stop()
     head.close()
 
 
 def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, tmp_path):
-    head, start, model, latent = lab
-    machines = {name: start(name) for name in NAMES}
+    head, start, machines, model, latent = lab
     expected = oracle_sample(oracle_model(tmp_path / "oracle"), JOB)
 
     def check():
@@ -147,7 +147,7 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
     check()
 
     hosts.join("c")
-    machines["c"] = start("c")
+    start("c")
     head.tell("wait for", 3)
     assert head.until("devices")["devices"] == everyone
     head.tell("sample", model, str(latent))
@@ -157,8 +157,8 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
 
 
 def test_the_host_whose_processes_are_killed_is_named_not_the_one_that_hosts_the_rendezvous(lab):
-    head, start, model, latent = lab
-    machines = {name: start(name) for name in NAMES}
+    """The last of the hosts' tests: afterwards one is gone."""
+    head, _, machines, model, latent = lab
     head.tell("wait for", 3)
     assert len(head.until("devices")["devices"]) == 3
     head.tell("patience", 3.0)

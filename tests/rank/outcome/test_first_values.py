@@ -33,18 +33,21 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-def test_a_value_that_differs_by_its_last_bit_is_the_first_ranks(read):
-    def work(world) -> list:
-        value = torch.tensor(1.0 if world.rank == 0 else math.nextafter(1.0, 2.0), dtype=torch.float64)
-        with first_ranks_values(world, lambda: True):
-            found = READS[read](value)
-            if isinstance(found, Tensor):
-                found = 1 if found else 0
-        return [found, READS[read](torch.tensor(1.0, dtype=torch.float64))]
+def test_a_value_that_differs_by_its_last_bit_is_the_first_ranks():
+    def work(world) -> dict:
+        pairs = {}
+        for name, read in READS.items():
+            value = torch.tensor(1.0 if world.rank == 0 else math.nextafter(1.0, 2.0), dtype=torch.float64)
+            with first_ranks_values(world, lambda: True):
+                found = read(value)
+                if isinstance(found, Tensor):
+                    found = 1 if found else 0
+            pairs[name] = found, read(torch.tensor(1.0, dtype=torch.float64))
+        return pairs
 
-    for found, expected in run_ranks(work, 2):
-        assert found == (int(expected) if isinstance(expected, Tensor) else expected)
+    for pairs in run_ranks(work, 2):
+        for name, (found, expected) in pairs.items():
+            assert found == (int(expected) if isinstance(expected, Tensor) else expected), name
 
 
 def test_values_of_a_call_that_ranks_share_out_are_each_ranks():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flux_requests import request
 from oracle import oracle_model, oracle_sample
 from parallel_backend.errors import Cancelled, RequestError
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
+from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import run_plain
 from point_forward import PointForward, point_prompt, point_request
@@ -65,27 +65,10 @@ class Failing(PointForward):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_the_step_without_numbers_is_named_and_is_the_last(value):
     forward, seen = Failing(3, value), []
-    request = point_request(negative=point_prompt(1.0), cfg=2.0)
+    job = point_request(negative=point_prompt(1.0), cfg=2.0)
     with pytest.raises(RequestError, match="NaN or infinite in step 3 of 4; the image would be black"):
-        run_plain(forward, request, lambda i, _: seen.append(i))
+        run_plain(forward, job, lambda i, _: seen.append(i))
     assert len(forward.calls) == 3 and seen == [0, 1]
-
-
-def request() -> SampleRequest:
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, 16, 8, 12, generator=generator)
-    prompt = Conditioning(
-        context=torch.randn(1, 7, 64, generator=generator),
-        pooled=torch.randn(1, 32, generator=generator),
-        guidance=torch.tensor([3.5]),
-    )
-    return SampleRequest(
-        noise=noise,
-        sigmas=torch.linspace(1, 0, 5),
-        positive=prompt,
-        negative=replace(prompt, context=-prompt.context),
-        cfg=2.0,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +85,14 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.mark.timeout(300)
 def test_ranks_refuse_weights_that_are_no_numbers_together_and_stay(two_real_ranks, files):
     sound, broken = (ModelSpec(str(path)) for path in files)
+    job = request((8, 12), 2.0, 1, steps=4)
     for strategy, words in (
         (ParallelStrategy(ulysses_degree=2), "in step 1 of 4"),
         (ParallelStrategy(cfg_degree=2), "in step 1 of 4"),
         (ParallelStrategy(pipefusion_degree=2, warmup_steps=1), "in step 1 of 4"),
     ):
         with pytest.raises(RequestError, match=words):
-            two_real_ranks.sample(broken, request(), Placement(strategy))
-    found = two_real_ranks.sample(sound, request(), Placement(ParallelStrategy(ulysses_degree=2))).latent
-    expected = oracle_sample(oracle_model(files[0].parent, single_blocks=2), request())
+            two_real_ranks.sample(broken, job, Placement(strategy))
+    found = two_real_ranks.sample(sound, job, Placement(ParallelStrategy(ulysses_degree=2))).latent
+    expected = oracle_sample(oracle_model(files[0].parent, single_blocks=2), job)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

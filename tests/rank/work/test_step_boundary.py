@@ -54,35 +54,37 @@ def run_steps(on_step):
     return begun, ""
 
 
-def on_ranks(world, lag, cancel_at, longest):
-    step_boundary.LONGEST_LAG = longest
-    link = Script(cancel_at)
-    begun, said = run_steps(boundary(link, lag, world))
-    return begun, said, link.sent
-
-
 ALWAYS, NEVER = float("inf"), -1.0
-
-
-@pytest.mark.parametrize(
-    ("lag", "longest", "cancel_at", "begun"),
-    [
-        (0, ALWAYS, 4, 4),
-        (1, ALWAYS, 4, 5),
-        (1, NEVER, 4, 4),  # steps so long that nobody shall wait for another
-        (1, ALWAYS, 1, 1),  # nor for the first, which may compile
-        (1, ALWAYS, STEPS, STEPS),
-        (1, ALWAYS, None, STEPS),
-    ],
+# (lag, longest lag, at which step it is cancelled, steps that are begun)
+CANCELS = (
+    (0, ALWAYS, 4, 4),
+    (1, ALWAYS, 4, 5),
+    (1, NEVER, 4, 4),  # steps so long that nobody shall wait for another
+    (1, ALWAYS, 1, 1),  # nor for the first, which may compile
+    (1, ALWAYS, STEPS, STEPS),
+    (1, ALWAYS, None, STEPS),
 )
-def test_all_ranks_stop_at_the_same_step_at_most_one_late(lag, longest, cancel_at, begun):
-    for rank, (found, said, sent) in enumerate(run_ranks(on_ranks, 2, lag, cancel_at, longest)):
-        assert found == begun
-        assert said == (
-            "" if cancel_at is None else f"The request was cancelled after step {cancel_at} of {STEPS}."
-        )
-        # Each step is told of once and in order, up to the last that counts.
-        assert sent == ([] if rank else list(range(1, (cancel_at or STEPS) + 1)))
+
+
+def on_ranks(world):
+    """Of each of CANCELS: (steps that were begun, what the end of the request said, the steps that were told)"""
+    found = []
+    for lag, longest, cancel_at, _ in CANCELS:
+        step_boundary.LONGEST_LAG = longest
+        link = Script(cancel_at)
+        found.append((*run_steps(boundary(link, lag, world)), link.sent))
+    return found
+
+
+def test_all_ranks_stop_at_the_same_step_at_most_one_late():
+    for rank, of_rank in enumerate(run_ranks(on_ranks, 2)):
+        for (_, _, cancel_at, expected), (begun, said, sent) in zip(CANCELS, of_rank, strict=True):
+            assert begun == expected
+            assert said == (
+                "" if cancel_at is None else f"The request was cancelled after step {cancel_at} of {STEPS}."
+            )
+            # Each step is told of once and in order, up to the last that counts.
+            assert sent == ([] if rank else list(range(1, (cancel_at or STEPS) + 1)))
 
 
 def test_the_host_waits_for_no_step_that_it_has_just_given_to_the_device(monkeypatch):

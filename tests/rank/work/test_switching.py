@@ -101,28 +101,20 @@ def test_each_step_tells_its_strategy(two_real_ranks, spec):
     assert plain.info.trials == () and plain.info.strategy == ULYSSES
 
 
-def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(no_leaks, spec, tmp_path):
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        with fault("kill", "the agreement on a strategy", step=5, once=tmp_path / "crashed"):
-            survived = sample(sidecar, spec, trials=TRIALS)
-        assert (tmp_path / "crashed").exists()
-    finally:
-        sidecar.stop()
+def test_a_crash_in_the_middle_of_a_trial_ends_the_trials_and_not_the_job(own_real_ranks, spec, tmp_path):
+    with fault("kill", "the agreement on a strategy", step=5, once=tmp_path / "crashed"):
+        survived = sample(own_real_ranks, spec, trials=TRIALS)
+    assert (tmp_path / "crashed").exists()
     assert relative_difference(survived.latent, stock_latent(spec, CASES["everything"])) <= TOLERANCE
     assert survived.info.strategy == ULYSSES and len(survived.info.step_seconds) == STEPS
     assert [(t.strategy, t.seconds) for t in survived.info.trials] == [(s, ()) for s in TRIALS.strategies]
     assert "no other strategies were tried after that" in survived.info.notes
 
 
-def test_memory_that_ends_in_a_trial_ends_the_trials_and_not_the_job(no_leaks, spec, tmp_path):
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        with fault("oom", "the agreement on a strategy", step=5, once=tmp_path / "ended"):
-            found = sample(sidecar, spec, trials=TRIALS)
-        assert (tmp_path / "ended").exists()
-    finally:
-        sidecar.stop()
+def test_memory_that_ends_in_a_trial_ends_the_trials_and_not_the_job(own_real_ranks, spec, tmp_path):
+    with fault("oom", "the agreement on a strategy", step=5, once=tmp_path / "ended"):
+        found = sample(own_real_ranks, spec, trials=TRIALS)
+    assert (tmp_path / "ended").exists()
     assert found.info.strategy == ULYSSES and found.latent.isfinite().all()
     assert all(not trial.seconds for trial in found.info.trials)
 

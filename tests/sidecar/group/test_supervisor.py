@@ -22,7 +22,7 @@ from parallel_backend.sidecar.process.environment import rank_environment
 from parallel_backend.sidecar.process.rank_process import OUTPUT_KEPT
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.wire import deadlines
-from scripted import is_running, ranks_of
+from scripted import is_running
 from waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.real_start]
@@ -155,33 +155,6 @@ def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
         [sys.executable, "-c", script, str(folder)], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "READY", done.stderr
-
-
-def test_ranks_are_gone_soon_after_their_parent_was_told_to_end():
-    """By themselves they would stay. Of a parent that is killed: tests/sidecar/test_faults.py."""
-    script = textwrap.dedent(
-        """
-        import time
-        from scripted import scripted_sidecar
-        sidecar = scripted_sidecar()
-        sidecar.start()
-        print(*sidecar.pids, flush=True)
-        time.sleep(3600)
-        """
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests" / "support")]),
-    }
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
-    )
-    with parent:
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(is_running, pids))
-        parent.terminate()
-        parent.wait()
-        wait_until(lambda: not any(map(is_running, pids)) and not ranks_of(parent.pid))
 
 
 def test_a_rank_sees_its_devices_settings_but_no_secret():
