@@ -108,6 +108,14 @@ def two_real_ranks(_shared_ranks, request):
     assert _shared_ranks.pids == pids, "these ranks are other tests' too"
 
 
+@pytest.fixture(scope="session")
+def comfyui_here():
+    """The real ComfyUI in this process, whose forks then have it."""
+    from comfy_modules import import_comfyui_here
+
+    return import_comfyui_here()
+
+
 @pytest.fixture
 def weights(tmp_path) -> ModelSpec:
     """A weights file for tests/support/rank_programs/scripted_rank.py: velocity = 0.5 * x * mean(context)."""
