@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from comfy_modules import CASES, import_comfyui_here, one_frame
+from comfy_modules import CASES, one_frame
 from module_references import Reference, tensors_of
 from parallel_backend.engine.attention.guides import Guides
 from parallel_backend.engine.attention.sequence import UnevenAttention
@@ -43,11 +43,7 @@ SOME = [
     "triposplat",
 ]
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 @functools.cache
