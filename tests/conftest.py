@@ -109,6 +109,14 @@ def two_real_ranks(_shared_ranks, request):
     assert _shared_ranks.pids == pids, "these ranks are other tests' too"
 
 
+@pytest.fixture(scope="session")
+def comfyui_here():
+    """The real ComfyUI in this process, whose forks then have it."""
+    from comfy_modules import import_comfyui_here
+
+    return import_comfyui_here()
+
+
 @pytest.fixture
 def own_real_ranks(no_leaks):
     """A sidecar of two ranks with the real model code that are this test's alone: for faults, which ranks take on as

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux_requests import CONTEXT, POOLED, SIZES, request
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
 from parallel_backend.rank.work import plain_job as loop
 from parallel_backend.sampling.samplers import STEPS, USUAL_STEPS, Sigmas, run, start_history
 from parallel_backend.strategy import ParallelStrategy

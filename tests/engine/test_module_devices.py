@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from comfy_modules import UNETS, import_comfyui_here
+from comfy_modules import UNETS
 from dispatch_counter import DEVICE, Refused, counted, world_of_one_process
 from module_devices import Found, Subject
 from parallel_backend.engine.attention import queries
@@ -55,13 +55,11 @@ STAGED = {
 ASKED_ONCE = 6  # waits for which patch has which elements, of a job
 
 
-# Of ComfyUI's own norms in float32.
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = [
+    pytest.mark.usefixtures("comfyui_here"),
+    # Of ComfyUI's own norms in float32.
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
 
 
 @functools.cache

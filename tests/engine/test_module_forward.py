@@ -1,14 +1,17 @@
 """Calls of ComfyUI's own modules by several ranks against the same module in one process, for every family."""
 
+import functools
+
 import pytest
 import torch
 
-from comfy_modules import CASES, import_comfyui_here, one_frame
+from comfy_modules import CASES, one_frame
 from module_references import Reference, tensors_of
 from parallel_backend.engine.attention.guides import Guides
 from parallel_backend.engine.attention.sequence import UnevenAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.comfyui.tiny import cases
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.table import sends_tokens, token_mode
@@ -40,76 +43,75 @@ SOME = [
     "triposplat",
 ]
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+@functools.cache
+def _reference(name, size):
+    return Reference(*CASES[name], size)
 
 
-def _differences(world, strategy, calls):
-    """Of each (reference, token mode) in turn."""
+def _differences(world, strategies, calls):
+    """Of each strategy and (reference, token mode) in turn."""
     layouts = Layouts(world)
     return [
         reference.difference(make_module_forward(reference.model, layouts, Placement(strategy)), tokens)
+        for strategy in strategies
         for reference, tokens in calls
     ]
 
 
 def _worst(strategy, calls):
-    found = run_ranks(_differences, strategy.world_size, strategy, calls)
+    found = run_ranks(_differences, strategy.world_size, [strategy], calls)
     return max(max(of_rank) for of_rank in found)
 
 
-def _wrong(strategy, calls):
-    """(name, differences on all ranks) of the calls that are not exact. `calls`: the name, then as _differences."""
-    found = run_ranks(_differences, strategy.world_size, strategy, [call for _, *call in calls])
-    names = [name for name, *_ in calls]
-    return [
-        (name, far)
-        for name, *far in zip(names, *found, strict=True)
-        if not all(one <= EXACT for one in far)  # no number is not either
-    ]
-
-
 # Every family: to start ranks costs more than one does on them.
-SHARES = [list(CASES)[first::6] for first in range(6)]
+SHARES = [list(CASES)[first::3] for first in range(3)]
+ONE_OF_EACH = [next(iter(by_name)) for kind, by_name in cases.CASES.items() if kind != "UNetModel"]
 
 
 @pytest.mark.parametrize("names", SHARES, ids=lambda names: names[0])
 def test_ulysses_matches_one_process(names):
-    references = [(name, Reference(*CASES[name], size)) for name in names for size in (EVEN, ODD)]
-    calls = [(name, one, tokens) for name, one in references for tokens in dict.fromkeys((one.mode, BLOCK))]
-    assert _wrong(ULYSSES_2, calls) == []
+    """Where tokens are sent before they are projected, at once or in groups of heads, attention sends a quarter less;
+    answers are gathered as before."""
+    references = [(name, _reference(name, size)) for name in names for size in (EVEN, ODD)]
+    plain, others = Placement(ULYSSES_2), {EVEN[0]: TOKENS.replace(head_groups=2), ODD[0]: TOKENS}
+
+    def answers(world):
+        found = []
+        for _, one in references:
+            sending = sends_tokens(type(one.model.module).__name__)
+            placements = [plain, Placement(others[one.rows])] if sending else [plain]
+            between_blocks = [plain] if one.rows == ODD[0] else []
+            found.append(
+                [one.on_ranks(world, one.mode, *placements), one.on_ranks(world, BLOCK, *between_blocks)]
+            )
+        return found
+
+    for found in run_ranks(answers, 2):
+        for (name, one), (own_mode, between_blocks) in zip(references, found, strict=True):
+            assert all(far <= EXACT for far, *_ in own_mode + between_blocks), name
+            (_, sent, _), *with_tokens = own_mode
+            for _, tokens, _ in with_tokens:
+                assert (tokens < LESS * sent) == (one.mode == STAY), f"{name}: {tokens / sent:.2f}"
 
 
-@pytest.mark.parametrize("share", range(3))
-def test_tokens_that_are_sent_before_they_are_projected(share):
-    """A quarter less is sent by attention, at once or in groups of heads; answers are gathered as before."""
-    names = [name for name, (build, _) in CASES.items() if sends_tokens(type(build()).__name__)]
-    references = [(name, Reference(*CASES[name], size)) for name in names[share::3] for size in (EVEN, ODD)]
-    placements = list(map(Placement, (ULYSSES_2, TOKENS, TOKENS.replace(head_groups=2))))
-
-    def sent(world):
-        return [one.on_ranks(world, one.mode, *placements) for _, one in references]
-
-    for found in run_ranks(sent, 2):
-        for (name, one), ((_, plain, _), *others) in zip(references, found, strict=True):
-            for far, tokens, _ in others:
-                assert far <= EXACT, name
-                assert (tokens < LESS * plain) == (one.mode == STAY), f"{name}: {tokens / plain:.2f}"
-
-
-@pytest.mark.parametrize("names", SHARES, ids=lambda names: names[0])
-def test_heads_and_tokens_that_three_ranks_do_not_divide(names):
-    references = [(name, Reference(*CASES[name], (1, 10, 6))) for name in names]
-    calls = [(name, one, one.mode) for name, one in references]
-    assert _wrong(ParallelStrategy(ulysses_degree=3), calls) == []
+@pytest.mark.parametrize("share", range(2))
+def test_heads_and_tokens_that_three_ranks_do_not_divide(share):
+    names = ONE_OF_EACH[share::2]
+    calls = [(one, one.mode) for one in (_reference(name, (1, 10, 6)) for name in names)]
+    for found in run_ranks(_differences, 3, [ParallelStrategy(ulysses_degree=3)], calls):
+        # No number is not exact either.
+        assert [(name, far) for name, far in zip(names, found, strict=True) if not far <= EXACT] == []
 
 
 def test_proven_call_shapes_let_tokens_stay():
     modes = {
-        name: token_mode(type(build()).__name__, inputs(*EVEN)[1]) for name, (build, inputs) in CASES.items()
+        name: token_mode(kind, inputs(*EVEN)[1])
+        for kind, by_name in cases.CASES.items()
+        for name, (_, inputs) in by_name.items()
+        if name in CASES
     }
     assert {name for name, mode in modes.items() if mode != STAY} == {
         "hidream",
@@ -122,30 +124,33 @@ def test_proven_call_shapes_let_tokens_stay():
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    "strategies",
     [
-        ParallelStrategy(ring_degree=2),
-        ParallelStrategy(ring_degree=2, ulysses_degree=2),
-        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)),
-        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
-        ParallelStrategy(ulysses_degree=2, head_groups=2),
-        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0), head_groups=4),
+        [ParallelStrategy(ring_degree=2), ParallelStrategy(ulysses_degree=2, head_groups=2)],
+        [
+            ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0), head_groups=groups)
+            for groups in (1, 4)
+        ],
+        [ParallelStrategy(ring_degree=2, ulysses_degree=2)],
+        [ParallelStrategy(cfg_degree=2, ulysses_degree=2)],
     ],
-    ids=["ring", "ulysses x ring", "uneven devices", "cfg x ulysses", "groups of heads", "groups, uneven"],
+    ids=["ring, groups of heads", "uneven devices", "ulysses x ring", "cfg x ulysses"],
 )
-def test_other_layouts_of_the_sequence_axis(strategy):
+def test_other_layouts_of_the_sequence_axis(strategies):
     references = [
         Reference(*CASES[name], ODD, OPTIONS)
         for name in SOME
-        if strategy.cfg_degree == 1 or "ltx" not in name
+        if strategies[0].cfg_degree == 1 or "ltx" not in name
     ]
-    assert _worst(strategy, [(one, tokens) for one in references for tokens in (STAY, BLOCK)]) <= EXACT
+    calls = [(one, tokens) for one in references for tokens in (STAY, BLOCK)]
+    for found in run_ranks(_differences, strategies[0].world_size, strategies, calls):
+        assert all(far <= EXACT for far in found)
 
 
 @pytest.mark.parametrize("name", ["ltx, guides of strengths", "ltx-2, guides of strengths"])
 def test_guides_of_other_strengths_show(name):
     """The tolerance tells them from guides of strength 1, and whole guides from those of another rank's queries."""
-    one = Reference(*CASES[name], EVEN)
+    one = _reference(name, EVEN)
     plain = Reference(*CASES[name.replace("guides of strengths", "2 guides")], EVEN)
     pairs = list(zip(tensors_of(one.answer), tensors_of(plain.answer), strict=True))
     assert ((pairs[0][0] - pairs[0][1]).abs().max() / pairs[0][1].abs().max()).item() > 100 * EXACT
@@ -153,7 +158,7 @@ def test_guides_of_other_strengths_show(name):
     def moved(world):
         of_queries = Guides.of_queries
         Guides.of_queries = lambda self, first, count: of_queries(self, first + 1, count)
-        return _differences(world, ULYSSES_2, [(one, STAY)])
+        return _differences(world, [ULYSSES_2], [(one, STAY)])
 
     assert min(run_ranks(moved, 2)[0]) > 10 * EXACT
 
@@ -195,7 +200,7 @@ def test_fewer_tokens_than_ranks():
 
 def test_without_the_exchange_the_answer_is_another():
     """The tolerance above tells a rank's own tokens from everybody's."""
-    calls = [(Reference(*case, EVEN), BLOCK) for case in CASES.values()]
+    calls = [(_reference(name, EVEN), BLOCK) for name in ONE_OF_EACH]
 
     def own(self, original, q, k, v, *rest):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -203,7 +208,7 @@ def test_without_the_exchange_the_answer_is_another():
 
     def apart(world):
         UnevenAttention._attend = own
-        return _differences(world, ULYSSES_2, calls)
+        return _differences(world, [ULYSSES_2], calls)
 
     assert min(run_ranks(apart, 2)[0]) > 100 * EXACT
 
@@ -296,7 +301,7 @@ def test_rows_of_sound_and_video_at_one_timestep():
 
 
 def test_a_rank_without_rows_has_the_whole_answer_too():
-    one = Reference(*CASES["wan2.1 t2v"], ODD)
+    one = _reference("wan2.1 t2v", ODD)
     assert _worst(ParallelStrategy(data_degree=3), [(one, ROWS)]) <= EXACT
 
 
@@ -307,7 +312,7 @@ def test_tokens_that_cannot_be_shared_out_leave_rows_to_all_ranks():
         seen = []
         first = one.model.module.input_blocks[0][0]
         first.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-        return [_differences(world, ULYSSES_2, [(one, ROWS)])[0], *seen]
+        return [_differences(world, [ULYSSES_2], [(one, ROWS)])[0], *seen]
 
     for difference, *seen in run_ranks(rows_of_each_rank, 2):
         assert difference <= EXACT
@@ -315,7 +320,7 @@ def test_tokens_that_cannot_be_shared_out_leave_rows_to_all_ranks():
 
 
 def test_tokens_that_stay_send_less():
-    one = Reference(*CASES["flux1"], EVEN)
+    one = _reference("flux1", EVEN)
 
     def sent(world):
         layouts = Layouts(world)
@@ -333,7 +338,7 @@ def test_tokens_that_stay_send_less():
 
 def test_a_call_leaves_nothing_behind():
     """Not even one that raises in the middle of the model."""
-    one = Reference(*CASES["flux1"], EVEN)
+    one = _reference("flux1", EVEN)
 
     def left(world):
         forward = make_module_forward(one.model, Layouts(world), Placement(ULYSSES_2))

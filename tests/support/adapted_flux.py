@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from safetensors.torch import load_file
 
+from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux
@@ -23,32 +22,15 @@ def adapted(path, part=None, written=False, sizes=SIZES):
 
 def comfyui_flux(path, sizes=SIZES):
     """ComfyUI's module with the weights of the file, after ComfyUI was imported."""
-    import comfy.ops
-    from comfy.ldm.flux.model import Flux, FluxParams
-
-    config = dict(
-        in_channels=16,
-        out_channels=16,
+    module = build_tiny(
+        "flux",
         vec_in_dim=SIZES["pooled_dim"],
         context_in_dim=SIZES["context_dim"],
         hidden_size=sizes["heads"] * 128,
-        mlp_ratio=4.0,
         num_heads=sizes["heads"],
         depth=SIZES["double_blocks"],
         depth_single_blocks=SIZES["single_blocks"],
         axes_dim=[16, 56, 56],
-        theta=10000,
-        patch_size=2,
-        qkv_bias=True,
-        guidance_embed=True,
-        txt_ids_dims=[],
-    )
-    known = {field.name for field in fields(FluxParams)}
-    module = Flux(
-        **{name: value for name, value in config.items() if name in known},
-        dtype=torch.float32,
-        device="cpu",
-        operations=comfy.ops.disable_weight_init,
     )
     own = module.state_dict()
     tensors = {  # ComfyUI has renamed the scales of norms

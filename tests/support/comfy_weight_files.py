@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
+from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.requests import ModelSpec
 
 CPU = torch.device("cpu")
@@ -54,28 +55,15 @@ def write(path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN) -> Path:
 
 def random_tensors(blocks: int, hidden: int = HIDDEN) -> dict[str, Tensor]:
     import_comfyui_here()
-    import comfy.ops
-    from comfy.ldm.flux.model import Flux
-
-    model = Flux(
-        in_channels=16,
-        out_channels=16,
+    model = build_tiny(
+        "flux",
         vec_in_dim=POOLED,
         context_in_dim=CONTEXT,
         hidden_size=hidden,
-        mlp_ratio=4.0,
         num_heads=hidden // 128,
         depth=blocks,
         depth_single_blocks=blocks,
         axes_dim=[16, 56, 56],
-        theta=10000,
-        patch_size=2,
-        qkv_bias=True,
-        guidance_embed=True,
-        txt_ids_dims=[],
-        dtype=torch.float32,
-        device="cpu",
-        operations=comfy.ops.disable_weight_init,
     )
     generator, found = torch.Generator().manual_seed(7), {}
     for name, p in model.state_dict().items():

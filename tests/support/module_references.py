@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 from host_and_device import on_device
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.stages.stale_keys import KeptKeys
+from parallel_backend.engine.tokens.block_tokens import Patch
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import token_mode
 from parallel_backend.requests import ModuleCall
+from parallel_backend.sampling.image_patches import ElementPatches
 
 
 class Reference:
@@ -59,6 +63,41 @@ class Reference:
 @functools.cache
 def _model(build):
     return TinyModel(fill(build()))
+
+
+def alone(model: TinyModel, call: ModuleCall) -> Any:
+    """What one process answers."""
+    return model.module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
+
+
+def relative(one: Tensor, other: Tensor, largest: Tensor) -> float:
+    return ((one - other).abs().max() / largest).item() if one.numel() else 0.0
+
+
+def difference_of_patches(
+    stages: Any,
+    call: ModuleCall,
+    keys: KeptKeys,
+    split: ElementPatches,
+    expected: Tensor,
+    count: int,
+    numbers: Sequence[int] = (),
+) -> float:
+    """Of `count` image patches, or these `numbers` of them, that go through stages, relative to the largest value."""
+    far = [0.0]
+    for number in numbers or range(count):
+        one = stages.patch(copy.deepcopy(call), Patch(number, count), keys)
+        if one is not None:
+            far.append(relative(split.take(one, number), split.take(expected, number), expected.abs().max()))
+    stages.settle()
+    return max(far)
+
+
+def make_others(keys: KeptKeys) -> None:
+    """Keys as another call would have left them."""
+    for held in keys._held.values():
+        for tensor in held:
+            tensor += 1.0
 
 
 def tensors_of(answer: Any) -> list[Tensor]:

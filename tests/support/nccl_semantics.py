@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from nccl_device import Communicator, NcclError, Stream, Transfer, bytes_of, only_stream, overlap
+from nccl_device import Communicator, NcclError, Stream, bytes_of, only_stream, overlap
 
 NCCL_SEMANTICS = "nccl_semantics"
 NCCL_STREAMS = (
@@ -97,16 +97,16 @@ class NcclSemantics(dist.ProcessGroup):
         receive, send = self._split(output, output_sizes), self._split(input, input_sizes)
         _check_apart("all_to_all", [output], [input])
 
-        def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
+        def transfer(gloo: dist.ProcessGroup, sent_by: Sequence[list[int]]) -> list[Tensor]:
             arrived = torch.empty(output.nbytes, dtype=torch.uint8)
-            sent_to_me = [sizes[self._own] for sizes in _everyones(gloo, send)]
+            sent_to_me = [sizes[self._own] for sizes in sent_by]
             if sent_to_me != receive:
                 raise NcclError(f"{receive} bytes are expected where {sent_to_me} are sent")
             gloo.alltoall_base(arrived, sent, receive, send, dist.AllToAllOptions()).wait()
             return [arrived]
 
         sent = bytes_of(input)
-        return self._collective(f"all_to_all of {input.dtype}", [output], [input], transfer)
+        return self._collective(f"all_to_all of {input.dtype}", [output], [input], transfer, send)
 
     alltoall_base = all_to_all_single
 
@@ -127,7 +127,7 @@ class NcclSemantics(dist.ProcessGroup):
         in_place = mine.data_ptr() == outputs[self._own].data_ptr()
         _check_apart("all_gather", outputs, [] if in_place else [mine])
 
-        def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
+        def transfer(gloo: dist.ProcessGroup, _: Any) -> list[Tensor]:
             arrived = [torch.empty_like(sent) for _ in self._ranks]
             gloo.allgather([arrived], [sent]).wait()
             return arrived
@@ -143,7 +143,7 @@ class NcclSemantics(dist.ProcessGroup):
     def broadcast(self, tensors, opts) -> dist.Work:
         (tensor,), root = tensors, opts.rootRank
 
-        def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
+        def transfer(gloo: dist.ProcessGroup, _: Any) -> list[Tensor]:
             options = dist.BroadcastOptions()
             options.rootRank = root
             gloo.broadcast([sent], options).wait()
@@ -155,7 +155,7 @@ class NcclSemantics(dist.ProcessGroup):
     def allreduce(self, tensors, opts) -> dist.Work:
         (tensor,) = tensors
 
-        def transfer(gloo: dist.ProcessGroup) -> list[Tensor]:
+        def transfer(gloo: dist.ProcessGroup, _: Any) -> list[Tensor]:
             gloo.allreduce([sent], opts).wait()
             return [bytes_of(sent)]
 
@@ -200,22 +200,31 @@ class NcclSemantics(dist.ProcessGroup):
                 _begin_receive(gloo, _form(tensor), part, peer, tag=1)
                 for part, (tensor, peer) in zip(arrived, receives, strict=True)
             ]
-            for take in coming:
-                take()
-            for work in leaving:
-                work.wait()
+            try:
+                for take in coming:
+                    take()
+            finally:  # a send that is dropped leaves its receiver waiting
+                for work in leaving:
+                    work.wait()
             return arrived
 
         return self._whole().enqueue("batched sends and receives", outputs, inputs, transfer)
 
     def _collective(
-        self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], transfer: Transfer
+        self,
+        name: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        transfer: Callable[[dist.ProcessGroup, Sequence[Any]], Sequence[Tensor]],
+        told: Any = None,
     ) -> dist.Work:
+        """`transfer` is given what each rank has `told`."""
+
         def checked(gloo: dist.ProcessGroup) -> Sequence[Tensor]:
-            names = _everyones(gloo, name)
+            names, everyones = zip(*_everyones(gloo, [name, told]), strict=True)
             if len(set(names)) > 1:
                 raise NcclError(f"the ranks came with {', '.join(names)}")
-            return transfer(gloo)
+            return transfer(gloo, everyones)
 
         return self._whole().enqueue(name, outputs, inputs, checked)
 

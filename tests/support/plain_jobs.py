@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.models.diffusers import load as _load_flux  # noqa: F401  # once, before ranks are forked
 from parallel_backend.rank.work.plain_job import PlainJob
 from parallel_backend.requests import ModelSpec, Placement
 from point_forward import Boundary

@@ -2,7 +2,7 @@
 
 import pytest
 
-from comfy_modules import CASES, import_comfyui_here
+from comfy_modules import CASES
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
@@ -18,11 +18,7 @@ EXACT = 1e-5  # of the largest value
 SIZE = (1, 8, 8)
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 TOKENS = ULYSSES.replace(sends_tokens=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def _runs(world, change, tokens, *strategies):

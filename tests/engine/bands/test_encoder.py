@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
-from comfy_modules import import_comfyui_here
 from parallel_backend.engine.bands.vae import BandedEncoder
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
@@ -15,10 +14,7 @@ from parallel_backend.models.tokens.vae_networks import encodes_in_bands
 from ranks import run_ranks
 from video_vaes import CASES, build
 
-
-@pytest.fixture(scope="module", autouse=True)
-def comfyui():
-    return import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def encoder(name, layouts, dtype=torch.float32):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, difference, in_frames
-from comfy_modules import import_comfyui_here
 from host_and_device import DEVICE, HOST, active
 from other_vaes import TILED, decoded
 from other_vaes import build as build_tiled
@@ -20,11 +19,7 @@ from video_vaes import CASES, build
 NAMES = ("wan 2.1", "hunyuanvideo", "hunyuanvideo 1.5", "flux")
 ROWS, COLUMNS = 4, 2  # of a latent, which ranks do not divide
 FLOAT = torch.float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def comfyui():
-    return import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def network(name):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, difference, without_rows
-from comfy_modules import import_comfyui_here
 from other_vaes import BANDED, build, decoded
 from parallel_backend.engine.bands import row_bands as bands_module
 from parallel_backend.engine.bands.vae import BandedDecoder
@@ -35,11 +34,7 @@ ASKED = {
 
 NAMES = [name for name in BANDED if name != "taesd"]  # which goes through the real ComfyUI
 SHARES = [NAMES[first::3] for first in range(3)]  # to start ranks costs more than one of them does on them
-
-
-@pytest.fixture(scope="module", autouse=True)
-def comfyui():
-    return import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def latent_of(name, frames, height, width):

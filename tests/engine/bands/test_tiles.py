@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, difference
-from comfy_modules import import_comfyui_here
 from other_vaes import TILED, build, decoded
 from parallel_backend.engine.bands.tiles import TiledDecoder
 from parallel_backend.engine.comm.groups import Layouts
@@ -24,11 +23,7 @@ SIZES = [
     ((9, 4, 5), 30, 8, (1.0, 2.0, 1.0, 1.0)),
     ((1, 5, 4), 1, 4, (1.0, 0.0, 0.0, 0.0)),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def comfyui():
-    return import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def tiled():

@@ -7,7 +7,6 @@ import torch
 
 import other_vaes
 import video_vaes
-from comfy_modules import import_comfyui_here
 from dispatch_counter import DEVICE, world_of_one_process
 from module_devices import Found, watched
 from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder, BandedNetwork
@@ -19,11 +18,7 @@ from parallel_backend.models.comfyui.tiny.weights import random
 DECODERS = video_vaes.CASES | other_vaes.BANDED
 LEFT_IN_HOST_MEMORY = {"ltx", "ltx with noise", "taehv"}  # frames, by ComfyUI's own networks
 ROWS_ARRIVE = ["engine/bands/vae.py"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def on_rank(monkeypatch, make, given) -> Found:

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch._inductor import config
 
-from comfy_modules import CASES, UNETS, import_comfyui_here
+from comfy_modules import CASES, UNETS
 from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
@@ -28,10 +29,7 @@ ULYSSES, RING, CFG = (
     ParallelStrategy(**{name: 2}) for name in ("ulysses_degree", "ring_degree", "cfg_degree")
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +111,9 @@ def test_blocks_with_guides_of_other_strengths_compile():
 def test_inductor_gives_the_answer_too(monkeypatch, tmp_path):
     monkeypatch.delenv(COMPILE_BACKEND)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which pays for many kernels only
+    monkeypatch.setattr(config, "compile_threads", 1)
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)  # which pays for many kernels only
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", False)  # plain C++, which compiles sooner
     (found,) = run_ranks(compiled_and_plain, 1, CASES["wan2.1 t2v"], [(ParallelStrategy(), ONE, ROWS)])
     assert_exact(found)
     assert found[0][1] == 1

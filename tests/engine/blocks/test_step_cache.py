@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comfy_modules import CASES, import_comfyui_here
+from comfy_modules import CASES
 from comfy_weight_files import inputs, spec, write
 from parallel_backend.engine.blocks.step_cache import Meeting, ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
@@ -54,11 +54,7 @@ WAYS = {
     "cosmos predict2": ("blocks.0", 0, "final_layer", None),
     "kandinsky5": ("visual_transformer_blocks.0", 0, None, None),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 @functools.cache

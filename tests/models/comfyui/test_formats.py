@@ -37,7 +37,10 @@ WEIGHT = "double_blocks.0.img_mlp.0.weight"
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("formats")
-    return {form: str(write(folder / f"{number}.safetensors", form)) for number, form in enumerate(FORMS)}
+    return {
+        form: str(write(folder / f"{number}.safetensors", form, blocks=1))
+        for number, form in enumerate(FORMS)
+    }
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU, FORMATS, spec, write
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
@@ -12,11 +11,7 @@ from parallel_backend.models.comfyui.tiny.cases import TinyModel
 ROWS = slice(8, 24)
 LAYER = "double_blocks.0.img_attn.qkv"
 GIVES_ROWS = {"fp8", "float8_e4m3fn", "float8_e5m2"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 @pytest.mark.parametrize("form", ["fp8", *FORMATS])

@@ -2,15 +2,11 @@
 
 import pytest
 
-from comfy_modules import import_comfyui_here
 from parallel_backend.models.comfyui.tiny.cases import CASES
 from parallel_backend.models.tokens.table import TABLE, token_mode
 from parallel_backend.requests import BANDS, BLOCK, STAY
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def test_every_class_has_a_case():

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from comfy_modules import import_comfyui_here
 from parallel_backend.models.tokens.vae_networks import NETWORKS, Way
 
 DOCS = Path(__file__).parents[3] / "docs" / "vae-decode.md"
 _KL = "comfy.ldm.modules.diffusionmodules.model.Decoder"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def comfyui():
-    return import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def made_by_comfyui():

@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 
-from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU, inputs, spec
 from differences import relative_difference
 from gguf_files import finish, unpacked, write, write_unpacked
@@ -31,11 +30,7 @@ from ranks import run_ranks
 # Of the largest value. Weights unpack in float16, as in ComfyUI-GGUF by default; gguf's own arithmetic is float32's.
 TOLERANCE, EXACT = 3e-3, 1e-5
 WEIGHT = "double_blocks.0.img_mlp.0.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import comfy_weight_files as files
-from comfy_modules import CASES, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -16,7 +15,7 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.formats.slices import slice_blocks
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
+from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.tokens.table import slices_layers
 from parallel_backend.requests import STAY, ModuleCall, Placement
@@ -29,11 +28,7 @@ EXACT = 1e-5  # of the largest value
 SIZE = 2, 9, 7  # rows, and tokens that ranks do not divide
 TENSOR = ParallelStrategy(tensor_degree=2)
 WITH_OTHERS = [TENSOR.replace(ulysses_degree=2), TENSOR.replace(ring_degree=2), TENSOR.replace(cfg_degree=2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _comfyui():
-    import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def _sliced(reference, layouts, strategy):
@@ -55,26 +50,22 @@ def _differences(world, strategies, references):
 
 
 def _wrong(strategies, names):
-    references = {name: Reference(*CASES[name], SIZE) for name in names}
+    references = {name: Reference(*CASES[kind][name], SIZE) for kind, name in names}
     ranks = run_ranks(_differences, strategies[0].world_size, strategies, references)
     return {name: far for of_rank in ranks for name, far in of_rank.items() if not far <= EXACT}
 
 
-def _names():
-    return [name for name, (build, _) in CASES.items() if slices_layers(type(build()).__name__)]
+SLICED = {kind: list(by_name) for kind, by_name in CASES.items() if slices_layers(kind)}
 
 
 def test_every_class_that_can_be_sliced_gives_what_one_process_gives():
-    names = _names()
-    kinds = {type(CASES[name][0]()).__name__ for name in names}
-    assert {"Flux", "Chroma", "HunyuanVideo", "QwenImageTransformer2DModel", "WanModel"} < kinds
-    assert "OpenAISignatureMMDITWrapper" in kinds
-    assert _wrong([TENSOR], names) == {}
+    assert {"Flux", "Chroma", "HunyuanVideo", "QwenImageTransformer2DModel", "WanModel"} < set(SLICED)
+    assert "OpenAISignatureMMDITWrapper" in SLICED
+    assert _wrong([TENSOR], [(kind, name) for kind, names in SLICED.items() for name in names]) == {}
 
 
-@pytest.mark.parametrize("share", range(2))
-def test_slices_go_with_ulysses_ring_and_cfg(share):
-    assert _wrong(WITH_OTHERS, _names()[share::2]) == {}
+def test_slices_of_each_class_go_with_ulysses_ring_and_cfg():
+    assert _wrong(WITH_OTHERS, [(kind, names[0]) for kind, names in SLICED.items()]) == {}
 
 
 def _answer(world, spec, strategy):
@@ -125,7 +116,7 @@ def test_weights_with_a_scale_for_each_part_are_refused(tmp_path, form):
 
 
 def test_blocks_with_layers_that_nobody_has_described_are_refused():
-    reference = Reference(*CASES["flux1"], SIZE)
+    reference = Reference(*CASES["Flux"]["flux1"], SIZE)
 
     def refused(world):
         layouts = Layouts(world)

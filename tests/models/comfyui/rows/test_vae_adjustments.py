@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from comfy_modules import import_comfyui_here
 from other_vaes import BANDED, TILED, build
 from parallel_backend.errors import PlatformError
 from parallel_backend.models.comfyui.rows.vae_adjustments import adjust, reproducible
 
-
-@pytest.fixture(scope="module", autouse=True)
-def comfyui():
-    return import_comfyui_here()
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 @pytest.mark.parametrize(("name", "what"), [("ltx", "run_up"), ("seedvr2", "set_memory_limit")])
