@@ -126,6 +126,29 @@ def tiny_flux_tensors(
     return tensors
 
 
+def tiny_flux_config(
+    *,
+    heads: int = 2,
+    double_blocks: int = 1,
+    single_blocks: int = 1,
+    context_dim: int = 64,
+    pooled_dim: int = 32,
+    guidance: bool = True,
+) -> dict[str, object]:
+    """Keyword arguments of diffusers' ``FluxTransformer2DModel`` for the same network."""
+    return {
+        "in_channels": PATCHED_CHANNELS,
+        "num_layers": double_blocks,
+        "num_single_layers": single_blocks,
+        "attention_head_dim": HEAD_DIM,
+        "num_attention_heads": heads,
+        "joint_attention_dim": context_dim,
+        "pooled_projection_dim": pooled_dim,
+        "guidance_embeds": guidance,
+        "axes_dims_rope": (16, 56, 56),
+    }
+
+
 _ROOT_NAMES = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",

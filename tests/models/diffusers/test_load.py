@@ -21,7 +21,7 @@ from parallel_backend.models.diffusers.load import load
 from parallel_backend.models.diffusers.model import DiffusersModel
 from parallel_backend.models.diffusers.packing import image_ids, pack, unpack
 from parallel_backend.requests import ModelSpec
-from tiny_flux import HEAD_DIM, PATCHED_CHANNELS, tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
+from tiny_flux import tiny_flux_config, tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,17 +55,7 @@ def loaded(path: Path, weight_dtype: str = "auto", device: torch.device = CPU) -
 def judged(stored: torch.dtype, *, guidance: bool = True) -> torch.Tensor:
     """diffusers' own forward in float32, on weights rounded to `stored`, from diffusers' own layout."""
     tensors = to_diffusers_layout(tiny_flux_tensors(guidance=guidance, **SIZES))
-    model = FluxTransformer2DModel(
-        in_channels=PATCHED_CHANNELS,
-        num_layers=SIZES["double_blocks"],
-        num_single_layers=SIZES["single_blocks"],
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=SIZES["heads"],
-        joint_attention_dim=SIZES["context_dim"],
-        pooled_projection_dim=SIZES["pooled_dim"],
-        guidance_embeds=guidance,
-        axes_dims_rope=(16, 56, 56),
-    ).eval()
+    model = FluxTransformer2DModel(**tiny_flux_config(guidance=guidance, **SIZES)).eval()
     model.load_state_dict({key: t.to(stored).float() for key, t in tensors.items()})
     given = inputs()
     tokens = model(
