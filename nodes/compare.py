@@ -22,7 +22,7 @@ from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .model.options import RECORD, SETTINGS
 from .runs.two_runs import check_comparable, check_is_picture, compare_runs
-from .sampling_job import LINKED, SamplingJob, sampling_inputs
+from .sampling_job import LINKED, SamplerInputs, sampling_inputs
 
 
 def _outputs(by_one: str) -> list[io.Output]:
@@ -59,18 +59,18 @@ class CompareWithOneDevice(io.ComfyNode):
     @rank_bars()
     def execute(cls, vae: comfy.sd.VAE, **inputs: object) -> io.NodeOutput:
         check_links(vae=vae)
-        job = SamplingJob(**inputs)
+        job = SamplerInputs(**inputs)
         _check(job, job.settings)
 
         def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
-            wanted = replace(job, step_cache="off") if alone else job
-            record = RunRecord(cache_threshold=wanted.reuse_below)
-            return record, wanted.run(settings, record)
+            requested = replace(job, step_cache="off") if alone else job
+            record = RunRecord(cache_threshold=requested.reuse_below)
+            return record, requested.run(settings, record)
 
         return compare_runs(cls, vae, job.settings, job.parallel_model.file, run)
 
 
-def _check(job: SamplingJob, settings: StrategySettings) -> None:
+def _check(job: SamplerInputs, settings: StrategySettings) -> None:
     """Raises RequestError or StrategyError for what cannot be compared, before anything is started."""
     if job.denoise == 0:
         raise RequestError("denoise is 0, so no step runs and there is nothing to compare; set it above 0.")

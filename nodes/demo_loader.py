@@ -63,11 +63,11 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"again."
             )
         parallel = load_parallel_model(str(MODEL), "auto", strategy or default_settings())
-        show_own_colours(parallel.patcher.model.latent_format)
+        set_preview_colours(parallel.patcher.model.latent_format)
         return io.NodeOutput(parallel, parallel.patcher, make_clip(), make_vae())
 
 
-def show_own_colours(latents: comfy.latent_formats.LatentFormat) -> None:
+def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:
     """Has previews of a model that has this format to itself show what the demo's own coder would."""
     latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
     latents.latent_rgb_factors_bias = list(RGB_BIAS)

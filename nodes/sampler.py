@@ -12,7 +12,7 @@ from .links import CATEGORY
 from .runs.report import summarise, write_report
 from .runs.run_ui import run_ui
 from .runs.speed import count_gain
-from .sampling_job import LINKED, SamplingJob, sampling_inputs
+from .sampling_job import LINKED, SamplerInputs, sampling_inputs
 
 
 class ParallelSampler(io.ComfyNode):
@@ -42,7 +42,7 @@ class ParallelSampler(io.ComfyNode):
     @classmethod
     @rank_bars()
     def execute(cls, **inputs: object) -> io.NodeOutput:
-        job = SamplingJob(**inputs)
+        job = SamplerInputs(**inputs)
         settings = job.settings
         job.check(settings)
         record = RunRecord(cache_threshold=job.reuse_below, price_per_hour=price_per_gpu_hour())

@@ -90,7 +90,7 @@ def sampling_inputs() -> list[io.Input]:
 
 
 @dataclass(frozen=True)
-class SamplingJob:
+class SamplerInputs:
     """The values of those inputs. Raises RequestError for what their links do not take."""
 
     parallel_model: ParallelModel

@@ -77,7 +77,7 @@ class ParallelVAEDecode(io.ComfyNode):
         with errors_as_comfyuis():
             refuse_other_kinds(vae)
         settings = strategy or default_settings()
-        return _told("decod", lambda: _decode(vae, latent, settings), lambda: decode_here(vae, latent))
+        return _computed("decod", lambda: _decode(vae, latent, settings), lambda: decode_here(vae, latent))
 
 
 class ParallelVAEEncode(io.ComfyNode):
@@ -121,19 +121,23 @@ class ParallelVAEEncode(io.ComfyNode):
     ) -> io.NodeOutput:
         check_links(pixels=pixels, vae=vae, strategy=strategy)
         settings = strategy or default_settings()
-        return _told("encod", lambda: _encode(vae, pixels, settings), lambda: {"samples": vae.encode(pixels)})
+        return _computed(
+            "encod", lambda: _encode(vae, pixels, settings), lambda: {"samples": vae.encode(pixels)}
+        )
 
 
-def _told(stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callable[[], Any]) -> io.NodeOutput:
+def _computed(
+    stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callable[[], Any]
+) -> io.NodeOutput:
     """Returns what the ranks compute, or ComfyUI where they cannot, and the report. `stem`: of the verb."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         result, lines = on_ranks()
     except CannotBeSplit as reason:
         report_progress(f"{stem}ing in ComfyUI: {reason}")
         result = here()
         lines = [f"{stem}ed by: ComfyUI's own VAE {stem}e, on one device, because {reason}"]
-    lines.append(f"in all: {time.perf_counter() - begun:.3f} s")
+    lines.append(f"in all: {time.perf_counter() - started:.3f} s")
     lines += phases_in_words(running_prompt_id())
     show_phases(running_prompt_id())
     report_progress(lines[0])

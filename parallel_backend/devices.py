@@ -61,30 +61,30 @@ def resolve_devices(text: str) -> tuple[str, ...]:
     """
     if len(text) > _MOST_LETTERS:
         raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")
-    wanted = text.strip().lower()
-    if wanted.startswith(_CLUSTER):
-        return _of_cluster(wanted.removeprefix(_CLUSTER))
-    if "@" in wanted:
-        return _remote(wanted)
+    requested = text.strip().lower()
+    if requested.startswith(_CLUSTER):
+        return _of_cluster(requested.removeprefix(_CLUSTER))
+    if "@" in requested:
+        return _remote(requested)
     import torch  # late: commands that look at no devices run without it
 
     gpus = 0 if _only_cpu else torch.cuda.device_count()
-    if wanted in ("", "all"):
+    if requested in ("", "all"):
         return tuple(f"cuda:{i}" for i in range(gpus)) or ("cpu:0",)
-    if cpu := re.fullmatch(r"cpu(?::(\d+))?", wanted):
+    if cpu := re.fullmatch(r"cpu(?::(\d+))?", requested):
         ranks = int(cpu[1] or 1)
         if not 1 <= ranks <= MAX_CPU_RANKS:
             nearest = f"cpu:{min(max(ranks, 1), MAX_CPU_RANKS)}"
             raise _refuse(f"{text!r}: the CPU takes 1 to {MAX_CPU_RANKS} processes; use e.g. cpu:2.", nearest)
         return tuple(f"cpu:{i}" for i in range(ranks))
-    if re.fullmatch(rf"cpu:\d+({_BETWEEN}cpu:\d+)+", wanted):
-        return _cpu_ranks(text, [int(index) for index in re.findall(r"\d+", wanted)])
-    if not re.fullmatch(rf"{_GPUS}({_BETWEEN}{_GPUS})*", wanted):
+    if re.fullmatch(rf"cpu:\d+({_BETWEEN}cpu:\d+)+", requested):
+        return _cpu_ranks(text, [int(index) for index in re.findall(r"\d+", requested)])
+    if not re.fullmatch(rf"{_GPUS}({_BETWEEN}{_GPUS})*", requested):
         raise _refuse(
             f"{text!r} is not understood; write 'all', GPU numbers such as '0,1,3' or '0-3', or 'cpu:2'."
         )
     indices: list[int] = []
-    for first, last in re.findall(_GPUS, wanted):
+    for first, last in re.findall(_GPUS, requested):
         if last and not 0 <= int(last) - int(first) < _MOST_LETTERS:
             raise _refuse(f"{text!r}: from {first} to {last} is no range; write the smaller GPU first: 0-3.")
         indices += range(int(first), int(last or first) + 1)

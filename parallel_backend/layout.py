@@ -13,7 +13,7 @@ from .strategy import DEGREES, ParallelStrategy
 AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
-ALIKE_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
+REPLICA_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
 
 
 class RankCoordinates(NamedTuple):
@@ -30,13 +30,13 @@ class RankCoordinates(NamedTuple):
     def of(cls, strategy: ParallelStrategy, rank: int) -> RankCoordinates:
         found = []
         for name in reversed(DEGREES):
-            rank, own = divmod(rank, getattr(strategy, name))
-            found.append(own)
+            rank, local = divmod(rank, getattr(strategy, name))
+            found.append(local)
         return cls(*reversed(found))
 
     def on(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Its coordinates on `axes` (AXES), in the order of the layout."""
-        return tuple(own for axis, own in zip(AXES, self, strict=True) if axis in axes)
+        return tuple(local for axis, local in zip(AXES, self, strict=True) if axis in axes)
 
     def row(self, strategy: ParallelStrategy) -> int:
         """The number of the share of the rows that it computes."""
@@ -48,9 +48,9 @@ class RankCoordinates(NamedTuple):
             return []
         inner = strategy.sequence_degree * strategy.tensor_degree
         first = self.row(strategy) * strategy.pipefusion_degree * inner
-        own = strategy.device_shares[first : first + strategy.pipefusion_degree * inner]
+        local = strategy.device_shares[first : first + strategy.pipefusion_degree * inner]
         tensor = strategy.tensor_degree
-        summed = [sum(own[i : i + tensor]) for i in range(0, len(own), tensor)]
+        summed = [sum(local[i : i + tensor]) for i in range(0, len(local), tensor)]
         return [
             summed[i : i + strategy.sequence_degree] for i in range(0, len(summed), strategy.sequence_degree)
         ]

@@ -147,7 +147,7 @@ STAY, BLOCK, BANDS, ATTENTION, ROWS = TOKEN_MODES = ("stay", "block", "bands", "
 class ModuleCall:
     """One call of a ComfyUI module, with the arguments that it would have got. `rows`: of the batch; `tokens`: one of
     TOKEN_MODES; `prompts`: within a job, the numbers of those whose rows these are, by which a step cache keeps;
-    `together`: its rows cannot be apart, for a node's code keeps what it sees of them; `joint_rows`: they cannot be
+    `inseparable`: its rows cannot be apart, for a node's code keeps what it sees of them; `joint_rows`: they cannot be
     apart, for an argument may be about several of them; `unit`: as many rows one after the other belong together;
     `by_heads`: its attention is another pack's kernel, by heads; `eager`: other code than ComfyUI's takes part within
     its blocks, so they are not compiled."""
@@ -157,7 +157,7 @@ class ModuleCall:
     rows: int
     tokens: str = BLOCK
     prompts: tuple[int, ...] = ()
-    together: bool = False
+    inseparable: bool = False
     joint_rows: bool = False
     unit: int = 1
     by_heads: bool = False

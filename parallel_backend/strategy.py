@@ -103,9 +103,9 @@ class ParallelStrategy:
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "head_groups"):
-            _check_whole(name, getattr(self, name), 1)
+            _check_integer(name, getattr(self, name), 1)
         for name in ("num_pipeline_patch", "warmup_steps"):
-            _check_whole(name, getattr(self, name), 0)
+            _check_integer(name, getattr(self, name), 0)
         shares = tuple(float(value) for value in self.device_shares)
         if not all(0 < value <= MAX_SHARE for value in shares):
             raise StrategyError(
@@ -362,7 +362,7 @@ class ParallelStrategy:
         return replace(self, **changes)
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def _check_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise StrategyError(
             f"{name} is {value!r}; it must be a whole number of at least {least}.", inputs=(name,)

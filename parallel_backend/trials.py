@@ -12,13 +12,13 @@ from statistics import median
 
 from .strategy import ParallelStrategy
 
-MOST_OTHERS = 3  # strategies that a job tries beside its first one
-FIRST_COUNTED, OTHERS_COUNTED = 3, 2  # steps that are timed, after one that warms up
+MAX_TRIALS = 3  # strategies that a job tries beside its first one
+FIRST_COUNTED, TRIAL_COUNTED = 3, 2  # steps that are timed, after one that warms up
 BEHIND = 1.15  # this many times as slow as the fastest so far, a strategy is given up after one timed step,
 FAR_BEHIND = 1.5  # and this many times (beside what the change may cost) after the step that warms up
 GAIN = 1.02  # a strategy must be this many times as fast as the first one to take its place
-MOST_STEPS = 1 + OTHERS_COUNTED  # of one of them, before the next
-LONGEST = 1 + FIRST_COUNTED + MOST_OTHERS * MOST_STEPS  # steps until all is settled
+MOST_STEPS = 1 + TRIAL_COUNTED  # of one of them, before the next
+LONGEST = 1 + FIRST_COUNTED + MAX_TRIALS * MOST_STEPS  # steps until all is settled
 # A trial takes three steps at most, and begins only where three times as many are left.
 STEPS_LEFT = 9
 BUDGET = 0.03  # share of a job's time that its trials may lose against the fastest strategy known
@@ -45,15 +45,15 @@ class TrialCandidate:
 class TrialPlan:
     """What a job tries beside its first strategy, in this order. `budget`: steps that the trials may lose in all."""
 
-    others: tuple[TrialCandidate, ...] = ()
+    candidates: tuple[TrialCandidate, ...] = ()
     budget: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.others)
+        return bool(self.candidates)
 
     @property
     def strategies(self) -> tuple[ParallelStrategy, ...]:
-        return tuple(other.strategy for other in self.others)
+        return tuple(other.strategy for other in self.candidates)
 
 
 NO_TRIALS = TrialPlan()
@@ -72,9 +72,9 @@ class TrialRun:
     for the first one; `is_settled`: the rest of the job runs under it."""
 
     def __init__(self, first: ParallelStrategy, plan: TrialPlan, steps: int) -> None:
-        self._others = (TrialCandidate(first), *plan.others[:MOST_OTHERS])
+        self._candidates = (TrialCandidate(first), *plan.candidates[:MAX_TRIALS])
         self.current = 0
-        self.is_settled = len(self._others) == 1 or steps - 1 - FIRST_COUNTED < STEPS_LEFT
+        self.is_settled = len(self._candidates) == 1 or steps - 1 - FIRST_COUNTED < STEPS_LEFT
         self._budget = plan.budget
         self._left = steps
         self._age = 0  # steps since the last change
@@ -83,14 +83,14 @@ class TrialRun:
 
     @property
     def strategy(self) -> ParallelStrategy:
-        return self._others[self.current].strategy
+        return self._candidates[self.current].strategy
 
     @property
     def results(self) -> tuple[Trial, ...]:
         """Of the strategies that were begun, in order; none where nothing else than the first one was."""
         if len(self._seconds) < 2:
             return ()
-        return tuple(Trial(self._others[i].strategy, tuple(seen)) for i, seen in self._seconds.items())
+        return tuple(Trial(self._candidates[i].strategy, tuple(seen)) for i, seen in self._seconds.items())
 
     def took(self, seconds: float) -> None:
         """The step under `current` took so long; decides what the next one runs under."""
@@ -102,7 +102,7 @@ class TrialRun:
             seen.append(seconds)
         if self.is_settled or not self._knows_enough(seen):
             return
-        following = next((i for i in range(self.current + 1, len(self._others)) if self._pays(i)), None)
+        following = next((i for i in range(self.current + 1, len(self._candidates)) if self._pays(i)), None)
         if following is None:
             self.settle()
         else:
@@ -133,17 +133,17 @@ class TrialRun:
     def _knows_enough(self, seen: list[float]) -> bool:
         if self.current == 0:
             return len(seen) >= FIRST_COUNTED
-        time = min(seen) if seen else self._warmup[self.current] - self._others[self.current].switch_s
+        time = min(seen) if seen else self._warmup[self.current] - self._candidates[self.current].switch_s
         if time > self._best and self._lost + time - self._best > self._budget * self._best:
             return True
-        return len(seen) >= OTHERS_COUNTED or time > (BEHIND if seen else FAR_BEHIND) * self._best
+        return len(seen) >= TRIAL_COUNTED or time > (BEHIND if seen else FAR_BEHIND) * self._best
 
     def _pays(self, number: int) -> bool:
         """Whether the job can win back a trial of this strategy, which may yet be the fastest, within the budget."""
-        other, best = self._others[number], self._best
+        other, best = self._candidates[number], self._best
         if self._left < STEPS_LEFT or other.switch_s > SHARE * self._left * best:
             return False
-        slower = other.slower / self._others[self._fastest()].slower
+        slower = other.slower / self._candidates[self._fastest()].slower
         steps = 1 if slower > FAR_BEHIND else 2 if slower > BEHIND else MOST_STEPS
         costs = steps * max(0.0, slower - 1.0) * best
         return other.at_least_s * GAIN < best and self._lost + costs <= self._budget * best

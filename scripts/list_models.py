@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from comfyui_source import comfyui_version, find_comfyui
-from parallel_backend.engine.attention.queries import LEAST_KEYS
+from parallel_backend.engine.attention.queries import MIN_KEYS
 from parallel_backend.models.proof.states import entry_digest, is_proven
 from parallel_backend.models.tokens.cached_outputs import why_not_reused
 from parallel_backend.models.tokens.table import TABLE, has_stages, slices_layers, state_of
@@ -207,7 +207,7 @@ def page(root: Path, found: list[Configuration]) -> str:
         described=len(split),
         attention=len(attending),
         others=len(rows),
-        keys=f"{LEAST_KEYS:,}",
+        keys=f"{MIN_KEYS:,}",
         sliced=", ".join(filter(slices_layers, sorted(split))),
         staged=", ".join(filter(has_stages, sorted(split))),
         not_reused=", ".join(module for module in sorted(split) if why_not_reused(module, STAY)),

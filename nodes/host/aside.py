@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 _ENCODERS = ("comfy.text_encoders.", "comfy.sd1_clip", "comfy.sdxl_clip", "comfy.clip_vision")
 
 
-def move_aside(plan: Plan) -> tuple[str, ...]:
+def offload_comfyui_models(plan: Plan) -> tuple[str, ...]:
     """Has ComfyUI make the room on each device that its rank is predicted to take; what went, in words.
 
     ComfyUI does so by itself on the device alone where it would load the model: a text encoder elsewhere would stay.
     """
     notes, short = list(_drop_modules(plan)), False
     for name in plan.devices[: plan.strategy.world_size]:
-        device = own_gpu(name)
+        device = comfyui_device(name)
         if device is None:
             continue
-        missing = plan.memory.private_bytes + pool.module_bytes(name) - memory_in_use.held_by_ranks(name)
+        missing = plan.memory.private_bytes + pool.module_bytes(name) - memory_in_use.used_by_ranks(name)
         short |= missing > 0
         before = [(one, one.model_loaded_memory()) for one in _movable(device)]
         if missing <= 0 or not before:
@@ -62,12 +62,12 @@ def _drop_modules(plan: Plan) -> Iterator[str]:
     if not any(held):
         return
     capacity = Capacity.of(devices)
-    rooms = zip(capacity.sizes, capacity.others, held, strict=True)
+    rooms = zip(capacity.sizes, capacity.used_elsewhere, held, strict=True)
     if all(size >= plan.memory.private_bytes + others + mine for size, others, mine in rooms):
         return
-    begun = time.perf_counter()
+    started = time.perf_counter()
     pool.drop_modules()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     for name, size in zip(devices, held, strict=True):
         if size:
             yield (
@@ -87,7 +87,7 @@ def is_loaded(patcher: ModelPatcher) -> bool:
     return any(one.model is not None and one.model.model is patcher.model for one in _loaded())
 
 
-def own_gpu(name: str) -> torch.device | None:
+def comfyui_device(name: str) -> torch.device | None:
     """Of a rank's device; None for the CPU's, and another machine's."""
     return torch.device(name) if name.startswith("cuda:") and not machine_of(name) else None
 
@@ -123,4 +123,4 @@ def _loaded() -> list[comfy.model_management.LoadedModel]:
     return list(comfy.model_management.current_loaded_models)
 
 
-memory_in_use.OWN.append(can_free)
+memory_in_use.FREEABLE.append(can_free)

@@ -25,8 +25,8 @@ from ...parallel_backend.sidecar.group.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
-from .aside import move_aside
-from .memory import memory_flag, taken_room
+from .aside import offload_comfyui_models
+from .memory import eviction_notes, memory_flag
 from .settings import permitted, setting
 from .shown_node import shown_node
 
@@ -100,7 +100,7 @@ def plan_job(settings: StrategySettings, job: Job) -> Plan:
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)
-    return plan.note(*([told] if told else ()), *taken_room(), *move_aside(plan))
+    return plan.note(*([told] if told else ()), *eviction_notes(), *offload_comfyui_models(plan))
 
 
 def _machine_of(settings: StrategySettings) -> LocalMachine:
@@ -125,9 +125,9 @@ def plan_by_rule(settings: StrategySettings, job: Job) -> Plan:
 def _of_as_many_ranks(plan: Plan, settings: StrategySettings, machine: LocalMachine) -> Plan:
     """With the ranks that degrees set by hand ask for also where these mean nothing to this call, for want of CFG say:
     the first one computes, and the run's next call may want them all."""
-    wanted = settings.strategy.world_size
-    if settings.mode == "manual" and wanted > 1 and plan.strategy == ParallelStrategy():
-        return replace(plan, devices=machine.devices[:wanted])
+    requested = settings.strategy.world_size
+    if settings.mode == "manual" and requested > 1 and plan.strategy == ParallelStrategy():
+        return replace(plan, devices=machine.devices[:requested])
     return plan
 
 

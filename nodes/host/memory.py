@@ -19,7 +19,7 @@ from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ...parallel_backend.requests import ModelSpec
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.group.events import Ended, Event
+from ...parallel_backend.sidecar.group.events import Event, RequestEnded
 from ...parallel_backend.sidecar.model_room import share_of_file
 from .prompt_graph import names_file
 
@@ -75,7 +75,7 @@ def _note_taken(spec: ModelSpec, device: torch.device) -> None:
         )
 
 
-def taken_room() -> list[str]:
+def eviction_notes() -> list[str]:
     """In words, what make_room() has given away since it was asked last."""
     told = list(dict.fromkeys(_taken))
     _taken.clear()
@@ -99,7 +99,7 @@ def drop_ahead() -> None:
 
 def on_event(event: Event) -> None:
     """A prompt that has used a model holds it from then on, as any other."""
-    if isinstance(event, Ended) and event.request != "preload" and event.spec in _ahead:
+    if isinstance(event, RequestEnded) and event.request != "preload" and event.spec in _ahead:
         _ahead.pop(event.spec, None)
 
 

@@ -80,14 +80,14 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
         problem = setting.problem(value)
         if problem is not None or not isinstance(value, (str, bool, int, float)):
             problems.append(
-                f"the setting {name} is {_shown(value)}: {problem}; {_said(setting.default)} counts"
+                f"the setting {name} is {_shown(value)}: {problem}; {_in_words(setting.default)} counts"
             )
             value = setting.default
         values[name] = float(value) if isinstance(setting.default, float) else value
     return values, problems
 
 
-def _said(default: str | bool | float) -> str:
+def _in_words(default: str | bool | float) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else default

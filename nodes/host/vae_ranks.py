@@ -17,7 +17,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from .aside import own_gpu, release_cache
+from .aside import comfyui_device, release_cache
 from .settings import setting
 
 # Of what ComfyUI expects a whole picture to take, free memory that one device must have to compute it alone.
@@ -27,16 +27,16 @@ _SPARE = 1.5
 def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
     """The ranks to use, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
     chosen = devices_of_a_run(settings.devices)
-    wanted = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
+    requested = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
     running = pool.running_within(chosen)
     if running is not None and running.state is State.READY and not running.models:
         running = None  # nothing but a VAE would be loaded again
-    sidecar = running or pool.get_sidecar(wanted)
+    sidecar = running or pool.get_sidecar(requested)
     share_of = dict(
         zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
     )  # empty: equal shares
     shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
-    if sidecar.devices == wanted:
+    if sidecar.devices == requested:
         return sidecar, shares, []
     used = len(sidecar.devices)
     note = (
@@ -100,7 +100,7 @@ def decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
 def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
     """Has ComfyUI move its own models aside on each GPU of the ranks, as for what would take it `bytes_alone`."""
     found = {one.device for one in comfy.model_management.current_loaded_models}
-    for device in map(own_gpu, sidecar.devices):
+    for device in map(comfyui_device, sidecar.devices):
         if device in found:  # a question about the memory of any other takes some of it, for a context
             comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
     release_cache()

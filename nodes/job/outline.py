@@ -173,12 +173,12 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
         for given in arguments:
             with contextlib.suppress(TypeError):
                 return build_on_meta(lambda device, given=given: kind(*given, device=device))
-        return _without_its_own(kind, source)
+        return _without_extras(kind, source)
     finally:
         log.setLevel(level)
 
 
-def _without_its_own(kind: type, source: comfy.model_base.BaseModel) -> nn.Module:
+def _without_extras(kind: type, source: comfy.model_base.BaseModel) -> nn.Module:
     """Builds its network and what every BaseModel has; what its class makes of a file besides looks like a change, and
     is sent."""
     base: Any = kind.__new__(kind)

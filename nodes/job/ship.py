@@ -57,7 +57,7 @@ from .model import JobPatcher
 from .outline import Outline
 from .replaced import Packs, loaded_packs, replaced_by
 
-_OWN = __name__.rsplit(".nodes.", 1)[0]
+_PACK = __name__.rsplit(".nodes.", 1)[0]
 _FOLDERS = (
     "base_path",
     "models_dir",
@@ -82,10 +82,10 @@ def _facts_with(modules: int) -> tuple[Packs, bytes]:
     """Returns the packs that ComfyUI has imported and the packed facts of this process; anew when a module has been
     imported, which their number tells."""
     loaded = loaded_packs()
-    packs = {name: file for name, file in loaded.items() if name != _OWN}
+    packs = {name: file for name, file in loaded.items() if name != _PACK}
     folders = {name: _plain(getattr(folder_paths, name)) for name in _FOLDERS}
     version = comfyui_version.__version__
-    return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _OWN, packs, tuple(sys.path), folders))
+    return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _PACK, packs, tuple(sys.path), folders))
 
 
 # By holdings, with the mark of their ranks' start (RankHoldings.start is another one after a restart).
@@ -137,7 +137,7 @@ class Shipment:
         self._is_elsewhere = False
         self._job = PickledJob(
             work=work,
-            replaced=replaced_by(self._loaded_packs, comfyui_root(), _OWN),
+            replaced=replaced_by(self._loaded_packs, comfyui_root(), _PACK),
             changes=() if outline is None else outline.changes(),
             random_states=_random_states(device),
             cache_threshold=cache_threshold,
@@ -166,13 +166,13 @@ class Shipment:
     def _note_sent(self, sent: _SentToRanks) -> None:
         """Called once the ranks have what the job was sent with."""
 
-    def _own_file(self) -> str:
+    def _model_path(self) -> str:
         """The path of the file that the ranks read by themselves, "" for none."""
         return ""
 
     @functools.cached_property
     def _find_in_file(self) -> FindInFile:
-        return FileTensors(running_prompt() or {}, self._own_file()).find
+        return FileTensors(running_prompt() or {}, self._model_path()).find
 
     def _pack_module(self, holdings: Any, module: HeldTextEncoder | HalfVae) -> Tensors:
         """Returns the payload by which the ranks of these holdings load `module`, for this job and those to come."""
@@ -200,7 +200,7 @@ class Shipment:
         except CannotBeSent as error:
             raise self._refused(error, known) from error
         used = set(_with_parents(pickled.modules))
-        self._packs = tuple(name for name in self._loaded_packs if name != _OWN and name in used)
+        self._packs = tuple(name for name in self._loaded_packs if name != _PACK and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
         sent.packs |= set(self._packs)
         digests = {name: _digest(*self._loaded_packs[name]) for name in self._packs}
@@ -282,7 +282,7 @@ class ShippedJob(Shipment):
                     file=read_identity(self._model.spec.path),
                 )
 
-    def _own_file(self) -> str:
+    def _model_path(self) -> str:
         return self._model.spec.path
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ...parallel_backend.models.comfyui.rows.banded import STEPS
 from ...parallel_backend.models.tokens.vae_networks import (
     DECODER_ALONE,
     ENCODER_ALONE,
-    Way,
+    VaeMode,
     decoder_of,
     encoder_of,
     encodes_in_bands,
@@ -60,11 +60,11 @@ class CannotBeSplit(Exception):
 
 def check_splittable(vae: comfy.sd.VAE, *, encodes: bool) -> None:
     """Raises CannotBeSplit with the reason why the ranks cannot encode or decode with the VAE."""
-    if reason := _why_whole(vae, encodes=encodes):
+    if reason := _why_not_split(vae, encodes=encodes):
         raise CannotBeSplit(f"this VAE cannot be split: {reason}")
 
 
-def _why_whole(vae: comfy.sd.VAE, *, encodes: bool) -> str:
+def _why_not_split(vae: comfy.sd.VAE, *, encodes: bool) -> str:
     network, method = vae.first_stage_model, "encode" if encodes else "decode"
     half = (encoder_of if encodes else decoder_of)(network)
     found = known(network)
@@ -72,7 +72,7 @@ def _why_whole(vae: comfy.sd.VAE, *, encodes: bool) -> str:
     if not is_known:
         kind = type(network).__name__ + (f" with {type(half).__name__}" if half is not None else "")
         return f"its network is {kind}, which the devices do not know how to share out exactly"
-    if not encodes and found is not None and found.way is Way.ONE_DEVICE:
+    if not encodes and found is not None and found.way is VaeMode.ONE_DEVICE:
         return found.reason
     own = getattr(type(vae), method) is getattr(comfy.sd.VAE, method) and method not in vars(vae)
     if not own or _is_changed(network) or (not encodes and getattr(half, "tanh_out", False)):
@@ -83,14 +83,14 @@ def _why_whole(vae: comfy.sd.VAE, *, encodes: bool) -> str:
 def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
     """Raises RequestError for a VAE that makes no pictures."""
     found = known(vae.first_stage_model)
-    if found is not None and found.way is Way.REFUSED:
+    if found is not None and found.way is VaeMode.REFUSED:
         raise RequestError(f"This VAE makes no pictures: {found.reason}")
 
 
 def cuts_tiles(vae: comfy.sd.VAE) -> bool:
     """Returns True if its network decodes in tiles, whoever calls it."""
     found = known(vae.first_stage_model)
-    return found is not None and found.way is Way.TILES
+    return found is not None and found.way is VaeMode.TILES
 
 
 def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:

@@ -81,15 +81,15 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerd
         band_rows=_band_rows(module) if mode == BANDS else 0,
         why_less=verdict.words,
         has_stages=bool(lists),
-        kept=_kept(header.dtype, model),
+        fp8_loaded_as=_fp8_loaded_as(header.dtype, model),
     )
 
 
-def _kept(stored: str, model: comfy.model_base.BaseModel) -> str:
-    """ComfyUIModelFile.kept."""
-    kept = str(model.get_dtype()).removeprefix("torch.")
+def _fp8_loaded_as(stored: str, model: comfy.model_base.BaseModel) -> str:
+    """ComfyUIModelFile.fp8_loaded_as."""
+    dtype = str(model.get_dtype()).removeprefix("torch.")
     is_plain = getattr(model.model_config, "quant_config", None) is None
-    return kept if is_plain and stored.startswith("float8") and kept != stored and kept in ITEMSIZE else ""
+    return dtype if is_plain and stored.startswith("float8") and dtype != stored and dtype in ITEMSIZE else ""
 
 
 def _band_rows(unet: nn.Module) -> int:

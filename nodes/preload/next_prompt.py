@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from comfy_execution.progress import NodeState, get_progress_state
 
 from ...parallel_backend.errors import ParallelError
-from ...parallel_backend.sidecar.group.events import Ended, Event
+from ...parallel_backend.sidecar.group.events import Event, RequestEnded
 from ..host.prompt_graph import Prompt
 from ..host.prompt_links import types_of
 from .named_model import preload
@@ -38,14 +38,14 @@ def uses_ranks(queue: PromptQueue) -> bool:
 class NextPrompt:
     """`on_event` is a listener of events.py; a thread looks from a prompt's first request until no prompts are left."""
 
-    def __init__(self, queue: PromptQueue, wanted: Callable[[], bool]) -> None:
-        self._queue, self._wanted = queue, wanted
+    def __init__(self, queue: PromptQueue, requested: Callable[[], bool]) -> None:
+        self._queue, self._wanted = queue, requested
         self._lock = threading.Lock()
         self._is_looking = False
 
     def on_event(self, event: Event) -> None:
         """Starts to look, where that is wished."""
-        if not (isinstance(event, Ended) and event.prompt_id and event.request in _COMPUTING):
+        if not (isinstance(event, RequestEnded) and event.prompt_id and event.request in _COMPUTING):
             return
         with self._lock:
             if self._is_looking:
@@ -116,5 +116,5 @@ def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
     for node, one in list(state.nodes.items()):
         if node in item[2]:  # others were made by one of these
             by_state.setdefault(one["state"], set()).add(node)
-    begun = by_state.get(NodeState.Running, set())
-    return in_tail(item[2], on_ranks, begun, by_state.get(NodeState.Finished, set()))
+    started = by_state.get(NodeState.Running, set())
+    return in_tail(item[2], on_ranks, started, by_state.get(NodeState.Finished, set()))

@@ -78,7 +78,7 @@ class NextTexts:
         if clip is None:
             raise LookupError(node)
         holder = idle_holder(clip.patcher.encoder.number)
-        if holder is None or not (in_tail or _others_compute(holder)):
+        if holder is None or not (in_tail or _runs_elsewhere(holder)):
             raise NotNow
         if node not in self._clips:
             encoder = EarlyEncoder(clip.patcher.encoder, self._is_gone)
@@ -105,7 +105,7 @@ def _without_manager(clip: Any) -> Any:
     return clip
 
 
-def _others_compute(idle: Any) -> bool:
+def _runs_elsewhere(idle: Any) -> bool:
     """True if the running prompt computes on other devices."""
     return any(one.state is State.RUNNING for one in pool.all_sidecars() if one is not idle)
 

@@ -67,11 +67,11 @@ def _models(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
             yield origin
 
 
-def in_tail(prompt: Prompt, on_ranks: set[str], begun: set[str], finished: set[str]) -> bool:
+def in_tail(prompt: Prompt, on_ranks: set[str], started: set[str], finished: set[str]) -> bool:
     """Whether none of the nodes `on_ranks` will run. One that has not run will not where what takes its output has
-    begun: ComfyUI had that in its cache."""
+    started: ComfyUI had that in its cache."""
     done = set(finished)
-    waiting = list(begun | finished)
+    waiting = list(started | finished)
     while waiting:
         for _, origin, _ in links(prompt[waiting.pop()]["inputs"]):
             if origin in prompt and origin not in done:

@@ -51,25 +51,25 @@ def add_route(routes: web.RouteTableDef) -> None:
 
 
 async def _examine(request: web.Request) -> web.StreamResponse:
-    async with _told(request) as tell, _doctor("--json") as process:
+    async with _message_stream(request) as tell, _doctor("--json") as process:
         assert process.stdout is not None
-        report, said = None, ""
+        report, words = None, ""
         try:
             until = asyncio.get_running_loop().time() + _PATIENCE
             while line := await asyncio.wait_for(
                 process.stdout.readline(), max(0.0, until - asyncio.get_running_loop().time())
             ):
-                told = _from_line(line)
-                if told is None:
-                    said = line.decode(errors="replace").rstrip()
-                elif "phase" in told:
-                    await tell({"line": told["phase"]})
+                message = _from_line(line)
+                if message is None:
+                    words = line.decode(errors="replace").rstrip()
+                elif "phase" in message:
+                    await tell({"line": message["phase"]})
                 else:
-                    report = told
+                    report = message
         except asyncio.TimeoutError:
-            said = f"it did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
+            words = f"it did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
         await tell(
-            {"report": report} if report is not None else {"error": f"the doctor left no report: {said}"}
+            {"report": report} if report is not None else {"error": f"the doctor left no report: {words}"}
         )
     return tell.response
 
@@ -77,10 +77,10 @@ async def _examine(request: web.Request) -> web.StreamResponse:
 def _from_line(line: bytes) -> dict[str, object] | None:
     """None for what is no JSON: another program's words."""
     try:
-        told = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def _make_way() -> bool:
@@ -91,20 +91,20 @@ def _make_way() -> bool:
 async def _check_gpu(request: web.Request) -> web.StreamResponse:
     """Each check has a limit of its own, and the page can end all by going away."""
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
-        async with _told(request) as tell:
+        async with _message_stream(request) as tell:
             shared = Path(folder, "result.json")
             async with _doctor("--gpu", "--report", folder, "--share", str(shared)) as process:
                 assert process.stdout is not None
-                said = ""
+                words = ""
                 async for line in process.stdout:
-                    said = line.decode(errors="replace").rstrip()
-                    await tell({"line": said})
+                    words = line.decode(errors="replace").rstrip()
+                    await tell({"line": words})
                 await process.wait()
             try:
                 report = json.loads(Path(folder, "gpu-check.json").read_text())
                 markdown = Path(folder, "gpu-check.md").read_text()
             except (OSError, ValueError):
-                await tell({"error": f"the GPU check left no report: {said}"})
+                await tell({"error": f"the GPU check left no report: {words}"})
             else:
                 # "" where strategies could not be measured: the last line says why.
                 result = shared.read_text() if shared.exists() else ""
@@ -113,7 +113,7 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
     return tell.response
 
 
-class _Told:
+class _MessageStream:
     """An answer that is a line of JSON for each message."""
 
     def __init__(self) -> None:
@@ -126,11 +126,11 @@ class _Told:
 
 
 @contextlib.asynccontextmanager
-async def _told(request: web.Request) -> AsyncIterator[_Told]:
-    told = _Told()
-    await told.response.prepare(request)
-    yield told
-    await told.response.write_eof()
+async def _message_stream(request: web.Request) -> AsyncIterator[_MessageStream]:
+    stream = _MessageStream()
+    await stream.response.prepare(request)
+    yield stream
+    await stream.response.write_eof()
 
 
 @contextlib.asynccontextmanager

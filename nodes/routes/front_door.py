@@ -43,10 +43,10 @@ def add_routes(server: PromptServer) -> None:
 
     @server.routes.get(AGENT)
     async def answer_agent(request: web.Request) -> web.StreamResponse:
-        wanted = request.query.get("for", "")
-        if wanted not in FOR:
+        requested = request.query.get("for", "")
+        if requested not in FOR:
             return refuse(f"?for= must be one of {', '.join(FOR)}", 400)
-        line = (await asyncio.to_thread(read, with_memory=False)).agent_line(wanted)
+        line = (await asyncio.to_thread(read, with_memory=False)).agent_line(requested)
         if (connection := request.transport) is not None:  # else it has hung up
             connection.write(f"{line}\n".encode())
             connection.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ..runs.stock_run import kept_runs
+from ..runs.stock_run import recent_runs
 from .http import same_origin_only
 
 ROUTE = "/parallel_sampling/runs"
@@ -16,4 +16,4 @@ def add_route(routes: web.RouteTableDef) -> None:
     @routes.get(ROUTE)
     @same_origin_only
     async def show(request: web.Request) -> web.Response:
-        return web.json_response(kept_runs())
+        return web.json_response(recent_runs())

@@ -28,7 +28,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DeviceComparison:
     """`levels`: the largest difference of a pixel, of 255; `latent`: the largest of the latents, `latent_peak` the
     largest value of one device's."""
 

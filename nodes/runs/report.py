@@ -234,9 +234,9 @@ def _trials(record: RunRecord) -> list[str]:
 
 def _left_out(record: RunRecord, best_s: float) -> list[str]:
     """The strategies that might have been tried and were not; `best_s`: of a step under the fastest."""
-    trials = () if record.plan is None else record.plan.trials.others
-    begun = {trial.strategy for trial in record.trials}
-    left = [other for other in trials if other.strategy not in begun]
+    trials = () if record.plan is None else record.plan.trials.candidates
+    started = {trial.strategy for trial in record.trials}
+    left = [other for other in trials if other.strategy not in started]
     slower = [other for other in left if 0 < best_s <= other.at_least_s * GAIN]
     dear = [other for other in left if other not in slower]
     told = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"

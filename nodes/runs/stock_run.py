@@ -19,17 +19,17 @@ from .run_ui import phases_of, run_ui
 from .speed import count_gain
 
 EVENT, PHASES_EVENT = "parallel_sampling.run", "parallel_sampling.phases"
-PROMPTS_KEPT = 16  # as far back as the page looks into ComfyUI's history
+MAX_PROMPTS = 16  # as far back as the page looks into ComfyUI's history
 
 Output = dict[str, list]  # a node's `ui`
-_kept: OrderedDict[str, dict[str, Output]] = OrderedDict()  # by prompt, then by node
+_recent: OrderedDict[str, dict[str, Output]] = OrderedDict()  # by prompt, then by node
 _lock = threading.Lock()
 
 
-def kept_runs() -> dict[str, dict[str, Output]]:
+def recent_runs() -> dict[str, dict[str, Output]]:
     """What the samplers of the latest prompts told, by prompt and node."""
     with _lock:
-        return {prompt: dict(nodes) for prompt, nodes in _kept.items()}
+        return {prompt: dict(nodes) for prompt, nodes in _recent.items()}
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def show_phases(prompt_id: str) -> None:
     if not shown["phases"]:
         return
     with _lock:
-        for output in _kept.get(prompt_id, {}).values():
+        for output in _recent.get(prompt_id, {}).values():
             output["parallel_phases"] = [shown]
     _send_event(PHASES_EVENT, shown)
 
@@ -66,9 +66,9 @@ def _send(output: Output | None) -> None:
     prompt, node = shown
     if output is not None:
         with _lock:
-            _kept.setdefault(prompt, {})[node] = output
-            while len(_kept) > PROMPTS_KEPT:
-                _kept.popitem(last=False)
+            _recent.setdefault(prompt, {})[node] = output
+            while len(_recent) > MAX_PROMPTS:
+                _recent.popitem(last=False)
     _send_event(EVENT, {"prompt_id": prompt, "node": node, "output": output})
 
 

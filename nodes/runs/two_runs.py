@@ -17,7 +17,7 @@ from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.strategy import ParallelStrategy
 from ..host.calls import RunRecord, report_progress
 from ..host.vae_ranks import decode_here
-from .comparison import Comparison, Side
+from .comparison import DeviceComparison, Side
 from .report import badge, write_report
 from .run_ui import panel_rows, run_ui
 
@@ -69,7 +69,7 @@ def compare_runs(
     samples = [_first(one_samples), _first(all_samples)]
     pictures = [decode_here(vae, latent) for latent in samples]
     peaks = torch.stack([(a - b).abs().max() for a, b in zip(*pictures, strict=True)])
-    compared = Comparison(
+    compared = DeviceComparison(
         one=_side(one_record),
         split=_side(record),
         levels=round(255 * peaks.max().item()),
@@ -106,7 +106,7 @@ def _side(record: RunRecord) -> Side:
     )
 
 
-def _rows(compared: Comparison, record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:
+def _rows(compared: DeviceComparison, record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:
     """The candidates of the first run, with what one device took in the second."""
     one = {**panel_rows(one_record)[0], "chosen": False, "compared": ""}
     rows = [row for row in panel_rows(record) if not row["alone"]]

@@ -190,10 +190,10 @@ class Channel:
 
     def _take_head(self, view: memoryview) -> int:
         """Adds to the header and text that come; how much of `view` belonged to them."""
-        wanted = HEADER.size
-        if len(self._held) >= wanted:
-            wanted += _read_header(self._held, self._accepts)[2]
-        taken = min(wanted - len(self._held), len(view))
+        needed = HEADER.size
+        if len(self._held) >= needed:
+            needed += _read_header(self._held, self._accepts)[2]
+        taken = min(needed - len(self._held), len(view))
         self._held += view[:taken]
         if len(self._held) < HEADER.size:
             return taken

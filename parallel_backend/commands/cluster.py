@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
             f"needs the new secret file."
         )
     make(name, args.address, args.port)
-    sys.stdout.write(_told(name, args))
+    sys.stdout.write(_instructions(name, args))
     return 0
 
 
-def _told(name: str, args: argparse.Namespace) -> str:
+def _instructions(name: str, args: argparse.Namespace) -> str:
     secret = machine_file(name)
     return f"""ComfyUI's half stays here: {head_file(name)}
 The machines' half goes to each machine by a safe way (scp), and stays secret there: {secret}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .bench.command import DEFAULT_ROUNDS, say_progress
 
 if TYPE_CHECKING:
-    from ..wire.checks.gpu_check import Subject
+    from ..wire.checks.gpu_check import CheckSubject
 
 _WIDTHS = (80, 100)  # columns: a bug report shows as many without a scroll bar
 
@@ -133,7 +133,7 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     return report.exit_status
 
 
-def _share(subject: Subject, path: Path) -> None:
+def _share(subject: CheckSubject, path: Path) -> None:
     """Measures one device and all strategies that occupy every device, on the pictures of the check."""
     from ..devices import name_devices
     from .bench.measure import measure

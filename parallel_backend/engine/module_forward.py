@@ -23,25 +23,25 @@ from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
 from .attention.kernels import ChosenKernel
 from .attention.projections import OtherProjections
-from .attention.sequence import UnevenAttention
+from .attention.sequence import SequenceAttention
 from .attention.xfuser import XfuserEngine, why_not_xfuser
 from .bands.unet import UNetBands
 from .batch_rows import split_rows, take_rows
-from .blocks.block_calls import BlockCalls, as_it_is
+from .blocks.block_calls import BlockCalls, run_unmodified
 from .blocks.compile import Compiler, start_compiler
-from .blocks.step_cache import CachedCall, Meeting, ModuleCache
+from .blocks.step_cache import CachedCall, ModuleCache, ReuseVote
 from .comm.collectives import all_gather
 from .comm.groups import Axis, Layout, Layouts
 from .comm.traffic_counter import Traffic
 from .load import notes_on_weights
 from .stages.stages import ModuleStages
-from .stages.stale_keys import KeptKeys
+from .stages.stale_keys import StaleKeyCache
 
 _SCALES = (
     "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "
     "so the result is close to one device's, not equal"
 )
-_ROWS_TOGETHER = (
+_INSEPARABLE_ROWS = (
     "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
     "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
 )
@@ -61,7 +61,7 @@ _WITHIN = (
     "tensor_degree; set tensor_degree to 1"
 )
 _OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
-_STAGE_ALIKE = (
+_STAGE_REPEATS = (
     "the devices of a stage computed the same: with these inputs the model looks at whole images between its blocks, "
     "so ulysses_degree and ring_degree shared out nothing"
 )
@@ -157,8 +157,8 @@ class ModuleForward:
             not model.scales_by_largest or layout.row.size * layout.sequence.size * layout.tensor.size == 1
         )
         self.notes: list[str] = [] if self.exact else [_SCALES]
-        if model.rows_together and layout.row.size > 1:
-            self.notes.append(_ROWS_TOGETHER)
+        if model.inseparable_rows and layout.row.size > 1:
+            self.notes.append(_INSEPARABLE_ROWS)
         self.compiler: Compiler | None = None  # of blocks; None: they run as they are
         self._blocks: BlockCalls | None = None
         self._bands: UNetBands | None = None
@@ -204,7 +204,7 @@ class ModuleForward:
         return self.traffic.bytes_sent
 
     def __call__(
-        self, call: ModuleCall, cache: ModuleCache | None = None, keys: KeptKeys | None = None
+        self, call: ModuleCall, cache: ModuleCache | None = None, keys: StaleKeyCache | None = None
     ) -> Answer:
         """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
         with nullcontext() if self.chosen is None else attention_kernel(self.chosen):
@@ -215,7 +215,7 @@ class ModuleForward:
                 self.add_note(_PROJECTED.format(reason=reason))
                 return self._call(call, cache, keys)
 
-    def _call(self, call: ModuleCall, cache: ModuleCache | None, keys: KeptKeys | None) -> Answer:
+    def _call(self, call: ModuleCall, cache: ModuleCache | None, keys: StaleKeyCache | None) -> Answer:
         if self.stages is not None:
             return self._by_stages(self.stages, call, keys)
         if self.xfuser is not None:
@@ -227,12 +227,12 @@ class ModuleForward:
             if cache is None or not described:
                 return self._answer(call)
             self._blocks = self._blocks or self._block_calls(self.layout)
-            if not (outputs := self._blocks.kept_outputs()):
+            if not (outputs := self._blocks.cached_outputs()):
                 return self._answer(call)
             key = (call.prompts, self.layout.strategy)
             shared = call.tokens == STAY and self.layout.sequence.size > 1
-            meeting = Meeting(self.layout, self.traffic, shared, self._leave_out_blocks)
-            with cache.call(key, outputs, meeting) as cached:
+            vote = ReuseVote(self.layout, self.traffic, shared, self._leave_out_blocks)
+            with cache.call(key, outputs, vote) as cached:
                 return self._answer(call, cached)
 
     def lay_out_stages(self) -> None:
@@ -240,13 +240,13 @@ class ModuleForward:
         calls = (self._block_calls(layout) for layout in (self.layout, self.layout.unshared_sequence))
         self.stages = ModuleStages(self.model, self.layout, self.traffic, *calls)
 
-    def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: KeptKeys | None) -> Answer:
+    def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: StaleKeyCache | None) -> Answer:
         self.model.begin_call()
-        answer = self._by_rows(call, (self.layout.row,), partial(stages.whole, keys=keys))
+        answer = self._by_rows(call, (self.layout.row,), partial(stages.full_call, keys=keys))
         if self.layout.sequence.size > 1 and stages.shares_tokens:
             self._note_rounding()
         elif self.layout.sequence.size > 1:
-            self.add_note(_STAGE_ALIKE)
+            self.add_note(_STAGE_REPEATS)
         return answer
 
     def _leave_out_blocks(self) -> None:
@@ -276,8 +276,8 @@ class ModuleForward:
                 f"The tokens of {type(self.model.module).__name__} cannot be shared out: which arguments of its blocks "
                 f"are tokens is not described. Set ulysses_degree and ring_degree to 1."
             )
-        run = as_it_is if self.compiler is None else self.compiler.run_whole
-        uneven = partial(UnevenAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
+        run = run_unmodified if self.compiler is None else self.compiler.run_compiled
+        uneven = partial(SequenceAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
         attention = uneven if self.xfuser is None else self.xfuser.attention
         return BlockCalls(self.model, layout, self.traffic, run, attention)
 
@@ -294,22 +294,22 @@ class ModuleForward:
         axis, *others = axes
         if axis.size == 1:
             return self._by_rows(call, others, compute)
-        part, shares = self.own_rows(call, axis)
+        part, shares = self.local_rows(call, axis)
         answer = self._by_rows(part, others, compute)
         return _gathered(answer, part.rows, shares, axis, self.traffic)
 
-    def own_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
+    def local_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
         """(the call with the rows of this rank of `axis`, or the first one's where it has none; rows of each rank)."""
         if call.joint_rows and call.rows > 1:
             self.add_note(_JOINT_ROWS)
-        shares = split_rows(call, axis.size, self._together(call))
+        shares = split_rows(call, axis.size, self._rows_are_inseparable(call))
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
             mine = slice(0, max(shares))
         return take_rows(call, mine), shares
 
-    def _together(self, call: ModuleCall) -> bool:
-        return call.together or call.joint_rows or self.model.rows_together
+    def _rows_are_inseparable(self, call: ModuleCall) -> bool:
+        return call.inseparable or call.joint_rows or self.model.inseparable_rows
 
     def _compute(self, call: ModuleCall) -> Answer:
         return self.model.module(*call.args, **call.kwargs)
@@ -318,14 +318,14 @@ class ModuleForward:
         """Of whole images, with blocks compiled where they are to be."""
         if cached is not None:
             assert self._blocks is not None, "it was asked for outputs of theirs"
-            with self._blocks.whole(cached):
+            with self._blocks.unsplit_call(cached):
                 return self._compute(call)
         if self.compiler is None:
             return self._compute(call)
         if call.eager:
             self.add_note(_EAGER)
             return self._compute(call)
-        run = self.compiler.run_whole
+        run = self.compiler.run_compiled
         with ExitStack() as restore:
             for block in self.known_blocks:
                 block.forward = lambda *args, _block=block, **kwargs: run(_block, args, kwargs)
@@ -335,7 +335,7 @@ class ModuleForward:
     def _compute_bands(self, call: ModuleCall) -> Answer:
         """Rows over the sequence axis too where they divide; else a band of rows of each image."""
         sequence = self.layout.sequence
-        if len(set(split_rows(call, sequence.size, self._together(call)))) == 1:
+        if len(set(split_rows(call, sequence.size, self._rows_are_inseparable(call)))) == 1:
             return self._by_rows(call, (sequence,), self._compute_rows)
         try:
             self._bands = self._bands or UNetBands(self.model, self.layout, self.traffic)
@@ -356,13 +356,13 @@ class ModuleForward:
     ) -> Answer:
         """Rows over the sequence axis too where there are enough; else the queries of each attention."""
         sequence = self.layout.sequence
-        if call.rows // max(call.unit, 1) >= sequence.size and not self._together(call):
+        if call.rows // max(call.unit, 1) >= sequence.size and not self._rows_are_inseparable(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
             self.add_note("attention is another pack's: devices share out its heads")
-            with attention_by(HeadAttention(self.layout, self.traffic, queries.LEAST_KEYS)):
+            with attention_by(HeadAttention(self.layout, self.traffic, queries.MIN_KEYS)):
                 return self._compute_rows(call, cached)
-        self.add_note(_QUERIES.format(why=why, keys=queries.LEAST_KEYS))
+        self.add_note(_QUERIES.format(why=why, keys=queries.MIN_KEYS))
         with attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call, cached)
 

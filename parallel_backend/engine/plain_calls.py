@@ -23,9 +23,9 @@ def answers_to(rows: list[Rows], module: torch.nn.Module, compute: Compute) -> l
         stop = first + 1
         while stop < len(rows) and _form(rows[stop]) == _form(rows[first]):
             stop += 1
-        together = rows[first:stop]
-        answer: Tensor = compute(_call(together, module, tuple(range(first, stop))))
-        found += answer.float().split([len(entry.x) for entry in together])
+        entries = rows[first:stop]
+        answer: Tensor = compute(_call(entries, module, tuple(range(first, stop))))
+        found += answer.float().split([len(entry.x) for entry in entries])
         first = stop
     return found
 

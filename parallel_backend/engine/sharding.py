@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..models.tensor_pieces import as_built, take_apart
+from ..models.tensor_pieces import as_built, component_tensors
 from ..wire.heartbeat import heartbeat
 from .comm.collectives import all_gather_single
 from .comm.groups import Axis, is_gloo
@@ -219,14 +219,14 @@ class ByteSharding:
         with heartbeat.inside("a gather of weights", self._axis.ranks):
             for work in filter(None, arrival.works):
                 work.wait()
-        return arrival.whole
+        return arrival.gathered
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A part on its way: `whole` when the works are done; `mine`: what is sent, in use until then."""
+    """A part on its way: `gathered` when the works are done; `mine`: what is sent, in use until then."""
 
-    whole: Tensor
+    gathered: Tensor
     mine: Tensor
     works: list[dist.Work | None]
 
@@ -240,7 +240,7 @@ class _Shared:
 
     owners: Owners
     pieces: list[tuple[torch.dtype, torch.Size, int]]
-    put_together: Callable[[Sequence[Tensor]], Tensor]
+    assemble_tensor: Callable[[Sequence[Tensor]], Tensor]
     absent: nn.Parameter
 
     def put(self, parameter: nn.Parameter) -> None:
@@ -263,7 +263,7 @@ class _Part:
         self.turns = 0  # calls of the block that are under way, one within the other
         end, found = 0, []
         for name, (parameter, owners) in parameters.items():
-            tensors, put_together = take_apart(parameter)
+            tensors, assemble_tensor = component_tensors(parameter)
             pieces = []
             for tensor in tensors:
                 pieces.append((tensor.dtype, tensor.shape, end))
@@ -271,7 +271,7 @@ class _Part:
                 end += _aligned(tensor.nbytes)
             number = torch.empty((), dtype=parameter.dtype, device=device)
             absent = number.expand(parameter.shape).as_subclass(AbsentWeight)
-            self._shared[name] = _Shared(owners, pieces, put_together, absent)
+            self._shared[name] = _Shared(owners, pieces, assemble_tensor, absent)
         size = _aligned(-(-end // axis.size))
         memory = torch.empty(size, dtype=_BYTES, device="cpu" if pinned else device, pin_memory=pinned)
         self.share = nn.Parameter(memory, requires_grad=False)
@@ -287,7 +287,7 @@ class _Part:
                 whole[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
                 for dtype, shape, begin in shared.pieces
             ]
-            shared.put(nn.Parameter(shared.put_together(tensors), requires_grad=False))
+            shared.put(nn.Parameter(shared.assemble_tensor(tensors), requires_grad=False))
 
     def drop(self) -> None:
         for shared in self._shared.values():

@@ -101,7 +101,7 @@ def is_note(name: str) -> bool:
 
 def _differs(name: str, value: Any, pristine: nn.Module) -> bool:
     if name in pristine.__dict__:
-        if _is_alike(value, pristine.__dict__[name]):
+        if _is_equal(value, pristine.__dict__[name]):
             return False
     elif value is None:
         return False
@@ -117,7 +117,7 @@ def is_same_class(one: type, other: type) -> bool:
     return names[0] == names[1] and one.__module__.startswith("comfy.") and "<locals>" in one.__qualname__
 
 
-def _is_alike(value: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     if value is other:
         return True
     kind = type(value)
@@ -132,7 +132,7 @@ def _is_alike(value: Any, other: Any) -> bool:
     if isinstance(value, types.MethodType):
         return value.__func__ is other.__func__
     if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(map(_is_alike, value, other))
+        return len(value) == len(other) and all(map(_is_equal, value, other))
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_alike(value[key], other[key]) for key in value)
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
     return True  # of the same class: made by its constructor

@@ -121,13 +121,13 @@ class Head:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What ranks need to know of ComfyUI's process. `comfyui`: its folder; `version`: ComfyUI's; `own`: this pack's
-    name there; `packs`: their files, by name; `search_path`: sys.path; `folders`: attributes of ComfyUI's
+    """What ranks need to know of ComfyUI's process. `comfyui`: its folder; `version`: ComfyUI's; `pack_name`: this
+    pack's name there; `packs`: their files, by name; `search_path`: sys.path; `folders`: attributes of ComfyUI's
     folder_paths."""
 
     comfyui: str
     version: str
-    own: str
+    pack_name: str
     packs: dict[str, tuple[str, bool]]
     search_path: tuple[str, ...]
     folders: dict[str, Any]

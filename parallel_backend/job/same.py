@@ -36,7 +36,7 @@ class SameModules:
         modules = list(base.modules())
         nested = [module.__dict__[name] for module in modules for name in NESTED]
         self._kinds = [(module, type(module)) for module in modules]
-        self._base, self._own = base, _own_attributes(base)
+        self._base, self._own = base, _base_attributes(base)
         self._values = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
 
     def still_hold(self) -> bool:
@@ -44,7 +44,7 @@ class SameModules:
         return (
             all(type(module) is kind for module, kind in self._kinds)
             and self._values.still_hold()
-            and _are_same(_own_attributes(self._base), self._own)
+            and _are_same(_base_attributes(self._base), self._own)
         )
 
 
@@ -52,7 +52,7 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _own_attributes(base: nn.Module) -> list[Any]:
+def _base_attributes(base: nn.Module) -> list[Any]:
     """Of the model around the network, on which ComfyUI notes what it has loaded each time."""
     found = [(name, value) for name, value in base.__dict__.items() if not is_note(name)]
     return list(chain.from_iterable(found))

@@ -92,7 +92,7 @@ class CacheFile:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(self.path.with_suffix(".lock")):
                 frame = {"format": self._format, **make_fields()}
-                _replace_whole(self.path, json.dumps(frame, allow_nan=False).encode())
+                _write_atomically(self.path, json.dumps(frame, allow_nan=False).encode())
         except OSError as error:  # read-only, full, not ours, or locked by a process that hangs
             log.debug("%s is not written: %s", self.path.name, error)
             return False
@@ -117,7 +117,7 @@ def read_entries(entries: object, kind: type[Entry]) -> Iterator[Entry]:
             log.debug("an entry is left out: %s", error)
 
 
-def _replace_whole(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     """Writes a whole file or none: readers see the old one until the new one is complete."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:

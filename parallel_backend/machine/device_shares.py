@@ -19,12 +19,12 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
     ``: equal; `memory`: by the size of each device's memory; `24,16` or `3:2`: these. `topology`: the visible devices,
     for tests. Raises StrategyError naming what does not fit.
     """
-    wanted = text.strip().lower()
-    if not wanted:
+    requested = text.strip().lower()
+    if not requested:
         return ()
-    if wanted == BY_MEMORY:
+    if requested == BY_MEMORY:
         return _by_memory(devices, topology or visible_topology())
-    parts = re.split(r"[\s,:;]+", wanted.strip(",:; "))
+    parts = re.split(r"[\s,:;]+", requested.strip(",:; "))
     try:
         shares = tuple(float(part) for part in parts)
     except ValueError:

@@ -67,7 +67,7 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
     return tuple(order)
 
 
-def joinable(topology: Topology, count: int) -> int:
+def largest_joinable_count(topology: Topology, count: int) -> int:
     """How many of the first `count` devices NCCL can join: at most one MIG slice of each GPU. `topology`: of these."""
     parents: set[str] = set()
     for number, device in enumerate(topology.devices[:count]):

@@ -11,7 +11,7 @@ from .cache_files import CacheFile, read_entries, read_frame
 
 FORMAT = 1  # to be raised where the ranks come to share out tokens in another way: all is tested anew then
 NAME = "self-tests.json"
-KEPT = 200  # a person's versions of ComfyUI, with some classes each; the oldest are forgotten first
+MAX_OUTCOMES = 200  # a person's versions of ComfyUI, with some classes each; the oldest are forgotten first
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SelfTestStore(CacheFile):
 
         def with_this_one() -> dict[str, object]:
             others = [one for one in self._read() if (one.test.class_name, one.digest) != found]
-            return {"outcomes": to_json((*others, StoredSelfTest(digest, test))[-KEPT:])}
+            return {"outcomes": to_json((*others, StoredSelfTest(digest, test))[-MAX_OUTCOMES:])}
 
         return self.replace(with_this_one)
 

@@ -87,11 +87,11 @@ class Topology:
         if self.source == "torch":
             return self
         ordered, note = self._cuda_order(environ)
-        wanted = environ.get("CUDA_VISIBLE_DEVICES")
-        if wanted is None:
+        requested = environ.get("CUDA_VISIBLE_DEVICES")
+        if requested is None:
             names = [d.uuid for d in ordered]
         else:
-            names, note = _named(wanted, ordered, note)
+            names, note = _named(requested, ordered, note)
         chosen = self.select(names)
         return replace(chosen, notes=(*self.notes, *([note] if note else [])))
 
@@ -154,10 +154,10 @@ class Topology:
         return f"{cards}, slowest path {self.kind}{where}{warning}."
 
 
-def _named(wanted: str, ordered: list[Device], note: str) -> tuple[list[str], str]:
+def _named(requested: str, ordered: list[Device], note: str) -> tuple[list[str], str]:
     """UUIDs named by CUDA_VISIBLE_DEVICES; like CUDA, what follows an unknown entry does not count."""
     names: list[str] = []
-    for entry in (part.strip() for part in wanted.split(",")):
+    for entry in (part.strip() for part in requested.split(",")):
         if entry.isdigit():
             if int(entry) >= len(ordered):
                 break
@@ -167,5 +167,5 @@ def _named(wanted: str, ordered: list[Device], note: str) -> tuple[list[str], st
         if len(found) != 1 or found[0].uuid in names:
             break
         names.append(found[0].uuid)
-    uncertain = any(part.strip().isdigit() for part in wanted.split(","))
+    uncertain = any(part.strip().isdigit() for part in requested.split(","))
     return names, note if uncertain else ""

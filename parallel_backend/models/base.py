@@ -102,7 +102,7 @@ class ModuleModel(Protocol):
     def regions(self) -> tuple[Region, ...]: ...
 
     @property
-    def rows_together(self) -> bool:
+    def inseparable_rows(self) -> bool:
         """Whether its module takes rows by their place among all, so that they cannot be apart."""
 
     @property

@@ -93,10 +93,10 @@ class Dtypes:
             quantised = (file if wish == "auto" else wish) in QUANTISED
             compute = "bfloat16" if quantised else "float32" if wish == "auto" else wish
             return cls(file, wish if wish in QUANTISED else file, compute)
-        wanted = file if wish == "auto" else wish
-        if wish == "float32" or wanted in halves:
-            return cls(file, wanted, wanted)
+        requested = file if wish == "auto" else wish
+        if wish == "float32" or requested in halves:
+            return cls(file, requested, requested)
         compute = halves[0] if halves else "float32"
         # A half that is computed in another dtype is kept in that one, or cast on use where that is wider.
-        is_half = wanted not in QUANTISED and wanted not in GGUF
-        return cls(file, compute if halves and wish == "auto" and is_half else wanted, compute)
+        is_half = requested not in QUANTISED and requested not in GGUF
+        return cls(file, compute if halves and wish == "auto" and is_half else requested, compute)

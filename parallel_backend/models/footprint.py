@@ -14,12 +14,12 @@ MOST_QUERIES, MOST_SCORES = 4096, 2**31
 class WeightPart:
     """Parameters that are gathered and used together: the layers around the blocks (block None), or one block.
 
-    `own`: bytes in this rank's own memory; `mapped`: bytes used in place in the mapped file; `gathered`: all of it,
+    `private`: bytes in this rank's own memory; `mapped`: bytes used in place in the mapped file; `gathered`: all of it,
     where each rank keeps a share only; `cast`: of its largest layer in the compute dtype, where layers cast on use.
     """
 
     block: int | None
-    own: int
+    private: int
     mapped: int
     gathered: int
     cast: int
@@ -35,8 +35,8 @@ class HeldWeights:
     offloaded: bool
 
     @property
-    def own(self) -> int:
-        return sum(part.own for part in self.parts)
+    def private(self) -> int:
+        return sum(part.private for part in self.parts)
 
     @property
     def mapped(self) -> int:
@@ -94,7 +94,7 @@ class TokenLoad:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPeak:
     """The bytes alive at one point of a block: `exchanged` bytes of it only because ranks exchange tokens."""
 
     where: str

@@ -9,7 +9,7 @@ from ..requests import InputShapes
 from ..strategy import ModelShape, ParallelStrategy
 from .arithmetic import Family
 from .dtypes import Dtypes
-from .footprint import HeldWeights, Moment, TokenLoad
+from .footprint import HeldWeights, MemoryPeak, TokenLoad
 
 
 class ModelFile(Protocol):
@@ -57,7 +57,7 @@ class ModelFile(Protocol):
     ) -> HeldWeights:
         """The weights that a rank holds."""
 
-    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
+    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[MemoryPeak]:
         """The memory alive while `block` computes. `cast`: bytes of its largest layer, where layers cast on use."""
 
     @property

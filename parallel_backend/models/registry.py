@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from ..wire.heartbeat import BEGUN, heartbeat
+from ..wire.heartbeat import STARTED, heartbeat
 from .model_file import ModelFile
 
 if TYPE_CHECKING:  # commands that only plan need no torch
@@ -68,7 +68,7 @@ def load_model(
     Raises CheckpointError for a file that is refused.
     """
     load = imported(provider_of(spec.family).load)
-    heartbeat.loading(BEGUN)
+    heartbeat.loading(STARTED)
     return load(spec, device, part, peers)
 
 

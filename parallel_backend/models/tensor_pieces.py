@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def take_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tensor]]:
+def component_tensors(tensor: Tensor) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tensor]]:
     """(its plain tensors, what makes a tensor like it of others of these shapes); the latter keeps none of its memory.
 
     Works for every subclass that wraps tensors by torch's protocol for them (`__tensor_flatten__`).
@@ -20,10 +20,10 @@ def take_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Sequence[Tensor]
     kind: Any = type(tensor)
     shape, stride = tensor.shape, tensor.stride()
 
-    def put_together(pieces: Sequence[Tensor]) -> Tensor:
+    def assemble_tensor(pieces: Sequence[Tensor]) -> Tensor:
         return kind.__tensor_unflatten__(dict(zip(names, pieces, strict=True)), context, shape, stride)
 
-    return [getattr(tensor, name).detach() for name in names], put_together
+    return [getattr(tensor, name).detach() for name in names], assemble_tensor
 
 
 def as_built(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from ..requests import ModelSpec
-from ..sidecar.group.events import Ended
+from ..sidecar.group.events import RequestEnded
 
 _HOUR = 3600.0  # s
 
 
-def device_seconds(event: Ended) -> float:
+def device_seconds(event: RequestEnded) -> float:
     """Devices times the seconds that the request held them: GPU-seconds, where they are GPUs."""
     return len(event.devices) * event.seconds
 

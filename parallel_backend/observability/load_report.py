@@ -39,9 +39,9 @@ class LoadReport:
         """
         return 0 if self.refusal else max(1, round(100 / (1 + self.waiting)))
 
-    def agent_line(self, wanted: str) -> str:
+    def agent_line(self, requested: str) -> str:
         """The answer to an agent-check of HAProxy (its manual, 5.2), for one of FOR."""
-        if wanted == "prompts" and self.refusal:
+        if requested == "prompts" and self.refusal:
             return f"down #{self.refusal}"
         return f"up {self.weight}%"  # of pages, at 0 %, those stay that are here already
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..sidecar.group.events import Ended, Event
+from ..sidecar.group.events import Event, RequestEnded
 
 MOST_PROMPTS = 32  # the latest ones
 # In the order of a prompt, by the request that they are.
@@ -28,7 +28,7 @@ class PromptPhases:
 
     def on_event(self, event: Event) -> None:
         """Counts a request that has ended well. What it loaded is a phase of its own."""
-        if not isinstance(event, Ended) or not event.prompt_id or event.result != "done":
+        if not isinstance(event, RequestEnded) or not event.prompt_id or event.result != "done":
             return
         if event.request not in _PHASES:
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..sidecar.group.device_health import FAILING, FailingDevices, left_out
-from ..sidecar.group.events import Ended, Event, Recovering, RequestFailed, Started
+from ..sidecar.group.events import Event, Recovering, RequestEnded, RequestFailed, Started
 
 _BRIEF, _LONGER = 4000, 15_000  # ms
 
@@ -56,7 +56,7 @@ class Notifier:
                     about=names,
                 )
             )
-        if isinstance(event, (RequestFailed, Ended)):
+        if isinstance(event, (RequestFailed, RequestEnded)):
             self._look_for_failing(event.devices)
 
     def _look_for_failing(self, devices: tuple[str, ...]) -> None:

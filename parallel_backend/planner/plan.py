@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..devices import devices_of_a_run, is_cpu
 from ..errors import StrategyError
 from ..layout import crosses_machines
-from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, joinable, order_devices
+from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, largest_joinable_count, order_devices
 from ..requests import SampleRequest
 from ..sidecar.group.device_health import FAILING, left_out
 from ..strategy import ParallelStrategy
@@ -103,7 +103,7 @@ def plan_execution(
     count = len(machine.devices)
     automatic = settings.mode == "auto"
     if automatic and history is not None and not settings.device_shares:
-        count = joinable(history.topology, count)
+        count = largest_joinable_count(history.topology, count)
     selected = machine.devices[:count]
     known = list(_candidates(job, selected, settings.engine, measured))
     ranking = Ranking()

@@ -11,9 +11,9 @@ from ..strategy import ParallelStrategy
 from .workload.workload import Job
 
 MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
-KEPT_RUNS = 20  # the median of as many is steady, and follows a change within ten runs
+MAX_RUNS = 20  # the median of as many is steady, and follows a change within ten runs
 MAX_LINKS = 20  # groups of devices that a person had examined
-KEPT_KINDS = 400  # a person's models, sizes and strategies; the oldest are forgotten first
+MAX_KINDS = 400  # a person's models, sizes and strategies; the oldest are forgotten first
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Me
         return known
     before = next((o for o in known.observed if o.kind == kind), Observed(kind, (), ()))
     recent = [(s, t) for s, t in zip(before.seconds, before.at, strict=True) if _is_recent(t, now)]
-    recent = [*recent, (seconds, now)][-KEPT_RUNS:]
+    recent = [*recent, (seconds, now)][-MAX_RUNS:]
     updated = Observed(kind, tuple(s for s, _ in recent), tuple(t for _, t in recent))
     others = [o for o in known.observed if o.kind != kind and _is_recent(o.at[-1], now)]
-    kept = sorted([*others, updated], key=lambda o: o.at[-1])[-KEPT_KINDS:]
+    kept = sorted([*others, updated], key=lambda o: o.at[-1])[-MAX_KINDS:]
     return replace(known, observed=tuple(kept))
 
 

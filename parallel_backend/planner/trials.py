@@ -10,7 +10,7 @@ from ..errors import RequestError
 from ..machine.cards import Card, find_card
 from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
-from ..trials import BUDGET, MOST_OTHERS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
+from ..trials import BUDGET, MAX_TRIALS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
 from .candidates import Candidate, by_exchange, rule_key
 from .history import MeasurementHistory
 from .step_bounds import bytes_sent, compute_share, lower_bound
@@ -61,7 +61,7 @@ def plan_trials(
     others.pop(_form(first), None)
     prices = {s: busy[s] / busy[first] * _sending(job, s, first) for s in others.values()}
     ordered = sorted(prices, key=lambda s: (prices[s], bytes_sent(job, s), [-k for k in rule_key(s)]))
-    most = MOST_OTHERS - (ONE_DEVICE in ordered)
+    most = MAX_TRIALS - (ONE_DEVICE in ordered)
     chosen = {*[s for s in ordered if s != ONE_DEVICE][:most], ONE_DEVICE}
     card = _fastest_card(history.topology)
     switch_s = switch_seconds(on_cpu=on_cpu, compiles=job.model.compute_options.compiles)

@@ -75,7 +75,7 @@ def _serve_elsewhere() -> NoReturn:
     from .joined.join import join
 
     try:
-        link, epoch, page, own = join(sys.argv[1:])
+        link, epoch, page, files = join(sys.argv[1:])
     except BaseException as error:
         known = isinstance(error, ParallelError)
         sys.stderr.write(f"parallel sampling: {error}\n" if known else traceback.format_exc())
@@ -87,7 +87,7 @@ def _serve_elsewhere() -> NoReturn:
 
     try:
         with suppress(LinkClosed):
-            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, own=own), page))
+            serve(link, epoch, _join(link, epoch, partial(JoinedWorker, files=files), page))
     except BaseException:
         traceback.print_exc()
     _exit(1)

@@ -74,7 +74,7 @@ class _Patch:
         self.wish = next(self._running)
 
     @property
-    def wanted(self) -> tuple[Tensor, Tensor]:
+    def next_call(self) -> tuple[Tensor, Tensor]:
         """(x, sigma) of its next model call."""
         assert self.wish is not None, "it has ended"
         return self.wish
@@ -108,7 +108,7 @@ class PatchSampling:
         patches: ElementPatches,
     ) -> None:
         self._patches = patches
-        self._begun = patches.pack(x)
+        self._start_latent = patches.pack(x)
         self._step = step
         self._sigmas = sigmas
         self._first = first
@@ -121,30 +121,30 @@ class PatchSampling:
     @property
     def latent(self) -> Tensor:
         """[B, …] after the last step."""
-        return self._together([patch.x for patch in self._in_order()])
+        return self._joined([patch.x for patch in self._in_order()])
 
     def enter(self, patch: slice) -> Tensor:
         """Returns what the next model call of a patch sees of it, [B, elements]."""
         state = self._states.get(patch.start) or self._start(patch)
-        return state.wanted[0]
+        return state.next_call[0]
 
     def leave(self, patch: slice, denoised: Tensor) -> None:
         """Takes what that call gave: the patch denoised, [B, elements]."""
         state = self._states[patch.start]
-        if state.answer(denoised) and patch.stop == self._begun.shape[1]:
+        if state.answer(denoised) and patch.stop == self._start_latent.shape[1]:
             found = [each.denoised for each in self._in_order()]
-            self._on_step.passed(state.steps_done - 1, self._together(found))
+            self._on_step.passed(state.steps_done - 1, self._joined(found))
 
     def _start(self, patch: slice) -> _Patch:
         past = None if self._past is None else self._past[:, patch]
         history = PatchHistory(self._generator, past, self._noise, patch)
-        state = _Patch(self._step, self._begun[:, patch], self._sigmas, self._first, history)
+        state = _Patch(self._step, self._start_latent[:, patch], self._sigmas, self._first, history)
         self._states[patch.start] = state
         return state
 
     def _in_order(self) -> list[_Patch]:
         return [self._states[start] for start in sorted(self._states)]
 
-    def _together(self, parts: list[Tensor]) -> Tensor:
+    def _joined(self, parts: list[Tensor]) -> Tensor:
         """The latent of the elements of all patches."""
         return self._patches.unpack(torch.cat(parts, dim=1))

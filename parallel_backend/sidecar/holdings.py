@@ -44,14 +44,14 @@ class RankHoldings:
 
     start: object
     _held: list[CountedModel]  # the least recently used first
-    _certain: bool  # False after a load that failed: the ranks may have dropped models, so they are asked
+    _is_synced: bool  # False after a load that failed: the ranks may have dropped models, so they are asked
     _discarded: tuple[ModelKey, ...] | None  # what ranks that sleep held before; None if they are awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks, self.modules = ranks, CountedModules(ranks.devices)
         self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
-        self._one_by_one = False  # memory ended in a request while others were held
-        self._untold: list[str] = []  # what was dropped, for the next request to tell
+        self._one_model_at_a_time = False  # memory ended in a request while others were held
+        self._pending_notes: list[str] = []  # what was dropped, for the next request to tell
         self.forget()
 
     @property
@@ -80,7 +80,7 @@ class RankHoldings:
         self.modules.keep(())
 
     def _forget_models(self) -> None:
-        self._held, self._certain = [], False
+        self._held, self._is_synced = [], False
 
     # What a request needs first.
 
@@ -96,10 +96,10 @@ class RankHoldings:
     def ensure_ready(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Has the model loaded and in use. It is of the lease's file, and of the one that is there now where the lease
         has none yet."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         info = self._ensure_loaded(spec, strategy, lease, lease.file)
         lease.file = self.current.identity
-        return replace(info, seconds=time.perf_counter() - begun) if info.switched else info
+        return replace(info, seconds=time.perf_counter() - started) if info.switched else info
 
     def _ensure_loaded(
         self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease, file: FileIdentity | None = None
@@ -107,10 +107,10 @@ class RankHoldings:
         key = ModelKey.of(spec, strategy, file)
         self.ensure_started(lease)
         self._ranks.working()
-        if not self._certain and self._held:
+        if not self._is_synced and self._held:
             self._keep(self._held, lease)
         held = self._find(key)
-        if held is not None and held.given_back:
+        if held is not None and held.offloaded_ranks:
             held = self._take_back(key, lease)
         if held is None:
             return self._load(key, lease)
@@ -119,7 +119,9 @@ class RankHoldings:
             others = [model for model in self._held if model is not held]
             self._held = [*others, held]  # in one step: others look meanwhile
             lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
-        return replace(held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_untold())
+        return replace(
+            held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_pending_notes()
+        )
 
     def _find(self, key: ModelKey) -> CountedModel | None:
         return next((model for model in self._held if model.key == key), None)
@@ -132,7 +134,7 @@ class RankHoldings:
         free = self.free_room(lease)
         if (held := self._find(key)) is not None:
             return replace(held.info, seconds=0.0, cached=True, notes=())
-        for model, reason in self._in_the_way(key, free):
+        for model, reason in self._conflicting_models(key, free):
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {model.key.name} would have to go ({reason})."
             )
@@ -142,7 +144,7 @@ class RankHoldings:
                 f"{key.name} was not loaded ahead of its prompt: {most / 2**30:.1f} GiB of memory are missing for it."
             )
         try:
-            return self._load_beside(key, [], lease, yields=True)
+            return self._load_alongside(key, [], lease, yields=True)
         except OutOfMemory:
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: memory ended on the way. What was loaded stays."
@@ -156,12 +158,12 @@ class RankHoldings:
             free = self.free_room(lease)
             if self.modules and free.lacks(self._room_for(key)):
                 free = self.drop_modules(lease)
-            dropped = self._in_the_way(key, free)
-        return self._load_beside(key, dropped, lease)
+            dropped = self._conflicting_models(key, free)
+        return self._load_alongside(key, dropped, lease)
 
-    def _in_the_way(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
+    def _conflicting_models(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
         """The held models that give way to `key`, and why. `free`: at this moment."""
-        if self._one_by_one:
+        if self._one_model_at_a_time:
             return [(model, "models are held one at a time now") for model in self._held]
         return choose_to_drop(self._held, key, self._room_for(key), free)
 
@@ -169,7 +171,7 @@ class RankHoldings:
         devices = self._ranks.devices
         return self._took.get(key) or predict_room(key, key.identity.size, len(devices), is_cpu(devices))
 
-    def _load_beside(
+    def _load_alongside(
         self,
         key: ModelKey,
         dropped: list[tuple[CountedModel, str]],
@@ -195,11 +197,13 @@ class RankHoldings:
         self._took[key] = takes
         for model in before:
             if model not in self._held:
-                self._untold.append(f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}")
-        info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_untold())
-        self._certain = False
+                self._pending_notes.append(
+                    f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}"
+                )
+        info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_pending_notes())
+        self._is_synced = False
         check_same(key.spec.path, key.identity)  # else each rank may have read another file
-        self._certain = True
+        self._is_synced = True
         self._held.append(CountedModel(number, key, info, takes))
         for note in info.notes:
             lease.on_phase(Phase(PhaseKind.DROPPED, note))
@@ -212,7 +216,7 @@ class RankHoldings:
         before = list(self._held)
         found = CountedModule(message.rank, tuple(self._send_load(message, tensors, size, exchange)))
         self.modules.add(message.model, found)
-        self._untold += self._dropped_of(before)
+        self._pending_notes += self._dropped_of(before)
         return found
 
     def _dropped_of(self, models: list[CountedModel]) -> list[str]:
@@ -225,7 +229,7 @@ class RankHoldings:
         return (*self.modules.numbers, *(model.number for model in self._held))
 
     def _send_load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
-        self._certain = False
+        self._is_synced = False
         exchange.send(message, tensors or None)
         done = exchange.wait(lambda: deadlines.load_budget(size))
         infos = reports(done, lambda answer: answer.load)
@@ -238,7 +242,7 @@ class RankHoldings:
         self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
     ) -> list[RankModels]:
         """Has the ranks hold these models, and these `modules` or all, at most; returns what each holds then."""
-        self._certain = False
+        self._is_synced = False
         exchange = lease.exchange(AGREED_ERRORS)
         kept = self.modules.numbers if modules is None else tuple(modules)
         exchange.send(KeepModels((*kept, *(model.number for model in models))))
@@ -251,7 +255,7 @@ class RankHoldings:
             raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
         self._held = [model for model in self._held if model.number in ranks[0].models]
         self.modules.keep(ranks[0].models)
-        self._certain = True
+        self._is_synced = True
         return ranks
 
     # Giving memory back.
@@ -275,16 +279,16 @@ class RankHoldings:
             return
         for model in held:
             self._move(MoveOut(rank, model.number), lease)
-            model.given_back |= {rank}
+            model.offloaded_ranks |= {rank}
 
     def _take_back(self, key: ModelKey, lease: Lease) -> CountedModel | None:
         """Has ranks move to their devices again what they gave back; None where that cost the model `key`."""
         lease.on_phase(Phase(PhaseKind.WAKING))
         before = self._held
         self._move(TakeBack(), lease)
-        self._untold += self._dropped_of(before)
+        self._pending_notes += self._dropped_of(before)
         for model in self._held:
-            model.given_back = frozenset()
+            model.offloaded_ranks = frozenset()
         return self._find(key)
 
     def drop(self, spec: ModelSpec, lease: Lease) -> None:
@@ -307,33 +311,33 @@ class RankHoldings:
         """Has the ranks let go of text encoders and VAEs with other numbers, which nobody has any more."""
         known = self.modules.numbers
         kept = [number for number in known if number in numbers]
-        if len(kept) < len(known) or (known and not self._certain):
+        if len(kept) < len(known) or (known and not self._is_synced):
             self._keep(self._held, lease, modules=kept)
 
     def free_room(self, lease: Lease) -> Room:
         """Asks the ranks for the room that there is for weights now."""
         return free_room(self._keep(self._held, lease))
 
-    def give_way(self, spec: ModelSpec) -> bool:
+    def drop_conflicting(self, spec: ModelSpec) -> bool:
         """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
         then on models are held one at a time."""
         others = [model for model in self._held if model.key.spec != absolute(spec)]
-        if self._one_by_one or not (others or self.modules):
+        if self._one_model_at_a_time or not (others or self.modules):
             return False
-        self._one_by_one = True
-        self._untold += [
+        self._one_model_at_a_time = True
+        self._pending_notes += [
             f"dropped {model.key.name}: memory ended in a request beside it, so models are held one at a time now"
             for model in others
         ]
         return True
 
-    def allow_several(self) -> None:
-        """Takes back what `give_way` decided."""
-        self._one_by_one = False
+    def undo_drop(self) -> None:
+        """Takes back what `drop_conflicting` decided."""
+        self._one_model_at_a_time = False
 
-    def _take_untold(self) -> tuple[str, ...]:
-        untold, self._untold = tuple(self._untold), []
-        return untold
+    def _take_pending_notes(self) -> tuple[str, ...]:
+        notes, self._pending_notes = tuple(self._pending_notes), []
+        return notes
 
     def check_files(self) -> None:
         """After a crash: raises CheckpointError for a file that was cut short under the ranks, which map it. Who reads

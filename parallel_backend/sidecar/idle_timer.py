@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import Cancelled, ParallelError
-from .group.events import Ended, Event, Started
+from .group.events import Event, RequestEnded, Started
 from .group.lease import State
 from .sidecar import Sidecar
 
@@ -60,7 +60,7 @@ class IdleWatch:
 
     def on_event(self, event: Event) -> None:
         """Notes the end of a request, and that ranks have started."""
-        if isinstance(event, Started) or (isinstance(event, Ended) and event.request != "sleep"):
+        if isinstance(event, Started) or (isinstance(event, RequestEnded) and event.request != "sleep"):
             with self._lock:
                 self._used[event.devices] = self._clock()
                 self._arm()

@@ -19,7 +19,8 @@ from ..wire.protocol import RankModels
 # and pages of a file that nobody uses only push out others. An expert and its partner, a base and its refiner.
 MOST_MAPPED = 4
 # Of a GPU's memory, and of the host's, that stays free of weights when a model is loaded beside others: what a large
-# image or a short video takes in a call. For one that takes more, the others give way then (RankHoldings.give_way).
+# image or a short video takes in a call. For one that takes more, the others give way then
+# (RankHoldings.drop_conflicting).
 FREE_FOR_CALLS = 0.1
 LACK_OF_MEMORY = "for lack of memory"
 _numbers = itertools.count(1)
@@ -84,14 +85,14 @@ class Room:
 
 @dataclass(eq=False)
 class CountedModel:
-    """A model under the `number` that the ranks know it by. `takes`: of their memory; `given_back`: the ranks whose
-    part lies in host memory for now."""
+    """A model under the `number` that the ranks know it by. `takes`: of their memory; `offloaded_ranks`: the ranks
+    whose part lies in host memory for now."""
 
     number: int
     key: ModelKey
     info: LoadInfo
     takes: Room
-    given_back: frozenset[int] = frozenset()
+    offloaded_ranks: frozenset[int] = frozenset()
 
     @property
     def identity(self) -> FileIdentity:
@@ -99,7 +100,7 @@ class CountedModel:
 
     def bytes_on(self, rank: int) -> int:
         """Of that rank's accelerator, now."""
-        return 0 if rank in self.given_back else self.takes.devices[rank]
+        return 0 if rank in self.offloaded_ranks else self.takes.devices[rank]
 
 
 @dataclass(frozen=True)

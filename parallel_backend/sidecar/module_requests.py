@@ -134,14 +134,14 @@ class ModuleRequests:
 
         models = holdings.models
         try:
-            return self._ranks.through_a_crash(attempt, lease)
+            return self._ranks.retry_after_crash(attempt, lease)
         except OutOfMemory:
             if not models:
                 raise
         lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
         for spec in models:
             holdings.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
-        return self._ranks.through_a_crash(attempt, lease)
+        return self._ranks.retry_after_crash(attempt, lease)
 
     def _attempt(
         self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None

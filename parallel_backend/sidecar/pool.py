@@ -145,7 +145,7 @@ def reset() -> tuple[tuple[str, ...], ...]:
     """Lets groups that failed too often start again, and takes back devices that were left out; returns the devices of
     the groups that were BROKEN."""
     FAILING.clear()
-    clusters.forget_absent()
+    clusters.drop_departed()
     broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
     for sidecar in broken:
         sidecar.stop()  # which forgets its failures

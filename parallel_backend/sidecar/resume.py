@@ -32,7 +32,7 @@ class LoopRecord:
             self._parts.append(part.answers)
             self._calls += len(part.answers)
 
-    def whole(self) -> LoopState:
+    def joined(self) -> LoopState:
         self._parts = [torch.cat(self._parts)]
         return LoopState(self.step, 0, self._parts[0])
 
@@ -93,16 +93,16 @@ class ResumableJob:
         for more than they can be sent at once."""
         if isinstance(self.request, ShippedRequest):
             self._tensors = self.request.tensors(holdings)
-            wanted = sum(tensor.nbytes for tensor in self._tensors.values())
-            if wanted > MOST_BYTES:
+            needed = sum(tensor.nbytes for tensor in self._tensors.values())
+            if needed > MOST_BYTES:
                 raise RequestError(
-                    f"The job has {wanted / 2**30:.1f} GiB beside its model (other models that its nodes use, prompts, "
+                    f"The job has {needed / 2**30:.1f} GiB beside its model (other models that its nodes use, prompts, "
                     f"latents), and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load the "
                     f"other models from .safetensors files in the dtype that they have there, so that the devices can "
                     f"read them; or take their nodes out."
                 )
         self._first = self._record.step
-        return self._tensors | state_tensors(self._record.whole()) if self._first else self._tensors
+        return self._tensors | state_tensors(self._record.joined()) if self._first else self._tensors
 
     def take(self, message: Progress, tensors: Tensors | None) -> None:
         """Rank 0's word on a step."""

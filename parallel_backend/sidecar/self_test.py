@@ -19,7 +19,7 @@ from ..wire.strict_json import from_json, parse
 from .group.supervisor import PACK_ROOT, require_linux
 from .process.environment import interpreter_flags, rank_environment
 from .process.exit_status import describe_exit
-from .process.rank_process import OUTPUT_KEPT
+from .process.rank_process import MAX_OUTPUT
 
 MODULE = "parallel_backend.rank.checks.self_test"
 _RANKS = ("cpu:0", "cpu:1")
@@ -100,5 +100,5 @@ def _outcomes(lines: bytes) -> tuple[SelfTest, ...]:
 
 
 def _end_of(file: IO[bytes]) -> bytes:
-    file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_KEPT))
+    file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT))
     return file.read()

@@ -218,15 +218,15 @@ class Sidecar(ModuleRequests):
                 raise
 
         try:
-            return self._ranks.through_a_crash(read, lease, survive)
+            return self._ranks.retry_after_crash(read, lease, survive)
         except OutOfMemory:
-            if not self._holdings.give_way(spec):
+            if not self._holdings.drop_conflicting(spec):
                 raise
         lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
         try:
-            return self._ranks.through_a_crash(read, lease, survive)
+            return self._ranks.retry_after_crash(read, lease, survive)
         except OutOfMemory:
-            self._holdings.allow_several()  # they were not in the way
+            self._holdings.undo_drop()  # they were not in the way
             raise
 
     # The ranks' life.

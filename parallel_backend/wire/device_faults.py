@@ -18,9 +18,9 @@ _IN_ENVIRONMENT = "in the environment that ComfyUI starts in"
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """`said`: by a library; `repeats`: another try meets it again, whatever the device does."""
+    """`pattern`: of what a library says; `repeats`: another try meets it again, whatever the device does."""
 
-    said: str
+    pattern: str
     cause: str
     remedy: str
     repeats: bool = True
@@ -131,4 +131,4 @@ _FAULTS = (
 
 def known_fault(text: str) -> DeviceFault | None:
     """The one that a library speaks of in `text`, the most telling first."""
-    return next((fault for fault in _FAULTS if re.search(fault.said, text)), None)
+    return next((fault for fault in _FAULTS if re.search(fault.pattern, text)), None)

@@ -47,7 +47,7 @@ COLLECTIVES = (
 )
 # Over the control group, which holds up the host itself on every device.
 _ON_THE_HOST = frozenset(name for name in COLLECTIVES if name.startswith(("the agreement", "the wait")))
-BEGUN = 0.001  # of a load: what it needs is imported; less is none at all
+STARTED = 0.001  # of a load: what it needs is imported; less is none at all
 LOOK = 0.05  # s between two looks at a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
 # As in RankBeat; `loaded` in thousandths.
@@ -177,7 +177,7 @@ class Heartbeat:
 
     def loading(self, part: float) -> None:
         """Writes down how much of the model that this rank loads is there, 0 to 1: 0 while it imports what it needs to
-        load, from BEGUN on while it reads."""
+        load, from STARTED on while it reads."""
         self._loaded = int(1000 * min(max(part, 0.0), 1.0))
         self._write()
 
@@ -310,9 +310,7 @@ def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = Non
         rank, seen = start, set()
         while beats[rank].inside and rank not in seen:
             seen.add(rank)
-            absent = [
-                r for r in sorted(beats[rank].waits_for) if r in ranks and not _together(beats, rank, r)
-            ]
+            absent = [r for r in sorted(beats[rank].waits_for) if r in ranks and not _meet(beats, rank, r)]
             # One in no collective at all is the end of the chain.
             rank = min(absent, key=lambda r: (beats[r].inside, r), default=rank)
         if rank != start and not beats[rank].inside:
@@ -322,7 +320,7 @@ def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = Non
     return behind[0] if len(behind) == 1 else None
 
 
-def _together(beats: Sequence[RankBeat], one: int, other: int) -> bool:
+def _meet(beats: Sequence[RankBeat], one: int, other: int) -> bool:
     a, b = beats[one], beats[other]
     return one == other or (b.inside and a.collective == b.collective and a.waits_for == b.waits_for)
 
@@ -334,7 +332,7 @@ def in_words(beats: Sequence[RankBeat], rank: int) -> str:
         return ""
     waiting = [r for r in range(len(beats)) if r != rank and beats[r].inside and rank in beats[r].waits_for]
     if beat.inside:
-        beside = [r for r in waiting if _together(beats, rank, r)]
+        beside = [r for r in waiting if _meet(beats, rank, r)]
         words = f"inside {beat.collective}" + (f", beside {_named(beside)}" if beside else "")
     else:
         words = f"the last collective that it entered was {beat.collective}"

@@ -14,7 +14,7 @@ from parallel_backend.__main__ import main
 from parallel_backend.commands.bench import chart, measure
 from parallel_backend.commands.bench.candidates import parse_strategies, possible_strategies
 from parallel_backend.commands.bench.fitting import split_by_memory
-from parallel_backend.commands.bench.outcome import Outcome, Row
+from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
 from parallel_backend.commands.bench.rounds import BenchComparison, fits_side_by_side, random_request
 from parallel_backend.commands.bench.table import as_text
 from parallel_backend.errors import StrategyError
@@ -253,12 +253,12 @@ def test_what_does_not_fit_is_left_out_and_tried_with_sharded_weights():
 
 def outcome(*rows, **changes):
     rows = rows or (
-        Row(ONE, "native", (1.0, 1.2, 0.8), difference=0.0),
-        Row(ULYSSES, "native", (0.6, 0.6, 0.7), difference=1e-6, sent_bytes=2**21),
-        Row(PIPE, "native", (0.5, 0.5, 0.5), difference=2e-2),
-        Row(RING, problem="process 1 ran out of memory"),
+        StrategyRow(ONE, "native", (1.0, 1.2, 0.8), difference=0.0),
+        StrategyRow(ULYSSES, "native", (0.6, 0.6, 0.7), difference=1e-6, sent_bytes=2**21),
+        StrategyRow(PIPE, "native", (0.5, 0.5, 0.5), difference=2e-2),
+        StrategyRow(RING, problem="process 1 ran out of memory"),
     )
-    base = Outcome(tuple(rows), "Flux.1", "1024x1024", ("2 × card",), ("torch 2.13",), 3, True)
+    base = BenchResult(tuple(rows), "Flux.1", "1024x1024", ("2 × card",), ("torch 2.13",), 3, True)
     return replace(base, **changes)
 
 
@@ -272,7 +272,9 @@ def test_the_text_says_what_is_fastest_what_is_approximate_and_what_did_not_run(
 
 
 def test_it_says_one_device_when_that_is_true():
-    slower = outcome(Row(ONE, "native", (0.5,)), Row(ULYSSES, "native", (0.6,)), interleaved=False)
+    slower = outcome(
+        StrategyRow(ONE, "native", (0.5,)), StrategyRow(ULYSSES, "native", (0.6,)), interleaved=False
+    )
     text = as_text(slower)
     assert "One device is the fastest here" in text and "one after the other" in text
     assert slower.as_dict()["best"] == "one device"

@@ -12,7 +12,7 @@ import pytest
 import draw_results
 from parallel_backend.__main__ import main
 from parallel_backend.commands.bench import measure
-from parallel_backend.commands.bench.outcome import Outcome, Row
+from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
 from parallel_backend.commands.bench.shared import read_shared, share
 from parallel_backend.commands.gpu_check import run as gpu_check
 from parallel_backend.commands.gpu_check.report import GpuReport
@@ -21,12 +21,12 @@ from parallel_backend.strategy import ParallelStrategy
 from tiny_flux import write_tiny_flux
 
 ONE, ULYSSES, PIPE = (
-    Row(ParallelStrategy(), "native", (2.0, 2.25, 2.5)),
-    Row(ParallelStrategy(ulysses_degree=2), "native", (1.0, 1.25, 1.5), difference=1e-6),
-    Row(ParallelStrategy(pipefusion_degree=2), "native", (0.5,), difference=0.1),
+    StrategyRow(ParallelStrategy(), "native", (2.0, 2.25, 2.5)),
+    StrategyRow(ParallelStrategy(ulysses_degree=2), "native", (1.0, 1.25, 1.5), difference=1e-6),
+    StrategyRow(ParallelStrategy(pipefusion_degree=2), "native", (0.5,), difference=0.1),
 )
-OUTCOME = Outcome(
-    rows=(ONE, ULYSSES, PIPE, Row(ParallelStrategy(ring_degree=2), problem="out of memory")),
+OUTCOME = BenchResult(
+    rows=(ONE, ULYSSES, PIPE, StrategyRow(ParallelStrategy(ring_degree=2), problem="out of memory")),
     model="Flux.1, bfloat16, 24 GB",
     request="1024x1024, CFG, 512 text tokens, 4 steps a run",
     hardware=("2 × NVIDIA Mystery 1 (24 GiB), slowest path PCIe", "16 cores (A CPU)"),
@@ -37,7 +37,7 @@ OUTCOME = Outcome(
 )
 
 
-def shared(tmp_path: Path, outcome: Outcome = OUTCOME) -> dict:
+def shared(tmp_path: Path, outcome: BenchResult = OUTCOME) -> dict:
     path = tmp_path / "result.json"
     share(outcome, path)
     return json.loads(path.read_text())

@@ -13,7 +13,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.engine.stages.owners import pack
-from parallel_backend.engine.stages.stale_keys import KeptKeys
+from parallel_backend.engine.stages.stale_keys import StaleKeyCache
 from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
@@ -202,9 +202,9 @@ def patches(world, path, name, count):
     """How far patches are that find keys of the same call, and keys of another."""
     strategy, layouts = ParallelStrategy(pipefusion_degree=2), Layouts(world)
     forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
-    keys = KeptKeys()
+    keys = StaleKeyCache()
     whole, stages = forward(module_call(name), keys=keys), forward.stages
-    assert not stages.why_whole(module_call(name), keys)
+    assert not stages.flow_blocked_by(module_call(name), keys)
     split = ElementPatches(stages.owners(module_call(name), count, keys), whole.shape[1:], count)
     with_new_keys = difference_of_patches(stages, module_call(name), keys, split, pack(whole), count)
     make_others(keys)

@@ -64,7 +64,7 @@ def test_of_the_options_only_the_sigma_of_each_row_is_cut():
 
 
 def test_rows_are_shared_out_evenly_but_the_frames_of_a_video_together():
-    assert split_rows(_call(5), 3, together=False) == (2, 2, 1)
-    assert split_rows(_call(8, num_video_frames=4), 3, together=False) == (4, 4, 0)
-    assert split_rows(_call(2, num_video_frames=None), 2, together=False) == (1, 1)
-    assert split_rows(_call(4), 3, together=True) == (4, 0, 0)
+    assert split_rows(_call(5), 3, inseparable=False) == (2, 2, 1)
+    assert split_rows(_call(8, num_video_frames=4), 3, inseparable=False) == (4, 4, 0)
+    assert split_rows(_call(2, num_video_frames=None), 2, inseparable=False) == (1, 1)
+    assert split_rows(_call(4), 3, inseparable=True) == (4, 0, 0)

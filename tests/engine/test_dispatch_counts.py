@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from counted_flux import call_counted, diffusers_call, flux_calls
 from dispatch_counter import DEVICE, Counts, counted, world_of_one_process
-from parallel_backend.engine.attention.sequence import UnevenAttention
+from parallel_backend.engine.attention.sequence import SequenceAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.strategy import ParallelStrategy
@@ -61,7 +61,7 @@ def test_attention_of_comfyuis_modules_copies_each_tensor_once(heads, operators)
         tokens = BlockTokens(layout.sequence, (), layouts.traffic, counts={"img": 2 * TOKENS})
         tensors = [torch.empty(1, heads, TOKENS, CHANNELS, device=DEVICE) for _ in range(3)]
         with torch.inference_mode(), counted() as counter:
-            attention = UnevenAttention(layout, tokens, ("img",))
+            attention = SequenceAttention(layout, tokens, ("img",))
             out = attention(plain, *tensors, heads, skip_reshape=True)
     assert out.shape == (1, TOKENS, heads * CHANNELS)
     copied, counts = 4 * TOKENS * heads * CHANNELS * 4, counter.counts

@@ -75,7 +75,7 @@ def test_rows_that_belong_together_are_computed_by_the_first_rank_and_it_is_said
             return x.flip(0)
 
     model = TinyModel(Swapped())
-    model.rows_together = True
+    model.inseparable_rows = True
     rows = torch.arange(6.0).view(3, 2)
 
     def answer(world):

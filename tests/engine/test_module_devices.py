@@ -96,7 +96,7 @@ def test_a_call_of_each_family_waits_for_the_device_where_comfyuis_own_does_and_
 
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_nor_does_it_under_any_other_split(kind, monkeypatch):
-    monkeypatch.setattr(queries, "LEAST_KEYS", 1)
+    monkeypatch.setattr(queries, "MIN_KEYS", 1)
     one = subject(kind, SEVERAL[kind])
     check(one.on_rank(ULYSSES_3, 1, STAY))
     check(one.on_rank(RING_2, 1, STAY))
@@ -106,7 +106,7 @@ def test_nor_does_it_under_any_other_split(kind, monkeypatch):
 
 @pytest.mark.parametrize("name", UNETS)
 def test_nor_does_a_unet_in_bands(name, monkeypatch):
-    monkeypatch.setattr(queries, "LEAST_KEYS", 1)
+    monkeypatch.setattr(queries, "MIN_KEYS", 1)
     one = subject("UNetModel", name, rows=3 if name == "svd" else 1)
     check(one.on_rank(ULYSSES_2, 1, BANDS), one.alone())
     if name == "sdxl + controlnet":

@@ -8,7 +8,7 @@ import torch
 from comfy_modules import CASES, one_frame
 from module_references import Reference, tensors_of
 from parallel_backend.engine.attention.guides import Guides
-from parallel_backend.engine.attention.sequence import UnevenAttention
+from parallel_backend.engine.attention.sequence import SequenceAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny import cases
@@ -207,7 +207,7 @@ def test_without_the_exchange_the_answer_is_another():
         return original(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True)
 
     def apart(world):
-        UnevenAttention._attend = own
+        SequenceAttention._attend = own
         return _differences(world, [ULYSSES_2], calls)
 
     assert min(run_ranks(apart, 2)[0]) > 100 * EXACT

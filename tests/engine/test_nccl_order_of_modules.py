@@ -63,7 +63,7 @@ def one_word(b, h, w):
 
 def differences(world, references, bands):
     """By strategy and mode, the largest; of each call the same again under a step cache, which leaves blocks out."""
-    queries.LEAST_KEYS = FEW_KEYS
+    queries.MIN_KEYS = FEW_KEYS
     layouts, found = Layouts(world), {}
     for number, degrees in enumerate(LAYOUTS[world.world_size]):
         strategy = ParallelStrategy(**degrees, shard_weights=True)

@@ -24,7 +24,7 @@ from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.placing import blocks_of
-from parallel_backend.models.tensor_pieces import take_apart
+from parallel_backend.models.tensor_pieces import component_tensors
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 from ranks import run_ranks
@@ -55,7 +55,7 @@ def answer(model):
 
 
 def stored_bytes(module):
-    return sum(piece.nbytes for p in module.parameters() for piece in take_apart(p)[0])
+    return sum(piece.nbytes for p in module.parameters() for piece in component_tensors(p)[0])
 
 
 def sharded_answers(world, paths):

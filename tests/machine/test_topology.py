@@ -6,7 +6,7 @@ import pytest
 
 import fake_nvml
 from parallel_backend.errors import DeviceError
-from parallel_backend.machine.local import joinable, neighbours_first
+from parallel_backend.machine.local import largest_joinable_count, neighbours_first
 from parallel_backend.machine.probe import read_topology, read_visible
 
 GIB = 1024**3
@@ -68,7 +68,7 @@ def test_mig_slices_replace_their_gpu_and_have_no_peer_access(box):
     assert [(p.path, p.peer) for _, _, p in topology.pairs] == [("MIG", False)]
     assert any("has no slice" in note for note in topology.notes)
     assert any("2 MIG slices" in note for note in topology.notes)
-    assert joinable(topology, 2) == 1
+    assert largest_joinable_count(topology, 2) == 1
 
 
 def test_boards_of_one_kind_vary_a_little_in_memory(tmp_path):

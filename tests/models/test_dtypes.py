@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.load import load_under
-from parallel_backend.models.comfyui.common_dtypes import asked_of_all
+from parallel_backend.models.comfyui.common_dtypes import agree_on_dtypes
 from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.casting import CastingLinear, Fp8Linear
 from parallel_backend.models.diffusers.load import halves_of, multiply_fp8
@@ -117,11 +117,11 @@ def test_comfyui_asks_every_card_while_a_rank_loads():
 
     management = SimpleNamespace(should_use_bf16=should_use_bf16, supports_fp8_compute=lambda device: True)
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
-    with asked_of_all(management, devices):
+    with agree_on_dtypes(management, devices):
         assert not management.should_use_bf16(model_params=12)  # ComfyUI leaves out its own device
         assert not management.should_use_bf16(devices[0])
         assert management.should_use_bf16(torch.device("cpu"))
         assert management.supports_fp8_compute(devices[0])
     assert management.should_use_bf16 is should_use_bf16
-    with asked_of_all(management, devices[:1]):
+    with agree_on_dtypes(management, devices[:1]):
         assert management.should_use_bf16(devices[0])

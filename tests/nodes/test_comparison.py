@@ -9,7 +9,7 @@ from pack_nodes import import_node_module
 comparison = import_node_module("nodes.runs.comparison")
 ONE = comparison.Side("one device", (0.9, 0.4, 0.4, 0.5), exact=True)
 SPLIT = comparison.Side("Ulysses 2", (0.6, 0.2, 0.2, 0.1), exact=True)
-COMPARED = comparison.Comparison(ONE, SPLIT, levels=0, latent=2e-6, latent_peak=4.0)
+COMPARED = comparison.DeviceComparison(ONE, SPLIT, levels=0, latent=2e-6, latent_peak=4.0)
 
 
 def test_the_headline_tells_strategy_speed_up_both_times_and_the_difference():

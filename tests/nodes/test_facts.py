@@ -96,4 +96,4 @@ def test_the_largest_attention_of_a_unet_is_counted_in_heads_over_all_cells(fact
 def test_the_dtype_in_which_comfyui_keeps_fp8_is_known(facts, stored, dtype, quantised, kept):
     config = SimpleNamespace(quant_config=quantised)
     model = SimpleNamespace(get_dtype=lambda: dtype, model_config=config)
-    assert facts._kept(stored, model) == kept
+    assert facts._fp8_loaded_as(stored, model) == kept

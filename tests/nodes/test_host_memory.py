@@ -89,7 +89,7 @@ def host(monkeypatch):
     sys.modules["comfy"].model_management = sys.modules["comfy.model_management"]
     for name in ("memory", "aside"):
         monkeypatch.delitem(sys.modules, f"pack_of_nodes.nodes.host.{name}", raising=False)
-    monkeypatch.setattr(memory_in_use, "OWN", [])
+    monkeypatch.setattr(memory_in_use, "FREEABLE", [])
     seen.memory, seen.flags = import_node_module("nodes.host.memory"), flags
     seen.aside = import_node_module("nodes.host.aside")
     monkeypatch.setattr(pool, "give_back", lambda spec, device: seen.asked.append(device))
@@ -182,7 +182,7 @@ def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host
     encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
     control = Loaded(ControlNet, OTHER, 2 * GIB)
     host.loaded += [encoder, vae, control]
-    notes = host.aside.move_aside(plan_of(20 * GIB, "cuda:0", "cuda:1"))
+    notes = host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0", "cuda:1"))
     assert notes == ("TextEncoder made room on cuda:1: 9.00 GiB of it went to host memory",)
     assert host.loaded == [vae, control] and host.freed == [(20 * GIB, OTHER)]
 
@@ -191,10 +191,10 @@ def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, mo
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
     ranks_with(monkeypatch)
-    assert host.aside.move_aside(plan_of(12 * GIB, "cuda:0")) == ()
+    assert host.aside.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == ()
     ranks_with(monkeypatch, cuda_0=20 * GIB)
-    assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0")) == ()
-    assert host.aside.move_aside(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
+    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == ()
+    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
     assert host.loaded == [encoder]
 
 
@@ -205,9 +205,9 @@ def test_text_encoders_and_vaes_of_the_ranks_go_where_the_plan_has_no_room_besid
         Capacity, "of", staticmethod(lambda d: Capacity((24 * GIB,) * len(d), tuple(map(others.get, d))))
     )
     host.modules[("cuda:1", None)] = 5 * GIB
-    assert host.aside.move_aside(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
-    assert host.aside.move_aside(plan_of(17 * GIB, "cuda:0")) == ()  # none lies there
-    (note,) = host.aside.move_aside(plan_of(17 * GIB, "cuda:0", "cuda:1"))
+    assert host.aside.offload_comfyui_models(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
+    assert host.aside.offload_comfyui_models(plan_of(17 * GIB, "cuda:0")) == ()  # none lies there
+    (note,) = host.aside.offload_comfyui_models(plan_of(17 * GIB, "cuda:0", "cuda:1"))
     assert note.startswith("text encoders and VAEs made room on cuda:1: 5.00 GiB of them left it in ")
     assert host.asked == ["modules"]
 
@@ -222,15 +222,15 @@ def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_mo
     """The plan counts it as room for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ranks_with(monkeypatch, cuda_0=12 * GIB)
-    assert host.aside.move_aside(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
-    assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
+    assert host.aside.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
+    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
 
 
 def test_the_gpus_of_another_machine_are_not_this_processs_to_make_room_on(host, monkeypatch):
     ranks_with(monkeypatch)
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
-    assert host.aside.move_aside(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
+    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
     assert host.loaded == [encoder]
 
 
@@ -245,26 +245,26 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14 * GIB)
-    assert memory_in_use.OWN[-1]("cuda:0") == (2 + 3 + 9) * GIB
-    assert len(host.aside.move_aside(plan_of(23 * GIB, "cuda:0"))) == 2
+    assert memory_in_use.FREEABLE[-1]("cuda:0") == (2 + 3 + 9) * GIB
+    assert len(host.aside.offload_comfyui_models(plan_of(23 * GIB, "cuda:0"))) == 2
     assert host.loaded == [ours, used]
 
 
 def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch):
     host.flags.reserve_vram = 1.5
-    assert memory_in_use.OWN[-1]("cuda:0") == -1.5 * GIB
+    assert memory_in_use.FREEABLE[-1]("cuda:0") == -1.5 * GIB
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    assert memory_in_use.OWN[-1]("cuda:0") == 0.5 * GIB
+    assert memory_in_use.FREEABLE[-1]("cuda:0") == 0.5 * GIB
 
 
 def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
     ranks_with(monkeypatch, cuda_0=6 * GIB)
     host.memory.make_room(SPEC, GPU)
-    (note,) = host.memory.taken_room()
+    (note,) = host.memory.eviction_notes()
     assert "took the room of flux.safetensors on cuda:0" in note and "6.00 GiB" in note
-    assert host.memory.taken_room() == []
+    assert host.memory.eviction_notes() == []
 
 
 @pytest.mark.parametrize(("file", "looked"), [("sub/flux.safetensors", 3), ("other.safetensors", 1)])

@@ -13,7 +13,7 @@ from parallel_backend.planner.records import LinkRate
 from parallel_backend.planner.rules import Plan
 from parallel_backend.planner.step_bounds import bytes_sent
 from parallel_backend.requests import LoadInfo, RunInfo
-from parallel_backend.sidecar.group.events import Ended
+from parallel_backend.sidecar.group.events import RequestEnded
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
 
@@ -168,7 +168,7 @@ def a_prompt(monkeypatch):
     """A prompt of 1 s of text and 3 s of steps, 4 of them."""
     phases = PromptPhases()
     for request, seconds in (("text", 1.0), ("sample", 3.0)):
-        phases.on_event(Ended((), request, "done", seconds, None, None, None, 1, prompt_id="one"))
+        phases.on_event(RequestEnded((), request, "done", seconds, None, None, None, 1, prompt_id="one"))
     monkeypatch.setattr(report, "PHASES", phases)
     monkeypatch.setattr(speed, "PHASES", phases)
     return phases

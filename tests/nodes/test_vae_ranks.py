@@ -184,8 +184,8 @@ def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into
     monkeypatch.setattr(module.VaeShipment, "run", ends)
     monkeypatch.setattr(module, "check_splittable", lambda vae, *, encodes: None)
     given_to(monkeypatch, vae_ranks)
-    as_it_is = "as_sent" if verb == "decode" else "_as_network_takes"
-    monkeypatch.setattr(module, as_it_is, lambda vae, tensor: tensor)
+    run_unmodified = "as_sent" if verb == "decode" else "_as_network_takes"
+    monkeypatch.setattr(module, run_unmodified, lambda vae, tensor: tensor)
     vae = vae_of(memory_used_decode=lambda *_: 0.0, memory_used_encode=lambda *_: 0.0)
     with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Process 1 ran out"):
         getattr(module, f"_{verb}")(vae, torch.zeros(given), StrategySettings())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from parallel_backend.observability.prompt_phases import MOST_PROMPTS, PromptPhases
 from parallel_backend.requests import LoadInfo, RunInfo
-from parallel_backend.sidecar.group.events import Changed, Ended
+from parallel_backend.sidecar.group.events import Changed, RequestEnded
 from parallel_backend.strategy import ParallelStrategy
 
 DEVICES = ("cpu:0", "cpu:1")
@@ -17,7 +17,7 @@ def ended(request, seconds, prompt="one", result="done", loading=None):
     if loading is not None:
         load = LoadInfo(loading, 1, cached=False, dtype="bfloat16", compute_dtype="float32")
         info = replace(RunInfo("native", ParallelStrategy(), (), (0, 0), ()), load=load)
-    return Ended(DEVICES, request, result, seconds, None, info, None, 1, prompt_id=prompt)
+    return RequestEnded(DEVICES, request, result, seconds, None, info, None, 1, prompt_id=prompt)
 
 
 def test_phases_have_their_seconds_and_shares_and_a_load_is_one():

@@ -2,10 +2,10 @@
 
 from parallel_backend.observability.toasts import Notifier
 from parallel_backend.sidecar.group.device_health import FailingDevices
-from parallel_backend.sidecar.group.events import Changed, Ended, Recovering, RequestFailed, Started
+from parallel_backend.sidecar.group.events import Changed, Recovering, RequestEnded, RequestFailed, Started
 
 DEVICES = ("cuda:0", "cuda:1")
-DONE = Ended(DEVICES, "sample", "done", 1.0, None, None, strategy=None, images=1)
+DONE = RequestEnded(DEVICES, "sample", "done", 1.0, None, None, strategy=None, images=1)
 
 
 def failed(broken=False):

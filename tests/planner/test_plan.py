@@ -174,7 +174,7 @@ def test_a_first_job_tries_and_the_next_one_knows(store):
     decided = plan(settings, work(FP8, has_cfg=True, side=8))
     assert decided.strategy == CFG  # the rule, until something was tried
     assert decided.trials.strategies == (ONE, ULYSSES, ParallelStrategy(ring_degree=2))
-    assert {other.switch_s for other in decided.trials.others} == {SWITCH_CPU}
+    assert {other.switch_s for other in decided.trials.candidates} == {SWITCH_CPU}
     seen = MeasurementHistory(("cpu:0", "cpu:1"))
     for strategy, seconds in ((CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6)):
         info = RunInfo("native", strategy, step_seconds=(9.0, seconds))

@@ -122,7 +122,7 @@ def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(t
     gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
 
     def prices(first, job, history):
-        return {other.strategy: other.slower for other in planned(first, job, history).others}
+        return {other.strategy: other.slower for other in planned(first, job, history).candidates}
 
     assert prices(ULYSSES, flux_job(FP8), gpus) == {TOKENS: 1.0, GROUPS_2: 1.0, ONE: 2.0}
     assert prices(CFG, flux_job(FP8, prompts=2), gpus) == {ULYSSES: SENDS_MORE, RING: SENDS_MORE, ONE: 2.0}
@@ -147,11 +147,15 @@ def test_on_gpus_bounds_and_the_price_of_a_change_come_along(tmp_path):
     job = flux_job(FP8)
     found = planned(ULYSSES, job, history)
     assert found.strategies == (TOKENS, GROUPS_2, ONE)
-    assert [o.switch_s for o in found.others] == [0.0, 0.0, SWITCH_GPU]  # groups need no new communicators
+    assert [o.switch_s for o in found.candidates] == [
+        0.0,
+        0.0,
+        SWITCH_GPU,
+    ]  # groups need no new communicators
     bounds = [lower_bound(job, s, CARDS["rtx4090"]) for s in (TOKENS, GROUPS_2, ONE)]
-    assert [o.at_least_s for o in found.others] == bounds and bounds[0] > 0
+    assert [o.at_least_s for o in found.candidates] == bounds and bounds[0] > 0
     compiled = flux_job(FP8, compute_options=ComputeOptions("blocks"))
-    assert [o.switch_s for o in planned(ULYSSES, compiled, history).others] == [0.0, 0.0, SWITCH_COMPILED]
+    assert [o.switch_s for o in planned(ULYSSES, compiled, history).candidates] == [0.0, 0.0, SWITCH_COMPILED]
 
 
 def test_other_exchanges_are_tried_before_a_ring_on_gpus_and_none_that_a_rank_has_no_heads_for(tmp_path):
@@ -176,4 +180,4 @@ def test_a_card_without_a_data_sheet_has_no_bounds(tmp_path):
     history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(nvml, sys_root=tmp_path))
     found = planned(ULYSSES, flux_job(FP8), history)
     assert found.strategies == (TOKENS, GROUPS_2, ONE)
-    assert {o.at_least_s for o in found.others} == {0.0}
+    assert {o.at_least_s for o in found.candidates} == {0.0}

@@ -13,10 +13,10 @@ from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.candidates import enumerate_candidates
 from parallel_backend.planner.records import (
-    KEPT_KINDS,
-    KEPT_RUNS,
     MAX_AGE_S,
+    MAX_KINDS,
     MAX_LINKS,
+    MAX_RUNS,
     LinkRate,
     Measurements,
     RunKind,
@@ -63,8 +63,8 @@ def test_of_each_group_of_devices_the_latest_link_is_kept():
 
 
 def test_only_the_latest_runs_are_kept():
-    found = known(*[(kind(), 9.0)] * 30, *[(kind(), 1.0)] * KEPT_RUNS)
-    assert found.observed[0].seconds == (1.0,) * KEPT_RUNS
+    found = known(*[(kind(), 9.0)] * 30, *[(kind(), 1.0)] * MAX_RUNS)
+    assert found.observed[0].seconds == (1.0,) * MAX_RUNS
 
 
 def test_old_runs_are_ignored_and_forgotten():
@@ -88,10 +88,10 @@ def test_what_is_no_duration_is_not_recorded(seconds):
 
 def test_the_oldest_kinds_are_forgotten_first():
     found = Measurements()
-    for i in range(KEPT_KINDS + 5):
+    for i in range(MAX_KINDS + 5):
         found = record(found, kind(model=str(i)), 1.0, NOW + i)
-    assert len(found.observed) == KEPT_KINDS
-    assert {o.kind.model for o in found.observed} == {str(i) for i in range(5, KEPT_KINDS + 5)}
+    assert len(found.observed) == MAX_KINDS
+    assert {o.kind.model for o in found.observed} == {str(i) for i in range(5, MAX_KINDS + 5)}
 
 
 def test_warm_up_does_not_count():

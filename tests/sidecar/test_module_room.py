@@ -52,7 +52,7 @@ class Cards:
             exchange=self.exchange, on_phase=lambda phase: self.phases.append(phase.text), file=None
         )
 
-    def through_a_crash(self, attempt, lease, survive=None):
+    def retry_after_crash(self, attempt, lease, survive=None):
         return attempt()
 
     def working(self):
@@ -151,7 +151,7 @@ def prompt(sidecar, cards, spec, monkeypatch):
     import_comfyui_here()
     aside = import_node_module("nodes.host.aside")
     monkeypatch.setattr(Capacity, "of", staticmethod(lambda devices: Capacity((CARD, CARD), (0, 0))))
-    monkeypatch.setattr(aside.memory_in_use, "held_by_ranks", lambda device: 0)
+    monkeypatch.setattr(aside.memory_in_use, "used_by_ranks", lambda device: 0)
     monkeypatch.setattr(aside, "_movable", lambda device: iter(()))
 
     def run(strategy, *, decodes=False, is_named=False):
@@ -163,7 +163,7 @@ def prompt(sidecar, cards, spec, monkeypatch):
         plan = SimpleNamespace(
             devices=CARDS, strategy=strategy, memory=SimpleNamespace(private_bytes=own + WORKING)
         )
-        notes = aside.move_aside(plan)
+        notes = aside.offload_comfyui_models(plan)
         sidecar.load(spec, strategy)
         for card in (0, 1):
             assert cards.free(card) >= WORKING

@@ -10,7 +10,7 @@ import torch
 from parallel_backend.errors import CheckpointError, RankFailed, RequestError
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import holdings, pool
-from parallel_backend.sidecar.group.events import Ended, Loaded
+from parallel_backend.sidecar.group.events import Loaded, RequestEnded
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import Sidecar, State
@@ -36,7 +36,7 @@ def test_the_first_request_finds_the_model_there(sidecar, scaled, events):
     assert sidecar.preload(second).cached and sidecar.preload(first).cached  # again: nothing to do
     assert scale_of(sidecar, first) == (2.0, True) and scale_of(sidecar, second) == (3.0, True)
     assert sum(isinstance(event, Loaded) for event in events) == 2
-    ended = [event for event in events if isinstance(event, Ended) and event.request == "preload"]
+    ended = [event for event in events if isinstance(event, RequestEnded) and event.request == "preload"]
     assert [event.result for event in ended] == ["done"] * 4 and ended[0].spec == first
 
 

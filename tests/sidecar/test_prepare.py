@@ -8,7 +8,7 @@ import torch
 from parallel_backend.errors import RequestError
 from parallel_backend.requests import ComfyUISource, ModelSpec
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.group.events import Ended
+from parallel_backend.sidecar.group.events import RequestEnded
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from scripted import call_model, scripted_sidecar, scripted_weights
 
@@ -26,7 +26,7 @@ def test_the_first_request_finds_them_started_with_nothing_loaded(sidecar, model
     pids = sidecar.pids
     velocity, info = call_model(sidecar, model, X)
     assert velocity[0, 0, 0, 0].item() == 2.0 and not info.load.cached and sidecar.pids == pids
-    assert [event.request for event in events if isinstance(event, Ended)] == ["start", "sample"]
+    assert [event.request for event in events if isinstance(event, RequestEnded)] == ["start", "sample"]
 
 
 def test_ranks_that_run_keep_what_they_have(sidecar, model):

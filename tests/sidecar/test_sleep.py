@@ -19,7 +19,7 @@ def test_ranks_that_gave_memory_back_give_the_same_bits_however_they_hold_the_we
     two_real_ranks, tmp_path, monkeypatch
 ):
     # As if the weights lay on devices: on the CPU they are the mapped file.
-    monkeypatch.setattr(CountedModel, "bytes_on", lambda model, rank: int(rank not in model.given_back))
+    monkeypatch.setattr(CountedModel, "bytes_on", lambda model, rank: int(rank not in model.offloaded_ranks))
     flux = ModelSpec(
         path=str(write_tiny_flux(tmp_path / "tiny.safetensors", double_blocks=2, single_blocks=2))
     )

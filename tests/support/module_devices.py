@@ -22,8 +22,8 @@ from dispatch_counter import DEVICE, counted, world_of_one_process
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
-from parallel_backend.engine.stages.stale_keys import KeptKeys
-from parallel_backend.engine.tokens.block_tokens import Patch
+from parallel_backend.engine.stages.stale_keys import StaleKeyCache
+from parallel_backend.engine.tokens.block_tokens import ImagePatch
 from parallel_backend.models import attention
 from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.cases import Case, TinyModel
@@ -169,13 +169,13 @@ class Subject:
     def in_stages(self, strategy: ParallelStrategy, rank: int, tokens: str) -> dict[str, Found]:
         """Whole images, what is asked about patches once, and a patch."""
         with forward_of(self.model, strategy, rank) as forward:
-            stages, keys = forward.stages, KeptKeys()
+            stages, keys = forward.stages, StaleKeyCache()
             assert stages is not None
             calls = [self.call(tokens) for _ in range(3)]
             found = {"whole": watched(lambda: forward(calls[0], keys=keys))}
-            if not stages.why_whole(calls[1], keys):
+            if not stages.flow_blocked_by(calls[1], keys):
                 found["owners"] = watched(lambda: stages.owners(calls[1], 2, keys))
-                found["patch"] = watched(lambda: stages.patch(calls[2], Patch(1, 2), keys))
+                found["patch"] = watched(lambda: stages.patch(calls[2], ImagePatch(1, 2), keys))
         return found
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from host_and_device import on_device
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.engine.stages.stale_keys import KeptKeys
-from parallel_backend.engine.tokens.block_tokens import Patch
+from parallel_backend.engine.stages.stale_keys import StaleKeyCache
+from parallel_backend.engine.tokens.block_tokens import ImagePatch
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import token_mode
@@ -77,7 +77,7 @@ def relative(one: Tensor, other: Tensor, largest: Tensor) -> float:
 def difference_of_patches(
     stages: Any,
     call: ModuleCall,
-    keys: KeptKeys,
+    keys: StaleKeyCache,
     split: ElementPatches,
     expected: Tensor,
     count: int,
@@ -86,14 +86,14 @@ def difference_of_patches(
     """Of `count` image patches, or these `numbers` of them, that go through stages, relative to the largest value."""
     far = [0.0]
     for number in numbers or range(count):
-        one = stages.patch(copy.deepcopy(call), Patch(number, count), keys)
+        one = stages.patch(copy.deepcopy(call), ImagePatch(number, count), keys)
         if one is not None:
             far.append(relative(split.take(one, number), split.take(expected, number), expected.abs().max()))
     stages.settle()
     return max(far)
 
 
-def make_others(keys: KeptKeys) -> None:
+def make_others(keys: StaleKeyCache) -> None:
     """Keys as another call would have left them."""
     for held in keys._held.values():
         for tensor in held:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from .outcome import Outcome
+from .outcome import BenchResult
 
 _INK, _BAR, _BEST = "#222222", "#9db4c8", "#2f6f9f"
 
@@ -16,7 +16,7 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw(outcome: Outcome, path: Path) -> None:
+def draw(outcome: BenchResult, path: Path) -> None:
     """Writes `path`: a bar per strategy that ran, its least and most as a whisker."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 

@@ -27,7 +27,7 @@ from ..doctor.devices import machines_of, numbered
 from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
 from .fitting import split_by_memory
-from .outcome import Outcome, Row
+from .outcome import BenchResult, StrategyRow
 from .rounds import BenchComparison, random_request, run_rounds
 
 _UNNAMED = ("", "all")
@@ -48,7 +48,7 @@ def measure(
     strategies: str = "",
     engine: str = "auto",
     weight_dtype: str = "auto",
-) -> Outcome:
+) -> BenchResult:
     """Raises ParallelError for a file, device or strategy that cannot be measured; one that fails is a row."""
     if weight_dtype not in WEIGHT_DTYPES:
         raise RequestError(
@@ -65,7 +65,7 @@ def measure(
         file.inputs, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
-    wanted = _wanted(strategies, job, names, engine)
+    requested = _requested(strategies, job, names, engine)
     comparison = BenchComparison(
         spec=ModelSpec(model, weight_dtype=weight_dtype),
         job=job,
@@ -78,30 +78,30 @@ def measure(
     history = MeasurementHistory(names, seen)
     left_out: dict[ParallelStrategy, str] = {}
     if strategies.strip().lower() in _UNNAMED:  # what a person names is tried
-        wanted, left_out = split_by_memory(wanted, job, names)
-    rows, together, calibrations = run_rounds(comparison, wanted, history, say)
-    rows += [Row(strategy, problem=reason) for strategy, reason in left_out.items()]
+        requested, left_out = split_by_memory(requested, job, names)
+    rows, side_by_side, calibrations = run_rounds(comparison, requested, history, say)
+    rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
     rows = [_with_memory(row, job, names) for row in rows]
     private = find_private(numbered(names))
     stored = file.dtype if weight_dtype == "auto" else weight_dtype
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
-    return Outcome(
+    return BenchResult(
         rows=tuple(replace(row, problem=scrub(row.problem, private)) for row in rows),
         model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
         hardware=_hardware(topology, names),
         software=history.fingerprint.software,
         rounds=rounds,
-        interleaved=together,
+        interleaved=side_by_side,
         links=tuple(_links(c) for c in calibrations),
     )
 
 
-def _wanted(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Sequence[ParallelStrategy]:
+def _requested(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Sequence[ParallelStrategy]:
     if text.strip().lower() in _UNNAMED:
         return possible_strategies(job, devices, engine=engine, fewer=bool(text.strip()))
-    wanted = parse_strategies(text)
-    for strategy in wanted:
+    requested = parse_strategies(text)
+    for strategy in requested:
         if strategy.cfg_degree > 1 and not job.has_cfg:
             raise StrategyError(f"{strategy.describe()} splits two prompts; add --cfg on, or leave it out.")
         if strategy.data_degree > job.batch:
@@ -109,10 +109,10 @@ def _wanted(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Seque
                 f"{strategy.describe()} splits images; give --batch {strategy.data_degree} or more."
             )
         strategy.check(job.model.shape, len(devices), engine)
-    return wanted
+    return requested
 
 
-def _with_memory(row: Row, job: Job, devices: tuple[str, ...]) -> Row:
+def _with_memory(row: StrategyRow, job: Job, devices: tuple[str, ...]) -> StrategyRow:
     check = MemoryCheck(job, row.strategy, devices[: row.strategy.world_size])
     return replace(row, memory_bytes=fullest_rank(check.memories).private_bytes)
 

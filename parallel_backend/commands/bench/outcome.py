@@ -9,7 +9,7 @@ from ...strategy import ParallelStrategy
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """One strategy. `step_seconds`: all warm steps of all rounds; `memory_bytes`: predicted, of the fullest device.
 
     `difference`: largest from the first strategy's latent, relative to its largest value; `sent_bytes`: by all ranks in
@@ -39,14 +39,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchResult:
     """The rows and what they were measured on. `model`, `request`: in words and numbers, without names or paths.
 
     `interleaved`: all strategies took turns in each round; else each was measured after the other, because their
     weights do not fit side by side. `links`: seconds and bytes per second that the ranks measured, in words.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     model: str
     request: str
     hardware: tuple[str, ...]
@@ -56,17 +56,17 @@ class Outcome:
     links: tuple[str, ...] = ()
 
     @property
-    def one(self) -> Row | None:
+    def one(self) -> StrategyRow | None:
         """The row of one device, if it ran."""
         return next((r for r in self.rows if r.strategy.world_size == 1 and r.step_seconds), None)
 
-    def speedup(self, row: Row) -> float | None:
+    def speedup(self, row: StrategyRow) -> float | None:
         """Times as fast as one device."""
         one = self.one.step_s if self.one else None
         return None if one is None or row.step_s is None else one / row.step_s
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> StrategyRow | None:
         """The fastest that is exact, or that ran at all."""
         return min(
             (r for r in self.rows if r.step_seconds), key=lambda r: (not r.exact, r.step_s), default=None
@@ -80,7 +80,7 @@ class Outcome:
             "rows": [self._row(row) for row in self.rows],
         }
 
-    def _row(self, row: Row) -> dict[str, object]:
+    def _row(self, row: StrategyRow) -> dict[str, object]:
         speedup = self.speedup(row)
         return {
             "name": row.name,

@@ -17,7 +17,7 @@ from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
 from ..doctor.parity import largest_difference
-from .outcome import Row
+from .outcome import StrategyRow
 
 Say = Callable[[str], None]
 Layout = tuple[int, ParallelStrategy]
@@ -75,13 +75,13 @@ def fits_side_by_side(comparison: BenchComparison, strategies: Sequence[Parallel
 
 def run_rounds(
     comparison: BenchComparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
-) -> tuple[list[Row], bool, list[tuple[Calibration, ...]]]:
+) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
-    together = fits_side_by_side(comparison, strategies)
-    rows = {s: Row(s) for s in strategies}
+    side_by_side = fits_side_by_side(comparison, strategies)
+    rows = {s: StrategyRow(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
-    for block in _blocks(strategies, together):
+    for block in _blocks(strategies, side_by_side):
         with ExitStack() as stack:
             groups: dict[Layout, Sidecar] = {}
             for s in block:
@@ -111,12 +111,12 @@ def run_rounds(
                     else:
                         rows[s] = _with_run(rows[s], result.info)
                         history.record(comparison.job, result.info)
-    return [rows[s] for s in strategies], together, calibrations
+    return [rows[s] for s in strategies], side_by_side, calibrations
 
 
-def _blocks(strategies: Sequence[ParallelStrategy], together: bool) -> Iterator[list[ParallelStrategy]]:
+def _blocks(strategies: Sequence[ParallelStrategy], side_by_side: bool) -> Iterator[list[ParallelStrategy]]:
     """The rounds that are measured in turns: everything, or what shares a group and a layout of the weights."""
-    if together:
+    if side_by_side:
         yield list(strategies)
         return
     for layout in dict.fromkeys(map(_layout, strategies)):
@@ -133,7 +133,7 @@ def _rank_bytes(job: Job, ranks: int, weights: ParallelStrategy) -> float:
     return job.model.weight_bytes / parts + ROOM
 
 
-def _with_run(row: Row, info: RunInfo) -> Row:
+def _with_run(row: StrategyRow, info: RunInfo) -> StrategyRow:
     """The first step of a request also waits for what came before it, so it does not count where there is another."""
     warm = info.step_seconds[1:] or info.step_seconds
     return replace(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import RequestError, TransportError
 from ...wire.strict_json import from_json, parse, to_json
-from .outcome import Outcome, Row
+from .outcome import BenchResult, StrategyRow
 
 FORMAT = 1
 _MOST_STRATEGIES, _MOST_LINES, _LONGEST = 64, 64, 400  # of a file that a stranger sends in
@@ -58,7 +58,7 @@ def check_path(path: Path) -> None:
         )
 
 
-def share(outcome: Outcome, path: Path) -> None:
+def share(outcome: BenchResult, path: Path) -> None:
     """Writes what ran of `outcome` to `path`. Raises RequestError where nothing did, or where it cannot be written."""
     found = tuple(_shared(row) for row in outcome.rows if row.step_seconds)
     if not found:
@@ -111,7 +111,7 @@ def read_shared(text: str) -> SharedResult:
     return result
 
 
-def _shared(row: Row) -> SharedStrategy:
+def _shared(row: StrategyRow) -> SharedStrategy:
     assert row.step_s is not None, "it ran"
     return SharedStrategy(
         row.name,

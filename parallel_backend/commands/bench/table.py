@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 
-from .outcome import Outcome, Row
+from .outcome import BenchResult, StrategyRow
 
 _WIDTH = 100
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(outcome: BenchResult) -> str:
     """The whole text."""
     names = max(map(len, ["strategy", *(row.name for row in outcome.rows)]))
     head = f"  {'strategy':{names}s} {'devices':>7s} {'step s':>9s} {'least–most':>15s} {'speed-up':>8s}"
@@ -31,7 +31,7 @@ def as_text(outcome: Outcome) -> str:
     return "\n".join([*lines, "", *wrapped])
 
 
-def _line(outcome: Outcome, row: Row, names: int) -> str:
+def _line(outcome: BenchResult, row: StrategyRow, names: int) -> str:
     mark = "→" if row is outcome.best else " "
     start = f"{mark} {row.name:{names}s} {row.strategy.world_size:7d}"
     if row.step_s is None:
@@ -42,7 +42,7 @@ def _line(outcome: Outcome, row: Row, names: int) -> str:
     return f"{line} {row.sent_bytes / 2**20:9.1f}"
 
 
-def _verdict(outcome: Outcome) -> list[str]:
+def _verdict(outcome: BenchResult) -> list[str]:
     best = outcome.best
     if best is None:
         return ["Nothing ran."]

@@ -33,10 +33,10 @@ def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> Ite
     elif len(topology.devices) == 1:
         yield Finding("together", "skipped", "one GPU: there is nothing to split a picture over")
     else:
-        yield from _together(topology)
+        yield from _several_gpus(topology)
 
 
-def _together(topology: Topology) -> Iterator[Finding]:
+def _several_gpus(topology: Topology) -> Iterator[Finding]:
     if topology.mixed:
         finding = "the cards differ, so with equal shares all wait for the slowest"
         remedy = "leave the slow one out in Strategy Selector, or give it a smaller share"

@@ -59,7 +59,7 @@ def check_links(
     if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
         yield _peer_access(ranks, topology)
     yield _matrix(ranks, topology)
-    yield _together(ranks)
+    yield _all_at_once(ranks)
     yield _latency(ranks, across)
     if across:
         return
@@ -157,7 +157,7 @@ def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Finding:
     return Finding("bandwidth", "ok", finding, details=details)
 
 
-def _together(ranks: Sequence[Calibration]) -> Finding:
+def _all_at_once(ranks: Sequence[Calibration]) -> Finding:
     """The rate at which a rank sends when all do, as in sequence parallelism."""
     parts = []
     for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ...wire.checks.gpu_check import Run, Subject, serve
+from ...wire.checks.gpu_check import CheckSubject, Run, serve
 
 
-def make_checks(subject: Subject, rank: int, rendezvous: str) -> Mapping[str, Run]:
+def make_checks(subject: CheckSubject, rank: int, rendezvous: str) -> Mapping[str, Run]:
     from .ranks import Ranks
     from .run import choose
 

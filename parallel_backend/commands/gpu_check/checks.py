@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...wire.checks.findings import NO_GPU, Finding
-from ...wire.checks.gpu_check import Subject
+from ...wire.checks.gpu_check import CheckSubject
 from .ranks import Ranks
 
 Examine = Callable[[Ranks], Sequence[Finding]]
@@ -27,7 +27,7 @@ class Check:
     needs_two: bool = False
     limit_s: float = USUAL_LIMIT
 
-    def why_not(self, subject: Subject) -> str:
+    def why_not(self, subject: CheckSubject) -> str:
         """The reason not to run it on `subject`, or empty."""
         if self.needs_gpu and not subject.on_gpus:
             return f"{NO_GPU}: this is about CUDA alone"

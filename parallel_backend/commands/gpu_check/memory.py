@@ -52,9 +52,9 @@ def check_sleep(ranks: Ranks) -> Sequence[Finding]:
     }
     found = []
     for name, (where, act) in ways.items():
-        before, begun = ranks.memory(1)[0].weight_bytes, time.perf_counter()
+        before, started = ranks.memory(1)[0].weight_bytes, time.perf_counter()
         act()
-        seconds, freed = time.perf_counter() - begun, before - ranks.memory(1)[0].weight_bytes
+        seconds, freed = time.perf_counter() - started, before - ranks.memory(1)[0].weight_bytes
         words = f"weights {where} in {seconds:.2f} s, {gigabytes(freed)} freed"
         found.append(same_bits(name, ranks.sample(), expected, words))
     return found

@@ -19,10 +19,10 @@ from ...errors import RankFailed, TransportError
 from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import interpreter_flags
 from ...sidecar.process.exit_status import describe_exit
-from ...sidecar.process.rank_process import OUTPUT_KEPT
+from ...sidecar.process.rank_process import MAX_OUTPUT
 from ...wire import deadlines
 from ...wire.checks.findings import Finding
-from ...wire.checks.gpu_check import SHOW_STACK, Answer, Subject
+from ...wire.checks.gpu_check import SHOW_STACK, Answer, CheckSubject
 from ...wire.strict_json import from_json, parse, to_json
 
 _READ = 64 * 1024  # bytes at once
@@ -40,7 +40,7 @@ class CheckProcesses:
     They end with the thread that started them, and what they started ends with them.
     """
 
-    def __init__(self, module: str, subject: Subject, ranks: int, environ: Mapping[str, str]) -> None:
+    def __init__(self, module: str, subject: CheckSubject, ranks: int, environ: Mapping[str, str]) -> None:
         self.module, self.ranks = module, ranks
         self._folder = tempfile.TemporaryDirectory(prefix="parallel-doctor-")
         self._outputs: list[IO[bytes]] = []
@@ -156,4 +156,4 @@ class CheckProcesses:
 
     def _output(self, rank: int) -> bytes:
         file = self._outputs[rank]
-        return os.pread(file.fileno(), OUTPUT_KEPT, max(0, os.fstat(file.fileno()).st_size - OUTPUT_KEPT))
+        return os.pread(file.fileno(), MAX_OUTPUT, max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT))

@@ -17,7 +17,7 @@ from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
-from ...wire.checks.gpu_check import Subject
+from ...wire.checks.gpu_check import CheckSubject
 from ..bench.rounds import random_request
 from ..doctor.parity import LIMITS, largest_difference
 
@@ -29,7 +29,7 @@ _COARSEST = max(LIMITS.values())
 class Ranks:
     """Of the process that runs the checks of one subject; ended by `close`."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: CheckSubject) -> None:
         self.subject = subject
         self.file: ModelFile = inspect_model(subject.model)
         self.spec = ModelSpec(subject.model)

@@ -14,7 +14,7 @@ from ...options import COMPILE_BACKEND
 from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import rank_environment
 from ...wire.checks.findings import Finding
-from ...wire.checks.gpu_check import Answer, Subject
+from ...wire.checks.gpu_check import Answer, CheckSubject
 from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import in_group
@@ -38,11 +38,11 @@ OnReport = Callable[[GpuReport], None]
 OnBegin = Callable[[str, int, int], None]  # a check's name, its number, how many there are
 
 
-def make_subject(devices: tuple[str, ...], model: str = "") -> Subject:
+def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     """What to look at on `devices`: as large as users' pictures on GPUs, and small on the CPU. `model`: path of a file,
     the demo model if empty."""
     on_gpus = all(device.startswith("cuda") for device in devices)
-    return Subject(
+    return CheckSubject(
         devices=devices,
         model=str(Path(model).expanduser().resolve()) if model else str(DEMO_MODEL),
         is_demo=not model,
@@ -57,18 +57,20 @@ def make_subject(devices: tuple[str, ...], model: str = "") -> Subject:
 def choose(only: Collection[str], groups: Sequence[Group] = GROUPS) -> list[tuple[Group, Check]]:
     """The checks that are called so, or whose group is; all without a name. Raises RequestError for an unknown one."""
     every = [(group, check) for group in groups for check in group.checks]
-    wanted = {name.strip().lower() for name in only}
+    requested = {name.strip().lower() for name in only}
     known = {check.name for _, check in every} | {group.title.lower() for group in groups}
-    if wanted - known:
+    if requested - known:
         names = ", ".join(dict.fromkeys([check.name for _, check in every]))
-        raise RequestError(f"--only {min(wanted - known)!r} is no check; choose from {names}.")
+        raise RequestError(f"--only {min(requested - known)!r} is no check; choose from {names}.")
     return [
-        (group, check) for group, check in every if not wanted or {check.name, group.title.lower()} & wanted
+        (group, check)
+        for group, check in every
+        if not requested or {check.name, group.title.lower()} & requested
     ]
 
 
 def run_checks(
-    subject: Subject,
+    subject: CheckSubject,
     checks: Sequence[tuple[Group, Check]],
     *,
     on_begin: OnBegin | None = None,
@@ -103,7 +105,7 @@ def run_checks(
 class _Runner:
     """Asks the processes that a check needs; keeps them for later checks, unless something went wrong."""
 
-    def __init__(self, subject: Subject, programs: tuple[str, str]) -> None:
+    def __init__(self, subject: CheckSubject, programs: tuple[str, str]) -> None:
         self._subject, self._programs = subject, programs
         self._held: dict[tuple[str, int], CheckProcesses] = {}
 
@@ -165,7 +167,7 @@ def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:
             yield replace(finding, name=f"{name}, process {rank}" if len(answers) > 1 else name)
 
 
-def _words(subject: Subject) -> Sequence[str]:
+def _words(subject: CheckSubject) -> Sequence[str]:
     height, width = subject.odd_pixels
     side = subject.pixels
     try:
@@ -181,7 +183,7 @@ def _words(subject: Subject) -> Sequence[str]:
     )
 
 
-def _private(subject: Subject) -> Private:
+def _private(subject: CheckSubject) -> Private:
     """This process's names, and the model's."""
     private = find_private()
     if subject.is_demo:

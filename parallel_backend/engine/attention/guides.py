@@ -58,8 +58,8 @@ class Guides:
     ) -> tuple[Tensor, Tensor]:
         """Returns (out, lse) of queries, from number `first` on, over keys of these numbers."""
         found = []
-        for own, mask in self.of_queries(first, q.shape[2]):
-            queries = q[:, :, own]
+        for local, mask in self.of_queries(first, q.shape[2]):
+            queries = q[:, :, local]
             if mask is not None:
                 mask = additive(mask[..., keys], q.dtype).expand(-1, -1, queries.shape[2], -1)
             found.append(attend_with_lse(queries, key, value, mask, kernel))

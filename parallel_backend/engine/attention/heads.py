@@ -50,15 +50,15 @@ class HeadAttention:
         odd_mask = mask is not None and mask.ndim == 3 and mask.shape[0] not in (1, q.shape[0])
         if self._is_inside or not same or keys < self._least or 0 in sizes or odd_mask:
             return original(q, k, v, heads, mask=mask, **others)
-        own = slice_of(sizes, self._axis.index)
-        count = own.stop - own.start
+        local = slice_of(sizes, self._axis.index)
+        count = local.stop - local.start
         if skip_reshape:
-            q, k, v = (t[:, own] for t in (q, k, v))
+            q, k, v = (t[:, local] for t in (q, k, v))
         else:
             width = q.shape[-1] // heads
-            q, k, v = (t[..., own.start * width : own.stop * width] for t in (q, k, v))
+            q, k, v = (t[..., local.start * width : local.stop * width] for t in (q, k, v))
         if mask is not None and mask.ndim == 4 and mask.shape[1] == heads > 1:
-            mask = mask[:, own]
+            mask = mask[:, local]
         self._is_inside = True  # another pack's function may call ComfyUI's, on the heads that it was given
         try:
             part = original(q, k, v, count, mask=mask, **others)

@@ -107,8 +107,8 @@ def why_not(
             "weight_dtype bfloat16 would change that"
         )
     if not rocm and not kernel.least <= capability <= kernel.most:
-        wanted = "9.x (Hopper)" if kernel.most[0] == 9 else f"{kernel.least[0]}.{kernel.least[1]} or more"
-        return f"it needs compute capability {wanted}, and this GPU has {capability[0]}.{capability[1]}"
+        requested = "9.x (Hopper)" if kernel.most[0] == 9 else f"{kernel.least[0]}.{kernel.least[1]} or more"
+        return f"it needs compute capability {requested}, and this GPU has {capability[0]}.{capability[1]}"
     if kernel.package is not None and kernel.package not in installed:
         return f"its package is not installed (pip install {kernel.install})"
     return None

@@ -193,14 +193,14 @@ class ChosenKernel:
         **others: Any,
     ) -> Tensor:
         """As ComfyUI's attention functions."""
-        own: tuple[Tensor, ...] = (q, k, v)
+        by_head: tuple[Tensor, ...] = (q, k, v)
         if not skip_reshape and q.shape[-1] == k.shape[-1] == v.shape[-1] == heads * HEAD_DIM:
-            own = tuple(t.reshape(*t.shape[:2], heads, HEAD_DIM).transpose(1, 2) for t in (q, k, v))
-        is_plain = all(t.ndim == 4 and (t.shape[1], t.shape[3]) == (heads, HEAD_DIM) for t in own)
+            by_head = tuple(t.reshape(*t.shape[:2], heads, HEAD_DIM).transpose(1, 2) for t in (q, k, v))
+        is_plain = all(t.ndim == 4 and (t.shape[1], t.shape[3]) == (heads, HEAD_DIM) for t in by_head)
         if mask is not None or not is_plain or not self._takes(q.dtype, others):
             shapes = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
             return original(q, k, v, heads, mask=mask, **shapes, **others)
-        out = attend(own[0], own[1], own[2], None, self.name)
+        out = attend(by_head[0], by_head[1], by_head[2], None, self.name)
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
     def _takes(self, dtype: torch.dtype, others: dict[str, Any]) -> bool:

@@ -37,7 +37,7 @@ class OtherProjections(Exception):
 
 
 class Exchanges(Protocol):
-    """The exchanges of one call of attention, as sequence.UnevenAttention makes them."""
+    """The exchanges of one call of attention, as sequence.SequenceAttention makes them."""
 
     def group_lengths(self, stream: str) -> tuple[int, ...]: ...
 
@@ -100,8 +100,8 @@ class PairedProjections:
         lengths = [self._attention.group_lengths(name) for name in names]
         sizes = [of_ranks[self._ulysses.index] for of_ranks in lengths]
         by_name = [
-            self._of_both(own, of_ranks, self._common.get(name, 0))
-            for name, of_ranks, own in zip(
+            self._of_both(local, of_ranks, self._common.get(name, 0))
+            for name, of_ranks, local in zip(
                 names, lengths, zip(*(t.split(sizes, 2) for t in tensors), strict=True), strict=True
             )
         ]
@@ -191,8 +191,8 @@ class PairedProjections:
         scales = torch.rsqrt(squares / x.shape[-1] + module.eps)
         weight = module.weight.to(x.device, torch.float32).chunk(RANKS)[self._ulysses.index]
         for rank in range(RANKS):
-            own = by_rank.select(-2, rank)
-            own.copy_(own.float() * scales.select(-1, rank).unsqueeze(-1) * weight)
+            local = by_rank.select(-2, rank)
+            local.copy_(local.float() * scales.select(-1, rank).unsqueeze(-1) * weight)
         if common < x.shape[-2]:
             x[..., common:, :] = type(module).forward(module, x[..., common:, :])
         return x

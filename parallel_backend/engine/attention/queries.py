@@ -18,7 +18,7 @@ from ..comm.traffic_counter import Traffic
 
 # Each 16-bit number of an answer takes 4 FLOPs a key to compute and 2 bytes on the wire: with fewer keys than this,
 # gathering it over PCIe takes longer (at 100 TFLOPS and 25 GB/s; both in 80 ps). It would be 1 on a perfect link.
-LEAST_KEYS = 2048
+MIN_KEYS = 2048
 
 
 class QueryAttention:
@@ -52,12 +52,14 @@ class QueryAttention:
         dim = 2 if skip_reshape else 1
         queries, keys = q.shape[dim], k.shape[dim]
         sizes = split_sizes(queries, self._axis.size, self._weights)
-        if keys < LEAST_KEYS or 0 in sizes or _may_be_of_rows(mask, q, queries):
+        if keys < MIN_KEYS or 0 in sizes or _may_be_of_rows(mask, q, queries):
             return original(q, k, v, heads, mask=mask, **others)
-        own = slice_of(sizes, self._axis.index)
+        local = slice_of(sizes, self._axis.index)
         if mask is not None and mask.ndim > 1 and mask.shape[-2] == queries:
-            mask = mask[..., own, :]
-        part = original(q.narrow(dim, own.start, own.stop - own.start), k, v, heads, mask=mask, **others)
+            mask = mask[..., local, :]
+        part = original(
+            q.narrow(dim, local.start, local.stop - local.start), k, v, heads, mask=mask, **others
+        )
         out_dim = 2 if skip_output_reshape else 1
         whole = all_gather(part.movedim(out_dim, 0).contiguous(), sizes, self._axis, self._traffic)
         return whole.movedim(0, out_dim).contiguous()

@@ -37,13 +37,13 @@ Attend = Callable[..., Tensor]
 @dataclass(frozen=True)
 class Asked:
     """The arguments of one call of attention beside its tensors. `queries`, `keys`: the streams whose tokens they are,
-    None for whole queries; `others`: arguments that go on to the attention function as they came."""
+    None for whole queries; `options`: arguments that go on to the attention function as they came."""
 
     queries: str | None
     keys: str
     mask: Tensor | None
     guides: Guides | None
-    others: dict[str, Any]
+    options: dict[str, Any]
 
 
 class StaleKeys(Protocol):
@@ -53,7 +53,7 @@ class StaleKeys(Protocol):
     def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]: ...
 
 
-class UnevenAttention:
+class SequenceAttention:
     """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
     whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names; `wish`: the
     kernel over a ring, one of options.ATTENTION_KERNELS that the rank has; `exchange_dtype`: of what ranks send each
@@ -112,7 +112,7 @@ class UnevenAttention:
             channels = q.shape[-1] // heads
             q, k, v = (t.reshape(*t.shape[:2], -1, channels).transpose(1, 2) for t in (q, k, v))
         others.pop("enable_gqa", None)  # every head gets its own keys below
-        q, k, v = self._own(q, queries), self._own(k, keys), self._own(v, keys)
+        q, k, v = self._local(q, queries), self._local(k, keys), self._local(v, keys)
         out = self._attend(original, q, k, v, Asked(queries, keys, mask, guides, others))
         if queries is not None:
             out = self._tokens.with_stand_ins(out, queries, 2)
@@ -125,7 +125,7 @@ class UnevenAttention:
         q_heads = [slice_of(shares, rank) for rank in range(size)]
         group = heads // k.shape[1]  # of heads that share keys
         mine = q_heads[self._ulysses.index]
-        asked = replace(asked, mask=self._whole_mask(asked, q_heads))
+        asked = replace(asked, mask=self._full_mask(asked, q_heads))
         if asked.queries is None:
             key, value = self.to_heads(
                 (k, v), (sharing_heads(q_heads, group),) * 2, self.group_lengths(asked.keys)
@@ -147,15 +147,15 @@ class UnevenAttention:
         arriving = send(groups[0])
         leaving = []
         for number, of_ranks in enumerate(groups, 1):
-            own, arrived = of_ranks[self._ulysses.index], arriving
+            local, arrived = of_ranks[self._ulysses.index], arriving
             if number < len(groups):
                 arriving = send(groups[number])
             query, key, value = arrived()
             key, value = self._newest(key, value, asked)
             of_group, mask = asked, asked.mask
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
-                of_group = replace(asked, mask=mask[:, own.start - mine.start : own.stop - mine.start])
-            out = self._of_heads(original, query, *one_each(key, value, own, group), of_group)
+                of_group = replace(asked, mask=mask[:, local.start - mine.start : local.stop - mine.start])
+            out = self._of_heads(original, query, *one_each(key, value, local, group), of_group)
             leaving.append(self._to_tokens(out, of_ranks, lengths))
         whole = out.new_empty(out.shape[0], lengths[self._ulysses.index], heads, out.shape[3])
         for arrive in leaving:
@@ -180,24 +180,24 @@ class UnevenAttention:
             return self._over_ring(q, k, v, asked)
         if not q.numel():
             return q.new_empty(*q.shape[:3], v.shape[3])
-        whole = asked.others | {"skip_reshape": True, "skip_output_reshape": True}
+        whole = asked.options | {"skip_reshape": True, "skip_output_reshape": True}
         mask, first = self._of_queries(asked)
         if asked.guides is None:
             return original(q, k, v, q.shape[1], mask=mask, **whole)
         whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
         parts = asked.guides.of_queries(first, q.shape[2])
         return torch.cat(
-            [original(q[:, :, own], k, v, q.shape[1], mask=part, **whole) for own, part in parts], 2
+            [original(q[:, :, local], k, v, q.shape[1], mask=part, **whole) for local, part in parts], 2
         )
 
     def _of_queries(self, asked: Asked) -> tuple[Tensor | None, int]:
         """(the mask of this Ulysses group's queries, the number of their first one)."""
-        mask, own = asked.mask, slice(0, None)
+        mask, local = asked.mask, slice(0, None)
         if asked.queries is not None:
-            own = slice_of(self._ring_lengths(asked.queries), self._ring.index)
+            local = slice_of(self._ring_lengths(asked.queries), self._ring.index)
             if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
-                mask = mask[..., own, :]
-        return mask, own.start
+                mask = mask[..., local, :]
+        return mask, local.start
 
     def _send(
         self, q: Tensor, k: Tensor, v: Tensor, group: int, queries: str, keys: str, heads: list[slice]
@@ -212,8 +212,8 @@ class UnevenAttention:
 
     def _here(self, arrived: list[Tensor], first: int, heads: list[slice]) -> Callable[[], list[Tensor]]:
         """Gives as `_send` does what is here already. `first`: number of the first head of `arrived`."""
-        own = heads[self._ulysses.index]
-        return lambda: [t[:, own.start - first : own.stop - first] for t in arrived]
+        local = heads[self._ulysses.index]
+        return lambda: [t[:, local.start - first : local.stop - first] for t in arrived]
 
     def _band(self, window: Window, q: Tensor) -> Tensor | None:
         """[1, 1, S, S], added to the scores of all tokens."""
@@ -246,20 +246,20 @@ class UnevenAttention:
             return lambda: list(tensors)
         batch, _, tokens, _ = tensors[0].shape
         pairs = list(zip(tensors, heads, strict=True))
-        columns = [[head_count(own[rank]) * t.shape[3] for t, own in pairs] for rank in range(ranks)]
+        columns = [[head_count(local[rank]) * t.shape[3] for t, local in pairs] for rank in range(ranks)]
         rows, widths = batch * tokens, [sum(of_rank) for of_rank in columns]
         send = tensors[0].new_empty(rows * sum(widths))
-        if all(is_even(own) for _, own in pairs):  # one copy of each then does for all ranks
+        if all(is_even(local) for _, local in pairs):  # one copy of each then does for all ranks
             parts = send.view(ranks, tokens, batch, widths[0]).split(columns[0], dim=3)
             for part, (t, of) in zip(parts, pairs, strict=True):
-                own = by_rank_view(t, of, 1).permute(1, 2, 0, 4, 3)
-                part.unflatten(3, own.shape[3:]).copy_(own)
+                local = by_rank_view(t, of, 1).permute(1, 2, 0, 4, 3)
+                part.unflatten(3, local.shape[3:]).copy_(local)
         else:
             for rank, for_rank in enumerate(send.split([rows * width for width in widths])):
                 parts = for_rank.view(tokens, batch, widths[rank]).split(columns[rank], dim=2)
                 for part, (t, of) in zip(parts, pairs, strict=True):
-                    own = t[:, of[rank]].permute(2, 0, 1, 3)
-                    part.unflatten(2, own.shape[2:]).copy_(own)
+                    local = t[:, of[rank]].permute(2, 0, 1, 3)
+                    part.unflatten(2, local.shape[2:]).copy_(local)
         sizes = tuple(rows * width for width in widths)
         channels = math.gcd(*(t.shape[3] for t in tensors))
         received = self.exchange(send, sizes, tuple(batch * n * widths[index] for n in lengths), channels)
@@ -267,8 +267,8 @@ class UnevenAttention:
         def arrive() -> list[Tensor]:
             parts = received().view(sum(lengths), batch, widths[index]).split(columns[index], dim=2)
             return [
-                part.unflatten(2, (head_count(own[index]), t.shape[3])).permute(1, 2, 0, 3)
-                for part, (t, own) in zip(parts, pairs, strict=True)
+                part.unflatten(2, (head_count(local[index]), t.shape[3])).permute(1, 2, 0, 3)
+                for part, (t, local) in zip(parts, pairs, strict=True)
             ]
 
         return arrive
@@ -278,12 +278,12 @@ class UnevenAttention:
     ) -> Callable[[Tensor], None]:
         """[B, h, S, D] goes back to the ranks of its tokens; the function that is returned waits for this rank's tokens
         of all `heads`, and writes them into the [B, s, H, D] that it is given."""
-        batch, own, _, channels = out.shape
+        batch, local, _, channels = out.shape
         mine = lengths[self._ulysses.index]
         counts = [head_count(of_rank) for of_rank in heads]
         received = self.exchange(
             out.permute(2, 0, 1, 3).flatten(),
-            tuple(n * batch * own * channels for n in lengths),
+            tuple(n * batch * local * channels for n in lengths),
             tuple(mine * batch * count * channels for count in counts),
             channels,
         )
@@ -291,7 +291,7 @@ class UnevenAttention:
         def arrive(whole: Tensor) -> None:
             arrived = received()
             if is_even(heads):
-                by_rank = arrived.view(len(heads), mine, batch, own, channels)
+                by_rank = arrived.view(len(heads), mine, batch, local, channels)
                 by_rank_view(whole, heads, 2).copy_(by_rank.permute(2, 1, 0, 4, 3))
                 return
             of_ranks = arrived.split([mine * batch * count * channels for count in counts])
@@ -318,7 +318,7 @@ class UnevenAttention:
 
     def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """[B, h, s, D] of this group's tokens over the keys and values of all groups."""
-        scale, guides = asked.others.get("scale"), asked.guides
+        scale, guides = asked.options.get("scale"), asked.guides
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
         sizes, index = self._ring_lengths(asked.keys), self._ring.index
@@ -334,11 +334,11 @@ class UnevenAttention:
                 if not len(share):
                     continue  # a group without tokens adds nothing, and the kernels have no answer for no keys
                 key, value = self._received(share, q.dtype)
-                own = slice_of(sizes, (index - hop) % len(sizes))
+                local = slice_of(sizes, (index - hop) % len(sizes))
                 if guides is not None:
-                    yield guides.attend_with_lse(q, first, key, value, own, kernel)
+                    yield guides.attend_with_lse(q, first, key, value, local, kernel)
                     continue
-                part = None if mask is None else mask[..., own]
+                part = None if mask is None else mask[..., local]
                 yield attend_with_lse(q, key, value, part, kernel)
 
         return merge(partial_results(), q.dtype)
@@ -353,7 +353,7 @@ class UnevenAttention:
         known = pairs if pairs.dtype == dtype else unpack(pairs, dtype)
         return known[:, 0].permute(1, 2, 0, 3), known[:, 1].permute(1, 2, 0, 3)
 
-    def _whole_mask(self, asked: Asked, heads: list[slice]) -> Tensor | None:
+    def _full_mask(self, asked: Asked, heads: list[slice]) -> Tensor | None:
         """A mask over all keys in the order in which the ranks bring them, for this rank's heads.
 
         One of this rank's keys only, made from tokens that were cut, is gathered first.
@@ -373,7 +373,7 @@ class UnevenAttention:
         else:
             axis, traffic = self._tokens.axis, self._tokens.traffic
             flags = mask.dtype == torch.bool  # which not every transport carries
-            mask = self._tokens.own(mask, keys, mask.ndim - 1)
+            mask = self._tokens.local(mask, keys, mask.ndim - 1)
             moved = (mask.to(torch.uint8) if flags else mask).movedim(-1, 0)
             mask = all_gather(moved, lengths, axis, traffic).movedim(0, -1)
             mask = mask.bool() if flags else mask
@@ -383,7 +383,7 @@ class UnevenAttention:
             mask = mask[:, heads[self._ulysses.index]]
         return mask
 
-    def _own(self, tensor: Tensor, stream: str | None) -> Tensor:
+    def _local(self, tensor: Tensor, stream: str | None) -> Tensor:
         """This rank's tokens. Raises RequestError where attention has others than the table of blocks says."""
         if stream is None:
             return tensor
@@ -392,7 +392,7 @@ class UnevenAttention:
                 f"Attention has {tensor.shape[2]} tokens of {stream} where {self._tokens.held(stream)} belong to this "
                 f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
             )
-        return self._tokens.own(tensor, stream, 2)
+        return self._tokens.local(tensor, stream, 2)
 
 
 def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:

@@ -24,7 +24,7 @@ from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .kernel_choice import kernel_for
-from .sequence import Asked, Attend, StaleKeys, UnevenAttention
+from .sequence import Asked, Attend, SequenceAttention, StaleKeys
 
 if TYPE_CHECKING:
     from .compat_xfuser import Xfuser
@@ -83,8 +83,8 @@ class XfuserEngine:
         block: nn.Module | None = None,
         guides: Guides | None = None,
         stale_keys: StaleKeys | None = None,
-    ) -> UnevenAttention:
-        """Returns the attention of one call of a block, in place of UnevenAttention."""
+    ) -> SequenceAttention:
+        """Returns the attention of one call of a block, in place of SequenceAttention."""
         assert stale_keys is None, "PipeFusion's stages attend by native"
         return _UspAttention(self, layout, tokens, attends, block, guides)
 
@@ -129,7 +129,7 @@ class XfuserEngine:
         return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
 
 
-class _UspAttention(UnevenAttention):
+class _UspAttention(SequenceAttention):
     """Attention by xfuser where it is exact."""
 
     def __init__(self, engine: XfuserEngine, *of_call: Any) -> None:
@@ -151,7 +151,7 @@ class _UspAttention(UnevenAttention):
             return "it computes no attention masks"
         if k.shape[1] != q.shape[1] or q.shape[1] % self._ulysses.size:
             return f"its Ulysses needs heads that divide, and here are {q.shape[1]} heads with {k.shape[1]} of keys"
-        unknown = sorted(name for name, value in asked.others.items() if value and name not in _HARMLESS)
+        unknown = sorted(name for name, value in asked.options.items() if value and name not in _HARMLESS)
         if unknown:
             return f"it takes no {', '.join(unknown)}"
         if not min(lengths):

@@ -50,8 +50,8 @@ class Bands:
 
     def sizes(self, mine: int) -> tuple[int, ...]:
         """Each rank's part of what is proportional to rows, when this rank has `mine`."""
-        own = self.rows[self.axis.index]
-        return tuple(mine * rows // own for rows in self.rows)
+        local = self.rows[self.axis.index]
+        return tuple(mine * rows // local for rows in self.rows)
 
     def span(self, mine: int) -> tuple[tuple[int, ...], int]:
         """base.RowSpan's."""
@@ -196,13 +196,13 @@ class BandGroupNorm(nn.GroupNorm):
         axis = self.bands.axis
         mine = self._moments(x)
         moments = all_gather(mine[None], (1,) * axis.size, axis, self.bands.traffic)
-        return self._normed(x, *self._whole_affine(moments, x), torch.empty_like(x))
+        return self._normed(x, *self._full_affine(moments, x), torch.empty_like(x))
 
     def _moments(self, x: Tensor) -> Tensor:
         """[2, B, groups] float32: mean and variance of this band."""
         return torch.stack(_moments(x, self.num_groups))
 
-    def _whole_affine(self, moments: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _full_affine(self, moments: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The norm as x * scale + shift, from the moments of all bands [ranks, 2, B, groups]: [B, C, 1, …] each."""
         mean, var = moments.double().unbind(1)
         parts = self.bands.parts

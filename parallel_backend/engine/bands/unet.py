@@ -45,7 +45,7 @@ class BandNormForConv(BandGroupNorm):
         arrived = all_gather(sent[None], (1,) * axis.size, axis, traffic)
         of_all, of_rows = arrived.split([moments.nbytes, borders.nbytes], dim=1)
         all_moments = of_all.contiguous().view(torch.float32).view(axis.size, *moments.shape)
-        scale, shift = self._whole_affine(all_moments, x)
+        scale, shift = self._full_affine(all_moments, x)
         out = x.new_empty(*x.shape[:-2], x.shape[-2] + 2, x.shape[-1])
         self._normed(x, scale, shift, out[..., 1:-1, :])
         for neighbour, border, row in (
@@ -177,26 +177,26 @@ class UNetBands:
     def _share_out(self, heights: list[int]) -> list[slice]:
         """This rank's rows at each resolution."""
         of_ranks = split_sizes(heights[-1], self._axis.size, self._shares)
-        own = []
+        local = []
         for level, (height, bands) in enumerate(zip(heights, self._levels, strict=True)):
             doubled = 2 ** (len(heights) - 1 - level)
             *others, _ = (doubled * rows for rows in of_ranks)
             sizes = (*others, height - sum(others))
             bands.share_out(self._axis, sizes, self._device)
-            own.append(slice_of(sizes, self._axis.index))
-        return own
+            local.append(slice_of(sizes, self._axis.index))
+        return local
 
     @contextmanager
     def _in_bands(self) -> Iterator[None]:
         """Inside, the module's layers work on bands."""
-        own = [type(layer) for layer, _, _ in self._layers]
+        local = [type(layer) for layer, _, _ in self._layers]
         try:
             for layer, kind, attributes in self._layers:
                 layer.__class__ = kind
                 vars(layer).update(attributes)
             yield
         finally:
-            for (layer, _, attributes), kind in zip(self._layers, own, strict=True):
+            for (layer, _, attributes), kind in zip(self._layers, local, strict=True):
                 layer.__class__ = kind
                 for name in attributes:
                     vars(layer).pop(name, None)

@@ -15,11 +15,11 @@ from torch import nn
 
 from ...models.attention import attention_by
 from ...models.base import ModuleModel
-from ...models.tokens.cached_outputs import KeptOutput, kept_outputs, main_region
+from ...models.tokens.cached_outputs import CachedOutput, cached_outputs, main_region
 from ...models.tokens.regions import LAST_BLOCK, Region, Tokens
 from ..attention.guides import Guides
 from ..attention.projections import paired_projections
-from ..attention.sequence import StaleKeys, UnevenAttention
+from ..attention.sequence import SequenceAttention, StaleKeys
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
@@ -30,7 +30,7 @@ from .step_cache import CachedCall
 RunBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def as_it_is(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_unmodified(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(block).forward(block, *args, **kwargs)
 
 
@@ -41,15 +41,15 @@ class AttentionBypassed(Exception):
 class BlockCalls:
     """The blocks of `model` over the sequence axis of `layout`. Raises RequestError where this version of the module is
     not the one that its table describes. `run_block`: for those in which ranks meet at attention only;
-    `make_attention`: UnevenAttention, or what is made of the same to take its place."""
+    `make_attention`: SequenceAttention, or what is made of the same to take its place."""
 
     def __init__(
         self,
         model: ModuleModel,
         layout: Layout,
         traffic: Traffic,
-        run_block: RunBlock = as_it_is,
-        make_attention: Callable[..., UnevenAttention] = UnevenAttention,
+        run_block: RunBlock = run_unmodified,
+        make_attention: Callable[..., SequenceAttention] = SequenceAttention,
     ) -> None:
         self._model = model
         self._make_attention = make_attention
@@ -82,22 +82,22 @@ class BlockCalls:
             yield
 
     @contextmanager
-    def whole(self, cached: CachedCall) -> Iterator[None]:
+    def unsplit_call(self, cached: CachedCall) -> Iterator[None]:
         """Inside, a call of the module with whole tokens runs only the blocks that `cached` wants."""
         with ExitStack() as restore:
             for region, blocks in self._regions:
                 for block in blocks:
-                    block.module.forward = self._whole_forward_of(block, self._cached(cached, region))
+                    block.module.forward = self._unsplit_forward_of(block, self._cached(cached, region))
                     restore.callback(block.module.__dict__.pop, "forward")
             self._replace_what_leaves(cached, restore)
             yield
 
-    def kept_outputs(self) -> tuple[KeptOutput, ...]:
+    def cached_outputs(self) -> tuple[CachedOutput, ...]:
         """Those of this module's blocks that a step cache keeps; none where it cannot."""
         region, blocks = self._regions[-1]
         if main_region(self._model.regions) is None or len(blocks) < 2:
             return ()
-        return kept_outputs(region, blocks[0].kind, blocks[-1].kind)
+        return cached_outputs(region, blocks[0].kind, blocks[-1].kind)
 
     def _cached(self, cached: CachedCall | None, region: Region) -> CachedCall | None:
         return cached if region is main_region(self._model.regions) else None
@@ -109,7 +109,7 @@ class BlockCalls:
             leave = self._model.module.get_submodule(str(region.leave))
             restore.callback(leave.register_forward_pre_hook(cached.take_leave, prepend=True).remove)
 
-    def _whole_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
+    def _unsplit_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             def compute() -> Any:
                 return self.run_unshared(block, args, kwargs)
@@ -141,10 +141,10 @@ class BlockCalls:
                 self._pair(block, tokens, attention, args, kwargs, inside)
             for path, argument in block.kind.whole.items():
                 module = block.module.get_submodule(path)
-                gather, cut = _around_whole(tokens, argument)
+                gather, cut = _gather_and_cut(tokens, argument)
                 inside.callback(module.register_forward_pre_hook(gather).remove)
                 inside.callback(module.register_forward_hook(cut).remove)
-            run = as_it_is if block.kind.whole else self._run_block
+            run = run_unmodified if block.kind.whole else self._run_block
             out = run(block.module, args, kwargs)
             if block.kind.attends and not attention.calls:
                 raise AttentionBypassed(f"{type(block.module).__name__} attended by itself")
@@ -158,7 +158,7 @@ class BlockCalls:
         self,
         block: Block,
         tokens: BlockTokens,
-        attention: UnevenAttention,
+        attention: SequenceAttention,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inside: ExitStack,
@@ -237,7 +237,7 @@ class _Pass:
             self._control = None
 
 
-def _around_whole(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _gather_and_cut(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hooks that gather the first argument of a module, and cut what it gives."""
 
     def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from ...options import COMPILE_BACKEND, CompileStats
 
 # Versions that are compiled of each kind of block. One image size takes one, all others together one or two more, and
 # images one by one others than several at once; more come from a change of dtype or of the split of the weights.
-MOST_VERSIONS = 12
+MAX_VERSIONS = 12
 
 
 class Compiler:
@@ -36,31 +36,31 @@ class Compiler:
 
         config = torch._dynamo.config
         limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before 2.7
-        setattr(config, limit, MOST_VERSIONS)
+        setattr(config, limit, MAX_VERSIONS)
         config.suppress_errors = True  # what torch cannot compile runs as it is
         self.on_begin: Callable[[], None] = lambda: None
         self._backend = torch._dynamo.lookup_backend(backend)
-        self._wholes: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         self._problems: dict[type[nn.Module], str] = {}  # why a class cannot be one graph
         self._left_out: dict[type[nn.Module], None] = {}  # of these, what ran since it was asked last
         self._left_out_before: tuple[type[nn.Module], ...] = ()
-        self._begun = 0.0
+        self._started = 0.0
         self._graphs, self._seconds, self._uncompiled, self._problem = 0, 0.0, 0, ""
 
-    def run_whole(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_compiled(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of a block whose attention is an operator, as one graph. What cannot be one runs as it is.
 
         The first shape is compiled for itself; what differs in a later one is dynamic from then on.
         """
         kind = type(block)
         if kind not in self._problems:
-            if kind not in self._wholes:
-                self._wholes[kind] = torch.compile(kind.forward, backend=self._compile, fullgraph=True)
-            self._begun = time.perf_counter()
+            if kind not in self._compiled:
+                self._compiled[kind] = torch.compile(kind.forward, backend=self._compile, fullgraph=True)
+            self._started = time.perf_counter()
             try:
-                plain = {name: _alike(value) for name, value in kwargs.items()}
-                return self._wholes[kind](block, *map(_alike, args), **plain)
-            except _beyond_the_most():
+                plain = {name: _with_plain_strides(value) for name, value in kwargs.items()}
+                return self._compiled[kind](block, *map(_with_plain_strides, args), **plain)
+            except _beyond_max_versions():
                 pass  # versions that there are go on serving what they fit
             except torch._dynamo.exc.TorchDynamoException as error:  # while tracing: nothing of the block ran
                 self._problems[kind] = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
@@ -88,7 +88,7 @@ class Compiler:
             ]
         if done.uncompiled:
             return [
-                f"some blocks ran uncompiled: {MOST_VERSIONS} versions of a block are the most, and this request would "
+                f"some blocks ran uncompiled: {MAX_VERSIONS} versions of a block are the most, and this request would "
                 f"have needed another; stop the processes (sidebar tab Parallel) to begin anew, or set compile to off"
             ]
         return []
@@ -103,8 +103,8 @@ class Compiler:
             return graph.forward
         finally:
             now = time.perf_counter()
-            self._seconds += now - self._begun
-            self._begun = now
+            self._seconds += now - self._started
+            self._started = now
         self._graphs += 1
         return compiled
 
@@ -140,20 +140,20 @@ def why_not(device_type: str) -> str | None:
         return None
     if find_spec("triton") is None:
         return "the package triton is not installed; install it, or set compile to off"
-    wanted = os.environ.get("CC")
-    if not any(shutil.which(found) for found in ([wanted] if wanted else ("gcc", "clang", "cc"))):
-        return f"there is no C compiler ({wanted or 'gcc'}); install gcc, or set compile to off"
+    requested = os.environ.get("CC")
+    if not any(shutil.which(found) for found in ([requested] if requested else ("gcc", "clang", "cc"))):
+        return f"there is no C compiler ({requested or 'gcc'}); install gcc, or set compile to off"
     return None
 
 
-def _beyond_the_most() -> type[Exception]:
-    """What torch raises where a block of one graph would need one version more than MOST_VERSIONS."""
+def _beyond_max_versions() -> type[Exception]:
+    """What torch raises where a block of one graph would need one version more than MAX_VERSIONS."""
     names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # the second one before 2.7
     found: type[Exception] = next(filter(None, (getattr(torch._dynamo.exc, name, None) for name in names)))
     return found
 
 
-def _alike(argument: Any) -> Any:
+def _with_plain_strides(argument: Any) -> Any:
     """Tokens come to a first block in other strides than to the next ones."""
     is_tokens = isinstance(argument, Tensor) and argument.ndim == 3 and argument.is_floating_point()
     return _plain(argument) if is_tokens and 0 not in argument.stride() else argument

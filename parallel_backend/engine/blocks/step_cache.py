@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.tokens.cached_outputs import KeptOutput
+from ...models.tokens.cached_outputs import CachedOutput
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
@@ -32,7 +32,7 @@ Key = tuple[tuple[int, ...], Hashable]
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedResidual:
     """Of an output, in the last call that was computed: what the first block changed, and what the others added."""
 
     change: Tensor
@@ -48,23 +48,23 @@ class ModuleCache:
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
-        self._kept: dict[Key, list[Kept]] = {}
+        self._residuals: dict[Key, list[CachedResidual]] = {}
         self.calls = 0
         self.reused = 0
 
     @contextmanager
-    def call(self, key: Key, outputs: Sequence[KeptOutput], meeting: Meeting) -> Iterator[CachedCall]:
+    def call(self, key: Key, outputs: Sequence[CachedOutput], vote: ReuseVote) -> Iterator[CachedCall]:
         """Around a network call. A call that fails leaves nothing."""
-        one = CachedCall(self.threshold, outputs, self._kept.pop(key, None), meeting)
+        one = CachedCall(self.threshold, outputs, self._residuals.pop(key, None), vote)
         yield one
         self.calls += 1
         self.reused += one.reuses
-        if (kept := one.kept()) is not None:
-            self._kept[key] = kept
+        if (residuals := one.residuals()) is not None:
+            self._residuals[key] = residuals
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ReuseVote:
     """Where ranks decide. `shared`: a row's tokens are shared out over the sequence axis while blocks run; `on_reuse`:
     what all ranks do once they have decided to leave blocks out."""
 
@@ -90,13 +90,17 @@ class CachedCall:
     """One network call on one rank. `reuses`: blocks after the first are left out."""
 
     def __init__(
-        self, threshold: float, outputs: Sequence[KeptOutput], kept: list[Kept] | None, meeting: Meeting
+        self,
+        threshold: float,
+        outputs: Sequence[CachedOutput],
+        before: list[CachedResidual] | None,
+        vote: ReuseVote,
     ) -> None:
         self._threshold = threshold
         self._outputs = outputs
-        self._before = kept
-        self._meeting = meeting
-        self._begun: list[Tensor] = []  # what the first block gave
+        self._before = before
+        self._vote = vote
+        self._first_gave: list[Tensor] = []  # what the first block gave
         self._changes: list[Tensor] = []
         self._added: dict[int, Tensor] = {}  # by output
         self.reuses = False
@@ -113,8 +117,8 @@ class CachedCall:
         if block.is_first:
             taken = self._copied(block.handed_on(args, kwargs))  # blocks may change what they get
             out = compute()
-            self._begun = self._copied(out)
-            self._changes = [after - before for after, before in zip(self._begun, taken, strict=True)]
+            self._first_gave = self._copied(out)
+            self._changes = [after - before for after, before in zip(self._first_gave, taken, strict=True)]
             self._decide(tokens)
             return out
         out = block.handed_on(args, kwargs) if self.reuses else compute()
@@ -127,13 +131,13 @@ class CachedCall:
         (number,) = (n for n, output in enumerate(self._outputs) if not output.at_end)
         return (self._at_end(number, args[0]), *args[1:])
 
-    def kept(self) -> list[Kept] | None:
+    def residuals(self) -> list[CachedResidual] | None:
         """For the next call with these prompts; None where the module did not come to all that there is to keep."""
         if self.reuses:
             return self._before
         if len(self._added) < len(self._outputs):
             return None
-        return [Kept(change, self._added[number]) for number, change in enumerate(self._changes)]
+        return [CachedResidual(change, self._added[number]) for number, change in enumerate(self._changes)]
 
     def _decide(self, tokens: BlockTokens | None) -> None:
         rows = [_sums(change, output, tokens) for change, output in self._deciding(self._changes)]
@@ -149,13 +153,13 @@ class CachedCall:
             moved = [now - one.change for one, now in zip(known, self._changes, strict=True)]
             difference = torch.stack([_sums(one, output, tokens) for one, output in self._deciding(moved)], 1)
         # NaN, where there is nothing to compare with, is not below.
-        self.reuses = self._meeting.largest(difference, before) < self._threshold
+        self.reuses = self._vote.largest(difference, before) < self._threshold
         if self.reuses:
-            self._meeting.on_reuse()
+            self._vote.on_reuse()
         else:
             self._before = None  # its memory is for what comes now
 
-    def _deciding(self, of_outputs: Sequence[Any]) -> Iterator[tuple[Any, KeptOutput]]:
+    def _deciding(self, of_outputs: Sequence[Any]) -> Iterator[tuple[Any, CachedOutput]]:
         pairs = zip(of_outputs, self._outputs, strict=True)
         return ((one, output) for one, output in pairs if output.decides)
 
@@ -172,14 +176,14 @@ class CachedCall:
 
     def _at_end(self, number: int, value: Tensor) -> Tensor:
         """An output as the blocks give it, from as they handed it on where they were left out."""
-        if not self._begun:  # the first block itself was left out, by a node that skips layers
+        if not self._first_gave:  # the first block itself was left out, by a node that skips layers
             return value
-        begun = self._begun[number]
+        given = self._first_gave[number]
         if self.reuses:
             assert self._before is not None, "it was compared with"
-            return begun + self._before[number].added
-        if value.shape == begun.shape:
-            self._added[number] = value - begun
+            return given + self._before[number].added
+        if value.shape == given.shape:
+            self._added[number] = value - given
         return value
 
 
@@ -187,11 +191,11 @@ def _several(out: Any) -> Sequence[Tensor]:
     return out if isinstance(out, (list, tuple)) else (out,)
 
 
-def _sums(value: Tensor, output: KeptOutput, tokens: BlockTokens | None) -> Tensor:
+def _sums(value: Tensor, output: CachedOutput, tokens: BlockTokens | None) -> Tensor:
     """[rows] float64 sums of absolute values, over this rank's tokens where `value` is a share of `tokens`."""
     argument = output.tokens
     if argument is not None and tokens is not None:
-        value = tokens.own(value, argument.stream, argument.dim % value.ndim)
+        value = tokens.local(value, argument.stream, argument.dim % value.ndim)
     if argument is not None and argument.dim == 0:  # one row, without a dim of its own
         value = value[None]
     of_tokens = value.abs().sum(dim=-1, dtype=torch.float32).flatten(1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PlatformError, RequestError
-from ...layout import ALIKE_AXES, AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
+from ...layout import AXES, REPLICA_AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
 from ...strategy import ParallelStrategy
 from ...wire.heartbeat import heartbeat
 from ...wire.protocol import SHARED_STORE
@@ -186,7 +186,7 @@ class Layouts:
                 ring=self._axis(strategy, ("ring",)),
                 ulysses=self._axis(strategy, ("ulysses",)),
                 tensor=self._axis(strategy, ("tensor",)),
-                shard=self._axis(strategy, ALIKE_AXES if strategy.shards else (), purpose=_WEIGHTS),
+                shard=self._axis(strategy, REPLICA_AXES if strategy.shards else (), purpose=_WEIGHTS),
                 everyone=self._axis(strategy, AXES),
             )
             _connect_stages(self._layouts[strategy])

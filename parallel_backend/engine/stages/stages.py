@@ -27,11 +27,11 @@ from ..blocks.block_calls import BlockCalls, cut_arguments
 from ..comm.collectives import broadcast
 from ..comm.groups import ALONE, Axis, Layout
 from ..comm.traffic_counter import Traffic
-from ..tokens.block_tokens import BlockTokens, LastTokens, Patch
+from ..tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
 from ..tokens.region_blocks import Block, blocks_of, tokens_of
 from .owners import pack, unpack
 from .p2p import P2PChannel, PendingRecv
-from .stale_keys import NO_KEYS, KeptKeys
+from .stale_keys import NO_KEYS, StaleKeyCache
 
 _MARKS = 4  # at which a layer of low precision gives twice the same by chance once in ten billion elements
 
@@ -97,7 +97,7 @@ class ModuleStages:
         """An answer of patches as the module itself would give it."""
         return unpack(packed, self._like)
 
-    def whole(self, call: ModuleCall, keys: KeptKeys | None) -> Any:
+    def full_call(self, call: ModuleCall, keys: StaleKeyCache | None) -> Any:
         """The answer to a call of whole images, on every stage. `keys`: where their keys and values are left."""
         with self._running(call, None, keys):
             answer = self._model.module(*call.args, **call.kwargs)
@@ -115,7 +115,7 @@ class ModuleStages:
         self._like = empty if several else empty[0]  # and no views, which would keep it
         return answer
 
-    def why_whole(self, call: ModuleCall, keys: KeptKeys) -> str:
+    def flow_blocked_by(self, call: ModuleCall, keys: StaleKeyCache) -> str:
         """Why calls like this one of whole images, which left these keys, cannot be taken through stages in patches, in
         a user's words; empty where they can."""
         if keys.masked:
@@ -126,7 +126,7 @@ class ModuleStages:
             "" if call.tokens == STAY else "with these inputs, the model looks at tokens between its blocks"
         )
 
-    def patch(self, call: ModuleCall, patch: Patch, keys: KeptKeys) -> Tensor | None:
+    def patch(self, call: ModuleCall, patch: ImagePatch, keys: StaleKeyCache) -> Tensor | None:
         """Takes one patch through this stage. On the last one the answer, packed, in which only the elements of that
         patch mean anything."""
         try:
@@ -152,7 +152,7 @@ class ModuleStages:
         self._onward.settle()
         self._back.settle()
 
-    def owners(self, call: ModuleCall, patches: int, keys: KeptKeys) -> Tensor:
+    def owners(self, call: ModuleCall, patches: int, keys: StaleKeyCache) -> Tensor:
         """Of each element of a row of the answer, the number of the patch whose tokens alone make it; -1 where there is
         no such patch. [elements] int64. Asks the module itself: which of them change if the tokens of a patch do that
         leave the blocks? Of answers behind the first what no patch changes is the last one's: sound whose tokens are
@@ -160,10 +160,11 @@ class ModuleStages:
         plain, found = self._marked(call, None, 0, keys), None
         for mark in range(1, _MARKS + 1):
             changed = [
-                (self._marked(call, Patch(n, patches), mark, keys) != plain).flatten() for n in range(patches)
+                (self._marked(call, ImagePatch(n, patches), mark, keys) != plain).flatten()
+                for n in range(patches)
             ]
-            together = torch.stack(changed)
-            found = together if found is None else found | together
+            stacked = torch.stack(changed)
+            found = stacked if found is None else found | stacked
             if bool(found.any(0).all()):
                 break
         assert found is not None, "there is a mark"
@@ -177,7 +178,7 @@ class ModuleStages:
         first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]
         return first.shape[1:].numel()
 
-    def _marked(self, call: ModuleCall, patch: Patch | None, mark: int, keys: KeptKeys) -> Tensor:
+    def _marked(self, call: ModuleCall, patch: ImagePatch | None, mark: int, keys: StaleKeyCache) -> Tensor:
         """One row of the answer if all tokens left the blocks alike, and those of a patch with another value."""
         cut = None if patch is None else self._tokens_of(patch, keys, ALONE)
 
@@ -186,8 +187,8 @@ class ModuleStages:
             plain[:] = _values(0, tokens)
             if cut is None:
                 return plain
-            own = cut.gather(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
-            return torch.where(own > 0, _values(mark, tokens), plain)
+            local = cut.gather(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
+            return torch.where(local > 0, _values(mark, tokens), plain)
 
         def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             assert cut is not None, "of a patch"
@@ -221,7 +222,7 @@ class ModuleStages:
 
         return last.module.register_forward_hook(given).remove
 
-    def _tokens_of(self, patch: Patch | None, keys: KeptKeys | None, axis: Axis) -> BlockTokens:
+    def _tokens_of(self, patch: ImagePatch | None, keys: StaleKeyCache | None, axis: Axis) -> BlockTokens:
         """Returns the tokens of a patch, or of whole images, over the ranks of `axis`. Where text goes before the image
         in its stream, each prompt's image is cut into patches at the same places: as the last tokens of the longest."""
         weights = self._shares if axis.size > 1 else ()
@@ -230,7 +231,9 @@ class ModuleStages:
         return BlockTokens(axis, weights, self._traffic, patch)
 
     @contextmanager
-    def _running(self, call: ModuleCall, patch: Patch | None, keys: KeptKeys | None) -> Iterator[None]:
+    def _running(
+        self, call: ModuleCall, patch: ImagePatch | None, keys: StaleKeyCache | None
+    ) -> Iterator[None]:
         """Inside, a call of the module computes this stage's blocks."""
         stay = call.tokens == STAY and call.kwargs.get("control") is None
         self.shares_tokens = stay
@@ -259,7 +262,12 @@ class ModuleStages:
             yield
 
     def _forward_of(
-        self, number: int, block: Block, call: ModuleCall, tokens: BlockTokens | None, keys: KeptKeys | None
+        self,
+        number: int,
+        block: Block,
+        call: ModuleCall,
+        tokens: BlockTokens | None,
+        keys: StaleKeyCache | None,
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             is_whole = tokens is None or tokens.patch is None
@@ -292,7 +300,7 @@ class ModuleStages:
         block: Block,
         call: ModuleCall,
         tokens: BlockTokens | None,
-        keys: KeptKeys | None,
+        keys: StaleKeyCache | None,
     ) -> Callable[..., Any]:
         """Returns the forward of a block in a list before those of the stages, which each rank of the first stage
         computes. `place`: the number of its region, and its own there. Patches go through the first region; others (of
@@ -311,7 +319,7 @@ class ModuleStages:
 
         return forward
 
-    def _refined_tokens(self, patch: Patch | None, call: ModuleCall, keys: KeptKeys) -> BlockTokens:
+    def _refined_tokens(self, patch: ImagePatch | None, call: ModuleCall, keys: StaleKeyCache) -> BlockTokens:
         """Returns a refiner's tokens: the last of the image's stream, as the self-test finds."""
         if patch is None:
             return BlockTokens(ALONE, (), self._traffic)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..tokens.block_tokens import BlockTokens
 
 
-class KeptKeys:
+class StaleKeyCache:
     """The newest keys and values of all tokens of one job's rows, of each call of attention in this stage's blocks, for
     this rank's heads.
 
@@ -60,7 +60,7 @@ NO_KEYS = NoKeys()
 class BlockKeys:
     """Answers attention in one call of a block (sequence.StaleKeys); its calls come in the same order each time."""
 
-    def __init__(self, keys: KeptKeys, place: Hashable, tokens: BlockTokens) -> None:
+    def __init__(self, keys: StaleKeyCache, place: Hashable, tokens: BlockTokens) -> None:
         self._keys, self._place, self._tokens = keys, place, tokens
         self._calls = 0
 

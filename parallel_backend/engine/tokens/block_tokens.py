@@ -24,7 +24,7 @@ from ..comm.traffic_counter import Traffic
 
 
 @dataclass(frozen=True)
-class Patch:
+class ImagePatch:
     """Number `number` of `count` patches of an image's tokens."""
 
     number: int
@@ -43,7 +43,7 @@ class BlockTokens:
     axis: Axis
     weights: tuple[float, ...]
     traffic: Traffic
-    patch: Patch | None = None
+    patch: ImagePatch | None = None
     counts: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     # What was cut already, by id; the value is kept, so that its id stays its own.
@@ -73,7 +73,7 @@ class BlockTokens:
             offset += self.counts[name]
         return found
 
-    def own(self, value: Tensor, stream: str, dim: int) -> Tensor:
+    def local(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """This rank's tokens of what it holds, without stand-ins."""
         sizes = [piece.stop - piece.start for piece in self.pieces(stream)]
         if 0 not in sizes:
@@ -122,11 +122,11 @@ class BlockTokens:
             by_name = [(stream, theirs, mine)]
             if stream not in common:
                 each = zip(self._names(stream), theirs, mine, strict=True)
-                by_name = [(name, [others], [own]) for name, others, own in each]
+                by_name = [(name, [others], [local]) for name, others, local in each]
             pieces: list[slice] = []
-            for name, others, own in by_name:
+            for name, others, local in by_name:
                 count = common.get(name, 0)
-                pieces += [*_numbers(others, 0, count), *_numbers(own, count, None)]
+                pieces += [*_numbers(others, 0, count), *_numbers(local, count, None)]
             items = [whole] if isinstance(whole, Tensor) else whole
             parts = [self._share(item, argument, pieces) for item in items]
             self._cuts[key] = (share, parts[0] if isinstance(whole, Tensor) else type(whole)(parts))
@@ -144,7 +144,7 @@ class BlockTokens:
                 f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
             )
         if self.axis.size > 1 or self.patch is not None:
-            shares = self.own(value, stream, dim).movedim(dim, 0)
+            shares = self.local(value, stream, dim).movedim(dim, 0)
             if self.axis.size > 1:
                 shares = all_gather(shares, self.lengths(stream), self.axis, self.traffic)
             value = self._in_order(shares, stream).movedim(0, dim).contiguous()
@@ -152,9 +152,9 @@ class BlockTokens:
 
     def cut_residuals(self, control: dict[str, Any], stream: str) -> None:
         """Cuts, in its lists, what a ControlNet adds after blocks: [B, n, C] to the first n tokens of `stream`."""
-        (own,) = self.pieces(stream)
+        (local,) = self.pieces(stream)
         for residuals in control.values():
-            residuals[:] = [None if tensor is None else tensor[:, own] for tensor in residuals]
+            residuals[:] = [None if tensor is None else tensor[:, local] for tensor in residuals]
 
     def _names(self, stream: str) -> list[str]:
         names = stream.split("+")
@@ -190,8 +190,8 @@ class BlockTokens:
             case Ranges(stream):
                 return self._ranges(value, stream)
             case FirstToken(stream):
-                (own,) = self.pieces(stream)
-                return min(max(value - own.start, 0), own.stop - own.start)
+                (local,) = self.pieces(stream)
+                return min(max(value - local.start, 0), local.stop - local.start)
             case ExpandingTimestep(stream):
                 if isinstance(value, Tensor):
                     return self._share(value, Tokens(stream, grouped=True))
@@ -214,13 +214,13 @@ class BlockTokens:
     def _ranges(self, ranges: Iterable[tuple[Any, ...]], stream: str) -> list[tuple[Any, ...]]:
         """The parts of (first, end, …) that fall into this rank's tokens, as these are numbered."""
         found, offset = [], 0
-        for own in self.pieces(stream):
+        for local in self.pieces(stream):
             for begin, end, *rest in ranges:
                 end = self.total(stream) if end is None else end
-                begin, end = max(begin, own.start), min(end, own.stop)
+                begin, end = max(begin, local.start), min(end, local.stop)
                 if begin < end:
-                    found.append((begin - own.start + offset, end - own.start + offset, *rest))
-            offset += max(own.stop - own.start, 1)
+                    found.append((begin - local.start + offset, end - local.start + offset, *rest))
+            offset += max(local.stop - local.start, 1)
         return found
 
     def _share(self, value: Tensor, argument: Tokens, pieces: list[slice] | None = None) -> Tensor:

@@ -27,7 +27,7 @@ HOST_ONLY = frozenset(
         "ar_config",
     }
 )
-OWN_OPTIONS = "parallel_"  # how the names of the pack's own options begin
+PACK_OPTIONS = "parallel_"  # how the names of the pack's own options begin
 
 
 def row_count(latent: Tensor | list[Tensor]) -> int:

@@ -27,7 +27,7 @@ MEMORY = "get_total_memory"
 
 
 @contextmanager
-def asked_of_all(management: Any, devices: Sequence[torch.device]) -> Iterator[None]:
+def agree_on_dtypes(management: Any, devices: Sequence[torch.device]) -> Iterator[None]:
     """Inside, `management` (comfy.model_management) answers each of QUESTIONS with yes only if it would for every one
     of `devices`, GPUs as this process numbers them, and names the memory of the smallest one."""
     stock = {name: getattr(management, name) for name in (*QUESTIONS, MEMORY) if hasattr(management, name)}

@@ -38,38 +38,38 @@ def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
     """
     global _imported
     flags = tuple(dict.fromkeys((*source.flags, *_ALWAYS, *(("--cpu",) if device.type == "cpu" else ()))))
-    wanted = _Imported(os.path.realpath(source.root), flags)
+    named = _Imported(os.path.realpath(source.root), flags)
     if _imported is None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # ComfyUI takes the current one
-        _import(wanted, device)
-        _imported = wanted
-    elif wanted != _imported:
+        _import(named, device)
+        _imported = named
+    elif named != _imported:
         raise RequestError(
             f"The processes have imported ComfyUI from {_imported.root} with the flags {' '.join(_imported.flags)}, "
-            f"and this model asks for {wanted.root} with {' '.join(wanted.flags)}; Python cannot take an import back. "
+            f"and this model asks for {named.root} with {' '.join(named.flags)}; Python cannot take an import back. "
             f"Restart ComfyUI, so that the processes start anew."
         )
 
 
-def _import(wanted: _Imported, device: torch.device) -> None:
-    root = Path(wanted.root)
+def _import(named: _Imported, device: torch.device) -> None:
+    root = Path(named.root)
     if not (root / "comfy" / "cli_args.py").is_file():
         raise RequestError(
             f"{root} is not ComfyUI's folder: it has no comfy/cli_args.py. The processes run the modules of the "
             f"ComfyUI that they are told of; start them from there."
         )
     # Last: ComfyUI's folder has modules such as `nodes`, `utils` and `server`, whose names others have too.
-    sys.path.append(wanted.root)
+    sys.path.append(named.root)
     # `comfy` has no __init__.py, and a package of that name elsewhere on the path would win or mix with it.
     spec = ModuleSpec("comfy", None, is_package=True)
     spec.submodule_search_locations = [str(root / "comfy")]
     sys.modules["comfy"] = module_from_spec(spec)
     try:
-        _read_command_line(wanted.flags)
-        _import_modules(wanted.flags, device)
+        _read_command_line(named.flags)
+        _import_modules(named.flags, device)
     except BaseException:
-        sys.path.remove(wanted.root)
+        sys.path.remove(named.root)
         for name in [name for name in sys.modules if name.partition(".")[0] == "comfy"]:
             del sys.modules[name]
         raise

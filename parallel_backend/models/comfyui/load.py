@@ -25,7 +25,7 @@ from ..dtypes import BYTES_PER_VALUE
 from ..gguf_file import is_gguf
 from ..staging import staged_reader
 from ..tokens.table import TABLE
-from .common_dtypes import asked_of_all
+from .common_dtypes import agree_on_dtypes
 from .environment import import_comfyui
 from .file_weights import FileWeights
 from .formats import gguf
@@ -103,7 +103,7 @@ def _read(
     opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
     if source.part == "diffusion_model":
         tensors = without_prefix(tensors, metadata)
-    own = _own_tensors(tensors)
+    own = _model_tensors(tensors)
     size = sum(tensor.nbytes for tensor in own)
     stored = _most_common_format(own)
     options: dict[str, Any] = {"load_device": device, "offload_device": torch.device("cpu")}
@@ -119,7 +119,7 @@ def _read(
 
     if source.part == "diffusion_model" and _assigns_weights() and _is_plain(tensors, metadata):
         tensors = from_diffusers(tensors) or tensors
-    with asked_of_all(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
+    with agree_on_dtypes(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
         patcher, built = _load(spec.path, source.part, tensors, metadata, options)
     gguf.unpack_as(patcher.model.diffusion_model, built)
     return _Read(opened, patcher, size, stored, {} if keeps_file_dtype else built)
@@ -146,7 +146,7 @@ def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
         ) from error
 
 
-def _own_tensors(tensors: StateDict) -> list[Tensor]:
+def _model_tensors(tensors: StateDict) -> list[Tensor]:
     """Those of the diffusion model; in a checkpoint, others lie beside them."""
     from comfy.model_detection import unet_prefix_from_state_dict
 

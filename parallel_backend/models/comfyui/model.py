@@ -38,7 +38,7 @@ class ComfyUIModel:
     def __post_init__(self) -> None:
         entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions
-        self.rows_together = entry is not None and entry.rows_together
+        self.inseparable_rows = entry is not None and entry.inseparable_rows
 
     @property
     def splits_layers(self) -> bool:

@@ -21,7 +21,7 @@ from .. import gguf_file
 from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, TensorEntry, read_header
 from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
-from ..footprint import HeldWeights, Moment, TokenLoad, WeightPart
+from ..footprint import HeldWeights, MemoryPeak, TokenLoad, WeightPart
 from ..tokens.table import sends_tokens, slices_layers
 from .formats.quantised import check_quantised
 
@@ -52,7 +52,7 @@ _UNET_TOKENS = 1024  # positions at which a UNet's weights are used, on average,
 
 
 @dataclass(frozen=True)
-class BlockList:
+class CountedBlocks:
     """`count` blocks of one kind, of `bytes` each on average; `largest`: bytes of its largest layer; `everywhere`: each
     stage of a pipeline holds them all (refiners of text)."""
 
@@ -76,15 +76,15 @@ class ComfyUIModelFile:
     of 1024 x 1024 pixels; `image_heads`: so many heads over all cells of the latent have as many pairs of positions as
     the largest attention of a UNet; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute
     bands; `why_less`: in words, why less of it is shared out than the table has (proof.ClassVerdict), else empty;
-    `has_stages`: its blocks may lie on several devices; `kept`: the dtype of a plain fp8 file's weights on ComfyUI's
-    GPU, where that does not multiply fp8 and has room for it, else empty.
+    `has_stages`: its blocks may lie on several devices; `fp8_loaded_as`: the dtype of a plain fp8 file's weights on
+    ComfyUI's GPU, where that does not multiply fp8 and has room for it, else empty.
     """
 
     path: str
     model: str
     module: str
     dtype: str
-    blocks: tuple[BlockList, ...]
+    blocks: tuple[CountedBlocks, ...]
     around_bytes: int
     heads: int = 0
     width: int = 0
@@ -101,7 +101,7 @@ class ComfyUIModelFile:
     band_rows: int = 0
     why_less: str = ""
     has_stages: bool = False
-    kept: str = ""
+    fp8_loaded_as: str = ""
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class ComfyUIModelFile:
         a pipeline its own blocks, and all around; under tensor parallelism its slice of each block, and all around."""
         alike = strategy.row_degree * strategy.sequence_degree
         sharded = strategy.shards and (alike > 1 or not on_cpu)
-        storage = dtypes.storage if on_cpu else self.kept or dtypes.storage
+        storage = dtypes.storage if on_cpu else self.fp8_loaded_as or dtypes.storage
         scale = BYTES_PER_VALUE[storage] / BYTES_PER_VALUE[dtypes.file]
         is_cast = storage != dtypes.compute
         cast = BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file] if is_cast else 0.0
@@ -206,7 +206,7 @@ class ComfyUIModelFile:
             offloaded=strategy.offload_weights and sharded and not on_cpu,
         )
 
-    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
+    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[MemoryPeak]:
         """By widths (above), not variable by variable as for a family that the pack computes itself."""
         whole = call.width(sum(call.keys))
         width = (
@@ -217,15 +217,15 @@ class ComfyUIModelFile:
         if not self.is_transformer:
             # Keys and values of all bands, at a quarter of the positions and twice the width.
             beside = gathered if self.band_rows else 0
-            yield Moment("convolution", _CONVOLUTION * width + beside + cast)
-            yield Moment("attention", _CONVOLUTION * width + beside + call.scores(self.image_heads))
+            yield MemoryPeak("convolution", _CONVOLUTION * width + beside + cast)
+            yield MemoryPeak("attention", _CONVOLUTION * width + beside + call.scores(self.image_heads))
             return
         slices = call.tensor
         exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // (call.ulysses * slices)
         attention = width * _WHOLE + width * (_ATTENTION - _WHOLE) // slices
         feed_forward = width * (_WHOLE + 1) + width * (_FEED_FORWARD - _WHOLE - 1) // slices
-        yield Moment("attention", attention + gathered + call.scores(self.heads / slices), exchanged)
-        yield Moment("feed-forward", feed_forward + gathered + cast)
+        yield MemoryPeak("attention", attention + gathered + call.scores(self.heads / slices), exchanged)
+        yield MemoryPeak("feed-forward", feed_forward + gathered + cast)
 
     @property
     def inputs(self) -> InputShapes:
@@ -278,7 +278,7 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
     )
 
 
-def by_stages(blocks: Sequence[BlockList], lists: Mapping[str, int]) -> tuple[BlockList, ...]:
+def by_stages(blocks: Sequence[CountedBlocks], lists: Mapping[str, int]) -> tuple[CountedBlocks, ...]:
     """First those that stages of a pipeline share out, in the order of `lists` (blocks of each), then those that each
     stage holds. A list that the file calls otherwise is known by its number of blocks; all stay where one is missing.
     """
@@ -293,7 +293,7 @@ def by_stages(blocks: Sequence[BlockList], lists: Mapping[str, int]) -> tuple[Bl
     return (*first, *(replace(kind, everywhere=bool(lists)) for kind in left))
 
 
-def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[BlockList, ...]:
+def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[CountedBlocks, ...]:
     """The lists of blocks in the order of the file; a model without one is a single block."""
     sizes: dict[str, Counter[int]] = {}
     tensors: Counter[str] = Counter()
@@ -306,12 +306,12 @@ def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[BlockList, ...]:
         tensors[name] += 1
         largest[name] = max(largest[name], size)
     lists = tuple(
-        BlockList(name, len(numbers), sum(numbers.values()) // len(numbers), largest[name])
+        CountedBlocks(name, len(numbers), sum(numbers.values()) // len(numbers), largest[name])
         for name, numbers in sizes.items()
         if name and len(numbers) >= _FEWEST and tensors[name] >= _TENSORS * len(numbers)
     )
     total = sum(sum(numbers.values()) for numbers in sizes.values())
-    return lists or (BlockList("the model", 1, total, max(largest.values())),)
+    return lists or (CountedBlocks("the model", 1, total, max(largest.values())),)
 
 
 def _prefix(header: Header) -> str:
@@ -334,7 +334,7 @@ TYPICAL = ComfyUIModelFile(
     model="a model of 12 billion parameters",
     module="",
     dtype="bfloat16",
-    blocks=(BlockList("blocks", 48, 480_000_000, 110_000_000),),
+    blocks=(CountedBlocks("blocks", 48, 480_000_000, 110_000_000),),
     around_bytes=960_000_000,
     heads=24,
     width=3072,

@@ -12,7 +12,7 @@ from ...errors import RequestError
 from ...layout import stage_blocks
 from ..base import ModelPart, WeightSharding
 from ..staging import StagedReader
-from ..tensor_pieces import as_built, take_apart
+from ..tensor_pieces import as_built, component_tensors
 from ..tokens.table import stage_lists
 from .formats.key_layouts import Joined
 
@@ -35,7 +35,7 @@ def place(
     for key in absent:
         path, _, own = key.rpartition(".")
         setattr(module.get_submodule(path), own, _stand_in(module.get_parameter(key)))
-    wanted = {
+    requested = {
         id(tensor): dtypes[name]
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if name in dtypes
@@ -44,10 +44,10 @@ def place(
     for owner in model.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) not in there:
-                there[id(parameter)] = moved(parameter, device, wanted.get(id(parameter)), staged)
+                there[id(parameter)] = moved(parameter, device, requested.get(id(parameter)), staged)
             setattr(owner, name, there[id(parameter)])
         for name, buffer in owner.named_buffers(recurse=False):
-            owner._buffers[name] = as_built(buffer.to(device), wanted.get(id(buffer)))
+            owner._buffers[name] = as_built(buffer.to(device), requested.get(id(buffer)))
 
 
 def absent_parameters(module: nn.Module, part: ModelPart) -> list[str]:
@@ -81,8 +81,8 @@ def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader |
         return parameter.on(device, (lambda piece: piece) if staged is None else staged.to_device)
     if staged is None:
         return parameter.to(device)
-    pieces, put_together = take_apart(parameter)
-    return put_together([staged.to_device(piece) for piece in pieces])
+    pieces, assemble_tensor = component_tensors(parameter)
+    return assemble_tensor([staged.to_device(piece) for piece in pieces])
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

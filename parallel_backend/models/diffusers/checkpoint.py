@@ -15,7 +15,7 @@ from ...strategy import ModelShape, ParallelStrategy
 from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
-from ..footprint import HeldWeights, Moment, TokenLoad
+from ..footprint import HeldWeights, MemoryPeak, TokenLoad
 from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
 from .memory.activation_bytes import moments
 from .memory.weight_bytes import held_weights
@@ -137,7 +137,7 @@ class FluxFile:
     ) -> HeldWeights:
         return held_weights(self.dims, dtypes, strategy, rank, on_cpu=on_cpu)
 
-    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[Moment]:
+    def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[MemoryPeak]:
         return moments(self.dims, block, call, cast)
 
     @property
@@ -173,10 +173,10 @@ def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
     shapes = {key: entry.shape for key, entry in entries.items()}
     dims = _dims_of(header.name, shapes, layout)
     _check_variant(header.name, dims)
-    wanted = (original_shapes if layout == "original" else diffusers_shapes)(dims)
-    _check_keys(header.name, wanted, shapes, prefix)
+    requested = (original_shapes if layout == "original" else diffusers_shapes)(dims)
+    _check_keys(header.name, requested, shapes, prefix)
     sizes: Counter[str] = Counter()
-    for key in wanted:
+    for key in requested:
         sizes[entries[key].dtype] += entries[key].end - entries[key].begin
     return FluxFile(
         path=header.path,
@@ -205,7 +205,7 @@ def _restored(key: str, norm_ending: str) -> str:
 
 def _find_model(header: Header) -> tuple[str, str, str]:
     """(layout, norm ending, prefix)."""
-    _refuse_others(header, _OTHER_MODELS)
+    _refuse_other_models(header, _OTHER_MODELS)
     for layout, norm_ending, mark in _MARKS:
         for prefix in PREFIXES:
             if prefix + mark in header.tensors:
@@ -214,11 +214,11 @@ def _find_model(header: Header) -> tuple[str, str, str]:
         if any(key.endswith(entrance) for key in header.tensors):
             mark = next(mark for of, _, mark in _MARKS if of == layout)
             raise _refused(header.name, f"it looks like Flux.1 but has no {mark}", "download the file again")
-    _refuse_others(header, _COMPANIONS)
+    _refuse_other_models(header, _COMPANIONS)
     raise _refused(header.name, "it is not a Flux.1 model")
 
 
-def _refuse_others(header: Header, others: tuple[tuple[str, str], ...]) -> None:
+def _refuse_other_models(header: Header, others: tuple[tuple[str, str], ...]) -> None:
     for part, what in others:
         if any(part in key for key in header.tensors):
             raise _refused(header.name, f"it is {what}")
@@ -286,17 +286,17 @@ def _check_variant(name: str, dims: FluxDims) -> None:
 
 
 def _check_keys(
-    name: str, wanted: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], prefix: str
+    name: str, requested: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], prefix: str
 ) -> None:
     again = "download the file again"
-    for key, shape in wanted.items():
+    for key, shape in requested.items():
         if key not in shapes:
             raise _refused(name, f"the tensor {prefix + key} is missing", again)
         if shapes[key] != shape:
             raise _refused(
                 name, f"{prefix + key} has the shape {list(shapes[key])}, not {list(shape)}", again
             )
-    extra = sorted(key for key in set(shapes) - set(wanted) if not key.startswith(_BESIDE))
+    extra = sorted(key for key in set(shapes) - set(requested) if not key.startswith(_BESIDE))
     if extra:
         listed = ", ".join(map(_shown, extra[:3])) + (", …" if len(extra) > 3 else "")
         raise _refused(name, f"it has {len(extra)} tensors that Flux.1 does not ({listed})")

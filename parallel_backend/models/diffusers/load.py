@@ -29,7 +29,7 @@ from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
 from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
-from .memory.weight_bytes import is_kept_in_compute_dtype, kept_dtype
+from .memory.weight_bytes import device_dtype, stays_in_compute_dtype
 from .model import DiffusersModel
 
 
@@ -94,9 +94,9 @@ def mapped_parameters(file: FluxFile, opened: safe_open) -> dict[str, Tensor]:
 
 def loaded_dtype(name: str, stored: torch.dtype, dtypes: Dtypes, as_stored: bool) -> torch.dtype:
     """Returns the dtype that a parameter is kept in. `stored`: its own in the file, where a few differ from most."""
-    if as_stored and not is_kept_in_compute_dtype(name, dtypes):
+    if as_stored and not stays_in_compute_dtype(name, dtypes):
         return stored
-    return getattr(torch, kept_dtype(name, dtypes))
+    return getattr(torch, device_dtype(name, dtypes))
 
 
 def transformer_config(dims: FluxDims) -> dict[str, object]:

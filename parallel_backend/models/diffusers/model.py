@@ -30,7 +30,7 @@ class DiffusersModel:
 
     attention: ClassVar[str] = "pytorch"
     splits_layers: ClassVar[bool] = True
-    rows_together: ClassVar[bool] = False
+    inseparable_rows: ClassVar[bool] = False
     scales_by_largest: ClassVar[bool] = False
 
     @property

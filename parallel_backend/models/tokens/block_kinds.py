@@ -138,7 +138,7 @@ _WAN_SLICED = Sliced(
         "cross_attn.norm_k",
         "cross_attn.norm_k_img",
     ),
-    whole=("before_proj", "after_proj"),
+    replicated=("before_proj", "after_proj"),
 )
 WAN = Blocks(
     {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},

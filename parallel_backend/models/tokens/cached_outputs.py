@@ -13,7 +13,7 @@ _TEXT = "txt"
 
 
 @dataclass(frozen=True)
-class KeptOutput:
+class CachedOutput:
     """Output number `index` of the first block, to which the other blocks add. `tokens`: what it has of them, None for
     one that is whole on every rank (sound); `at_end`: the last block gives it, in the same place; else what follows the
     blocks takes it. `decides`: its change counts in whether the other blocks run."""
@@ -29,14 +29,14 @@ def main_region(regions: Sequence[Region]) -> Region | None:
     return regions[-1] if regions and regions[-1].leave is not None else None
 
 
-def kept_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[KeptOutput, ...]:
+def cached_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[CachedOutput, ...]:
     """Of a region that begins and ends with such blocks; none where what it gives is not what its first block gives."""
     given = [_given(first, name) for name in first.gives]
     if region.leave == LAST_BLOCK:
         if first.gives != last.gives:
             return ()
         return tuple(
-            KeptOutput(index, tokens, at_end=True, decides=tokens is None or tokens.stream != _TEXT)
+            CachedOutput(index, tokens, at_end=True, decides=tokens is None or tokens.stream != _TEXT)
             for index, tokens in enumerate(given)
         )
     leaves = region.leaves.stream if isinstance(region.leaves, Tokens) else region.leaves
@@ -45,8 +45,8 @@ def kept_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[KeptOutpu
         return ()
     beside = [index for index, tokens in enumerate(given) if tokens is None and first is last]
     return (
-        KeptOutput(main[0], given[main[0]], at_end=False),
-        *(KeptOutput(index, None, at_end=True) for index in beside),
+        CachedOutput(main[0], given[main[0]], at_end=False),
+        *(CachedOutput(index, None, at_end=True) for index in beside),
     )
 
 
@@ -60,7 +60,7 @@ def why_not_reused(class_name: str, mode: str) -> str:
         return f"in this version of ComfyUI, {class_name} computes in another way than the pack knows"
     region = main_region(entry.regions)
     kinds = [] if region is None else list(region.lists.values())
-    if region is None or not kept_outputs(region, kinds[0], kinds[-1]):
+    if region is None or not cached_outputs(region, kinds[0], kinds[-1]):
         return f"the pack does not know what {class_name} gives if blocks are left out"
     return ""
 

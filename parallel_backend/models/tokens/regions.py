@@ -114,7 +114,7 @@ class Sliced:
     """How tensor parallelism cuts the layers of a block (Megatron-LM, Shoeybi et al. 2019, §3).
 
     `counts`: attributes, by path, that count heads or channels of them; `joined`: layers over few tokens, which give
-    every rank all that they give (modulation); `norms`: modules that norm all heads of a token together; `whole`:
+    every rank all that they give (modulation); `norms`: modules that norm all heads of a token together; `replicated`:
     linear layers that every rank has. A block with other linear layers is refused.
     """
 
@@ -122,7 +122,7 @@ class Sliced:
     counts: tuple[str, ...]
     joined: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

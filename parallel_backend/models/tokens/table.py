@@ -54,15 +54,15 @@ from .regions import LAST_BLOCK, Region, Tokens
 @dataclass(frozen=True)
 class ModuleClass:
     """`source`: the class's file below ComfyUI's folder; `stays_with`: names of keyword arguments with which tokens
-    were proven to stay apart; with any other one, each block gathers what it gives. `rows_together`: it takes rows by
-    their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves). `bands`: it
-    is a UNet, of whose images ranks compute bands of rows. In stages the tokens of the first of several regions are the
-    last ones of the image's in the last region."""
+    were proven to stay apart; with any other one, each block gathers what it gives. `inseparable_rows`: it takes rows
+    by their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves). `bands`:
+    it is a UNet, of whose images ranks compute bands of rows. In stages the tokens of the first of several regions
+    are the last ones of the image's in the last region."""
 
     source: str
     regions: tuple[Region, ...]
     stays_with: frozenset[str]
-    rows_together: bool = False
+    inseparable_rows: bool = False
     bands: bool = False
 
 
@@ -157,8 +157,10 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _class(source: str, *regions: Region, stays_with: str = "", rows_together: bool = False) -> ModuleClass:
-    return ModuleClass(f"comfy/ldm/{source}", regions, frozenset(stays_with.split()), rows_together)
+def _class(
+    source: str, *regions: Region, stays_with: str = "", inseparable_rows: bool = False
+) -> ModuleClass:
+    return ModuleClass(f"comfy/ldm/{source}", regions, frozenset(stays_with.split()), inseparable_rows)
 
 
 _LTX_WITH = "context frame_rate denoise_mask keyframe_idxs guide_attention_entries attention_mask"
@@ -324,7 +326,7 @@ TABLE: Mapping[str, ModuleClass] = {
         "ace/ace_step15.py",
         Region({"decoder.layers": ACE_STEP}, "decoder.norm_out", "x"),
         stays_with="context lyric_embed refer_audio audio_codes is_covers",
-        rows_together=True,
+        inseparable_rows=True,
     ),
     "Hunyuan3Dv2": _class("hunyuan3d/model.py", FLUX, stays_with="context guidance"),
     "HunYuanDiT": _class(
@@ -336,7 +338,7 @@ TABLE: Mapping[str, ModuleClass] = {
         "hunyuan3dv2_1/hunyuandit.py",
         Region({"blocks": HUNYUAN_3D}, "final_layer", "x"),
         stays_with="context",
-        rows_together=True,
+        inseparable_rows=True,
     ),
     "LatentSeqMMFlowModel": _class(
         "triposplat/model.py",

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 
-class Way(Enum):
+class VaeMode(Enum):
     """How a latent is decoded. Exactly like VAE Decode in each way."""
 
     BANDS = "bands"  # rows of each picture shared out, what lies beyond them asked for
@@ -24,7 +24,7 @@ class VaeNetwork:
     """
 
     models: str
-    way: Way
+    way: VaeMode
     decoder: str = ""
     encoder: str = ""
     reason: str = ""
@@ -43,7 +43,7 @@ _TAESD = "comfy.taesd.taesd"
 
 
 def _banded(models: str, decoder: str, encoder: str = "", at_once: bool = False) -> VaeNetwork:
-    return VaeNetwork(models, Way.BANDS, decoder, encoder, at_once=at_once)
+    return VaeNetwork(models, VaeMode.BANDS, decoder, encoder, at_once=at_once)
 
 
 # All that comfy/sd.py makes a VAE of (tests/models/tokens/test_vae_classes.py walks it). In bands each half looks at
@@ -77,56 +77,64 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
         _banded("TAEF2", f"{_TAESD}.DecoderFlux2"),
     ),
     "comfy.taesd.taehv.TAEHV": (_banded("TAEHV, TAEW, LightTAE", "torch.nn.modules.container.Sequential"),),
-    "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE": (VaeNetwork("MiniMax H3", Way.TILES),),
+    "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE": (VaeNetwork("MiniMax H3", VaeMode.TILES),),
     "comfy.ldm.lightricks.vae.na_diffusion_decoder.CausalDiffusionVAE": (
-        VaeNetwork("LTX 2.4", Way.ONE_DEVICE, reason="its attention looks at windows that bands would cut"),
+        VaeNetwork(
+            "LTX 2.4", VaeMode.ONE_DEVICE, reason="its attention looks at windows that bands would cut"
+        ),
     ),
     "comfy.ldm.mage_flow.vae.MageVAE": (
-        VaeNetwork("MageFlow", Way.ONE_DEVICE, reason="its attention looks at windows that bands would cut"),
+        VaeNetwork(
+            "MageFlow", VaeMode.ONE_DEVICE, reason="its attention looks at windows that bands would cut"
+        ),
     ),
     "comfy.ldm.cascade.stage_a.StageA": (
-        VaeNetwork("Stable Cascade, stage A", Way.ONE_DEVICE, reason="its upsampling is not known in bands"),
+        VaeNetwork(
+            "Stable Cascade, stage A", VaeMode.ONE_DEVICE, reason="its upsampling is not known in bands"
+        ),
     ),
     "comfy.ldm.cascade.stage_c_coder.StageC_coder": (
-        VaeNetwork("Stable Cascade, stage C", Way.ONE_DEVICE, reason="it makes previews of a few pixels"),
+        VaeNetwork("Stable Cascade, stage C", VaeMode.ONE_DEVICE, reason="it makes previews of a few pixels"),
     ),
     "comfy.pixel_space_convert.PixelspaceConversionVAE": (
         VaeNetwork(
-            "pixel space", Way.ONE_DEVICE, reason="its latents are pixels: there is nothing to decode"
+            "pixel space", VaeMode.ONE_DEVICE, reason="its latents are pixels: there is nothing to decode"
         ),
     ),
     "comfy.ldm.lightricks.vae.audio_vae.AudioVAE": (
-        VaeNetwork("LTX-2, sound", Way.ONE_DEVICE, reason=_SOUND),
+        VaeNetwork("LTX-2, sound", VaeMode.ONE_DEVICE, reason=_SOUND),
     ),
     "comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE": (
-        VaeNetwork("MiniMax H3, sound", Way.ONE_DEVICE, reason=_SOUND),
+        VaeNetwork("MiniMax H3, sound", VaeMode.ONE_DEVICE, reason=_SOUND),
     ),
     "comfy.ldm.minimax_music.dav.MiniMaxMusic3DAV": (
-        VaeNetwork("MiniMax Music 3", Way.ONE_DEVICE, reason=_SOUND),
+        VaeNetwork("MiniMax Music 3", VaeMode.ONE_DEVICE, reason=_SOUND),
     ),
     "comfy.ldm.audio.autoencoder.AudioOobleckVAE": (
-        VaeNetwork("Stable Audio 1, ACE-Step 1.5", Way.ONE_DEVICE, reason=_SOUND),
+        VaeNetwork("Stable Audio 1, ACE-Step 1.5", VaeMode.ONE_DEVICE, reason=_SOUND),
     ),
-    "comfy.ldm.audio.vae_sa3.SA3AudioVAE": (VaeNetwork("Stable Audio 3", Way.ONE_DEVICE, reason=_SOUND),),
+    "comfy.ldm.audio.vae_sa3.SA3AudioVAE": (VaeNetwork("Stable Audio 3", VaeMode.ONE_DEVICE, reason=_SOUND),),
     "comfy.ldm.ace.vae.music_dcae_pipeline.MusicDCAE": (
-        VaeNetwork("ACE-Step", Way.ONE_DEVICE, reason=_SOUND),
+        VaeNetwork("ACE-Step", VaeMode.ONE_DEVICE, reason=_SOUND),
     ),
     "comfy.ldm.mmaudio.vae.autoencoder.AudioAutoencoder": (
-        VaeNetwork("MMAudio", Way.ONE_DEVICE, reason=_SOUND),
+        VaeNetwork("MMAudio", VaeMode.ONE_DEVICE, reason=_SOUND),
     ),
     "comfy.ldm.hunyuan3d.vae.ShapeVAE": (
-        VaeNetwork("Hunyuan3D", Way.REFUSED, reason="it makes 3D shapes; use VAE Decode Hunyuan3D."),
+        VaeNetwork("Hunyuan3D", VaeMode.REFUSED, reason="it makes 3D shapes; use VAE Decode Hunyuan3D."),
     ),
     "comfy.ldm.trellis2.vae.ShapeVae": (
-        VaeNetwork("Trellis 2, shapes", Way.REFUSED, reason="it makes 3D shapes; use VaeDecodeShapeTrellis."),
+        VaeNetwork(
+            "Trellis 2, shapes", VaeMode.REFUSED, reason="it makes 3D shapes; use VaeDecodeShapeTrellis."
+        ),
     ),
     "comfy.ldm.trellis2.vae.TextureVae": (
         VaeNetwork(
-            "Trellis 2, textures", Way.REFUSED, reason="it makes textures; use VaeDecodeTextureTrellis."
+            "Trellis 2, textures", VaeMode.REFUSED, reason="it makes textures; use VaeDecodeTextureTrellis."
         ),
     ),
     "comfy.ldm.triposplat.vae.OctreeGaussianDecoder": (
-        VaeNetwork("TripoSplat", Way.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),
+        VaeNetwork("TripoSplat", VaeMode.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),
     ),
 }
 # Whose frames come as images of one batch, in which its layers look from one to the other.

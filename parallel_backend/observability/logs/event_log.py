@@ -19,12 +19,21 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 
 from ...models.registry import provider_of
-from ...sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped, listen
+from ...sidecar.group.events import (
+    Event,
+    Loaded,
+    Released,
+    RequestEnded,
+    RequestFailed,
+    Started,
+    Stepped,
+    listen,
+)
 from ..cost import device_seconds, model_name, money
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
 FILE_BYTES = 10 * 2**20  # then the next file begins
-KEPT_FILES = 3  # beside the one that is written
+MAX_OLD_FILES = 3  # beside the one that is written
 _WAITING_LINES = 10_000  # for a slow disk; more are lost
 _PATIENCE = 2.0  # s at the end for lines that wait; a disk that hangs keeps nobody
 
@@ -101,7 +110,7 @@ def _facts(event: Event) -> tuple[str, dict[str, object]]:
             "crashed": event.crashed,
             "broken": event.broken,
         }
-    if isinstance(event, Ended):
+    if isinstance(event, RequestEnded):
         info = event.info
         return "ended", {
             "request": event.request,
@@ -135,7 +144,7 @@ def _rounded(seconds: float) -> float:
 def _put(lines: logging.Logger, event: Event, price: Callable[[], float]) -> None:
     word, known = _facts(event)
     if word:
-        if isinstance(event, Ended) and (per_hour := price()):
+        if isinstance(event, RequestEnded) and (per_hour := price()):
             known["cost"] = _rounded(money(device_seconds(event), per_hour))
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"time": at, "event": word, "devices": list(event.devices), **known}
@@ -172,4 +181,4 @@ class _Stderr(_WarnsOnce, logging.StreamHandler):  # type: ignore[type-arg]  # t
 def _writer(target: str, file_bytes: int) -> logging.Handler:
     if target.lower() == "stderr":
         return _Stderr()
-    return _File(target, maxBytes=file_bytes, backupCount=KEPT_FILES, encoding="utf-8", delay=True)
+    return _File(target, maxBytes=file_bytes, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)

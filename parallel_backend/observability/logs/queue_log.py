@@ -22,8 +22,8 @@ from ...errors import RequestError
 VARIABLE = "PARALLEL_SAMPLING_QUEUE_LOG"  # a file
 FILE_BYTES = 64 * 2**20  # then what has ended is left out of it
 # Of a prompt's extra_data what a picture needs. All else may be somebody's key, and is left out by name.
-_KEPT_EXTRA = ("extra_pnginfo", "preview_method")
-_KEPT = ("prompt", "client_id", "partial_execution_targets")
+_STORED_EXTRA = ("extra_pnginfo", "preview_method")
+_STORED = ("prompt", "client_id", "partial_execution_targets")
 _LOOK_AGAIN = 0.05  # s, while prompts wait
 
 log = logging.getLogger(__name__)
@@ -155,9 +155,9 @@ class QueueLog:
         """Notes a prompt that is in the queue; whoever sent it is answered when this returns."""
         extra = body.get("extra_data")
         extra = extra if isinstance(extra, dict) else {}
-        request = {name: body[name] for name in _KEPT if body.get(name) is not None}
-        request["extra_data"] = {name: extra[name] for name in _KEPT_EXTRA if name in extra}
-        entry = Entry(prompt_id, number, request, tuple(sorted(set(extra) - set(_KEPT_EXTRA))))
+        request = {name: body[name] for name in _STORED if body.get(name) is not None}
+        request["extra_data"] = {name: extra[name] for name in _STORED_EXTRA if name in extra}
+        entry = Entry(prompt_id, number, request, tuple(sorted(set(extra) - set(_STORED_EXTRA))))
         with self._changed:
             self._write({**entry.line, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")})
             self._open[prompt_id] = entry

@@ -35,7 +35,7 @@ _ANY_JOB = Job(_AnyModel(TYPICAL), batch=64, prompts=2)  # gives every degree so
 
 
 @dataclass(frozen=True)
-class Case:
+class PreviewCase:
     """One way it will run. `title`: for which requests; `assignments`: of all selected devices."""
 
     title: str
@@ -55,7 +55,7 @@ class Preview:
 
     why: str
     basis: str
-    cases: tuple[Case, ...]
+    cases: tuple[PreviewCase, ...]
     notes: tuple[str, ...]
     memory: str
 
@@ -113,7 +113,7 @@ def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject
     title = model.shape.describe(strategy)
     if strategy.data_degree > 1:
         title += f", for {strategy.data_degree} images or more"
-    case = Case(title, assign_devices(strategy, machine.devices, model.file))
+    case = PreviewCase(title, assign_devices(strategy, machine.devices, model.file))
     return Preview(why, "Set by hand", (case,), notes, memory)
 
 
@@ -149,7 +149,7 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
         ". ".join([*said, *_lines(memory, subject)]) + ".",
         f"Plan for {name}. The first run measures and may pick a faster one.",
         tuple(
-            Case(
+            PreviewCase(
                 f"{title}: {model.shape.describe(strategy)}",
                 assign_devices(strategy, machine.devices, model.file, images=1, prompts=prompts),
             )

@@ -27,7 +27,7 @@ from prometheus_client import Gauge as PriceGauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...errors import FAILURES
-from ...sidecar.group.events import Ended, Event, Loaded, Released, RequestFailed, Started, Stepped
+from ...sidecar.group.events import Event, Loaded, Released, RequestEnded, RequestFailed, Started, Stepped
 from ...sidecar.group.lease import State
 from ...sidecar.status import GroupStatus, RankStatus
 from ...strategy import ParallelStrategy
@@ -131,10 +131,10 @@ class Metrics:
     def on_event(self, event: Event) -> None:
         """Counts what has happened."""
         self._know(event.devices)
-        if isinstance(event, (Ended, Released)):
+        if isinstance(event, (RequestEnded, Released)):
             idle = len(event.devices) * event.idle_s
             self._idle_seconds.labels(_listed(event.devices)).inc(idle)
-        if isinstance(event, Ended):
+        if isinstance(event, RequestEnded):
             self._ended(event)
         elif isinstance(event, Stepped):
             self._step_seconds.labels(_named(event.strategy)).observe(event.seconds)
@@ -163,7 +163,7 @@ class Metrics:
             for reason in FAILURES:
                 self._failures.labels(device, reason)
 
-    def _ended(self, event: Ended) -> None:
+    def _ended(self, event: RequestEnded) -> None:
         if event.cancel_s is not None:
             self._cancel_seconds.observe(event.cancel_s)
         if event.request not in JOBS:
@@ -180,7 +180,7 @@ class Metrics:
         self._job_seconds.labels(event.request, strategy).observe(event.seconds)
         self._images.labels(event.request, strategy, model).inc(event.images)
 
-    def _model_label(self, event: Ended) -> str:
+    def _model_label(self, event: RequestEnded) -> str:
         if event.spec is None:
             return "vae"
         name = model_name(event.spec)[:_MOST_LETTERS]

@@ -63,15 +63,15 @@ class MetricsSwitch:
     def follow(self) -> Metrics | None:
         """Turns metrics on or off as is wished now; None for off. Raises PlatformError without the library."""
         with self._lock:
-            wanted = self._wanted()
-            if wanted and self._stop_listening is None:
+            is_on = self._is_requested()
+            if is_on and self._stop_listening is None:
                 self._metrics = self._metrics or _new_metrics(self._gauges, self._price)
                 self._stop_listening = listen(self._metrics.on_event)
-            elif not wanted and self._stop_listening is not None:
+            elif not is_on and self._stop_listening is not None:
                 self._stop_listening()
                 self._stop_listening = None
                 self._gauges.close()
-            return self._metrics if wanted else None
+            return self._metrics if is_on else None
 
     def begin(self) -> None:
         """As `follow`, when ComfyUI starts: says what is wrong and raises nothing."""
@@ -92,7 +92,7 @@ class MetricsSwitch:
 
         return MetricsAnswer(200, metrics.text(), CONTENT_TYPE)
 
-    def _wanted(self) -> bool:
+    def _is_requested(self) -> bool:
         word = self._environ.get(VARIABLE, "").strip().lower()
         if word in _WORDS:
             return _WORDS[word]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...layout import ALIKE_AXES, AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
+from ...layout import AXES, REPLICA_AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
 from ...strategy import DEGREES, ParallelStrategy
 from .rank_memory import GPU_BASE_BYTES
 
@@ -17,7 +17,7 @@ def count_communicators(strategy: ParallelStrategy, rank: int) -> int:
     split = {axis for axis, name in zip(AXES, DEGREES, strict=True) if getattr(strategy, name) > 1}
     several = (AXES, ROW_AXES, SEQUENCE_AXES, ("ring",), ("ulysses",), ("tensor",))
     count = len({frozenset(split.intersection(axes)) for axes in several} - {frozenset()})
-    if strategy.shards and split.intersection(ALIKE_AXES):
+    if strategy.shards and split.intersection(REPLICA_AXES):
         count += 1
     if strategy.pipefusion_degree > 1:
         last, stage = strategy.pipefusion_degree - 1, RankCoordinates.of(strategy, rank).stage

@@ -11,7 +11,7 @@ from ...errors import StrategyError
 from ...host_memory import host_memory
 from ...machine.device_shares import device_memory
 from ...strategy import ParallelStrategy
-from .in_use import held_by_others
+from .in_use import used_by_other_programs
 from .rank_memory import RankMemory, fullest_rank, in_gib
 from .workload import Job
 
@@ -33,16 +33,16 @@ class MemoryCheck:
 @dataclass(frozen=True)
 class Capacity:
     """Bytes of each device, or of the computer's memory that ranks on the CPU share; 0 where nobody could tell.
-    `others`: what other programs hold of each now."""
+    `used_elsewhere`: what other programs hold of each now."""
 
     sizes: tuple[int, ...]
-    others: tuple[int, ...] = ()
+    used_elsewhere: tuple[int, ...] = ()
 
     @staticmethod
     def of(devices: tuple[str, ...]) -> Capacity:
         if is_cpu(devices):
             return Capacity((host_memory(),))
-        return Capacity(device_memory(devices), held_by_others(devices))
+        return Capacity(device_memory(devices), used_by_other_programs(devices))
 
 
 def check_capacity(check: MemoryCheck, capacity: Capacity | None = None) -> RankMemory:
@@ -76,7 +76,7 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
             f"Processes on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
             f"computer has {in_gib(sizes[0])} GiB."
         )
-    others = capacity.others or (0,) * len(sizes)
+    others = capacity.used_elsewhere or (0,) * len(sizes)
     for memory, device, size, held in zip(memories, check.devices, sizes, others, strict=False):
         if 0 < size < memory.private_bytes + held:
             beside = f", of which other programs hold {in_gib(held)} now" if held else ""

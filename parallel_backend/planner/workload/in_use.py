@@ -13,16 +13,18 @@ from ...machine.topology import Topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
 
-OWN: list[Callable[[str], int]] = []  # the last one tells the bytes that this process can free on a device
+FREEABLE: list[
+    Callable[[str], int]
+] = []  # the last one tells the bytes that this process can free on a device
 
 
-def held_by_others(
+def used_by_other_programs(
     devices: tuple[str, ...],
     nvml: Nvml = None,
     topology: Topology | None = None,
-    held_by_us: Callable[[str], int] | None = None,
+    used_by_us: Callable[[str], int] | None = None,
 ) -> tuple[int, ...]:
-    """Bytes on each device; 0 where nobody could tell. `nvml`, `topology`, `held_by_us`: for tests."""
+    """Bytes on each device; 0 where nobody could tell. `nvml`, `topology`, `used_by_us`: for tests."""
     seen = topology or visible_topology()
     uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(seen.devices)}
     if not any(device in uuids for device in devices):
@@ -39,7 +41,7 @@ def held_by_others(
         used = [_used(nvml, uuids.get(device, "")) for device in devices]
     finally:
         nvml.nvmlShutdown()
-    ours = held_by_us or _held_by_us
+    ours = used_by_us or _used_by_us
     return tuple(max(0, size - ours(device)) for device, size in zip(devices, used, strict=True))
 
 
@@ -49,10 +51,10 @@ def _used(nvml: Nvml, uuid: str) -> int:
     return 0 if held is None else int(held.total) - int(held.free)
 
 
-def _held_by_us(device: str) -> int:
-    return held_by_ranks(device) + (OWN[-1](device) if OWN else 0)
+def _used_by_us(device: str) -> int:
+    return used_by_ranks(device) + (FREEABLE[-1](device) if FREEABLE else 0)
 
 
-def held_by_ranks(device: str) -> int:
+def used_by_ranks(device: str) -> int:
     ranks = (rank for sidecar in pool.all_sidecars() for rank in sidecar.status().ranks)
     return sum(r.weight_bytes + r.working_bytes + GPU_BASE_BYTES for r in ranks if r.device == device)

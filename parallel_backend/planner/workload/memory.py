@@ -83,10 +83,10 @@ class _Rank:
                         fullest=f"{moment.where}, {run.name}",
                     )
                     best = max(best, found, key=lambda memory: memory.private_bytes)
-        own, host = (0, weights.own) if weights.offloaded else (weights.own, 0)
+        private, host = (0, weights.private) if weights.offloaded else (weights.private, 0)
         return RankMemory(
             self.rank,
-            weights=best.weights + own + self.job.patch_bytes,
+            weights=best.weights + private + self.job.patch_bytes,
             activations=best.activations,
             buffers=best.buffers,
             base=CPU_BASE_BYTES if self.on_cpu else gpu_base_bytes(self.strategy, self.rank),

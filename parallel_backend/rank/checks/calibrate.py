@@ -44,7 +44,7 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
             f"{layout.strategy.describe()} uses one of these {world.world_size} devices: there are no links to "
             f"measure. Choose a strategy over all of them."
         )
-    begun = time.perf_counter()
+    started = time.perf_counter()
     transfers: list[Transfer] = []
     collective_s = 0.0
     if world.world_size > 1:
@@ -65,7 +65,7 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
         strategy=layout.strategy,
         transfers=tuple(transfers),
         collective_s=collective_s,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         facts=_facts(world) if message.thorough else None,
     )
 

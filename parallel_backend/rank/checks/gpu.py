@@ -6,13 +6,13 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...wire.checks.gpu_check import Run, Subject, serve
+from ...wire.checks.gpu_check import CheckSubject, Run, serve
 
 if TYPE_CHECKING:
     from .gpu_module_call import ModelCalls
 
 
-def make_checks(subject: Subject, rank: int, rendezvous: str) -> Mapping[str, Run]:
+def make_checks(subject: CheckSubject, rank: int, rendezvous: str) -> Mapping[str, Run]:
     """Joins the process group of the ranks that run them; of a single rank there is none."""
     import torch
 

@@ -24,7 +24,7 @@ from ...options import ComputeOptions
 from ...requests import Conditioning, ModelSpec, Placement, Rows
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import NO_GPU, Finding
-from ...wire.checks.gpu_check import Subject
+from ...wire.checks.gpu_check import CheckSubject
 
 _PACK = "parallel_backend"
 _WARM_UP = 2  # calls: kernels are chosen and buffers grow in the first
@@ -38,7 +38,7 @@ _PIXELS_PER_LATENT = 8
 class ModelCalls:
     """Makes single model calls under Ulysses over the ranks of `world`."""
 
-    def __init__(self, subject: Subject, world: World) -> None:
+    def __init__(self, subject: CheckSubject, world: World) -> None:
         self._subject, self._world = subject, world
         self._file = inspect_model(subject.model)
         ulysses, ring = self._file.shape.split_sequence(world.world_size)

@@ -26,8 +26,8 @@ from torch import Tensor
 from ...engine.comm.groups import Layouts, World
 from ...engine.module_forward import make_module_forward
 from ...engine.stages.owners import pack
-from ...engine.stages.stale_keys import KeptKeys
-from ...engine.tokens.block_tokens import Patch
+from ...engine.stages.stale_keys import StaleKeyCache
+from ...engine.tokens.block_tokens import ImagePatch
 from ...errors import RankFailed
 from ...models.comfyui.tiny.cases import CASES, Inputs, TinyModel
 from ...models.comfyui.tiny.weights import fill
@@ -117,19 +117,19 @@ def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
         args, kwargs = copy.deepcopy((case.args, case.kwargs))
         return ModuleCall(args, kwargs, case.rows, case.modes[-1])
 
-    forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), KeptKeys()
+    forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), StaleKeyCache()
     assert forward.stages is not None, "it was asked for them"
     whole = forward(call(), keys=keys)
     worst, answer = _difference(_tensors(whole), case.answer), pack(whole)
     assert answer is not None, "stages have looked"
-    if forward.stages.why_whole(call(), keys):
+    if forward.stages.flow_blocked_by(call(), keys):
         return worst
     owners = forward.stages.owners(call(), _PATCHES, keys)
     if int(owners.min()) < 0:  # nor there
         return worst
     split = ElementPatches(owners, answer.shape[1:], _PATCHES)
     for number in range(_PATCHES):
-        found = forward.stages.patch(call(), Patch(number, _PATCHES), keys)
+        found = forward.stages.patch(call(), ImagePatch(number, _PATCHES), keys)
         if found is not None:
             split.put(split.take(found, number), number, answer)
     forward.stages.settle()

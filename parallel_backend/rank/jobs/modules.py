@@ -95,7 +95,7 @@ class Modules:
         self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepCallback
     ) -> tuple[Tensors | None, RankCall]:
         """Runs a job; returns its answer, None on all ranks but one, and how it went. Collective."""
-        begun, world = time.perf_counter(), self._layouts.world
+        started, world = time.perf_counter(), self._layouts.world
         self._meeting = _Meeting(world, on_step.is_cancelled)
         inputs = tensors.pop(INPUTS, None)
         error: Exception | None = None
@@ -110,7 +110,7 @@ class Modules:
                 error = failure
             agree(world, error)
             if isinstance(held, HeldEncoder):
-                return self._call_encoder(held, job, begun)
+                return self._call_encoder(held, job, started)
             if not held.is_checked:
                 try:
                     held.check()
@@ -123,7 +123,7 @@ class Modules:
             return None if answer is None else pack_tree(answer), record
 
     def _call_encoder(
-        self, held: HeldEncoder, job: PickledJob, begun: float
+        self, held: HeldEncoder, job: PickledJob, started: float
     ) -> tuple[Tensors | None, RankCall]:
         world, traffic = self._layouts.world, self._layouts.traffic
         sent = traffic.bytes_sent
@@ -139,7 +139,7 @@ class Modules:
             leave(world, error)
         elif error is not None:
             raise error
-        record = RankCall(time.perf_counter() - begun, traffic.bytes_sent - sent)
+        record = RankCall(time.perf_counter() - started, traffic.bytes_sent - sent)
         return (answer if world.rank == max(held.rank, 0) else None), record
 
     @torch.inference_mode()

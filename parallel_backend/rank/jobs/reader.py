@@ -130,7 +130,7 @@ class JobReader:
         ranks = range(self._world.world_size)
         return Packages(
             facts.comfyui,
-            facts.own,
+            facts.pack_name,
             facts.packs,
             facts.search_path,
             facts.folders,

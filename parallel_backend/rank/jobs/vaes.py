@@ -82,7 +82,7 @@ class HeldVae:
     ) -> tuple[Tensor | None, RankCall]:
         """Returns images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels,
         None on all ranks but the first. It computes one of the batch after the other, which needs less memory."""
-        begun, device, network = time.perf_counter(), self._world.device, self._network
+        started, device, network = time.perf_counter(), self._world.device, self._network
         sent, before = self._traffic.bytes_sent, _start_peak(device)
         step = 0
 
@@ -101,7 +101,7 @@ class HeldVae:
             outputs[i] = frames
         on_step.finish()
         record = RankCall(
-            seconds=time.perf_counter() - begun,
+            seconds=time.perf_counter() - started,
             bytes_sent=self._traffic.bytes_sent - sent,
             parts=network.parts(inputs[0], shares)[self._world.rank],
             peak_bytes=_peak(device) - before,
@@ -131,7 +131,7 @@ def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder
     from ...engine.bands.vae import BandedDecoder, BandedEncoder
     from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
     from ...models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
-    from ...models.tokens.vae_networks import Way, known
+    from ...models.tokens.vae_networks import VaeMode, known
 
     device = layouts.world.device
     dtype = torch.float32 if device.type == "cpu" else half.dtype
@@ -140,7 +140,7 @@ def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder
         encoder = ComfyUIVaeEncoder(half.module, half.scale, half.in_channels, *latent, dtype, device)
         return BandedEncoder(encoder, layouts)
     found = known(half.module)
-    if found is not None and found.way is Way.TILES:
+    if found is not None and found.way is VaeMode.TILES:
         return TiledDecoder(TiledComfyUIVae(half.module, *latent, dtype, device), layouts)
     return BandedDecoder(ComfyUIVae(half.module, *latent, dtype, device), layouts)
 

@@ -25,7 +25,7 @@ from ...wire.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from ...wire.transport import Link
-    from .joined_worker import OwnFiles
+    from .joined_worker import MachineFiles
 
 _SIZE = 4096  # bytes of what processes of a machine tell each other
 
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def join(argv: list[str]) -> tuple[Link, int, int, OwnFiles]:
+def join(argv: list[str]) -> tuple[Link, int, int, MachineFiles]:
     """Waits until the head wants this process in a group: (link, epoch, page of heartbeats, what it finds here). Ends
     the process where that cannot be."""
     arguments = parse(argv)
@@ -96,13 +96,13 @@ def _begin_relay(arguments: argparse.Namespace, machine: str, count: int, addres
 
 def _wait_for_start(
     arguments: argparse.Namespace, machine: str, local: int, address: Path
-) -> tuple[Link, int, int, OwnFiles]:
+) -> tuple[Link, int, int, MachineFiles]:
     import torch
 
     from ...cluster.handshake import pack, unpack
     from ...wire import deadlines
     from ...wire.transport import Link
-    from .joined_worker import OwnFiles
+    from .joined_worker import MachineFiles
     from .machine_relay import LocalHello, LocalStart
 
     _hosted_store()
@@ -132,7 +132,7 @@ def _wait_for_start(
         Link(sock),
         start.epoch,
         descriptors[0],
-        OwnFiles(machine, tuple(arguments.models), arguments.comfyui),
+        MachineFiles(machine, tuple(arguments.models), arguments.comfyui),
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OwnFiles:
+class MachineFiles:
     """What a machine has: the folders of its models, and ComfyUI's, None where nobody said."""
 
     machine: str
@@ -74,25 +74,25 @@ class OwnFiles:
 
 
 class JoinedWorker(RankWorker):
-    def __init__(self, setup: Setup, own: OwnFiles) -> None:
+    def __init__(self, setup: Setup, files: MachineFiles) -> None:
         super().__init__(setup)
-        self._own = own
+        self._files = files
 
     def _make_reader(self) -> JobReader:
         from ..jobs.reader import JobReader
 
-        return JobReader(self.world, self._own.facts, self._own.check_packs)
+        return JobReader(self.world, self._files.facts, self._files.check_packs)
 
     def _import_comfyui(self, source: ComfyUISource) -> None:
-        super()._import_comfyui(self._own.source(source))
+        super()._import_comfyui(self._files.source(source))
 
     def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
         """All ranks find the file or none goes on: what comes next they do together."""
         error = None
         try:
             assert content is not None, "a head says it to processes of other machines"
-            found = find_model(self._own.models, PurePosixPath(spec.path), content, self._own.machine)
-            spec = replace(spec, path=str(found), comfyui=spec.comfyui and self._own.source(spec.comfyui))
+            found = find_model(self._files.models, PurePosixPath(spec.path), content, self._files.machine)
+            spec = replace(spec, path=str(found), comfyui=spec.comfyui and self._files.source(spec.comfyui))
         except Exception as failure:
             error = failure
         if not self._all_good(error):

@@ -59,11 +59,11 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
     """Inside, what the code of a ComfyUI module does not accept is a RequestError, as long as this rank has begun no
     collective: nobody waits for it, so the ranks stay usable where all of them say the same. Later, and for what is not
     the input's fault, errors stay what they are."""
-    begun = traffic.collectives
+    before = traffic.collectives
     try:
         yield
     except _REFUSALS as error:
-        if traffic.collectives > begun or not is_refusal(error):
+        if traffic.collectives > before or not is_refusal(error):
             raise
         raise RequestError(
             f"{module} cannot compute with what it was given ({type(error).__name__}: {error}). The prompt, the latent "

@@ -25,7 +25,7 @@ from .agreement import agree_on_call
 # How Python reads a tensor's values.
 _ARRAYS = ("numpy", "__array__")
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", *_ARRAYS)
-_OWN = str(Path(__file__).parents[2])
+_PACK = str(Path(__file__).parents[2])
 _NUMBER = -(2**40)  # of the first read: no call of the network and no step has such a number
 
 
@@ -52,7 +52,7 @@ def first_ranks_values(world: World, same_on_all: Callable[[], bool]) -> Iterato
         def read(tensor: Tensor, *args: Any, **options: Any) -> Any:
             nonlocal reads
             caller = sys._getframe(1)
-            if not same_on_all() or caller.f_code.co_filename.startswith((_OWN, torch.__path__[0])):
+            if not same_on_all() or caller.f_code.co_filename.startswith((_PACK, torch.__path__[0])):
                 return stock[name](tensor, *args, **options)
             reads += 1
             number, place = _NUMBER - reads, _place_of(caller)

@@ -15,7 +15,7 @@ from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, s
 from ...requests import ModuleCall
 from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
-from .patch_flow import FlowRequest, PatchFlow, first_flowing, history_of, step_of, why_whole
+from .patch_flow import FlowRequest, PatchFlow, first_flowing, flow_blocked_by, history_of, step_of
 
 _HOOK = "sampler_calc_cond_batch_function"
 
@@ -68,23 +68,25 @@ class JobFlow:
         return self._flow.exact
 
     @property
-    def why_whole(self) -> str:
+    def flow_blocked_by(self) -> str:
         """Why no patches did flow, in a user's words; on the first rank."""
-        return self._flow.why_whole
+        return self._flow.flow_blocked_by
 
     def why_not(self) -> str:
         """Why no patches can flow in this job, in a user's words; empty where they can."""
         if _HOOK in self._guider.model_options:
             return "a node computes the prompts of a step in a way of its own"
-        return why_whole(self.request, self._forward.layout.strategy)
+        return flow_blocked_by(self.request, self._forward.layout.strategy)
 
     def compute(self, call: ModuleCall) -> Any:
         """Answers a call of the network: of patches while they flow, else of the whole latent."""
-        return self._flow.compute(call) if self.flows else self._flow.whole(call)
+        return self._flow.compute(call) if self.flows else self._flow.full_call(call)
 
-    def answers(self, wanted: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
+    def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
         self._meeting.end_round()
-        sides = [side if is_wanted else None for side, is_wanted in zip(self._conds, wanted, strict=True)]
+        sides = [
+            side if is_requested else None for side, is_requested in zip(self._conds, requested, strict=True)
+        ]
         options = {**self._options, "transformer_options": dict(self._options.get("transformer_options", {}))}
         return answer_prompts(self._guider.inner_model, sides, x, sigma, options)
 
@@ -118,11 +120,11 @@ class JobFlow:
     def _ask(self, asked: dict[str, Any]) -> list[Tensor]:
         """The hook by which ComfyUI's guider has its prompts computed."""
         conds = asked["conds"]
-        wanted = tuple(side is not None for side in conds)
+        requested = tuple(side is not None for side in conds)
         before = self._conds or [None] * len(conds)
         self._conds = [new if new is not None else old for new, old in zip(conds, before, strict=True)]
         self._options = {name: value for name, value in asked["model_options"].items() if name != _HOOK}
         if self.flows:
-            return self._flow.answers(wanted, asked["input"], asked["sigma"])
-        self._sides = wanted
-        return self.answers(wanted, asked["input"], asked["sigma"])
+            return self._flow.answers(requested, asked["input"], asked["sigma"])
+        self._sides = requested
+        return self.answers(requested, asked["input"], asked["sigma"])

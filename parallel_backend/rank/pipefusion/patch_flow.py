@@ -18,8 +18,8 @@ from ...engine.comm.collectives import all_gather, broadcast
 from ...engine.module_forward import ModuleForward
 from ...engine.stages.p2p import PendingRecv
 from ...engine.stages.stages import ModuleStages
-from ...engine.stages.stale_keys import KeptKeys
-from ...engine.tokens.block_tokens import Patch
+from ...engine.stages.stale_keys import StaleKeyCache
+from ...engine.tokens.block_tokens import ImagePatch
 from ...errors import Cancelled
 from ...requests import ModuleCall
 from ...sampling.image_patches import ElementPatches
@@ -30,7 +30,7 @@ from ...strategy import ParallelStrategy
 # The model of ComfyUI's sampler: (x [B, C, …], sigma []) -> denoised.
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Sides = tuple[bool, ...]
-WHOLE = "PipeFusion ran exactly and without its speed: {reason}"
+NO_FLOW = "PipeFusion ran exactly and without its speed: {reason}"
 # Of ComfyUI's samplings (how a model's latents and noise mix) that of flow-matching models, and others under which one
 # patch's latent was compared with stock's. All of them are arithmetic on elements.
 _FLOW = "CONST"
@@ -56,10 +56,10 @@ class FlowJob(Protocol):
 
     request: FlowRequest
 
-    def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]: ...
+    def answers(self, requested: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]: ...
 
 
-def why_whole(request: FlowRequest, strategy: ParallelStrategy) -> str:
+def flow_blocked_by(request: FlowRequest, strategy: ParallelStrategy) -> str:
     """Why no patches can flow in a job under PipeFusion, in a user's words; empty where they can."""
     steps = len(request.sigmas) - 1
     if first_flowing(strategy) >= steps:
@@ -108,7 +108,7 @@ class _Coming:
 
 
 class PatchFlow:
-    """The state of one job's patches on one rank, and their steps. `why_whole`: why no patches can flow, in a
+    """The state of one job's patches on one rank, and their steps. `flow_blocked_by`: why no patches can flow, in a
     user's words; on the first rank."""
 
     def __init__(self, forward: ModuleForward, job: FlowJob) -> None:
@@ -118,11 +118,11 @@ class PatchFlow:
         self._job = job
         self._layout = forward.layout
         self._sides: Sides = ()
-        self.keys, self.why_whole = KeptKeys(), ""
+        self.keys, self.flow_blocked_by = StaleKeyCache(), ""
         self._seen: dict[tuple[int, ...], ModuleCall] = {}  # by whose rows, the last whole call
         self._patches: ElementPatches | None = None
         # While a patch is on its way into the network, and out of it.
-        self._now: Patch | None = None
+        self._now: ImagePatch | None = None
         self._sent: list[_Coming] = []
         self._answers: Iterator[Tensor] | None = None
 
@@ -139,7 +139,7 @@ class PatchFlow:
     def _patch_count(self) -> int:
         return min(self._layout.strategy.pipeline_patches, self._stages.tokens)
 
-    def whole(self, call: ModuleCall) -> Any:
+    def full_call(self, call: ModuleCall) -> Any:
         """The network's answer to whole images, which leave keys and values to patches."""
         self._seen[call.prompts] = call
         return self._forward(call, keys=self.keys)
@@ -152,7 +152,7 @@ class PatchFlow:
         flows = torch.tensor([isinstance(found, Tensor)], dtype=torch.int32)
         dist.broadcast(flows, 0, group=layout.world.control)
         if not flows:
-            self.why_whole = str(found)
+            self.flow_blocked_by = str(found)
             return False
         if not isinstance(found, Tensor):
             found = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
@@ -165,10 +165,10 @@ class PatchFlow:
         noise, calls = self.request.noise, list(self._seen.values())
         assert calls, "whole images went before"
         for call in calls:
-            if reason := self._stages.why_whole(call, self.keys):
+            if reason := self._stages.flow_blocked_by(call, self.keys):
                 return reason
-        own = (self._forward.own_rows(call, self._layout.row)[0] for call in calls)
-        owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in own)
+        local = (self._forward.local_rows(call, self._layout.row)[0] for call in calls)
+        owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in local)
         if not all(torch.equal(owners, other) for other in others):
             return "the prompts have unlike tokens behind the image's (a reference, or text), so patches would differ"
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
@@ -220,7 +220,7 @@ class PatchFlow:
                 if stopped:
                     break
                 self._take_back(number)
-                self._send(Patch(number, len(self.patches)), sigma)
+                self._send(ImagePatch(number, len(self.patches)), sigma)
             self._stages.end_round()
             if stopped:
                 break
@@ -236,21 +236,21 @@ class PatchFlow:
         if self._answers is not None:
             self.patches.put(next(self._answers), self._patch.number, answer)
             return self._stages.in_form(answer)
-        part, shares = self._forward.own_rows(call, self._layout.row)
-        own, size = shares[self._layout.row.index], self.patches.span(self._patch.number)
+        part, shares = self._forward.local_rows(call, self._layout.row)
+        local, size = shares[self._layout.row.index], self.patches.span(self._patch.number)
         found = self._stages.patch(part, self._patch, self.keys)
         if found is not None and self._returns:
-            self._stages.send_back(self.patches.take(found[:own], self._patch.number))
+            self._stages.send_back(self.patches.take(found[:local], self._patch.number))
         if self._stages.is_first and self._returns:
-            empty = self._stages.empty_answer(own, size.stop - size.start)
+            empty = self._stages.empty_answer(local, size.stop - size.start)
             self._sent.append(_Coming(self._stages.expect_back(empty), shares))
         return self._stages.in_form(answer)
 
-    def answers(self, wanted: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
+    def answers(self, requested: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""
         if self._answers is None:
             self._share_elements(self.patches.take(x, self._patch.number))
-        return self._job.answers(wanted, x, sigma)
+        return self._job.answers(requested, x, sigma)
 
     @property
     def _returns(self) -> bool:
@@ -264,7 +264,7 @@ class PatchFlow:
         return broadcast(elements, 0, self._layout.sequence, self._forward.traffic)
 
     @property
-    def _patch(self) -> Patch:
+    def _patch(self) -> ImagePatch:
         assert self._now is not None, "a patch is on its way"
         return self._now
 
@@ -273,7 +273,7 @@ class PatchFlow:
         span = self.patches.span(number)
         return span.start < span.stop
 
-    def _send(self, patch: Patch, sigma: Tensor) -> None:
+    def _send(self, patch: ImagePatch, sigma: Tensor) -> None:
         """Takes a patch through this stage."""
         self._now, self._sent = patch, []
         if self._lead is not None:
@@ -301,7 +301,7 @@ class PatchFlow:
         if self._lead is None:
             return
         sampling, denoise = self._lead
-        self._now, self._answers = Patch(number, len(self.patches)), iter(found)
+        self._now, self._answers = ImagePatch(number, len(self.patches)), iter(found)
         denoised = self.patches.take(denoise(self._x, sigma), number)
         self._answers = None
         sampling.leave(self.patches.span(number), denoised)

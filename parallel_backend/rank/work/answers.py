@@ -10,7 +10,7 @@ from torch import Tensor
 from ...requests import LoopState
 from .step_boundary import StepBoundary
 
-MOST_KEPT = 2**30  # bytes of answers that ComfyUI's process keeps of a job, for the case that ranks crash
+MAX_ANSWER_BYTES = 2**30  # of answers that ComfyUI's process keeps of a job, for the case that ranks crash
 
 
 class Answers:
@@ -35,7 +35,7 @@ class Answers:
         """`is_all`: the call leaves nothing else behind, so another process may go on from its answer."""
         if not self._records:
             return
-        fits = is_all and isinstance(answer, Tensor) and self._bytes + answer.numel() * 4 <= MOST_KEPT
+        fits = is_all and isinstance(answer, Tensor) and self._bytes + answer.numel() * 4 <= MAX_ANSWER_BYTES
         if fits and self._new and self._new[0].shape[1:] != answer.shape:
             fits = False
         if not fits:

@@ -14,7 +14,7 @@ from ...job.changes import HOOKS
 from ...job.purity import is_pure
 from ...job.restore import Replaced
 from ...models.comfyui.attention_router import is_attention
-from ...models.comfyui.calls import HOST_ONLY, OPTIONS, OWN_OPTIONS
+from ...models.comfyui.calls import HOST_ONLY, OPTIONS, PACK_OPTIONS
 from ...models.proof.states import ClassVerdict, trusted_mode
 from ...models.tokens.regions import Region
 from ...requests import ATTENTION, BLOCK, TOKEN_MODES
@@ -123,7 +123,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     keeps_state = any(
         not _is_plain(value)
         for name, value in options.items()
-        if name not in HOST_ONLY and not name.startswith(OWN_OPTIONS) and not callable(value)
+        if name not in HOST_ONLY and not name.startswith(PACK_OPTIONS) and not callable(value)
     )
     around = (options.get("wrappers") or {}).get("diffusion_model", {})
     functions: list[Callable[..., Any]] = [
@@ -164,6 +164,6 @@ def mode_of(
     seen = {
         name: value
         for name, value in options.items()
-        if name not in HOST_ONLY and not name.startswith(OWN_OPTIONS)
+        if name not in HOST_ONLY and not name.startswith(PACK_OPTIONS)
     }
     return trusted_mode(class_name, {**kwargs, OPTIONS: seen}, ClassVerdict(proven))

@@ -35,7 +35,7 @@ from ..outcome.agreement import RanksApart, agree
 from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
-from ..pipefusion.patch_flow import WHOLE
+from ..pipefusion.patch_flow import NO_FLOW
 from .answers import Answers
 from .call_mode import NetworkState, foreign_code
 from .meeting import ModuleMeeting, lead_calls
@@ -107,7 +107,7 @@ class Jobs:
         forward_under: Callable[[ParallelStrategy], ModuleForward],
     ) -> tuple[Tensors, RankRun]:
         """Runs the job with the other ranks; the latent is the first one's. Collective."""
-        begun, placement = time.perf_counter(), message.placement
+        started, placement = time.perf_counter(), message.placement
         assert placement is not None, "a model of a file has one"
         world = self._layouts.world
         used: list[ModuleForward] = []
@@ -153,7 +153,7 @@ class Jobs:
         )
         with shared:
             answer = run.to_its_end(message.steps, on_step, forward)
-        record = run_record(forward if switching is None else switching.current, placement, begun, sent)
+        record = run_record(forward if switching is None else switching.current, placement, started, sent)
         record = replace(
             record,
             model_calls=meeting.calls,
@@ -165,7 +165,7 @@ class Jobs:
             exact = record.exact and not cache.reused
             record = replace(record, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
         if switching is not None:
-            record = switching.told(record)
+            record = switching.with_trials(record)
         seconds = torch.tensor(on_step.seconds, dtype=torch.float64)
         return {"step_seconds": seconds, **pack_answer(answer, run.denoised)}, record
 
@@ -261,15 +261,15 @@ class _RunningJob:
         )
         reason = flow.why_not()
         if reason:
-            self.notes = (WHOLE.format(reason=reason),)
+            self.notes = (NO_FLOW.format(reason=reason),)
             return sampler
         meeting.flow = flow
 
         def sample(*args: Any, **kwargs: Any) -> Tensor:
             latent = flow.sample(*args, **kwargs)
             self.is_exact = flow.is_exact
-            if flow.why_whole:
-                self.notes = (WHOLE.format(reason=flow.why_whole),)
+            if flow.flow_blocked_by:
+                self.notes = (NO_FLOW.format(reason=flow.flow_blocked_by),)
             return latent
 
         return sampler_of(sample)

@@ -153,7 +153,7 @@ class ModuleMeeting:
             self._answers.stop()
             self._mode = ATTENTION
             self.notes[_BYPASSED] = None
-            return self._compute(replace(call, tokens=ATTENTION, together=True), None)
+            return self._compute(replace(call, tokens=ATTENTION, inseparable=True), None)
         self._answers.add(answer, is_all=not foreign.takes_part)
         return answer
 
@@ -161,7 +161,7 @@ class ModuleMeeting:
         """Computes by all ranks, or under a strategy of one device by the first, whose answer goes to all."""
         forward, world = self._current(), self._layouts.world
         if forward.layout.strategy.world_size == world.world_size:
-            self._is_apart = not call.together
+            self._is_apart = not call.inseparable
             try:
                 return forward(call, cache)
             finally:
@@ -229,7 +229,7 @@ class ModuleMeeting:
         joint = has_joint_rows([kwargs.get(name) for name in constants], rows, is_described)
         call = ModuleCall(args, kwargs, rows, mode, joint_rows=joint, unit=unit, by_heads=foreign.kernel)
         within = foreign.kernel or (foreign.takes_part and not foreign.between)
-        return replace(call, together=foreign.takes_part and not foreign.is_pure, eager=within), foreign
+        return replace(call, inseparable=foreign.takes_part and not foreign.is_pure, eager=within), foreign
 
     def _cache_for(self, call: ModuleCall, foreign: Foreign) -> ModuleCache | None:
         options = call.kwargs.get(OPTIONS) or {}

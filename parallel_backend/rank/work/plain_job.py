@@ -13,7 +13,7 @@ from ...engine.plain_calls import answers_to
 from ...requests import Conditioning, ModuleCall, Rows, SampleRequest
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...sampling.samplers import Sigmas, euler, run, start_history
-from ..pipefusion.patch_flow import WHOLE, FlowRequest, PatchFlow, first_flowing
+from ..pipefusion.patch_flow import NO_FLOW, FlowRequest, PatchFlow, first_flowing
 from .step_boundary import StepBoundary
 
 
@@ -43,8 +43,8 @@ class PlainJob:
     @property
     def notes(self) -> tuple[str, ...]:
         """Says how it ran, beside what its forward tells."""
-        reason = "" if self._flow is None else self._flow.why_whole
-        return (WHOLE.format(reason=reason),) if reason else ()
+        reason = "" if self._flow is None else self._flow.flow_blocked_by
+        return (NO_FLOW.format(reason=reason),) if reason else ()
 
     @torch.inference_mode()
     def run(self, on_step: StepBoundary) -> Tensor:
@@ -52,7 +52,7 @@ class PlainJob:
         alike."""
         sigmas, history = Sigmas(self.request.sigmas, self._device), start_history(0, self._device)
         x = sigmas[0] * self.request.noise
-        compute = self._forward if self._flow is None else self._flow.whole
+        compute = self._forward if self._flow is None else self._flow.full_call
         check_numbers = NumbersCheck(most_lag(self._device))
 
         def denoise(x: Tensor, sigma: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class PlainJob:
         check_numbers.finish()
         return x
 
-    def answers(self, wanted: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
+    def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
         assert self._flow is not None, "patches flow"
         return self._velocities(x, sigma, self._flow.compute)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
 
 
-def run_record(forward: ModuleForward, placement: Placement, begun: float, sent_before: int) -> RankRun:
-    """Of a request that began at `begun` (time.perf_counter), when `sent_before` bytes were sent."""
+def run_record(forward: ModuleForward, placement: Placement, started: float, sent_before: int) -> RankRun:
+    """Of a request that began at `started` (time.perf_counter), when `sent_before` bytes were sent."""
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
@@ -30,7 +30,7 @@ def run_record(forward: ModuleForward, placement: Placement, begun: float, sent_
     return RankRun(
         engine=forward.engine,
         strategy=placement.strategy,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         bytes_sent=forward.bytes_sent - sent_before,
         notes=tuple(notes),
         exact=forward.exact,

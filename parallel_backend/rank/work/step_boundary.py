@@ -97,7 +97,7 @@ class StepBoundary:
         self._control = control
         self._device = device
         self._meter = meter
-        self._begun = _Moment(device)
+        self._step_started = _Moment(device)
         self._most_lag = most_lag(device) if lag is None else lag
         self._lag = 0  # what all ranks have agreed on so far: the first step may be a long one
         self._given: deque[_Boundary] = deque()
@@ -183,8 +183,8 @@ class StepBoundary:
             self._meter.publish()
 
     def _take_time(self, passed: _Moment) -> None:
-        self.seconds.append(passed.seconds_since(self._begun))
-        self._begun = passed
+        self.seconds.append(passed.seconds_since(self._step_started))
+        self._step_started = passed
 
     def _vote(self) -> _Vote:
         """Begins to tell all ranks what rank 0 knows now."""

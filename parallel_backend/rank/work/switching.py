@@ -38,7 +38,7 @@ class Switching:
         self._make_forward = make_forward
         self._on_step = on_step
         self.current = make_forward(trials.strategy)
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
 
     def on_step(self, i: int, denoised: Tensor) -> None:
         """The step boundary of the job; after it the next step may run under another strategy."""
@@ -48,9 +48,9 @@ class Switching:
         self._on_step(i, denoised)
         if self._trials.current != number:
             self.current = self._make_forward(self._trials.strategy)
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
 
-    def told(self, run: RankRun) -> RankRun:
+    def with_trials(self, run: RankRun) -> RankRun:
         """`run` as it was: by the strategy that it ended under."""
         return replace(run, strategy=self._trials.strategy, trials=self._trials.results)
 
@@ -58,11 +58,11 @@ class Switching:
         """Collective until all is settled."""
         trials = self._trials
         if trials.is_settled:
-            trials.took(time.perf_counter() - self._begun)
+            trials.took(time.perf_counter() - self._started)
             return
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # else the time would be the host's
-        trials.took(time.perf_counter() - self._begun)
+        trials.took(time.perf_counter() - self._started)
         if self._world.control is not None:
             decided = torch.tensor([trials.current, int(trials.is_settled)], dtype=torch.int32)
             with heartbeat.inside("the agreement on a strategy", range(self._world.world_size)):

@@ -84,7 +84,7 @@ class RankWorker:
         All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep, one after the
         other, until it fits, unless the load yields to them.
         """
-        begun, device = time.perf_counter(), self.world.device
+        started, device = time.perf_counter(), self.world.device
         self.models.keep(message.keep)
         spec = None if message.spec is None else self._locate(message.spec, message.content)
 
@@ -107,7 +107,7 @@ class RankWorker:
             raise error or PeerFailed("another process could not load the model")
         self.models.add(message.model, held)
         self._record_weights()
-        return held.info(time.perf_counter() - begun, device)
+        return held.info(time.perf_counter() - started, device)
 
     def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
         """The model as this rank finds it: where the parent does, on the same computer. Collective elsewhere."""
@@ -126,7 +126,7 @@ class RankWorker:
         are compiled."""
         from .plain_job import PlainJob
 
-        begun = time.perf_counter()
+        started = time.perf_counter()
         request = sample_request(message, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         forward = _watched(self._forward(held, placement), on_compile)
@@ -138,7 +138,7 @@ class RankWorker:
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = run_record(forward, placement, begun, sent)
+        run = run_record(forward, placement, started, sent)
         run = replace(
             run,
             inside_seconds=on_step.inside_seconds,

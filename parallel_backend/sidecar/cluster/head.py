@@ -89,13 +89,13 @@ class ClusterHead:
         with self._changed:
             return next((m.memory[device] for m in self._machines.values() if device in m.memory), 0)
 
-    def why_absent(self, machine: str) -> str:
+    def departure_reason(self, machine: str) -> str:
         """In words; "" while it is there, or about to come back."""
         with self._changed:
             gone = self._gone.get(machine)
         return gone.words if gone is not None and gone.is_absent else ""
 
-    def forget_absent(self) -> None:
+    def drop_departed(self) -> None:
         with self._changed:
             self._gone = {name: gone for name, gone in self._gone.items() if not gone.is_absent}
 
@@ -333,16 +333,16 @@ class _Registry:
         return _heads[cluster].memory_of(device) if cluster in _heads else 0
 
 
-def why_absent(device: str) -> str:
+def departure_reason(device: str) -> str:
     """Of a device whose machine has left its cluster: in words; "" for any other."""
     cluster, _, machine = machine_of(device).partition("/")
-    return _heads[cluster].why_absent(machine) if cluster in _heads else ""
+    return _heads[cluster].departure_reason(machine) if cluster in _heads else ""
 
 
-def forget_absent() -> None:
+def drop_departed() -> None:
     """Machines that have left do not count as a cluster's any more, until they are back."""
     for head in tuple(_heads.values()):
-        head.forget_absent()
+        head.drop_departed()
 
 
 def wait_for(devices: Sequence[str], cancelled: Callable[[], bool]) -> None:

@@ -32,7 +32,7 @@ class FailingDevices:
 
     def among(self, devices: Sequence[str]) -> tuple[str, ...]:
         """Those of `devices` to leave out: none where nothing would be left, none on the CPU, whose ranks share it."""
-        absent = tuple(device for device in devices if clusters.why_absent(device))
+        absent = tuple(device for device in devices if clusters.departure_reason(device))
         if is_cpu(devices):
             return absent if len(absent) < len(devices) else ()
         now = self._clock()
@@ -47,7 +47,7 @@ FAILING = FailingDevices()
 
 def left_out(failing: Sequence[str]) -> str:
     """The line of a report on them."""
-    absent = {machine_of(d): words for d in failing if (words := clusters.why_absent(d))}
+    absent = {machine_of(d): words for d in failing if (words := clusters.departure_reason(d))}
     said = [f"machine {name} left out until it is back: {words}" for name, words in absent.items()]
     failing = [device for device in failing if machine_of(device) not in absent]
     return "; ".join([*said, *([_failed_too_often(failing)] if failing else [])])

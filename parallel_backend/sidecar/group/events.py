@@ -71,7 +71,7 @@ class RequestFailed:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RequestEnded:
     """A request is over. `request`: what a caller asked for, such as "sample"; `result`: done, cancelled, refused,
     out_of_memory or failed; `cancel_s`: from the first sight of a cancel to the end, None without one; `info`: how it
     ran, None where nothing did; `strategy`: as asked for, None for requests without one; `images`: that it was for;
@@ -106,7 +106,7 @@ class Recovering:
     words: str
 
 
-Event = Changed | Recovering | Started | Loaded | Stepped | RequestFailed | Ended | Released
+Event = Changed | Recovering | Started | Loaded | Stepped | RequestFailed | RequestEnded | Released
 Listener = Callable[[Event], None]
 
 _listeners: list[Listener] = []

@@ -23,7 +23,7 @@ from ...wire import deadlines
 from ..cluster import head as clusters
 from ..process.device_lock import lock_devices
 from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
-from .events import Changed, Ended, Recovering, Released, RequestFailed, Started, emit
+from .events import Changed, Recovering, Released, RequestEnded, RequestFailed, Started, emit
 from .exchange import Exchange
 from .handshake import join_ranks
 from .lease import PROMPT_ID, Lease, ShouldCancel, State
@@ -207,11 +207,11 @@ class RankGroupRunner:
     def _emit_end(self, lease: Lease, result: str) -> None:
         now = time.monotonic()
         emit(
-            Ended(
+            RequestEnded(
                 self.devices,
                 lease.request,
                 result,
-                seconds=now - lease.begun,
+                seconds=now - lease.started,
                 cancel_s=None if lease.cancelled_at is None else now - lease.cancelled_at,
                 info=lease.info,
                 strategy=lease.strategy,
@@ -245,7 +245,7 @@ class RankGroupRunner:
         broken = self.crashes.is_broken
         emit(RequestFailed(self.devices, error.rank, cause, error.crashed, broken, error.reason))
 
-    def through_a_crash(
+    def retry_after_crash(
         self,
         attempt: Callable[[], T],
         lease: Lease,
@@ -282,7 +282,7 @@ class RankGroupRunner:
     def start(self, lease: Lease) -> float:
         """Starts the ranks, whether or not any were left; returns the seconds it took."""
         self.discard()
-        begun = time.monotonic()
+        started = time.monotonic()
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
         lease.on_phase(Phase(PhaseKind.STARTING, f"{count} process{'es' if count > 1 else ''}"))
@@ -296,7 +296,7 @@ class RankGroupRunner:
                 FAILING.add(error.device, FAILURES_UNTIL_LEFT_OUT)
             raise
         self._activity = State.READY
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         emit(Started(self.devices, seconds, self.last_failure))
         return seconds
 

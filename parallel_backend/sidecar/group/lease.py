@@ -53,7 +53,7 @@ class Lease:
         self.spec: ModelSpec | None = None
         self.file: FileIdentity | None = None
         self.idle_s = 0.0
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self.cancelled_at: float | None = None
         self.on_phase = on_phase
         self._cancel = cancel
@@ -63,7 +63,7 @@ class Lease:
     @property
     def seconds(self) -> float:
         """Since it began."""
-        return time.monotonic() - self.begun
+        return time.monotonic() - self.started
 
     def exchange(self, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
         """A new one with all ranks; `survivable`: the errors that leave them usable. Raises Cancelled."""

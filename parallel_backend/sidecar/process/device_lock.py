@@ -65,7 +65,7 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
         return DeviceLocks()
     held: dict[str, int] = {}
     try:
-        folder = Path(chosen) if chosen else _own_folder()
+        folder = Path(chosen) if chosen else _locks_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for device in sorted(names, key=lambda device: names[device]):
             held[device] = _lock(folder / names[device], device)
@@ -93,7 +93,7 @@ def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
     if chosen.lower() == "off" or name is None:
         return ""
     try:
-        path = (Path(chosen) if chosen else _own_folder()) / name
+        path = (Path(chosen) if chosen else _locks_folder()) / name
         inode = path.stat().st_ino
         held = {
             line.split()[-3].rpartition(":")[2]
@@ -124,7 +124,7 @@ def _file_name(device: str, cpu_too: bool) -> str | None:
     return f"gpu-{re.sub(r'[^A-Za-z0-9-]', '-', uuid)}.lock"
 
 
-def _own_folder() -> Path:
+def _locks_folder() -> Path:
     """This user's. Raises OSError where somebody else has put one of that name there.
 
     Not $XDG_RUNTIME_DIR: a service has none where a login has one, and it goes with the login that ranks outlive.

@@ -73,13 +73,13 @@ _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 def interpreter_flags() -> list[str]:
     """Those of this process that decide what a rank may import and how. Not -P and -I: a rank is found by its working
     directory."""
-    wanted = (
+    requested = (
         ("-s", sys.flags.no_user_site),  # PYTHONNOUSERSITE too
         ("-E", sys.flags.ignore_environment),
         ("-B", sys.flags.dont_write_bytecode),
         ("-O", sys.flags.optimize),
     )
-    return [flag for flag, count in wanted for _ in range(count)]
+    return [flag for flag, count in requested for _ in range(count)]
 
 
 def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:

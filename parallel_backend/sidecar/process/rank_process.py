@@ -10,7 +10,7 @@ import subprocess
 
 from .exit_status import ExitStatus, count_oom_kills, describe_exit
 
-OUTPUT_KEPT = 64 * 1024  # bytes of a rank's output kept for error messages
+MAX_OUTPUT = 64 * 1024  # bytes of a rank's output kept for error messages
 _READ = 64 * 1024  # bytes read at once, so that one flooding rank does not keep the others waiting
 
 log = logging.getLogger("parallel_backend.ranks")
@@ -38,11 +38,11 @@ class RankProcess:
         except BlockingIOError:
             return True
         self.output += data
-        del self.output[:-OUTPUT_KEPT]
+        del self.output[:-MAX_OUTPUT]
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             log.info("process %d: %s", self.rank, line.decode(errors="replace"))
-        self._line = self._line[-OUTPUT_KEPT:]
+        self._line = self._line[-MAX_OUTPUT:]
         return bool(data)
 
     def signal(self, number: int) -> None:
@@ -56,7 +56,7 @@ class RankProcess:
         try:
             code, peak_bytes = self._collect()
             # Not until end of file: a grandchild may have kept the pipe.
-            for _ in range(OUTPUT_KEPT // _READ + 1):
+            for _ in range(MAX_OUTPUT // _READ + 1):
                 if not self.drain():
                     break
             oom_kills = count_oom_kills()

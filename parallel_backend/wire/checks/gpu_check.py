@@ -23,7 +23,7 @@ SHOW_STACK = signal.SIGUSR1  # has a process write where it is to its stderr
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckSubject:
     """What the checks run on. `devices`: one per rank; `model`: path of its file; `is_demo`: it is the pack's own;
     `pixels`: side of the square picture; `odd_pixels`: height and width of one whose latent has odd sides; `text`:
     tokens of a prompt; `steps`: of a job; `attention_tokens`: of attention alone; `pipe_limit_s`: seconds that
@@ -55,7 +55,7 @@ class Answer:
 
 Run = Callable[[], Sequence[Finding]]
 # (subject, rank, path at which the ranks meet) -> the checks by name.
-MakeChecks = Callable[[Subject, int, str], Mapping[str, Run]]
+MakeChecks = Callable[[CheckSubject, int, str], Mapping[str, Run]]
 
 
 def serve(make: MakeChecks) -> None:
@@ -71,7 +71,7 @@ def serve(make: MakeChecks) -> None:
     # What libraries print goes beside the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    subject = from_json(parse(sys.stdin.readline()), Subject, "the subject")
+    subject = from_json(parse(sys.stdin.readline()), CheckSubject, "the subject")
     checks: Mapping[str, Run] = {}
     for line in sys.stdin:
         try:

@@ -22,7 +22,7 @@ async def comfy_entrypoint() -> WaysExtension:
 def share_small_attention() -> None:
     """In a rank: has devices share out the attention of a tiny model too."""
     if torch.distributed.is_initialized():
-        sys.modules["parallel_backend.engine.attention.queries"].LEAST_KEYS = 1
+        sys.modules["parallel_backend.engine.attention.queries"].MIN_KEYS = 1
 
 
 share_small_attention()

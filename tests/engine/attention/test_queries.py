@@ -28,7 +28,7 @@ DESCRIBED = ("flux1 + full mask", "qwen-image + text mask", "krea2 + reference, 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
     """Tiny models attend to fewer keys than pay."""
-    monkeypatch.setattr(queries, "LEAST_KEYS", 2)
+    monkeypatch.setattr(queries, "MIN_KEYS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_as_many_rows_as_ranks_go_whole_to_each(reference):
 
 
 def test_attention_to_few_keys_stays_whole(reference, monkeypatch):
-    monkeypatch.setattr(queries, "LEAST_KEYS", 2048)
+    monkeypatch.setattr(queries, "MIN_KEYS", 2048)
     for ((worst, sent, _),) in run_ranks(reference("sd1.5").on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT and sent == 0
 

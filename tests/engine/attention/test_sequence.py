@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.engine.attention import sequence
-from parallel_backend.engine.attention.sequence import UnevenAttention
+from parallel_backend.engine.attention.sequence import SequenceAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.comm.rounded import LEAST_CHANNELS, SCALE_BYTES
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
@@ -90,10 +90,10 @@ def _differences(world, strategy, heads, kv_heads):
                     mine, whole = ([t.transpose(1, 2).flatten(2) for t in three] for three in (mine, whole))
                 form = {"skip_reshape": not flat, "skip_output_reshape": not flat}
                 given = own(mask, -1) if local_mask else mask
-                attention = UnevenAttention(layout, tokens, ("txt+img",))
+                attention = SequenceAttention(layout, tokens, ("txt+img",))
                 out = attention(optimized, *mine, heads, mask=given, **form, **others)
                 expected = own(optimized(*whole, heads, mask=mask, **form, **others), 1 if flat else 2)
-                out, expected = (tokens.own(t, "txt+img", 1 if flat else 2) for t in (out, expected))
+                out, expected = (tokens.local(t, "txt+img", 1 if flat else 2) for t in (out, expected))
                 difference = (out - expected).abs().max() / expected.abs().max()
                 found[f"{name}, {local_mask=}, {flat=}"] = difference.item()
     return found
@@ -134,7 +134,7 @@ def _across(world, strategy):
     text, image = _random(1, HEADS, TEXT, CHANNELS), _random(1, HEADS, IMAGE, CHANNELS)
     tokens = BlockTokens(layout.sequence, (), layouts.traffic)
     mine = tokens.cut(image, Tokens("img", 2))
-    attention = UnevenAttention(layout, tokens, ((None, "img"), None))
+    attention = SequenceAttention(layout, tokens, ((None, "img"), None))
     form = {"skip_reshape": True, "skip_output_reshape": True}
     to_image = attention(optimized, text, mine, mine, HEADS, **form)
     to_text = attention(optimized, mine, text, text, HEADS, **form)
@@ -164,7 +164,7 @@ def test_keys_that_heads_share_travel_once():
             tokens.cut(torch.empty(1, 8), Tokens("x"))
             q, k = _random(1, 6, 4, CHANNELS), _random(1, kv_heads, 4, CHANNELS)
             before = layouts.traffic.bytes_sent
-            UnevenAttention(layout, tokens, ("x",))(optimized, q, k, k, 6, skip_reshape=True)
+            SequenceAttention(layout, tokens, ("x",))(optimized, q, k, k, 6, skip_reshape=True)
             found.append(layouts.traffic.bytes_sent - before)
         return found
 
@@ -206,7 +206,7 @@ def _events_by_groups(world, groups):
     with pytest.MonkeyPatch.context() as patch:
         for way in (watched, blocking):
             patch.setattr(sequence, "start_all_to_all", way)
-            attention = UnevenAttention(layout, tokens, ("x",))
+            attention = SequenceAttention(layout, tokens, ("x",))
             before = layouts.traffic.bytes_sent
             answers.append(attention(attend, q, k, v, HEADS, **form))
     return torch.equal(*answers), layouts.traffic.bytes_sent - before, events[: events.index("awaited 6") + 1]
@@ -234,7 +234,7 @@ def test_other_tokens_than_the_table_says_are_refused_before_anything_is_sent():
         tokens.cut(torch.empty(1, 8), Tokens("x"))
         q = _random(1, HEADS, 7, CHANNELS)
         with pytest.raises(RequestError, match="7 tokens of x where 4 belong"):
-            UnevenAttention(layout, tokens, ("x",))(optimized, q, q, q, HEADS, skip_reshape=True)
+            SequenceAttention(layout, tokens, ("x",))(optimized, q, q, q, HEADS, skip_reshape=True)
         return layouts.traffic.bytes_sent
 
     assert run_ranks(refused, 2) == [0, 0]
@@ -251,7 +251,7 @@ def _in_a_window(world, strategy, reach):
     block.reach = reach
     form = {"skip_reshape": True, "skip_output_reshape": True}
     of_share = torch.zeros(mine.shape[2], mine.shape[2])
-    out = UnevenAttention(layout, tokens, (Window("x", "reach"),), block)(
+    out = SequenceAttention(layout, tokens, (Window("x", "reach"),), block)(
         optimized, mine, mine, mine, HEADS, mask=None if reach is None else of_share, **form
     )
     places = torch.arange(IMAGE)
@@ -284,9 +284,9 @@ def _exact_and_rounded(world, strategy, kv_heads, channels):
         tokens.cut(torch.empty(1, IMAGE), Tokens("img"))
         mine = [tokens.cut(t, Tokens("txt+img", 2)) for t in (q, k, v)]
         before = layouts.traffic.bytes_sent
-        attention = UnevenAttention(layout, tokens, ("txt+img",), exchange_dtype=exchange_dtype)
+        attention = SequenceAttention(layout, tokens, ("txt+img",), exchange_dtype=exchange_dtype)
         out = attention(optimized, *mine, HEADS, skip_reshape=True, skip_output_reshape=True)
-        found.append(tokens.own(out, "txt+img", 2))
+        found.append(tokens.local(out, "txt+img", 2))
         sent.append(layouts.traffic.bytes_sent - before)
     exact, rounded = found
     difference = (rounded - exact).abs().max() / exact.abs().max() if exact.numel() else torch.zeros(())

@@ -75,12 +75,12 @@ def test_xfuser_gives_what_one_process_gives_in_each_family(strategy):
 def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so(what):
     case, ranks, reason = BY_NATIVE[what]
     strategy, reference = ParallelStrategy(ulysses_degree=ranks), Reference(*case, EVEN)
-    for ((far, engine, notes),) in run_ranks(as_it_is, ranks, strategy, reference, backend="gloo"):
+    for ((far, engine, notes),) in run_ranks(run_unmodified, ranks, strategy, reference, backend="gloo"):
         assert far <= EXACT and engine == "native"
         assert [note for note in notes if note.startswith(f"engine xfuser fell back to native: {reason}")]
 
 
-def as_it_is(world, strategy, reference):
+def run_unmodified(world, strategy, reference):
     forward = make_module_forward(reference.model, Layouts(world), Placement(strategy, "xfuser"))
     return [(reference.difference(forward, reference.mode), forward.engine, forward.notes)]
 

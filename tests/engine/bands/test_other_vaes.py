@@ -12,7 +12,7 @@ from parallel_backend.models.comfyui.rows import vae_adjustments
 from parallel_backend.models.comfyui.rows.banded import STEPS, RowAttention
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.tokens.vae_networks import Way, known
+from parallel_backend.models.tokens.vae_networks import VaeMode, known
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_a_rank_that_goes_without_the_others_is_seen(names):
 
 @pytest.mark.parametrize("name", BANDED)
 def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
-    assert known(BANDED[name].build()).way is Way.BANDS
+    assert known(BANDED[name].build()).way is VaeMode.BANDS
 
 
 def chunks(world, shares):

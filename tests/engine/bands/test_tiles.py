@@ -12,7 +12,7 @@ from parallel_backend.layout import split_sizes
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.tokens.vae_networks import Way, known
+from parallel_backend.models.tokens.vae_networks import VaeMode, known
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -91,4 +91,4 @@ def test_a_rank_holds_no_picture_to_know_its_tiles():
 
 
 def test_the_network_is_known_as_one_that_cuts_tiles():
-    assert known(build(TILED)).way is Way.TILES
+    assert known(build(TILED)).way is VaeMode.TILES

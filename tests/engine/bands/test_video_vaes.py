@@ -10,7 +10,7 @@ from parallel_backend.engine.bands.vae import BandedDecoder
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.tokens.vae_networks import Way, known
+from parallel_backend.models.tokens.vae_networks import VaeMode, known
 from ranks import run_ranks
 from video_vaes import CASES, build
 
@@ -86,7 +86,7 @@ def test_one_rank_alone_decodes_as_comfyui_does():
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
-    assert known(CASES[name].build()).way is Way.BANDS
+    assert known(CASES[name].build()).way is VaeMode.BANDS
 
 
 def test_a_network_of_another_class_stays_with_comfyui():

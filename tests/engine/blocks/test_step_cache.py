@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from comfy_modules import CASES
 from comfy_weight_files import inputs, spec, write
-from parallel_backend.engine.blocks.step_cache import Meeting, ModuleCache
+from parallel_backend.engine.blocks.step_cache import ModuleCache, ReuseVote
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
@@ -225,12 +225,12 @@ def test_without_its_first_block_nothing_is_left_out():
 def _by_both_providers(world, path):
     """Answers to calls a little apart: of ComfyUI's Flux.1 and of diffusers', each with its step cache; how often each
     reused, and the ratios that it saw."""
-    layouts, largest, found = Layouts(world), Meeting.largest, []
+    layouts, largest, found = Layouts(world), ReuseVote.largest, []
     (first, times), kwargs = inputs(rows=2)
     for each in (spec(path), ModelSpec(path)):
         forward = make_module_forward(load_under(each, layouts, ULYSSES_2), layouts, Placement(ULYSSES_2))
         cache, ratios, answers = ModuleCache(THRESHOLD), [], []
-        Meeting.largest = lambda *args, ratios=ratios: ratios.append(largest(*args)) or ratios[-1]
+        ReuseVote.largest = lambda *args, ratios=ratios: ratios.append(largest(*args)) or ratios[-1]
         with torch.inference_mode():
             for far in (0.0, 0.05, 0.1, 0.4, 0.42, 0.44):
                 x = first + far * random(*first.shape, seed=9)
@@ -288,13 +288,13 @@ def test_several_ranks_give_what_one_gives_and_reuse_the_same_calls(strategy):
 
 def _near_the_threshold(world, name):
     """What each rank would say of its own tokens to a second call, and what all do under a threshold between."""
-    seen, largest = [], Meeting.largest
+    seen, largest = [], ReuseVote.largest
 
     def noted(meeting, change, before):
         seen.append((change / before).max().item())
         return largest(meeting, change, before)
 
-    Meeting.largest = noted
+    ReuseVote.largest = noted
     forward = make_module_forward(_model(name), Layouts(world), Placement(ULYSSES_2))
     _answers(forward, name, ModuleCache(0.0), STAY)
     own = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]

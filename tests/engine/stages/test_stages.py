@@ -13,7 +13,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.stages.owners import pack
 from parallel_backend.engine.stages.p2p import P2PChannel
-from parallel_backend.engine.stages.stale_keys import KeptKeys
+from parallel_backend.engine.stages.stale_keys import StaleKeyCache
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
@@ -81,11 +81,11 @@ def _reference_at_zero(*size):
 def _case(layouts, model, call, strategy=TWO):
     """How far this rank's answers are from one process', whole and by patches that find keys of that whole call."""
     expected = pack(alone(model, call))
-    forward, keys = make_module_forward(model, layouts, Placement(strategy)), KeptKeys()
+    forward, keys = make_module_forward(model, layouts, Placement(strategy)), StaleKeyCache()
     answer, stages = pack(forward(copy.deepcopy(call), keys=keys)), forward.stages
     found = {
         "whole": relative(answer, expected, expected.abs().max()),
-        "why whole": stages.why_whole(call, keys),
+        "why whole": stages.flow_blocked_by(call, keys),
     }
     if found["why whole"]:
         return found
@@ -206,7 +206,7 @@ def unlike(world, strategy):
     layouts, found = Layouts(world), {}
     for name, case in TEXT_FIRST.items():
         build, inputs = CASES[name][case]
-        model, keys = TinyModel(fill(build())), KeptKeys()
+        model, keys = TinyModel(fill(build())), StaleKeyCache()
         longer = replace(_call(model, inputs), prompts=(0,))
         calls = (longer, _shorter(longer))
         expected = [alone(model, call) for call in calls]

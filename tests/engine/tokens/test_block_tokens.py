@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.engine.comm.traffic_counter import Traffic
-from parallel_backend.engine.tokens.block_tokens import BlockTokens, LastTokens, Patch
+from parallel_backend.engine.tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
 from parallel_backend.errors import RequestError
 from parallel_backend.models.tokens.regions import ExpandingTimestep, FirstToken, Ranges, Tokens
 from ranks import run_ranks
@@ -27,7 +27,7 @@ def _ranks(count, weights=()):
 
 
 def _patch(tokens, number):
-    return replace(tokens, patch=Patch(number, 3), _cuts={}, _orders={})
+    return replace(tokens, patch=ImagePatch(number, 3), _cuts={}, _orders={})
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 3.0, 2.0)], ids=["equal", "by device"])
@@ -62,7 +62,7 @@ def test_ranks_share_the_tokens_of_a_patch():
     for weights in ((), (1.0, 3.0)):
         for number in range(3):
             ranks = [_patch(tokens, number) for tokens in _ranks(2, weights)]
-            shares = torch.cat([t.own(t.cut(joined, words), "txt+img", 1) for t in ranks], 1)
+            shares = torch.cat([t.local(t.cut(joined, words), "txt+img", 1) for t in ranks], 1)
             numbers = ranks[0].order("txt+img", torch.device("cpu"))
             assert torch.equal(joined[:, numbers], shares)
             assert sum(ranks[0].lengths("txt+img")) == len(numbers) == len(set(numbers.tolist()))
@@ -178,11 +178,11 @@ def test_a_rank_without_a_token_holds_a_stand_in_that_counts_nowhere():
     assert ranks[0].lengths("txt") == (1, 0, 0)
     last = ranks[2]
     held = torch.cat([last.cut(one_word.clone(), Tokens("txt")), last.cut(IMAGE, Tokens("img"))], 1)
-    own = last.own(held, "txt+img", 1)
+    own = last.local(held, "txt+img", 1)
     assert torch.equal(own, IMAGE[:, 8:])
     again = last.with_stand_ins(own, "txt+img", 1)
     assert torch.equal(again, torch.cat([torch.zeros(1, 1, 2), own], 1))
-    assert ranks[0].own(held, "img", 1) is held
+    assert ranks[0].local(held, "img", 1) is held
 
 
 def test_other_tokens_than_the_table_says_are_refused():

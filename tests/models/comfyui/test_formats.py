@@ -18,7 +18,7 @@ from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.staging import StagedReader
-from parallel_backend.models.tensor_pieces import take_apart
+from parallel_backend.models.tensor_pieces import component_tensors
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -111,7 +111,7 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
     stock = comfy.sd.load_diffusion_model(files[form]).model.diffusion_model
     assert answer(module).equal(answer(stock))
     ranges = mapped_ranges(files[form])
-    codes = take_apart(module.get_parameter(WEIGHT))[0][0]
+    codes = component_tensors(module.get_parameter(WEIGHT))[0][0]
     assert codes.dtype.itemsize == 1, "as the file has them"
     assert any(begin <= codes.data_ptr() < end for begin, end in ranges)
 
@@ -175,8 +175,8 @@ def test_weights_for_a_gpu_come_by_large_reads_of_the_file(files, form, monkeypa
     monkeypatch.setattr(import_module(load.__module__), "staged_reader", as_on_a_gpu)
     found, ranges, in_file = load(spec(files[form]), CPU), mapped_ranges(files[form]), 0
     for name, parameter in expected.module.named_parameters():
-        pieces = take_apart(parameter)[0]
-        others = take_apart(found.module.get_parameter(name))[0]
+        pieces = component_tensors(parameter)[0]
+        others = component_tensors(found.module.get_parameter(name))[0]
         assert [_bits(one) for one in pieces] == [_bits(one) for one in others]
         mapped = [one for one in pieces if any(begin <= one.data_ptr() < end for begin, end in ranges)]
         in_file += sum(one.nbytes for one in mapped)

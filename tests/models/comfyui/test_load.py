@@ -14,7 +14,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.models.base import ModelPart
-from parallel_backend.models.comfyui.common_dtypes import MEMORY, QUESTIONS, asked_of_all
+from parallel_backend.models.comfyui.common_dtypes import MEMORY, QUESTIONS, agree_on_dtypes
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.tokens import table
 from parallel_backend.requests import ComfyUISource, ModelSpec
@@ -232,7 +232,7 @@ def test_the_dtype_of_unlike_cards_is_decided_by_the_least_of_them(source, monke
     monkeypatch.setattr(management, "should_use_fp16", lambda device=None, *_, **__: True)
     of_flux = [torch.bfloat16, torch.float16, torch.float32]
     assert all(hasattr(management, name) for name in (*QUESTIONS, MEMORY))
-    with asked_of_all(management, [torch.device("cuda:0"), turing]):
+    with agree_on_dtypes(management, [torch.device("cuda:0"), turing]):
         assert management.unet_dtype(supported_dtypes=of_flux) == torch.float16
         assert management.unet_manual_cast(torch.float16, torch.device("cuda:0"), of_flux) is None
     assert management.unet_dtype(supported_dtypes=of_flux) == torch.bfloat16
@@ -256,7 +256,7 @@ def test_weights_are_kept_alike_on_cards_of_unlike_sizes(source, monkeypatch):
         )
 
     assert kept() == torch.bfloat16
-    with asked_of_all(management, [torch.device("cuda:0"), small]):
+    with agree_on_dtypes(management, [torch.device("cuda:0"), small]):
         assert kept() == FP8
         assert management.get_total_memory(CPU) == sizes[0]
     assert kept() == torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.models.comfyui.model_file import TYPICAL, BlockList, by_stages, inspect
+from parallel_backend.models.comfyui.model_file import TYPICAL, CountedBlocks, by_stages, inspect
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
@@ -55,7 +55,7 @@ def job(file, shape=(1, 16, 5, 8, 12), **options):
 
 def test_the_header_tells_blocks_bytes_and_dtype(path):
     found = inspect_model(str(path), "comfyui")
-    assert found.blocks == (BlockList("blocks", 3, 2 * BLOCK, 2 * 64 * 256),)
+    assert found.blocks == (CountedBlocks("blocks", 3, 2 * BLOCK, 2 * 64 * 256),)
     assert found.tensor_bytes == 2 * (3 * BLOCK + AROUND), "what lies beside the model does not count"
     assert (found.dtype, found.width, found.name) == ("bfloat16", 64, "model.safetensors")
 
@@ -67,9 +67,11 @@ def test_a_model_whose_blocks_lie_deeper_or_that_has_none_has_a_size_too(tmp_pat
         for i in range(4)
     }
     save_file(deep, tmp_path / "deep.safetensors")
-    assert inspect(tmp_path / "deep.safetensors").blocks == (BlockList("transformer.layers", 2, 1024, 256),)
+    assert inspect(tmp_path / "deep.safetensors").blocks == (
+        CountedBlocks("transformer.layers", 2, 1024, 256),
+    )
     save_file({"conv.weight": torch.zeros(8, 8)}, tmp_path / "flat.safetensors")
-    assert inspect(tmp_path / "flat.safetensors").blocks == (BlockList("the model", 1, 256, 256),)
+    assert inspect(tmp_path / "flat.safetensors").blocks == (CountedBlocks("the model", 1, 256, 256),)
 
 
 def test_a_number_that_the_header_lacks_refuses_nothing(path):
@@ -117,22 +119,24 @@ def test_a_picture_is_as_large_as_its_latents_cells(file, pixels):
 def test_each_rank_holds_the_whole_or_its_share(file):
     dtypes = Dtypes.of("auto", file.dtype, on_cpu=False)
     whole = file.held_weights(dtypes, ParallelStrategy(ulysses_degree=2), 0, on_cpu=False)
-    assert whole.own == file.tensor_bytes and not whole.sharded
+    assert whole.private == file.tensor_bytes and not whole.sharded
     shared = file.held_weights(
         dtypes, ParallelStrategy(ulysses_degree=2, shard_weights=True), 0, on_cpu=False
     )
-    assert shared.own == pytest.approx(file.tensor_bytes / 2, abs=8) and shared.sharded
+    assert shared.private == pytest.approx(file.tensor_bytes / 2, abs=8) and shared.sharded
     mapped = file.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True)
-    assert (mapped.own, mapped.mapped) == (0, file.tensor_bytes)
+    assert (mapped.private, mapped.mapped) == (0, file.tensor_bytes)
 
 
 def test_a_rank_that_slices_layers_holds_its_part_of_the_blocks_and_all_around(file):
     dtypes, sliced = Dtypes.of("auto", file.dtype, on_cpu=False), ParallelStrategy(tensor_degree=2)
     whole, half = (file.held_weights(dtypes, s, 0, on_cpu=False) for s in (ParallelStrategy(), sliced))
     assert half.around == whole.around
-    assert half.own - half.around.own == pytest.approx((whole.own - whole.around.own) / 2, abs=8)
+    assert half.private - half.around.private == pytest.approx(
+        (whole.private - whole.around.private) / 2, abs=8
+    )
     both = file.held_weights(dtypes, sliced.replace(cfg_degree=2, shard_weights=True), 0, on_cpu=False)
-    assert both.sharded and both.own == pytest.approx(half.own / 2, abs=8)
+    assert both.sharded and both.private == pytest.approx(half.private / 2, abs=8)
     alone, shared = (
         predict_memory(file, s, job(file, (1, 16, 5, 64, 64)))[0].activations
         for s in (ParallelStrategy(), sliced)
@@ -153,10 +157,10 @@ def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
     on_gpu, on_cpu = (Dtypes.of("auto", stored.dtype, on_cpu=on_cpu) for on_cpu in (False, True))
 
     def parts(kept, dtypes, **where):
-        return replace(stored, kept=kept).held_weights(dtypes, ParallelStrategy(), 0, **where).parts
+        return replace(stored, fp8_loaded_as=kept).held_weights(dtypes, ParallelStrategy(), 0, **where).parts
 
     one, twice = parts("", on_gpu, on_cpu=False), parts("bfloat16", on_gpu, on_cpu=False)
-    assert [part.own for part in twice] == [2 * part.own for part in one]
+    assert [part.private for part in twice] == [2 * part.private for part in one]
     assert any(part.cast for part in one) and not any(part.cast for part in twice)
     assert parts("bfloat16", on_cpu, on_cpu=True) == parts("", on_cpu, on_cpu=True)
 
@@ -318,7 +322,7 @@ def test_stages_hold_their_own_blocks(file):
         for strategy, rank in ((ParallelStrategy(), 0), (stages, 0), (stages, 1))
     )
     assert [part.block for part in first.parts] == [None, 0] and [p.block for p in last.parts] == [None, 1, 2]
-    assert first.own + last.own == whole.own + first.around.own
+    assert first.private + last.private == whole.private + first.around.private
     # Stages compute all rows at once, so another row is another row in each of their moments.
     one, two = (predict_memory(staged, stages, replace(both, prompts=prompts))[0] for prompts in (1, 2))
     assert two.activations == 2 * one.activations
@@ -328,9 +332,9 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
     """Flux-like: two large blocks, then four small ones, cut by number; beside them two of a text refiner, which
     the file has first, as it has the lists of blocks in another order and by another name."""
     refiner, single, double = (
-        BlockList("txt_in.refiner.blocks", 2, 11, 1),
-        BlockList("single_blocks", 4, 100, 1),
-        BlockList("transformer_blocks", 2, 240, 1),
+        CountedBlocks("txt_in.refiner.blocks", 2, 11, 1),
+        CountedBlocks("single_blocks", 4, 100, 1),
+        CountedBlocks("transformer_blocks", 2, 240, 1),
     )
     lists = by_stages((refiner, single, double), {"double_blocks": 2, "single_blocks": 4})
     assert lists == (double, single, replace(refiner, everywhere=True))
@@ -341,11 +345,11 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
     dtypes = Dtypes("bfloat16", "bfloat16", "bfloat16")
     for shares, blocks in (((), (2 * 240 + 100, 3 * 100)), ((1.0, 3.0), (2 * 240, 4 * 100))):
         stages = ParallelStrategy(pipefusion_degree=2, warmup_steps=1, device_shares=shares)
-        held = [flux.held_weights(dtypes, stages, rank, on_cpu=False).own for rank in range(2)]
+        held = [flux.held_weights(dtypes, stages, rank, on_cpu=False).private for rank in range(2)]
         assert held == [7 + 2 * 11 + own for own in blocks]
         one, other = predict_memory(flux, stages, job(flux, steps=4))
         assert one.weights - other.weights == blocks[0] - blocks[1]
-    assert flux.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=False).own == flux.tensor_bytes
+    assert flux.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=False).private == flux.tensor_bytes
 
 
 @pytest.mark.parametrize("has_cfg", [True, False])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_backend.models.tokens.vae_networks import NETWORKS, Way
+from parallel_backend.models.tokens.vae_networks import NETWORKS, VaeMode
 
 DOCS = Path(__file__).parents[3] / "docs" / "vae-decode.md"
 _KL = "comfy.ldm.modules.diffusionmodules.model.Decoder"
@@ -55,14 +55,14 @@ def test_a_class_without_a_state_is_seen():
 def test_each_state_is_told_whole():
     for entries in NETWORKS.values():
         for entry in entries:
-            assert bool(entry.reason) == (entry.way in (Way.ONE_DEVICE, Way.REFUSED))
-            assert bool(entry.decoder) == (entry.way is Way.BANDS)
+            assert bool(entry.reason) == (entry.way in (VaeMode.ONE_DEVICE, VaeMode.REFUSED))
+            assert bool(entry.decoder) == (entry.way is VaeMode.BANDS)
 
 
 def test_the_docs_list_each():
     words = "bands|tiles|one device|refused"
     rows = re.findall(rf"^\| (.+?) \| ({words}) \| ({words}|–) \|", DOCS.read_text(), re.M)
-    nothing_to_encode = {Way.REFUSED: "–"}
+    nothing_to_encode = {VaeMode.REFUSED: "–"}
     assert sorted(rows) == sorted(
         (
             entry.models,

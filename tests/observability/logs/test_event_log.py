@@ -10,14 +10,14 @@ from datetime import datetime, timedelta
 import pytest
 
 from parallel_backend.observability.logs import event_log
-from parallel_backend.observability.logs.event_log import KEPT_FILES, VARIABLE, begin_log
+from parallel_backend.observability.logs.event_log import MAX_OLD_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
 from parallel_backend.sidecar.group import events
 from parallel_backend.sidecar.group.events import (
     Changed,
-    Ended,
     Loaded,
     Released,
+    RequestEnded,
     RequestFailed,
     Started,
     Stepped,
@@ -34,7 +34,7 @@ STORY = (
     Stepped(TWO, 1, 28, 0.25, ULYSSES),
     RequestFailed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
     RequestFailed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
-    Ended(
+    RequestEnded(
         TWO,
         "sample",
         "done",
@@ -47,7 +47,7 @@ STORY = (
         "prompt-1",
         5.0,
     ),
-    Ended(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
+    RequestEnded(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
     Released(TWO, 60.0),
 )
 
@@ -129,7 +129,7 @@ def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp
         emit(STORY[3])
     end()
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["log.jsonl", *(f"log.jsonl.{n}" for n in range(1, KEPT_FILES + 1))]
+    assert names == ["log.jsonl", *(f"log.jsonl.{n}" for n in range(1, MAX_OLD_FILES + 1))]
     assert all(path.stat().st_size <= 400 and _lines(path) for path in tmp_path.iterdir())
 
 

@@ -26,7 +26,7 @@ from parallel_backend.observability.prometheus.metrics import (
 )
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.group.events import Ended, Released, Stepped, listen
+from parallel_backend.sidecar.group.events import Released, RequestEnded, Stepped, listen
 from parallel_backend.sidecar.status import GroupStatus
 from parallel_backend.strategy import ParallelStrategy
 from scripted import CRASH, scripted_request, scripted_sidecar, scripted_weights, two_ranks
@@ -194,8 +194,8 @@ def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
     for share in (1.5, 2.5):
         strategy = ParallelStrategy(ulysses_degree=2, device_shares=(1, share))
         metrics.on_event(Stepped(("a", "b"), 1, 1, 0.3, strategy))
-    metrics.on_event(Ended(("a", "b"), "decode", "done", 0.5, None, None, None, 4))
-    metrics.on_event(Ended(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
+    metrics.on_event(RequestEnded(("a", "b"), "decode", "done", 0.5, None, None, None, 4))
+    metrics.on_event(RequestEnded(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
     scrape = Scrape(metrics.text())
     assert scrape("step_seconds_count", strategy="Ulysses 2, unequal shares") == 2
     decode = {"request": "decode", "strategy": "rows 2", "model": "vae"}
@@ -208,7 +208,7 @@ def test_waiting_is_counted_with_the_request_that_ends_it_and_with_the_end_of_th
     _, dead, after = story
     assert dead("idle_device_seconds_total", devices="cpu:0,cpu:1") > 0
     metrics = Metrics(list, lambda devices: {}, lambda: 2.5)
-    metrics.on_event(Ended(("a", "b"), "decode", "done", 0.5, None, None, None, 4, idle_s=3.0))
+    metrics.on_event(RequestEnded(("a", "b"), "decode", "done", 0.5, None, None, None, 4, idle_s=3.0))
     metrics.on_event(Released(("a", "b"), 4.0))
     scrape = Scrape(metrics.text())
     assert scrape("idle_device_seconds_total", devices="a,b") == 14.0
@@ -219,7 +219,7 @@ def test_models_without_end_make_no_labels_without_end():
     metrics = Metrics(list, lambda devices: {})
     for index in range(MOST_MODELS + 5):
         spec = ModelSpec(f"/models/{'x' * 200 if index == 0 else index}.safetensors")
-        metrics.on_event(Ended(("a",), "sample", "done", 1.0, None, None, ParallelStrategy(), 1, spec))
+        metrics.on_event(RequestEnded(("a",), "sample", "done", 1.0, None, None, ParallelStrategy(), 1, spec))
     scrape = Scrape(metrics.text())
     job = {"request": "sample", "strategy": ParallelStrategy().describe()}
     assert scrape("images_total", **job, model="other") == 5

@@ -10,7 +10,7 @@ from parallel_backend.errors import PlatformError
 from parallel_backend.observability.prometheus.metrics import CONTENT_TYPE
 from parallel_backend.observability.prometheus.metrics_switch import VARIABLE, MetricsSwitch
 from parallel_backend.sidecar.group import events
-from parallel_backend.sidecar.group.events import Ended
+from parallel_backend.sidecar.group.events import RequestEnded
 
 
 def _listeners() -> int:
@@ -28,7 +28,7 @@ def test_off_nothing_listens_and_on_counts_from_then_on():
         answers = [switch.scrape(), switch.scrape()]
         assert [(a.status, a.content_type) for a in answers] == [(200, CONTENT_TYPE)] * 2
         assert _listeners() == before + 1
-        events.emit(Ended(("x",), "decode", "done", 0.5, None, None, None, 2))
+        events.emit(RequestEnded(("x",), "decode", "done", 0.5, None, None, None, 2))
         series = b'parallel_sampling_images_total{model="vae",request="decode",strategy="rows 1"} 2.0'
         assert series in switch.scrape().body.splitlines()
     finally:

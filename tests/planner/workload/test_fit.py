@@ -18,8 +18,10 @@ def plan(strategy=ULYSSES, devices=None, **job) -> MemoryCheck:
     return MemoryCheck(flux_job(**job), strategy, names)
 
 
-def gib(*sizes: float, others: tuple[float, ...] = ()) -> Capacity:
-    return Capacity(tuple(int(size * GIB) for size in sizes), tuple(int(size * GIB) for size in others))
+def gib(*sizes: float, used_elsewhere: tuple[float, ...] = ()) -> Capacity:
+    return Capacity(
+        tuple(int(size * GIB) for size in sizes), tuple(int(size * GIB) for size in used_elsewhere)
+    )
 
 
 def refusal(size_gib: float, **what) -> str:
@@ -62,11 +64,11 @@ def test_the_smallest_card_of_several_counts():
 
 
 def test_what_other_programs_hold_now_is_not_there_to_take():
-    assert fits(plan(), gib(48, 48, others=(0, 10)))
+    assert fits(plan(), gib(48, 48, used_elsewhere=(0, 10)))
     with pytest.raises(
         StrategyError, match=r"on cuda:1, which has 48\.0 GiB, of which other programs hold 25\.0 now\."
     ) as refused:
-        check_capacity(plan(), gib(48, 48, others=(0, 25)))
+        check_capacity(plan(), gib(48, 48, used_elsewhere=(0, 25)))
     assert "smallest change that would fit: shard_weights on" in str(refused.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 import fake_nvml
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.planner.workload import in_use as memory_in_use
-from parallel_backend.planner.workload.in_use import held_by_others
+from parallel_backend.planner.workload.in_use import used_by_other_programs
 from parallel_backend.planner.workload.rank_memory import GPU_BASE_BYTES
 
 GIB = 2**30
@@ -26,7 +26,11 @@ def test_ours_does_not_count_and_nvml_is_closed_again(two_cards):
     nvml, topology = two_cards
     ours = {"cuda:0": 12 * GIB, "cuda:1": 9 * GIB}
     devices = ("cuda:1", "cuda:0", "cuda:7")
-    assert held_by_others(devices, nvml, topology, lambda device: ours.get(device, 0)) == (0, 8 * GIB, 0)
+    assert used_by_other_programs(devices, nvml, topology, lambda device: ours.get(device, 0)) == (
+        0,
+        8 * GIB,
+        0,
+    )
     assert nvml.open == 0
 
 
@@ -34,13 +38,13 @@ def test_ranks_on_the_card_are_ours_with_their_process(two_cards, monkeypatch):
     ranks = (SimpleNamespace(device="cuda:0", weight_bytes=10 * GIB, working_bytes=GIB),)
     group = SimpleNamespace(status=lambda: SimpleNamespace(ranks=ranks))
     monkeypatch.setattr(memory_in_use.pool, "all_sidecars", lambda: (group,))
-    others = held_by_others(("cuda:0", "cuda:1"), *two_cards)
+    others = used_by_other_programs(("cuda:0", "cuda:1"), *two_cards)
     assert others == (9 * GIB - GPU_BASE_BYTES, 5 * GIB)
 
 
 def test_what_this_process_can_free_gives_way_and_the_rest_counts(two_cards, monkeypatch):
-    monkeypatch.setattr(memory_in_use, "OWN", [lambda device: {"cuda:0": 15 * GIB}.get(device, 0)])
-    assert held_by_others(("cuda:0", "cuda:1"), *two_cards) == (5 * GIB, 5 * GIB)
+    monkeypatch.setattr(memory_in_use, "FREEABLE", [lambda device: {"cuda:0": 15 * GIB}.get(device, 0)])
+    assert used_by_other_programs(("cuda:0", "cuda:1"), *two_cards) == (5 * GIB, 5 * GIB)
 
 
 def test_nobody_to_ask_means_no_others(two_cards, monkeypatch):
@@ -50,5 +54,5 @@ def test_nobody_to_ask_means_no_others(two_cards, monkeypatch):
         raise nvml.NVMLError("Driver Not Loaded")
 
     monkeypatch.setattr(nvml, "nvmlInit", broken)
-    assert held_by_others(("cuda:0",), nvml, topology) == (0,)
-    assert held_by_others(("cpu:0",), nvml, topology) == (0,)
+    assert used_by_other_programs(("cuda:0",), nvml, topology) == (0,)
+    assert used_by_other_programs(("cpu:0",), nvml, topology) == (0,)

@@ -21,7 +21,7 @@ from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.adapter import DiffusersFlux
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, diffusers_shapes
-from parallel_backend.models.diffusers.memory.weight_bytes import held_weights, kept_dtype
+from parallel_backend.models.diffusers.memory.weight_bytes import device_dtype, held_weights
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.tokens.block_kinds import DIFFUSERS_FLUX
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
@@ -55,7 +55,7 @@ def numbers(dims: FluxDims) -> int:
 def weights_of(strategy: ParallelStrategy, dims: FluxDims = FLUX_DEV, **options) -> list[int]:
     dtypes = Dtypes.of("auto", "bfloat16", on_cpu=False)
     ranks = range(strategy.world_size)
-    return [held_weights(dims, dtypes, strategy, rank, on_cpu=False, **options).own for rank in ranks]
+    return [held_weights(dims, dtypes, strategy, rank, on_cpu=False, **options).private for rank in ranks]
 
 
 def test_flux_dev_is_as_large_as_its_model_card_says():
@@ -133,7 +133,7 @@ def test_slices_are_those_that_the_loader_takes(degree, dtype):
         degree - 1,
         on_cpu=False,
     )
-    assert held.own == expected
+    assert held.private == expected
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -151,7 +151,7 @@ def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
         "norm_out.linear.bias",
     ):
         loaded = flux.loaded_dtype(name, getattr(torch, stored), dtypes, as_stored)
-        assert getattr(torch, kept_dtype(name, dtypes)) == loaded
+        assert getattr(torch, device_dtype(name, dtypes)) == loaded
 
 
 @pytest.mark.parametrize("axis", ["ulysses_degree", "ring_degree", "tensor_degree", "pipefusion_degree"])

@@ -298,7 +298,7 @@ def test_stages_of_two_kinds_of_blocks_hold_unequal_bytes_which_the_prediction_c
     for stages in (2, 3):
         strategy, found = PIPE.replace(pipefusion_degree=stages), run_ranks(held_bytes, stages, spec)
         told = [file.held_weights(dtypes, strategy, rank, on_cpu=True) for rank in range(stages)]
-        assert [sum(one.values()) for one in found] == [one.own + one.mapped for one in told]
+        assert [sum(one.values()) for one in found] == [one.private + one.mapped for one in told]
         assert found[0]["blocks"] > found[-1]["blocks"]
 
 

@@ -207,7 +207,7 @@ def test_a_machine_that_says_nothing_is_cut_off_named_and_left_out_until_it_is_b
 ):
     monkeypatch.setattr(deadlines, "SILENCE", 1.0)
     silent = BareMachine(head, secret, machine="silent")
-    wait_until(lambda: head.why_absent("silent"))
+    wait_until(lambda: head.departure_reason("silent"))
     monkeypatch.undo()
     assert silent.is_ended()
     other = BareMachine(head, secret, machine="other")
@@ -230,8 +230,8 @@ def test_a_machine_that_ended_is_waited_for_and_then_named(head, secret, monkeyp
     monkeypatch.setattr(deadlines, "MACHINES", 0.2)
     with pytest.raises(DeviceError, match=r"Machine a of the cluster lab is not there \(the connection"):
         clusters.wait_for(("cpu:0@lab/a",), lambda: False)
-    wait_until(lambda: head.why_absent("a"))
-    clusters.forget_absent()
+    wait_until(lambda: head.departure_reason("a"))
+    clusters.drop_departed()
     assert head.devices() == ()
 
 
@@ -308,7 +308,7 @@ def test_of_two_machines_of_one_name_that_join_at_once_one_is_served_and_the_oth
     assert other.is_ended()
     served.socket.settimeout(20)
     assert served.socket.recv(1)  # a sign of life
-    assert head.devices() == ("cpu:0@lab/bare",) and head.why_absent("bare") == ""
+    assert head.devices() == ("cpu:0@lab/bare",) and head.departure_reason("bare") == ""
     served.close()
 
 

@@ -5,8 +5,8 @@ import pytest
 from parallel_backend.errors import Cancelled, OutOfMemory, RankFailed
 from parallel_backend.sidecar.group.events import (
     Changed,
-    Ended,
     Loaded,
+    RequestEnded,
     RequestFailed,
     Started,
     Stepped,
@@ -33,7 +33,12 @@ def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, heard):
     assert (type(started), started.after, started.seconds > 0) == (Started, "", True)
     assert (type(loaded), loaded.spec.path, loaded.info.cached) == (Loaded, weights.path, False)
     assert [(type(one), one.step, one.steps) for one in (first, second)] == [(Stepped, 1, 2), (Stepped, 2, 2)]
-    assert (type(ended), ended.request, ended.result, ended.cancel_s) == (Ended, "sample", "done", None)
+    assert (type(ended), ended.request, ended.result, ended.cancel_s) == (
+        RequestEnded,
+        "sample",
+        "done",
+        None,
+    )
     assert ended.info == result.info
     assert first.strategy == ended.strategy == two_ranks().strategy and ended.images == 1
     assert {event.devices for event in heard} == {sidecar.devices}

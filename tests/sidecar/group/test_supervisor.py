@@ -19,7 +19,7 @@ from parallel_backend.sidecar.group.handshake import join_ranks
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT, Supervisor, get_supervisor
 from parallel_backend.sidecar.process import rank_process
 from parallel_backend.sidecar.process.environment import rank_environment
-from parallel_backend.sidecar.process.rank_process import OUTPUT_KEPT
+from parallel_backend.sidecar.process.rank_process import MAX_OUTPUT
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.wire import deadlines
 from scripted import is_running
@@ -68,8 +68,8 @@ def test_only_the_end_of_a_flood_is_kept(spawn):
     member = group.ranks[0]
     kept, drain = [], member.drain
     member.drain = lambda *limit: (drain(*limit), kept.append(len(member.output)))[0]
-    wait_until(lambda: len(kept) > 50 and kept[-1] == OUTPUT_KEPT)
-    assert max(kept) == OUTPUT_KEPT
+    wait_until(lambda: len(kept) > 50 and kept[-1] == MAX_OUTPUT)
+    assert max(kept) == MAX_OUTPUT
 
 
 def test_the_first_death_is_the_reason_and_the_others_are_killed(spawn):

@@ -69,7 +69,7 @@ def _check_the_first(checks: ModuleType) -> None:
 def _free_of_the_first(aside: ModuleType) -> None:
     can_free = aside.can_free
     aside.can_free = lambda name: can_free("cuda:0" if name.startswith("cuda") else name)
-    aside.memory_in_use.OWN[-1] = aside.can_free
+    aside.memory_in_use.FREEABLE[-1] = aside.can_free
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -63,11 +63,11 @@ class Joined(Tensor):
     ) -> Any:
         if func in _KEEPING:
             return cls(args[0].pieces)
-        args, kwargs = tree_map_only(cls, _whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, _as_plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _as_plain(tensor: Tensor) -> Tensor:
     return tensor.on(tensor.device) if isinstance(tensor, Joined) else tensor
 
 

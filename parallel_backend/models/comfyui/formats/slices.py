@@ -103,7 +103,7 @@ def slice_blocks(module: nn.Module, regions: Iterable[Region], slices: Slices) -
 def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, Cut]:
     layers: dict[str, Any] = {name: one for name, one in block.named_modules() if hasattr(one, "in_features")}
     known = [path for branch in words.branches for path in (*branch.into, branch.out)]
-    unknown = sorted(layers.keys() - {*known, *words.joined, *words.whole})
+    unknown = sorted(layers.keys() - {*known, *words.joined, *words.replicated})
     if unknown:
         raise _refusal(block, f"its layers {', '.join(unknown)} are not known")
     rows: dict[str, list[int]] = {}

@@ -55,24 +55,24 @@ def _ltx(network: Any) -> None:
     span = decoder.row_span = RowSpan()
 
     def alike(idx: int, sample_ref: list[Tensor], *args: Any) -> None:
-        sizes, own = span.span(sample_ref[0].shape[-2])
+        sizes, local = span.span(sample_ref[0].shape[-2])
         # A share of the bytes that divides by the rows: ComfyUI's division then gives the same on each rank.
-        run_up(idx, sample_ref, *args[:-1], _CHUNK_BYTES // sum(sizes) * sizes[own])
+        run_up(idx, sample_ref, *args[:-1], _CHUNK_BYTES // sum(sizes) * sizes[local])
 
     decoder.run_up = alike
     for layer in network.modules():
         if _injects_noise(layer):
-            layer._feed_spatial_noise = _noise_of_whole_pictures(layer._feed_spatial_noise, span)
+            layer._feed_spatial_noise = _noise_of_full_pictures(layer._feed_spatial_noise, span)
 
 
-def _noise_of_whole_pictures(feed: Callable[..., Tensor], span: RowSpan) -> Callable[..., Tensor]:
+def _noise_of_full_pictures(feed: Callable[..., Tensor], span: RowSpan) -> Callable[..., Tensor]:
     """Drawn on the host: from one seed, cards of two kinds draw different numbers."""
 
     def fed(hidden: Tensor, scale: Tensor) -> Tensor:
-        sizes, own = span.span(hidden.shape[-2])
+        sizes, local = span.span(hidden.shape[-2])
         nothing = torch.zeros((), dtype=hidden.dtype).expand(1, 1, 1, sum(sizes), hidden.shape[-1])
         noise = feed(nothing, torch.ones(1, 1, 1, dtype=scale.dtype))  # [1, 1, 1, all rows, W]
-        mine = noise[..., sum(sizes[:own]) : sum(sizes[: own + 1]), :]
+        mine = noise[..., sum(sizes[:local]) : sum(sizes[: local + 1]), :]
         return hidden + mine.to(hidden.device) * scale[:, None]
 
     return fed

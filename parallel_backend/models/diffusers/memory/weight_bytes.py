@@ -18,7 +18,7 @@ from ..keys import FluxDims, diffusers_shapes
 _SLICED = {path.rpartition(".")[2]: kind.sliced for path, kind in DIFFUSERS_FLUX.lists.items()}
 
 
-def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
+def stays_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
     """Whether the parameter `name` (diffusers' layout) is too small and sensitive for the storage dtype."""
     if ".norm_" in name:
         return True
@@ -28,9 +28,9 @@ def is_kept_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
     )
 
 
-def kept_dtype(name: str, dtypes: Dtypes) -> str:
+def device_dtype(name: str, dtypes: Dtypes) -> str:
     """The dtype that the parameter `name` (diffusers' layout) is kept in."""
-    return dtypes.compute if is_kept_in_compute_dtype(name, dtypes) else dtypes.storage
+    return dtypes.compute if stays_in_compute_dtype(name, dtypes) else dtypes.storage
 
 
 def held_weights(
@@ -56,7 +56,7 @@ def _parts(
     for name, block, shape in _parameters(dims):
         if block not in parts:
             continue
-        kept = kept_dtype(name, dtypes)
+        kept = device_dtype(name, dtypes)
         first, rest = _sliced(name, shape, tensor_degree)
         size = first * rest * ITEMSIZE[kept]
         totals = parts[block]

@@ -22,7 +22,7 @@ from parallel_backend.models.comfyui.formats.gguf import LAYOUT, is_packed
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.model_file import inspect
 from parallel_backend.models.dtypes import BYTES_PER_VALUE, GGUF
-from parallel_backend.models.tensor_pieces import take_apart
+from parallel_backend.models.tensor_pieces import component_tensors
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -57,7 +57,7 @@ def test_every_format_computes_as_its_unpacked_weights_do(folder, kind):
     assert (header.dtype, header.tensor_bytes) == (model.stored_dtype, model.bytes)
     if kind in GGUF:
         assert weight.nbytes == weight.numel() * GGUF[kind] == weight.numel() * BYTES_PER_VALUE[kind]
-        begin = take_apart(weight)[0][0].data_ptr()
+        begin = component_tensors(weight)[0][0].data_ptr()
         assert any(low <= begin < high for low, high in mapped_ranges(path)), "a view of the file"
 
 
