@@ -25,8 +25,8 @@ from ...parallel_backend.sidecar.group.lease import PROMPT_ID
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
-from .aside import offload_comfyui_models
 from .memory import eviction_notes, memory_flag
+from .offload import offload_comfyui_models
 from .settings import permitted, setting
 from .shown_node import shown_node
 

@@ -17,7 +17,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from .aside import comfyui_device, release_cache
+from .offload import comfyui_device, release_cache
 from .settings import setting
 
 # Of what ComfyUI expects a whole picture to take, free memory that one device must have to compute it alone.

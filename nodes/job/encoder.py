@@ -30,10 +30,10 @@ from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.sidecar.group.phases import ShowPhase
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from ..host.aside import is_loaded, unload
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.memory import drop_modules, modules_on
+from ..host.offload import is_loaded, unload
 from ..host.prompt_graph import Prompt, ancestry
 from ..host.prompt_links import clip_before, current_node, running_prompt
 from ..host.vae_ranks import choose_ranks

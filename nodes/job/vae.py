@@ -29,9 +29,9 @@ from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.transport import MOST_BYTES
-from ..host.aside import unload
 from ..host.calls import interrupted, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
+from ..host.offload import unload
 from .outline import unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 

@@ -87,11 +87,11 @@ def host(monkeypatch):
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["comfy"].model_management = sys.modules["comfy.model_management"]
-    for name in ("memory", "aside"):
+    for name in ("memory", "offload"):
         monkeypatch.delitem(sys.modules, f"pack_of_nodes.nodes.host.{name}", raising=False)
     monkeypatch.setattr(memory_in_use, "FREEABLE", [])
     seen.memory, seen.flags = import_node_module("nodes.host.memory"), flags
-    seen.aside = import_node_module("nodes.host.aside")
+    seen.offload = import_node_module("nodes.host.offload")
     monkeypatch.setattr(pool, "give_back", lambda spec, device: seen.asked.append(device))
     monkeypatch.setattr(pool, "put_to_sleep", lambda spec: seen.asked.append("all"))
     monkeypatch.setattr(pool, "drop_modules", lambda: seen.asked.append("modules"))
@@ -100,7 +100,7 @@ def host(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     yield seen
-    for name in ("memory", "aside"):
+    for name in ("memory", "offload"):
         sys.modules.pop(f"pack_of_nodes.nodes.host.{name}", None)
 
 
@@ -182,7 +182,7 @@ def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host
     encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
     control = Loaded(ControlNet, OTHER, 2 * GIB)
     host.loaded += [encoder, vae, control]
-    notes = host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0", "cuda:1"))
+    notes = host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0", "cuda:1"))
     assert notes == ("TextEncoder made room on cuda:1: 9.00 GiB of it went to host memory",)
     assert host.loaded == [vae, control] and host.freed == [(20 * GIB, OTHER)]
 
@@ -191,10 +191,10 @@ def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, mo
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
     ranks_with(monkeypatch)
-    assert host.aside.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == ()
+    assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == ()
     ranks_with(monkeypatch, cuda_0=20 * GIB)
-    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == ()
-    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
+    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == ()
+    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
     assert host.loaded == [encoder]
 
 
@@ -205,9 +205,11 @@ def test_text_encoders_and_vaes_of_the_ranks_go_where_the_plan_has_no_room_besid
         Capacity, "of", staticmethod(lambda d: Capacity((24 * GIB,) * len(d), tuple(map(others.get, d))))
     )
     host.modules[("cuda:1", None)] = 5 * GIB
-    assert host.aside.offload_comfyui_models(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
-    assert host.aside.offload_comfyui_models(plan_of(17 * GIB, "cuda:0")) == ()  # none lies there
-    (note,) = host.aside.offload_comfyui_models(plan_of(17 * GIB, "cuda:0", "cuda:1"))
+    assert (
+        host.offload.offload_comfyui_models(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
+    )
+    assert host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0")) == ()  # none lies there
+    (note,) = host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0", "cuda:1"))
     assert note.startswith("text encoders and VAEs made room on cuda:1: 5.00 GiB of them left it in ")
     assert host.asked == ["modules"]
 
@@ -222,15 +224,15 @@ def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_mo
     """The plan counts it as room for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ranks_with(monkeypatch, cuda_0=12 * GIB)
-    assert host.aside.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
-    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
+    assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
+    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
 
 
 def test_the_gpus_of_another_machine_are_not_this_processs_to_make_room_on(host, monkeypatch):
     ranks_with(monkeypatch)
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
-    assert host.aside.offload_comfyui_models(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
+    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
     assert host.loaded == [encoder]
 
 
@@ -246,7 +248,7 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14 * GIB)
     assert memory_in_use.FREEABLE[-1]("cuda:0") == (2 + 3 + 9) * GIB
-    assert len(host.aside.offload_comfyui_models(plan_of(23 * GIB, "cuda:0"))) == 2
+    assert len(host.offload.offload_comfyui_models(plan_of(23 * GIB, "cuda:0"))) == 2
     assert host.loaded == [ours, used]
 
 

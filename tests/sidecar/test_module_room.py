@@ -149,10 +149,10 @@ def prompt(sidecar, cards, spec, monkeypatch):
     """Runs a prompt with a new text, as nodes do: the text, the plan, the model, and with `decodes` a VAE. Returns the
     GiB that were copied onto cards, and the notes of the plan."""
     import_comfyui_here()
-    aside = import_node_module("nodes.host.aside")
+    offload = import_node_module("nodes.host.offload")
     monkeypatch.setattr(Capacity, "of", staticmethod(lambda devices: Capacity((CARD, CARD), (0, 0))))
-    monkeypatch.setattr(aside.memory_in_use, "used_by_ranks", lambda device: 0)
-    monkeypatch.setattr(aside, "_movable", lambda device: iter(()))
+    monkeypatch.setattr(offload.memory_in_use, "used_by_ranks", lambda device: 0)
+    monkeypatch.setattr(offload, "_movable", lambda device: iter(()))
 
     def run(strategy, *, decodes=False, is_named=False):
         before = cards.copied
@@ -163,7 +163,7 @@ def prompt(sidecar, cards, spec, monkeypatch):
         plan = SimpleNamespace(
             devices=CARDS, strategy=strategy, memory=SimpleNamespace(private_bytes=own + WORKING)
         )
-        notes = aside.offload_comfyui_models(plan)
+        notes = offload.offload_comfyui_models(plan)
         sidecar.load(spec, strategy)
         for card in (0, 1):
             assert cards.free(card) >= WORKING

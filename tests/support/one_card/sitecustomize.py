@@ -66,16 +66,16 @@ def _check_the_first(checks: ModuleType) -> None:
     checks.serve = serve_here
 
 
-def _free_of_the_first(aside: ModuleType) -> None:
-    can_free = aside.can_free
-    aside.can_free = lambda name: can_free("cuda:0" if name.startswith("cuda") else name)
-    aside.memory_in_use.FREEABLE[-1] = aside.can_free
+def _free_of_the_first(offload: ModuleType) -> None:
+    can_free = offload.can_free
+    offload.can_free = lambda name: can_free("cuda:0" if name.startswith("cuda") else name)
+    offload.memory_in_use.FREEABLE[-1] = offload.can_free
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "parallel_backend.devices": _see_all,
     "parallel_backend.machine.probe": _name_all,
-    "nodes.host.aside": _free_of_the_first,
+    "nodes.host.offload": _free_of_the_first,
     "parallel_backend.rank.work.device": _compute_on_the_first,
     "parallel_backend.wire.checks.gpu_check": _check_the_first,
 }
