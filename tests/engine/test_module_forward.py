@@ -97,9 +97,8 @@ def test_ulysses_matches_one_process(names):
                 assert (tokens < LESS * sent) == (one.mode == STAY), f"{name}: {tokens / sent:.2f}"
 
 
-@pytest.mark.parametrize("share", range(2))
-def test_heads_and_tokens_that_three_ranks_do_not_divide(share):
-    names = ONE_OF_EACH[share::2]
+@pytest.mark.parametrize("names", SHARES, ids=lambda names: names[0])
+def test_heads_and_tokens_that_three_ranks_do_not_divide(names):
     calls = [(one, one.mode) for one in (_reference(name, (1, 10, 6)) for name in names)]
     for found in run_ranks(_differences, 3, [ParallelStrategy(ulysses_degree=3)], calls):
         # No number is not exact either.
