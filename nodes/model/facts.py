@@ -10,11 +10,11 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import nn
 
-from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, by_stages, inspect
+from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, UNetFacts, by_stages, inspect
 from ...parallel_backend.models.dtypes import ITEMSIZE
 from ...parallel_backend.models.proof.states import ClassVerdict, trusted_mode
 from ...parallel_backend.models.tokens.table import stage_lists
-from ...parallel_backend.requests import ATTENTION, BANDS, BLOCK, STAY
+from ...parallel_backend.requests import BANDS, STAY
 
 # How ComfyUI's modules call these numbers.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
@@ -73,13 +73,9 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerd
         channels=int(model.latent_format.latent_channels),
         patch=_patch(module),
         pixels=int(getattr(model.latent_format, "spacial_downscale_ratio", 8)),  # ComfyUI's spelling
-        splits_tokens=mode in (STAY, BLOCK, BANDS),
-        splits_queries=mode == ATTENTION,
-        is_transformer=not isinstance(module, UNetModel),
-        image_attention=_attention_of(module) if isinstance(module, UNetModel) else 0.0,
-        image_heads=_image_heads(module) if isinstance(module, UNetModel) else 0.0,
-        band_rows=_band_rows(module) if mode == BANDS else 0,
+        mode=mode,
         why_less=verdict.words,
+        unet=_unet_facts(module, mode) if isinstance(module, UNetModel) else None,
         has_stages=bool(lists),
         fp8_loaded_as=_fp8_loaded_as(header.dtype, model),
     )
@@ -90,6 +86,10 @@ def _fp8_loaded_as(stored: str, model: comfy.model_base.BaseModel) -> str:
     dtype = str(model.get_dtype()).removeprefix("torch.")
     is_plain = getattr(model.model_config, "quant_config", None) is None
     return dtype if is_plain and stored.startswith("float8") and dtype != stored and dtype in ITEMSIZE else ""
+
+
+def _unet_facts(unet: UNetModel, mode: str) -> UNetFacts:
+    return UNetFacts(_attention_of(unet), _image_heads(unet), _band_rows(unet) if mode == BANDS else 0)
 
 
 def _band_rows(unet: nn.Module) -> int:
@@ -108,7 +108,7 @@ def _attention_of(unet: UNetModel) -> float:
 
 
 def _image_heads(unet: UNetModel) -> float:
-    """ComfyUIModelFile.image_heads: heads * positions² of the largest layer, in cells² of the latent."""
+    """UNetFacts.heads: heads * positions² of the largest layer, in cells² of the latent."""
     return max(
         (
             layer.transformer_blocks[0].n_heads * share**2

@@ -17,7 +17,7 @@ from parallel_backend.planner.compile_choice import COMPILE_SECONDS, SAVED_SHARE
 from parallel_backend.planner.history import MeasurementHistory
 from parallel_backend.planner.plan import job_from_latent
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
-from parallel_backend.requests import CompileStats, RunInfo
+from parallel_backend.requests import ROWS, CompileStats, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 
 PAIR = ("cuda:0", "cuda:1")
@@ -81,7 +81,7 @@ def test_short_jobs_are_compiled_once_those_before_would_have_paid_for_it(pair):
 
 def test_blocks_that_nobody_described_are_not_compiled(pair):
     job = job_from_latent(
-        CheckpointModel(replace(TYPICAL, splits_tokens=False), compute_options=ComputeOptions("auto")),
+        CheckpointModel(replace(TYPICAL, mode=ROWS), compute_options=ComputeOptions("auto")),
         (1, 16, 256, 256),
         text=512,
         has_cfg=False,

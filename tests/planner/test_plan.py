@@ -24,7 +24,7 @@ from parallel_backend.planner.plan import (
 )
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
-from parallel_backend.requests import RunInfo
+from parallel_backend.requests import ROWS, RunInfo
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import SWITCH_CPU
@@ -272,7 +272,7 @@ def test_reference_images_are_tokens_of_the_job():
 
 
 def test_a_model_with_one_way_to_run_is_not_tried(store):
-    whole = CheckpointModel(replace(TYPICAL, splits_tokens=False))
+    whole = CheckpointModel(replace(TYPICAL, mode=ROWS))
     job = job_from_latent(whole, (1, 4, 8, 8), text=77, has_cfg=False, steps=20)
     decided = plan(StrategySettings(devices="cpu:2"), job)
     assert decided.strategy == ONE and not decided.trials

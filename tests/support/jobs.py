@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from parallel_backend.models.comfyui.model_file import TYPICAL
+from parallel_backend.models.comfyui.model_file import TYPICAL, UNetFacts
 from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV, FluxFile
 from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.workload import Job
+from parallel_backend.requests import ROWS
 
 BF16, FP8 = 23_800_000_000, 11_900_000_000  # bytes of a published Flux.1
 
@@ -29,4 +30,4 @@ def flux_job(tensor_bytes=BF16, weight_dtype="auto", compute_options=None, **job
 
 def unet_job(**job):
     """Of a UNet, whose tokens cannot be shared out."""
-    return Job(CheckpointModel(replace(TYPICAL, blocks=(), is_transformer=False, splits_tokens=False)), **job)
+    return Job(CheckpointModel(replace(TYPICAL, blocks=(), mode=ROWS, unet=UNetFacts())), **job)

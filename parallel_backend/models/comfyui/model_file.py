@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...layout import RankCoordinates
-from ...requests import InputShapes
+from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from .. import gguf_file
 from ..arithmetic import BlockCounts, Family
@@ -64,20 +64,28 @@ class CountedBlocks:
 
 
 @dataclass(frozen=True)
+class UNetFacts:
+    """`attention`: FLOPs of its attention for one image of 1024 x 1024 pixels; `heads`: so many heads over all cells of
+    the latent have as many pairs of positions as its largest attention; `band_rows`: of its latent in a row of its
+    lowest resolution, where ranks compute bands, else 0."""
+
+    attention: float = 0.0
+    heads: float = 0.0
+    band_rows: int = 0
+
+
+@dataclass(frozen=True)
 class ComfyUIModelFile:
     """The counted facts of a file (models/model_file.ModelFile).
 
     `model`: for people, what ComfyUI calls it; `module`: class of its diffusion model; `dtype`: torch's name of that of
     most of its bytes; `around_bytes`: of what lies in no block; `width`: of a token between blocks; `context_width`,
     `pooled_width`: of a prompt; `channels`: of the latent; `patch`: (frames, rows, columns) of the latent in a token;
-    `pixels`: of the image in a cell of the latent, along a side;
-    `splits_tokens`: its blocks are known well enough to share out the tokens of one image (table.py); `splits_queries`:
-    they are not, but the queries of its attention can be; `image_attention`: FLOPs of a UNet's attention for one image
-    of 1024 x 1024 pixels; `image_heads`: so many heads over all cells of the latent have as many pairs of positions as
-    the largest attention of a UNet; `band_rows`: of its latent in a row of its lowest resolution, where ranks compute
-    bands; `why_less`: in words, why less of it is shared out than the table has (proof.ClassVerdict), else empty;
-    `has_stages`: its blocks may lie on several devices; `fp8_loaded_as`: the dtype of a plain fp8 file's weights on
-    ComfyUI's GPU, where that does not multiply fp8 and has room for it, else empty.
+    `pixels`: of the image in a cell of the latent, along a side; `mode`: the most that tokens of one image may stay
+    apart, one of requests.TOKEN_MODES; `why_less`: in words, why that is less than the table has (proof.ClassVerdict),
+    else empty; `unet`: None for a transformer; `has_stages`: its blocks may lie on several devices; `fp8_loaded_as`:
+    the dtype of a plain fp8 file's weights on ComfyUI's GPU, where that does not multiply fp8 and has room for it, else
+    empty.
     """
 
     path: str
@@ -93,13 +101,9 @@ class ComfyUIModelFile:
     channels: int = 0
     patch: tuple[int, int, int] = (1, 2, 2)
     pixels: int = 8
-    splits_tokens: bool = True
-    splits_queries: bool = False
-    is_transformer: bool = True
-    image_attention: float = 0.0
-    image_heads: float = 0.0
-    band_rows: int = 0
+    mode: str = STAY
     why_less: str = ""
+    unet: UNetFacts | None = None
     has_stages: bool = False
     fp8_loaded_as: str = ""
 
@@ -112,22 +116,34 @@ class ComfyUIModelFile:
         return self.around_bytes + sum(kind.count * kind.bytes for kind in self.blocks)
 
     @property
+    def is_transformer(self) -> bool:
+        return self.unet is None
+
+    @property
+    def _splits_tokens(self) -> bool:
+        return self.mode in (STAY, BLOCK, BANDS)
+
+    @property
+    def _band_rows(self) -> int:
+        return 0 if self.unet is None else self.unet.band_rows
+
+    @property
     def shape(self) -> ModelShape:
         return ModelShape(
             self.heads,
             self.staged_blocks,
             self.name,
-            splits_tokens=self.splits_tokens,
-            splits_queries=self.splits_queries,
+            splits_tokens=self._splits_tokens,
+            splits_queries=self.mode == ATTENTION,
             splits_layers=self.is_transformer
-            and self.splits_tokens
+            and self._splits_tokens
             and self.dtype not in GGUF
             and (not self.module or slices_layers(self.module)),
             splits_layers_unasked=False,  # code of nodes within blocks cannot take part (engine/module_forward.py)
             pipelines=self.has_stages,
             uneven_heads=True,
-            sends_tokens=self.splits_tokens and sends_tokens(self.module),
-            band_rows=self.band_rows,
+            sends_tokens=self._splits_tokens and sends_tokens(self.module),
+            band_rows=self._band_rows,
         )
 
     @property
@@ -149,7 +165,7 @@ class ComfyUIModelFile:
             temporal=frames,
             latent_pixels=self.pixels,
             image_flop=0.0 if self.is_transformer else 2.0 * parameters * _UNET_TOKENS,
-            image_attention=self.image_attention,
+            image_attention=0.0 if self.unet is None else self.unet.attention,
         )
 
     @property
@@ -210,15 +226,15 @@ class ComfyUIModelFile:
         """By widths (above), not variable by variable as for a family that the pack computes itself."""
         whole = call.width(sum(call.keys))
         width = (
-            call.width(call.tokens) if self.splits_tokens else whole
+            call.width(call.tokens) if self._splits_tokens else whole
         )  # else queries of attention at most are apart
         # Each block may gather what it gives (engine/module_forward.py), so all tokens lie here once more.
         gathered = whole if len(call.keys) > 1 or call.ulysses > 1 else 0
-        if not self.is_transformer:
+        if self.unet is not None:
             # Keys and values of all bands, at a quarter of the positions and twice the width.
-            beside = gathered if self.band_rows else 0
+            beside = gathered if self.unet.band_rows else 0
             yield MemoryPeak("convolution", _CONVOLUTION * width + beside + cast)
-            yield MemoryPeak("attention", _CONVOLUTION * width + beside + call.scores(self.image_heads))
+            yield MemoryPeak("attention", _CONVOLUTION * width + beside + call.scores(self.unet.heads))
             return
         slices = call.tensor
         exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // (call.ulysses * slices)
@@ -272,8 +288,8 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
         around_bytes=total - sum(kind.count * kind.bytes for kind in blocks),
         width=_width(weights.values()),
         patch=(1, 1, 1) if is_unet else (1, 2, 2),
-        splits_tokens=not is_unet,
-        is_transformer=not is_unet,
+        mode=ROWS if is_unet else STAY,
+        unet=UNetFacts() if is_unet else None,
         has_stages=not is_unet,
     )
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.models.comfyui.model_file import TYPICAL, CountedBlocks, by_stages, inspect
+from parallel_backend.models.comfyui.model_file import TYPICAL, CountedBlocks, UNetFacts, by_stages, inspect
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
@@ -20,6 +20,7 @@ from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.rank_memory import fullest_rank
 from parallel_backend.planner.workload.workload import Job
+from parallel_backend.requests import ATTENTION, BANDS, ROWS
 from parallel_backend.strategy import ParallelStrategy
 
 BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
@@ -147,7 +148,7 @@ def test_a_rank_that_slices_layers_holds_its_part_of_the_blocks_and_all_around(f
 def test_classes_that_are_not_described_and_packed_files_have_no_slices(file):
     names = ("", "Flux", "LTXVModel", "UNetModel")
     assert [replace(file, module=name).shape.splits_layers for name in names] == [True, True, False, False]
-    assert not replace(file, module="Flux", splits_tokens=False).shape.splits_layers
+    assert not replace(file, module="Flux", mode=ROWS).shape.splits_layers
     assert not replace(file, module="Flux", dtype="Q8_0").shape.splits_layers
 
 
@@ -178,7 +179,7 @@ def test_auto_shares_out_tokens_where_they_can_be_and_rows_where_not(file):
     devices = ("cpu:0", "cpu:1", "cpu:2")
     shared = resolve_strategy(StrategySettings(devices="cpu:3"), job(file), devices)
     assert shared.strategy == ParallelStrategy(ulysses_degree=3), "4 heads over 3 ranks"
-    whole = replace(file, splits_tokens=False)
+    whole = replace(file, mode=ROWS)
     for has_cfg, batch, wanted in (
         (True, 1, ParallelStrategy(cfg_degree=2)),
         (False, 2, ParallelStrategy(data_degree=2)),
@@ -195,12 +196,9 @@ def test_auto_shares_out_tokens_where_they_can_be_and_rows_where_not(file):
 def test_attention_alone_is_shared_out_where_it_takes_a_third_of_the_arithmetic(file):
     """Of a video of a model whose blocks nobody described, and of a large image of a UNet."""
     devices = tuple(f"cpu:{n}" for n in range(3))
-    unknown = replace(file, splits_tokens=False, splits_queries=True)
-    unet = replace(
-        unknown,
-        is_transformer=False,
-        image_attention=job(replace(unknown, is_transformer=False)).model.family.image_flop / 8,
-    )
+    unknown = replace(file, mode=ATTENTION)
+    attention = job(replace(unknown, unet=UNetFacts())).model.family.image_flop / 8
+    unet = replace(unknown, unet=UNetFacts(attention))
     for model, shape, wanted in (
         (unknown, (1, 16, 1, 8, 8), ParallelStrategy()),
         (unknown, (1, 16, 5, 64, 64), ParallelStrategy(ulysses_degree=3)),
@@ -220,10 +218,10 @@ def test_attention_alone_is_shared_out_where_it_takes_a_third_of_the_arithmetic(
 
 
 def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_alike(file):
-    unknown = replace(file, splits_tokens=False, splits_queries=True)
+    unknown = replace(file, mode=ATTENTION)
     ulysses, work = ParallelStrategy(ulysses_degree=2), job(unknown, (1, 16, 5, 64, 64))
     assert ulysses.violations(unknown.shape, 2) == []
-    assert ulysses.violations(replace(unknown, splits_queries=False).shape, 2)
+    assert ulysses.violations(replace(unknown, mode=ROWS).shape, 2)
     settings = StrategySettings("manual", "cpu:4", ulysses.replace(cfg_degree=2))
     decision = resolve_strategy(settings, work, tuple(f"cpu:{n}" for n in range(4)))
     assert decision.strategy == ulysses, "cfg_degree would idle, and does not become more of what seldom pays"
@@ -237,7 +235,7 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
 
 def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
     """Four of the latent's rows are one at its lowest resolution."""
-    unet = replace(file, heads=0, is_transformer=False, band_rows=4, patch=(1, 1, 1))
+    unet = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=4), patch=(1, 1, 1))
     devices = tuple(f"cpu:{n}" for n in range(4))
     for shape, has_cfg, wanted in (
         ((1, 4, 64, 64), False, ParallelStrategy(ulysses_degree=4)),
@@ -285,7 +283,7 @@ def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(fi
 
 def test_the_cpu_reorders_the_weights_of_a_convolution_beside_casting_them(file):
     """The largest layer of the file: 64 x 256 numbers, bfloat16 in the file and float32 where they are computed."""
-    unet = replace(file, heads=0, is_transformer=False, patch=(1, 1, 1))
+    unet = replace(file, heads=0, unet=UNetFacts(), patch=(1, 1, 1))
     dtypes = Dtypes.of("auto", "bfloat16", True)
     for model, copies in ((file, 1), (unet, 2)):
         parts = model.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True).parts
@@ -293,7 +291,7 @@ def test_the_cpu_reorders_the_weights_of_a_convolution_beside_casting_them(file)
 
 
 def test_bands_are_called_so(file):
-    shape = replace(file, heads=0, is_transformer=False, band_rows=8).shape
+    shape = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=8)).shape
     assert shape.describe(ParallelStrategy(cfg_degree=2, ulysses_degree=2)) == "CFG 2 × bands 2"
     assert shape.describe(ParallelStrategy(ring_degree=2, ulysses_degree=2)) == "bands 4"
     assert shape.describe(ParallelStrategy()) == "one device"
@@ -306,7 +304,7 @@ def test_candidates_are_those_that_the_model_has(file):
     assert all(c.tensor_degree == 1 for c in found)
     assert ParallelStrategy(ulysses_degree=3) in found
     assert ParallelStrategy(pipefusion_degree=2, ulysses_degree=2) in found
-    rows = enumerate_candidates(replace(both, model=CheckpointModel(replace(file, splits_tokens=False))), 4)
+    rows = enumerate_candidates(replace(both, model=CheckpointModel(replace(file, mode=ROWS))), 4)
     assert rows and all(c.sequence_degree == 1 for c in rows)
     assert ParallelStrategy(data_degree=2, cfg_degree=2) in rows
 
@@ -353,9 +351,7 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
 
 
 @pytest.mark.parametrize("has_cfg", [True, False])
-@pytest.mark.parametrize(
-    "changes", [{}, {"heads": 0, "width": 0}, {"splits_tokens": False, "is_transformer": False}]
-)
+@pytest.mark.parametrize("changes", [{}, {"heads": 0, "width": 0}, {"mode": ROWS, "unet": UNetFacts()}])
 def test_the_ranking_takes_any_model_and_knows_no_other_way_to_split_it(file, changes, has_cfg):
     whole = job(replace(file, **changes), (1, 16, 5, 64, 64), has_cfg=has_cfg)
     ranking = rank_candidates(

@@ -11,6 +11,7 @@ from parallel_backend.layout import ROW_AXES, slice_of, split_sizes
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV
 from parallel_backend.observability.preview.rank_diagram import PROMPTS, assign_devices
+from parallel_backend.requests import ATTENTION
 from parallel_backend.strategy import ParallelStrategy
 
 # The engine's axis and the start of the words for it.
@@ -98,6 +99,6 @@ def test_unequal_shares_are_said_in_hundredths_of_the_tokens():
 
 
 def test_a_device_of_a_model_whose_attention_alone_is_shared_out():
-    file = replace(TYPICAL, splits_tokens=False, splits_queries=True)
+    file = replace(TYPICAL, mode=ATTENTION)
     devices = assign_devices(ParallelStrategy(ulysses_degree=2), ("cuda:0", "cuda:1"), file)
     assert [_roles(device)["ulysses"] for device in devices] == ["queries 1/2", "queries 2/2"]
