@@ -132,6 +132,11 @@ class ParallelStrategy:
         """Ranks that share out the tokens of one image."""
         return self.ring_degree * self.ulysses_degree
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part of the model, if they do not share it out, whatever each of them computes."""
+        return self.row_degree * self.sequence_degree
+
     def describe(self, *, bands: bool = False) -> str:
         """The strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` when nothing is split. `bands`: what the
         sequence degrees share out are bands of an image's rows, `CFG 2 × bands 2`."""
@@ -176,8 +181,8 @@ class ParallelStrategy:
         """The same split, always spelt alike: without stages, patches and warm-up mean nothing."""
         if self.pipefusion_degree == 1:
             return self.replace(num_pipeline_patch=0, warmup_steps=1)
-        alike = self.num_pipeline_patch == self.pipefusion_degree
-        return self.replace(num_pipeline_patch=0) if alike else self
+        is_usual = self.num_pipeline_patch == self.pipefusion_degree
+        return self.replace(num_pipeline_patch=0) if is_usual else self
 
     @property
     def shards(self) -> bool:
@@ -189,12 +194,11 @@ class ParallelStrategy:
         """The part of it that decides what weights a rank holds: strategies that agree in it share the loaded model."""
         if self.pipefusion_degree > 1:
             return self.replace(num_pipeline_patch=0, warmup_steps=1)
-        alike = self.row_degree * self.sequence_degree  # ranks that hold the same, whatever each computes
-        shards = self.offload_weights or (self.shard_weights and alike > 1)
+        shards = self.offload_weights or (self.shard_weights and self.replicas > 1)
         if self.tensor_degree == 1 and not shards:
             return ParallelStrategy()
         return ParallelStrategy(
-            data_degree=alike,
+            data_degree=self.replicas,
             tensor_degree=self.tensor_degree,
             shard_weights=shards,
             offload_weights=self.offload_weights,

@@ -235,4 +235,4 @@ def _offloaded(plan: Plan, because: str) -> Plan:
 
 def _copies(strategy: ParallelStrategy) -> int:
     """The number of devices that hold what another one holds too, and could share out; a pipeline's stage is whole."""
-    return 0 if strategy.pipefusion_degree > 1 else strategy.row_degree * strategy.sequence_degree - 1
+    return 0 if strategy.pipefusion_degree > 1 else strategy.replicas - 1

@@ -50,8 +50,8 @@ def plan_trials(
     for candidate in (*entries, *exchanged):
         strategy = candidate.strategy
         unseen = strategy not in measured and not history.gave_up(job, strategy, engine)
-        alike = strategy.exact and strategy.weights == rule.weights
-        if not (unseen and alike and candidate.fits and strategy.world_size in (1, rule.world_size)):
+        is_like_rule = strategy.exact and strategy.weights == rule.weights
+        if not (unseen and is_like_rule and candidate.fits and strategy.world_size in (1, rule.world_size)):
             continue
         named = others.setdefault(_form(strategy), strategy)
         others[_form(strategy)] = max(named, strategy, key=rule_key)

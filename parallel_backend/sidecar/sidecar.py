@@ -308,8 +308,8 @@ class Sidecar(ModuleRequests):
         for strategy in trials.strategies:
             self._check_placement(replace(placement, strategy=strategy))
         used = (placement.strategy, *trials.strategies)
-        alike = len({strategy.weights for strategy in used}) == 1 and all(s.exact for s in used)
-        if trials and (not alike or request.cache_threshold > 0):
+        interchangeable = len({strategy.weights for strategy in used}) == 1 and all(s.exact for s in used)
+        if trials and (not interchangeable or request.cache_threshold > 0):
             raise StrategyError(
                 f"Steps of one job cannot run under {', then '.join(s.describe() for s in used)}: only without a step "
                 f"cache, and among exact strategies that hold the same weights on each device."

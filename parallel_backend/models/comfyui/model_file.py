@@ -192,8 +192,7 @@ class ComfyUIModelFile:
     ) -> HeldWeights:
         """Whole, or each rank's share of each block; what lies around the blocks is shared out with them. Of a stage of
         a pipeline its own blocks, and all around; under tensor parallelism its slice of each block, and all around."""
-        alike = strategy.row_degree * strategy.sequence_degree
-        sharded = strategy.shards and (alike > 1 or not on_cpu)
+        sharded = strategy.shards and (strategy.replicas > 1 or not on_cpu)
         storage = dtypes.storage if on_cpu else self.fp8_loaded_as or dtypes.storage
         scale = BYTES_PER_VALUE[storage] / BYTES_PER_VALUE[dtypes.file]
         is_cast = storage != dtypes.compute
@@ -207,7 +206,7 @@ class ComfyUIModelFile:
             kept = int(size * scale)
             layer = int(largest * (cast + reordered))
             if sharded:
-                return WeightPart(block, -(-kept // alike), 0, kept, layer)
+                return WeightPart(block, -(-kept // strategy.replicas), 0, kept, layer)
             own, mapped = (0, kept) if in_place else (kept, 0)
             return WeightPart(block, own, mapped, 0, layer)
 
@@ -301,10 +300,10 @@ def by_stages(blocks: Sequence[CountedBlocks], lists: Mapping[str, int]) -> tupl
     left, first = list(blocks), []
     for name, count in lists.items():
         same = [kind for kind in left if kind.name == name]
-        alike = same or [kind for kind in left if kind.count == count and kind.name not in lists]
-        if not alike:
+        possible = same or [kind for kind in left if kind.count == count and kind.name not in lists]
+        if not possible:
             return tuple(blocks)
-        first.append(max(alike, key=lambda kind: kind.bytes))  # a refiner of a text may have as many
+        first.append(max(possible, key=lambda kind: kind.bytes))  # a refiner of a text may have as many
         left.remove(first[-1])
     return (*first, *(replace(kind, everywhere=bool(lists)) for kind in left))
 

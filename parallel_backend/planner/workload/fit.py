@@ -90,15 +90,14 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
 def _changes(check: MemoryCheck) -> Iterator[tuple[str, MemoryCheck]]:
     """Changes in words, from those that give the same picture as fast to those that give another one."""
     strategy, job = check.strategy, check.job
-    alike = strategy.row_degree * strategy.sequence_degree
     if strategy.pipefusion_degree == 1 and not is_cpu(check.devices):
-        if not strategy.shards and alike > 1:
+        if not strategy.shards and strategy.replicas > 1:
             yield (
                 "shard_weights on (same picture)",
                 replace(check, strategy=strategy.replace(shard_weights=True)),
             )
         if not strategy.offload_weights:
-            offloaded = strategy.replace(shard_weights=alike > 1, offload_weights=True)
+            offloaded = strategy.replace(shard_weights=strategy.replicas > 1, offload_weights=True)
             yield "offload_weights on (same picture, slower)", replace(check, strategy=offloaded)
     fp8 = job.model.in_fp8
     if fp8 is not None and not is_cpu(check.devices):

@@ -37,11 +37,12 @@ def held_weights(
     dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
 ) -> HeldWeights:
     """The weights that `rank` holds of a model under `strategy`."""
-    alike = strategy.row_degree * strategy.sequence_degree
-    sharded = strategy.shards and (alike > 1 or not on_cpu)
+    sharded = strategy.shards and (strategy.replicas > 1 or not on_cpu)
     blocks = frozenset(RankCoordinates.of(strategy, rank).blocks(strategy, dims.blocks))
     return HeldWeights(
-        parts=_parts(dims, dtypes, blocks, strategy.tensor_degree, alike if sharded else 0, on_cpu),
+        parts=_parts(
+            dims, dtypes, blocks, strategy.tensor_degree, strategy.replicas if sharded else 0, on_cpu
+        ),
         sharded=sharded,
         offloaded=strategy.offload_weights and sharded and not on_cpu,
     )
