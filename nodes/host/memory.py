@@ -77,9 +77,9 @@ def _note_taken(spec: ModelSpec, device: torch.device) -> None:
 
 def eviction_notes() -> list[str]:
     """In words, what make_room() has given away since it was asked last."""
-    told = list(dict.fromkeys(_taken))
+    notes = list(dict.fromkeys(_taken))
     _taken.clear()
-    return told
+    return notes
 
 
 def keep_ahead(spec: ModelSpec, network: torch.nn.Module) -> None:

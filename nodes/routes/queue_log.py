@@ -33,9 +33,9 @@ def begin(server: PromptServer) -> None:
         answer = await handler(request)
         if request.method == "POST" and request.path in _PROMPT and answer.status == 200:
             assert isinstance(answer, web.Response)
-            told, body = json.loads(answer.text or ""), await request.read()
+            accepted, body = json.loads(answer.text or ""), await request.read()
             await asyncio.to_thread(
-                lambda: log.accept(told["prompt_id"], float(told["number"]), json.loads(body))
+                lambda: log.accept(accepted["prompt_id"], float(accepted["number"]), json.loads(body))
             )
         return answer
 

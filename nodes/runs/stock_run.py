@@ -72,10 +72,10 @@ def _send(output: Output | None) -> None:
     _send_event(EVENT, {"prompt_id": prompt, "node": node, "output": output})
 
 
-def _send_event(event: str, told: dict[str, object]) -> None:
+def _send_event(event: str, data: dict[str, object]) -> None:
     from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
 
     server = getattr(PromptServer, "instance", None)
     client = getattr(server, "client_id", None)
     if client is not None:
-        server.send_sync(event, told, client)
+        server.send_sync(event, data, client)

@@ -36,7 +36,7 @@ class SameModules:
         modules = list(base.modules())
         nested = [module.__dict__[name] for module in modules for name in NESTED]
         self._kinds = [(module, type(module)) for module in modules]
-        self._base, self._own = base, _base_attributes(base)
+        self._base, self._base_values = base, _base_attributes(base)
         self._values = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
 
     def still_hold(self) -> bool:
@@ -44,7 +44,7 @@ class SameModules:
         return (
             all(type(module) is kind for module, kind in self._kinds)
             and self._values.still_hold()
-            and _are_same(_base_attributes(self._base), self._own)
+            and _are_same(_base_attributes(self._base), self._base_values)
         )
 
 

@@ -58,10 +58,10 @@ def unpack_facts(data: bytes) -> ProcessFacts:
 
 
 def unpack_payload(
-    tensors: Mapping[str, Tensor], *, are_kept: bool = False
+    tensors: Mapping[str, Tensor], *, stay_shared: bool = False
 ) -> tuple[Head, dict[int, Tensor]]:
     """Returns the head, and the tensors by number. They are copies, so that the sender's memory, which all ranks share,
-    is free again. `are_kept`: they stay there, once for all ranks, as long as somebody has them."""
+    is free again. `stay_shared`: they stay there, once for all ranks, as long as somebody has them."""
     head = Head(*pickle.loads(tensors[HEAD].numpy().tobytes()))
     found = {int(name): one for name, one in tensors.items() if name.isdecimal()}
-    return head, {number: one if are_kept else one.clone() for number, one in found.items()}
+    return head, {number: one if stay_shared else one.clone() for number, one in found.items()}

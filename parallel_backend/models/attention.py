@@ -34,10 +34,10 @@ def attention_kernel(kernel: AttentionCall) -> AbstractContextManager[None]:
     return inside(_kernel, kernel)
 
 
-def standing_around(original: AttentionCall, *, is_own: bool = True) -> AttentionCall:
-    """Returns what answers a call of attention now: `original` itself where nothing else does. `is_own`: that is the
-    library's, which a kernel may stand in for."""
-    attend, kernel = _attend.get(), _kernel.get() if is_own else None
+def standing_around(original: AttentionCall, *, replaceable: bool = True) -> AttentionCall:
+    """Returns what answers a call of attention now: `original` itself where nothing else does. `replaceable`: a
+    kernel may stand in for it."""
+    attend, kernel = _attend.get(), _kernel.get() if replaceable else None
     call = original if kernel is None else partial(kernel, original)
     return call if attend is None else partial(attend, call)
 

@@ -29,18 +29,18 @@ class Spent:
 def joined(runs: Sequence[RunInfo]) -> RunInfo:
     """The latest of these runs; in ComfyUI's loop, where each model call is one, with the like ones before it."""
     last = runs[-1]
-    alike: list[RunInfo] = []
+    comparable: list[RunInfo] = []
     for run in reversed(runs):
         like = (run.strategy, len(run.inside_seconds)) == (last.strategy, len(last.inside_seconds))
         if not like or {len(run.step_seconds), *map(len, run.inside_seconds)} != {1}:
             break
-        alike.insert(0, run)
-    if len(alike) < 2:
+        comparable.insert(0, run)
+    if len(comparable) < 2:
         return last
-    every = zip(*(run.inside_seconds for run in alike), strict=True)
+    every = zip(*(run.inside_seconds for run in comparable), strict=True)
     return replace(
         last,
-        step_seconds=tuple(seconds for run in alike for seconds in run.step_seconds),
+        step_seconds=tuple(seconds for run in comparable for seconds in run.step_seconds),
         inside_seconds=tuple(tuple(seconds for times in rank for seconds in times) for rank in every),
     )
 

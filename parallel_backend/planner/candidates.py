@@ -150,8 +150,8 @@ def rank_candidates(
     marked = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
     rest = sorted(marked, key=lambda e: [-k for k in rule_key(e.strategy)])
     rest.sort(key=lambda e: (not e.fits, not e.permitted, e.step_s is None, e.step_s or 0.0))
-    said = f"{describe(chosen.strategy)}: {reason}" if reason else ""
-    return Ranking((chosen, *rest), said)
+    sentence = f"{describe(chosen.strategy)}: {reason}" if reason else ""
+    return Ranking((chosen, *rest), sentence)
 
 
 def _fastest(pool: list[Candidate]) -> tuple[Candidate, Candidate]:

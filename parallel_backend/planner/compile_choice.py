@@ -63,12 +63,12 @@ class CompileChoice:
             missed = self._missed.get(model.key, 0.0)
             pays = missed + saved >= COMPILE_SECONDS
             self._missed[model.key] = max(missed + saved, missed)
-        told = f"compiling takes about {COMPILE_SECONDS:.0f} s once and {how} about {saved:.1f} s of this job"
+        note = f"compiling takes about {COMPILE_SECONDS:.0f} s once and {how} about {saved:.1f} s of this job"
         if missed:
-            told += f", {missed:.1f} s of those before"
+            note += f", {missed:.1f} s of those before"
         if pays:
-            return on, f"compile: auto compiles: {told}"
-        return off, f"compile: auto left the blocks as they are: {told}"
+            return on, f"compile: auto compiles: {note}"
+        return off, f"compile: auto left the blocks as they are: {note}"
 
 
 def _why_never(devices: tuple[str, ...], topology: Topology) -> str | None:

@@ -45,8 +45,8 @@ class StrategySettings:
     def __post_init__(self) -> None:
         for name, known in (("mode", MODES), ("engine", ENGINES), ("approximation", APPROXIMATION)):
             if (value := getattr(self, name)) not in known:
-                told = f"{name} {value!r} is unknown; choose one of {', '.join(known)}."
-                raise StrategyError(told, inputs=(name,))
+                problem = f"{name} {value!r} is unknown; choose one of {', '.join(known)}."
+                raise StrategyError(problem, inputs=(name,))
 
 
 @dataclass(frozen=True)

@@ -283,11 +283,11 @@ def test_a_payload_is_plain_values_and_copies():
     assert torch.equal(tensors[7], torch.ones(2)) and tensors[7].data_ptr() != payload["7"].data_ptr()
 
 
-@pytest.mark.parametrize("are_kept", [True, False])
-def test_the_weights_of_a_module_stay_in_the_memory_that_all_ranks_share(are_kept):
+@pytest.mark.parametrize("stay_shared", [True, False])
+def test_the_weights_of_a_module_stay_in_the_memory_that_all_ranks_share(stay_shared):
     payload = pack_payload(Head(b"job", True, (), None, (), "", (), None, {}), {"7": torch.ones(2)})
-    _, tensors = unpack_payload(payload, are_kept=are_kept)
-    assert (tensors[7].data_ptr() == payload["7"].data_ptr()) == are_kept
+    _, tensors = unpack_payload(payload, stay_shared=stay_shared)
+    assert (tensors[7].data_ptr() == payload["7"].data_ptr()) == stay_shared
 
 
 def test_nothing_of_this_is_loaded_by_looking_at_it():

@@ -60,7 +60,7 @@ class ModuleStages:
         self._refiners = [blocks_of(model.module, region) for region in model.regions[:-1]]
         self._pipe, self._return_group = layout.pipe, layout.return_group
         self._leaves = self._leaving_tokens()
-        self._own = stage_blocks(len(self._blocks), layout.stage_shares)[layout.pipe.index]
+        self._local_blocks = stage_blocks(len(self._blocks), layout.stage_shares)[layout.pipe.index]
         self._traffic = traffic
         self._onward = P2PChannel(layout.pipe, traffic)
         self._back = P2PChannel(layout.return_group, traffic)
@@ -275,7 +275,7 @@ class ModuleStages:
                 keys.counts[call.prompts] = block.image_tokens(args, kwargs)
             if tokens is not None:
                 args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            if number == self._own.stop:
+            if number == self._local_blocks.stop:
                 leaving = block.carried(args, kwargs)
                 for tensor in leaving:
                     self._onward.send(tensor, self._pipe.index + 1)
@@ -283,9 +283,9 @@ class ModuleStages:
                     raise _Left
                 # What lies between blocks may write into tokens (a ControlNet's residuals), and these are on their way.
                 args, kwargs = block.with_carried([tensor.clone() for tensor in leaving], args, kwargs)
-            if number not in self._own:
+            if number not in self._local_blocks:
                 return block.handed_on(args, kwargs)
-            if number == self._own.start and not self.is_first:
+            if number == self._local_blocks.start and not self.is_first:
                 args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
             if tokens is None:
                 return self._calls.run_unshared(block, args, kwargs)

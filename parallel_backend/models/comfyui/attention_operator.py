@@ -36,8 +36,8 @@ def attend(
     hand it. A call with another one cannot be compiled. `transformer_options` has nothing for attention here: blocks
     run as they are where it has an override (ModuleCall.eager), and within one ComfyUI's own function is meant.
     `preferred_attention`: since ComfyUI 0.38 a module with the function that its file wants and its name."""
-    wants_own = preferred_attention is not None and preferred_attention.function is not None
-    preferred = preferred_attention.config["attention"] if wants_own else ""
+    has_preferred = preferred_attention is not None and preferred_attention.function is not None
+    preferred = preferred_attention.config["attention"] if has_preferred else ""
     return _attend(
         q,
         k,

@@ -34,16 +34,16 @@ def install_router(device: torch.device) -> None:
 
 
 def _routed(
-    name: str, stock: Callable[..., Tensor], container: type[Any] | tuple[()], *, is_own: bool = True
+    name: str, stock: Callable[..., Tensor], container: type[Any] | tuple[()], *, replaceable: bool = True
 ) -> Callable[..., Tensor]:
-    """`container`: the class in which models may hand attention its tensors; () where there is none. `is_own`: `stock`
-    is ComfyUI's."""
+    """`container`: the class in which models may hand attention its tensors; () where there is none. `replaceable`:
+    `stock` is ComfyUI's."""
 
     @functools.wraps(stock)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return attention_operator.attend(name, *_opened(args, container), **kwargs)
-        call = standing_around(stock, is_own=is_own)
+        call = standing_around(stock, replaceable=replaceable)
         return call(*(args if call is stock else _opened(args, container)), **kwargs)
 
     return routed
@@ -63,7 +63,7 @@ def reroute(name: str, replacement: Callable[..., Tensor]) -> Callable[..., Tens
     """Another pack's function in place of ComfyUI's attention, which leads through the router too."""
     from comfy.ldm.modules import attention
 
-    return _routed(name, replacement, getattr(attention, _CONTAINER, ()), is_own=False)
+    return _routed(name, replacement, getattr(attention, _CONTAINER, ()), replaceable=False)
 
 
 def routed_functions() -> dict[int, Callable[..., Tensor]]:

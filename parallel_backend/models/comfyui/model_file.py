@@ -46,7 +46,7 @@ _FEWEST, _TENSORS = 2, 4
 # Live activations of a block per token, in widths. Attention: what comes in, the normed, queries, keys, values, their
 # rotated copies, what comes out. Feed-forward of the usual ratio 4: what comes in, the normed, twice the wide, the
 # output. Ranks that slice layers have the first two of them, and what the feed-forward gives, whole.
-_ATTENTION, _FEED_FORWARD, _WHOLE = 8, 11, 2
+_ATTENTION, _FEED_FORWARD, _UNSLICED = 8, 11, 2
 _CONVOLUTION = 12  # a UNet's: what comes in, norms, two convolutions, the skip connections of its half
 _UNET_TOKENS = 1024  # positions at which a UNet's weights are used, on average, for 1024 x 1024 pixels
 
@@ -237,8 +237,8 @@ class ComfyUIModelFile:
             return
         slices = call.tensor
         exchanged = 0 if call.ulysses == 1 else 4 * call.width(call.group) // (call.ulysses * slices)
-        attention = width * _WHOLE + width * (_ATTENTION - _WHOLE) // slices
-        feed_forward = width * (_WHOLE + 1) + width * (_FEED_FORWARD - _WHOLE - 1) // slices
+        attention = width * _UNSLICED + width * (_ATTENTION - _UNSLICED) // slices
+        feed_forward = width * (_UNSLICED + 1) + width * (_FEED_FORWARD - _UNSLICED - 1) // slices
         yield MemoryPeak("attention", attention + gathered + call.scores(self.heads / slices), exchanged)
         yield MemoryPeak("feed-forward", feed_forward + gathered + cast)
 

@@ -54,16 +54,18 @@ def read_open(lines: Iterator[bytes]) -> dict[str, Entry]:
         if not line.endswith(b"\n"):
             continue
         try:
-            said = json.loads(line)
-            if "accepted" in said:
-                entry = Entry(said["accepted"], said["number"], said["request"], tuple(said["left_out"]))
+            record = json.loads(line)
+            if "accepted" in record:
+                entry = Entry(
+                    record["accepted"], record["number"], record["request"], tuple(record["left_out"])
+                )
                 found[entry.prompt_id] = entry
-            elif "sending" in said and said["sending"] in found:
-                found[said["sending"]].sending = said["session"]
-            elif "refused" in said and said["refused"] in found:
-                found[said["refused"]].sending = None
+            elif "sending" in record and record["sending"] in found:
+                found[record["sending"]].sending = record["session"]
+            elif "refused" in record and record["refused"] in found:
+                found[record["refused"]].sending = None
             else:
-                found.pop(said.get("ended") or said.get("sent"), None)
+                found.pop(record.get("ended") or record.get("sent"), None)
         except (ValueError, KeyError, TypeError, RecursionError):
             log.warning("parallel sampling: the queue log has a line that makes no sense, which is left out")
     return dict(sorted(found.items(), key=lambda item: item[1].number))

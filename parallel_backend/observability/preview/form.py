@@ -83,10 +83,10 @@ def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
     if len(body) > MOST_BYTES:
         raise RequestError(f"the body has more than {MOST_BYTES} bytes.")
     try:
-        said = parse(body.decode())
+        body_fields = parse(body.decode())
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {shown(str(error))}") from None
-    parts = _known(said, ("inputs", "loader"), "the body")
+    parts = _known(body_fields, ("inputs", "loader"), "the body")
     return _read(parts.get("inputs", {}), SelectorInputs, "inputs"), _read(
         parts.get("loader", {}), Loader, "loader"
     )

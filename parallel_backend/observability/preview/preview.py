@@ -124,9 +124,9 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
     )
     memory = _memory(subject, plain.strategy, machine)
     name = model.file.name
-    alike = plain.strategy == with_cfg.strategy
+    same_plan = plain.strategy == with_cfg.strategy
     said = [f"auto on {', '.join(machine.devices)}"]
-    if alike:
+    if same_plan:
         said.append(f"Plan for {name}: {plain.reason}")
     else:
         said.append(f"Plan for {name} without a negative prompt: {plain.reason}")
@@ -138,7 +138,7 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
             f"At {subject.size} that does not fit in the memory of these devices: auto then shards the weights or "
             f"keeps them in host memory.",
         )
-    if alike:
+    if same_plan:
         cases = [("With or without a negative prompt", plain.strategy, 1)]
     else:
         cases = [

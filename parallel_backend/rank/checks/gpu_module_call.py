@@ -142,11 +142,11 @@ def find_waits(call: Callable[[], object], cuda: Any = torch.cuda) -> Finding:
         first = _place(error)
     else:
         return Finding("host waits", "ok", "none in one model call")
-    with warnings.catch_warnings(record=True) as told, _sync_debug("warn", cuda):
+    with warnings.catch_warnings(record=True) as caught, _sync_debug("warn", cuda):
         warnings.simplefilter("always")
         call()
     places = Counter(
-        f"{_below_pack(w.filename)}:{w.lineno}" for w in told if "synchroniz" in str(w.message).lower()
+        f"{_below_pack(w.filename)}:{w.lineno}" for w in caught if "synchroniz" in str(w.message).lower()
     )
     return Finding(
         "host waits",

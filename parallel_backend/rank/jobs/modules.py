@@ -75,7 +75,7 @@ class Modules:
         this rank alone."""
         assert message.comfyui is not None, "it says whose module it is"
         self._import(message.comfyui)
-        module = self._reader.read(*unpack_payload(tensors, are_kept=True), None).work
+        module = self._reader.read(*unpack_payload(tensors, stay_shared=True), None).work
         if isinstance(module, HalfVae):
             return HeldVae(module, self._layouts)
         assert isinstance(module, HeldTextEncoder), "nothing else is loaded so"

@@ -70,7 +70,7 @@ class MachineRelay:
         self._ranks: tuple[int, ...] = ()
         self._relay: Relay
         self._interface = ""
-        self._said = ""
+        self._latest_words = ""
 
     def run(self) -> None:
         """Serves until the head or a rank is gone, then ends all processes of this machine; torchrun starts others."""
@@ -149,8 +149,8 @@ class MachineRelay:
 
     def _say(self, words: str) -> None:
         """On torchrun's log; the same words once."""
-        if words != self._said:
-            self._said = words
+        if words != self._latest_words:
+            self._latest_words = words
             sys.stderr.write(f"parallel sampling: {words}\n")
             sys.stderr.flush()
 

@@ -63,7 +63,7 @@ class ClusterHead:
         self._groups: dict[RemoteMachine, OnDeparture] = {}
         self._changed = threading.Condition()
         self._door: collections.Counter[str] = collections.Counter()  # connections by address
-        self._refused, self._said = 0, float("-inf")
+        self._refused, self._logged_at = 0, float("-inf")
         self._closed = False
         try:
             self._listener = socket.create_server((endpoint.address, endpoint.port), backlog=64)
@@ -252,7 +252,7 @@ class ClusterHead:
     def _refuse(self, address: str, why: str) -> None:
         """On the log, however many come."""
         self._refused += 1
-        if time.monotonic() - self._said > _SAY:
+        if time.monotonic() - self._logged_at > _SAY:
             log.warning(
                 "cluster %s: refused %d connection(s), the last one from %s: %s",
                 self.endpoint.cluster,
@@ -260,7 +260,7 @@ class ClusterHead:
                 address,
                 why,
             )
-            self._refused, self._said = 0, time.monotonic()
+            self._refused, self._logged_at = 0, time.monotonic()
 
     def close(self) -> None:
         """Ends the connections of all machines; their processes end, and dial until a head is there again."""

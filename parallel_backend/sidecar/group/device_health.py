@@ -48,9 +48,9 @@ FAILING = FailingDevices()
 def left_out(failing: Sequence[str]) -> str:
     """The line of a report on them."""
     absent = {machine_of(d): words for d in failing if (words := clusters.departure_reason(d))}
-    said = [f"machine {name} left out until it is back: {words}" for name, words in absent.items()]
+    parts = [f"machine {name} left out until it is back: {words}" for name, words in absent.items()]
     failing = [device for device in failing if machine_of(device) not in absent]
-    return "; ".join([*said, *([_failed_too_often(failing)] if failing else [])])
+    return "; ".join([*parts, *([_failed_too_often(failing)] if failing else [])])
 
 
 def _failed_too_often(failing: Sequence[str]) -> str:
