@@ -137,7 +137,7 @@ def browser():
 
 
 class _Tab:
-    """ComfyUI's page, loaded once for all tests, which find it without what those before them have left."""
+    """ComfyUI's page, loaded once for the tests of a module, which find it without what those before them have left."""
 
     def __init__(self, browser, url: str) -> None:
         self._browser, self._url = browser, url
@@ -171,12 +171,11 @@ class _Tab:
         return page
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _tab(browser, measuring, request):
-    """The page. The models of every test, by module as MODELS = {file: its single blocks}, are there before it asks."""
-    for module in {item.module for item in request.session.items}:
-        for name, blocks in getattr(module, "MODELS", {}).items():
-            measuring[0].write_flux(name, single_blocks=blocks)
+    """The page. The models of the module, MODELS = {file: its single blocks}, are there before it asks for them."""
+    for name, blocks in getattr(request.module, "MODELS", {}).items():
+        measuring[0].write_flux(name, single_blocks=blocks)
     tab = _Tab(browser, measuring[0].server.url)
     yield tab
     tab.close()
