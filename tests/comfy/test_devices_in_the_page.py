@@ -36,9 +36,9 @@ def _show(page, devices="cpu:2") -> None:
     page.evaluate(f"() => {{ {SELECTOR}.setSize([420, 700]); }}")
 
 
-def _open(page):
+def _open(page, title="Choose devices"):
     """By keyboard: the list of devices."""
-    page.locator(".parallel-devices summary", has_text="Choose devices").focus()
+    page.locator(".parallel-devices summary", has_text=title).focus()
     page.keyboard.press("Enter")
     picker = page.locator(".parallel-devices fieldset")
     picker.locator("input").first.wait_for(timeout=20_000)
@@ -127,3 +127,13 @@ def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, 
     _wait_for(page, "cluster:den", ["cluster:den"])
     picker.get_by_label("cluster:den").click()
     _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
+
+
+def test_it_speaks_the_pages_language(page, speak):
+    speak("zh")
+    page.route(ROUTE, lambda route: route.fulfill(json={**BOX, "selected": ["cuda:1"]}))
+    _show(page)
+    words = _open(page, "选择设备").inner_text()
+    assert BOX["devices"][0]["name"] in words
+    for english in ("free ", "processes of", "process", "slowest path", "devices on"):
+        assert english not in words
