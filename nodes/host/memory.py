@@ -164,8 +164,8 @@ def _dropped(spec: ModelSpec) -> None:
 
 
 def _sleep_unless_used(spec: ModelSpec) -> None:
-    """Where a node before Parallel Model has changed, ComfyUI drops the network as the prompt begins, and the same
-    prompt makes another one for the weights that the ranks hold."""
+    """Has the ranks let go of a model that nothing here uses, and no running prompt is about to: where a node before
+    Parallel Model has changed, ComfyUI drops the network as the prompt begins, and makes another one in it."""
     from .prompt_links import running_prompts  # which imports all of ComfyUI's nodes
 
     file = Path(spec.path).name

@@ -28,7 +28,7 @@ from ..model.named_file import NAMES
 
 _COMPUTING = ComputeOptions(AUTO)
 # The pack's loaders that name a file, and the dtypes that it can be read in.
-_PACK = {
+_PACK_LOADERS = {
     "ParallelFluxLoader": (ParallelFluxLoader, WEIGHT_DTYPES),
     "ParallelModelLoader": (ParallelModelLoader, DTYPES),
 }
@@ -58,8 +58,8 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
         model = _behind(prompt, node, settings)
     elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
         model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
-    elif kind in _PACK:
-        (loader, dtypes), (name, _) = _PACK[kind], NAMES[kind]
+    elif kind in _PACK_LOADERS:
+        (loader, dtypes), (name, _) = _PACK_LOADERS[kind], NAMES[kind]
         file = {name: str(_literal(inputs, name))}
         output = loader.execute(**file, weight_dtype=_dtype(inputs, dtypes), strategy=settings)
         model = next(result for result in output.args if isinstance(result, ParallelModel))
@@ -71,7 +71,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
 def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelModel:
     """The model of one of ComfyUI's own loaders, past nodes that change its MODEL: LoRAs come with the first prompt."""
     kind, inputs = source_of(prompt, node)
-    if kind in NAMES and kind not in _PACK:
+    if kind in NAMES and kind not in _PACK_LOADERS:
         name, (folder,) = NAMES[kind]
         return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, _COMPUTING)
     raise RequestError(

@@ -39,7 +39,7 @@ class NextPrompt:
     """`on_event` is a listener of events.py; a thread looks from a prompt's first request until no prompts are left."""
 
     def __init__(self, queue: PromptQueue, requested: Callable[[], bool]) -> None:
-        self._queue, self._wanted = queue, requested
+        self._queue, self._requested = queue, requested
         self._lock = threading.Lock()
         self._is_looking = False
 
@@ -62,7 +62,7 @@ class NextPrompt:
             if not running and not waiting and self._has_ended():
                 return
             following = min(waiting, key=lambda item: item[:2], default=None)
-            if running and following is not None and self._wanted():
+            if running and following is not None and self._requested():
                 item = running[0]
                 if item[1] != running_id:
                     running_id, on_ranks = item[1], _on_ranks(item)

@@ -121,7 +121,7 @@ class Head:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What ranks need to know of ComfyUI's process. `comfyui`: its folder; `version`: ComfyUI's; `pack_name`: this
+    """The facts of ComfyUI's process that ranks need. `comfyui`: its folder; `version`: ComfyUI's; `pack_name`: this
     pack's name there; `packs`: their files, by name; `search_path`: sys.path; `folders`: attributes of ComfyUI's
     folder_paths."""
 

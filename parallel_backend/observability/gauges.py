@@ -48,9 +48,9 @@ class DeviceGauges:
     def read(self, devices: tuple[str, ...]) -> dict[str, Gauge]:
         """By device name; those that nobody knows are left out. Never raises for a driver."""
         found: dict[str, Gauge] = {}
-        comfyui_on_cpu = [device for device in devices if is_cpu((device,)) and not machine_of(device)]
-        if comfyui_on_cpu:
-            found |= dict.fromkeys(comfyui_on_cpu, _host())
+        local_cpus = [device for device in devices if is_cpu((device,)) and not machine_of(device)]
+        if local_cpus:
+            found |= dict.fromkeys(local_cpus, _host())
         if len(found) < len(devices):
             seen = self._topology or visible_topology()
             for index, known in enumerate(seen.devices):

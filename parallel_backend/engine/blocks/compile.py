@@ -147,7 +147,7 @@ def why_not(device_type: str) -> str | None:
 
 
 def _beyond_max_versions() -> type[Exception]:
-    """What torch raises where a block of one graph would need one version more than MAX_VERSIONS."""
+    """Returns the error that torch raises where a block of one graph would need more than MAX_VERSIONS versions."""
     names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # the second one before 2.7
     found: type[Exception] = next(filter(None, (getattr(torch._dynamo.exc, name, None) for name in names)))
     return found

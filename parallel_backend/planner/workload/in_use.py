@@ -13,9 +13,8 @@ from ...machine.topology import Topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
 
-FREEABLE: list[
-    Callable[[str], int]
-] = []  # the last one tells the bytes that this process can free on a device
+# The last one tells the bytes that this process can free on a device.
+FREEABLE: list[Callable[[str], int]] = []
 
 
 def used_by_other_programs(

@@ -1,4 +1,4 @@
-"""What a rank hears and tells while a request runs: a cancel comes from ComfyUI's process, progress goes there."""
+"""The messages of a rank while a request runs: a cancel comes from ComfyUI's process, progress goes there."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 
 def run_record(forward: ModuleForward, placement: Placement, started: float, sent_before: int) -> RankRun:
-    """Of a request that began at `started` (time.perf_counter), when `sent_before` bytes were sent."""
+    """Returns the record of a request that began at `started` (time.perf_counter), when `sent_before` bytes had been
+    sent."""
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):

@@ -1,4 +1,4 @@
-"""What torch loads for its first compilation is there before ranks are forked: each of them would take a second."""
+"""Has torch load what its first compilation needs before ranks are forked: each of them would take a second."""
 
 import pytest
 import torch
