@@ -105,6 +105,11 @@ class RankFailed(ParallelError):
         self.crashed = crashed
         self.reason = reason
 
+    @property
+    def summary(self) -> str:
+        """The first line of `cause`: other lines are the traceback of a process."""
+        return self.cause.split("\n", 1)[0]
+
     def device_of(self, devices: Sequence[str]) -> str | None:
         """The device of the rank that failed first, among those of all ranks."""
         return None if self.rank is None else devices[self.rank]

@@ -93,7 +93,7 @@ def _find(
         (found,) = run(root, (class_name,), should_cancel=should_cancel)
     except RankFailed as error:
         log.warning("parallel sampling: %s is not tested: %s", class_name, error)
-        return untested(class_name, error.cause.split("\n", 1)[0])
+        return untested(class_name, error.summary)
     verdict = verdict_of(found)
     if verdict.words:
         log.warning("parallel sampling: %s (off by %.1g) %s", verdict.words, found.worst, found.error)

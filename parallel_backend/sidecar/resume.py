@@ -116,7 +116,7 @@ class ResumableJob:
     def survive(self, error: RankFailed, device: str | None) -> str:
         """Says what happens now that the ranks failed, here and in the result's notes."""
         self.give_up_trials()
-        cause = error.cause.split("\n", 1)[0]
+        cause = error.summary
         step = self._record.step
         goes_on = f"goes on after step {step}" if step else "begins again"
         text = f"{error.who(device)} failed ({cause}); the job {goes_on} on processes started anew"

@@ -1,9 +1,12 @@
 """Faults on purpose, one for each way to fail: the right rank is named, nothing stays, the next job is bit-equal."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -78,6 +81,21 @@ def test_a_rank_that_dies_in_a_collective_is_named_with_its_signal(works_again, 
     assert caught.value.crashed
     if kind != "kill":
         assert "fault_injection.py" in caught.value.cause  # where it was, from faulthandler
+
+
+def test_nothing_of_a_job_that_crashed_is_kept(works_again, sidecar, weights):
+    """What remembers the crash must not remember the frames that it passed, with the model and the latent."""
+
+    def crash():
+        request = scripted_request()
+        with fault("kill", "an all-reduce", step=2), suppress(RankFailed):
+            sidecar.sample(weights, request, two_ranks())
+        assert sidecar.state is State.FAILED
+        return weakref.ref(request)
+
+    request = crash()
+    gc.collect()
+    assert request() is None
 
 
 def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_leaks, tmp_path):

@@ -70,7 +70,7 @@ class RankGroupRunner:
         self._cancel = threading.Event()
         self._activity = State.READY
         self._requests = itertools.count(1)
-        self._last_failure: RankFailed | None = None
+        self._last_failure = ""  # in a line: the error itself would keep the model of its job
         self._failure_known = False  # to listeners, of these ranks
         self._idle_since: float | None = None  # None while there are no ranks, or a request has them
 
@@ -81,7 +81,7 @@ class RankGroupRunner:
         if self.crashes.is_broken:
             return State.BROKEN
         if group is None:
-            return State.DOWN if self._last_failure is None else State.FAILED
+            return State.FAILED if self._last_failure else State.DOWN
         if group.ended.is_set():
             return State.FAILED
         return self._activity
@@ -94,10 +94,10 @@ class RankGroupRunner:
     @property
     def last_failure(self) -> str:
         """Why there are no ranks, in a line; "" where nothing failed."""
-        group, failure = self.group, self._last_failure
-        if failure is None and group is not None and group.death is not None:
-            failure = group.death.error()
-        return "" if failure is None else str(failure).split("\n", 1)[0]
+        group = self.group
+        if not self._last_failure and group is not None and group.death is not None:
+            return _line(group.death.error())
+        return self._last_failure
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class RankGroupRunner:
         try:
             self.discard()
             self.crashes.clear()
-            self._last_failure = None
+            self._last_failure = ""
         finally:
             self._lock.release()
             if had_ranks:
@@ -180,7 +180,7 @@ class RankGroupRunner:
                 raise self.crashes.refusal()
             yield lease
             result = "done"
-            self._last_failure = None
+            self._last_failure = ""
         except RankFailed as error:
             self._record_failure(error)
             raise
@@ -237,13 +237,12 @@ class RankGroupRunner:
                 if device is not None:
                     FAILING.add(device)
             self._emit_failure(error)
-        self._last_failure = error
+        self._last_failure = _line(error)
 
     def _emit_failure(self, error: RankFailed) -> None:
         self._failure_known = True
-        cause = error.cause.split("\n", 1)[0]
         broken = self.crashes.is_broken
-        emit(RequestFailed(self.devices, error.rank, cause, error.crashed, broken, error.reason))
+        emit(RequestFailed(self.devices, error.rank, error.summary, error.crashed, broken, error.reason))
 
     def retry_after_crash(
         self,
@@ -309,8 +308,8 @@ class RankGroupRunner:
         if group.death is not None:
             if not self._failure_known:  # it died while it was idle, or while a request was cancelled
                 self._emit_failure(group.death.error())
-            if self._last_failure is None:
-                self._last_failure = group.death.error()
+            if not self._last_failure:
+                self._last_failure = _line(group.death.error())
         group.close()
         self._forget()
 
@@ -319,3 +318,7 @@ class RankGroupRunner:
             raise Cancelled("The request was cancelled before it reached the processes.")
         assert self.group is not None, "processes start before a request is sent to them"
         return Exchange(self.group, next(self._requests), lease.cancelled, survivable)
+
+
+def _line(error: RankFailed) -> str:
+    return str(error).split("\n", 1)[0]
