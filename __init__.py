@@ -1,4 +1,4 @@
-"""ComfyUI's door to the pack: hands over the node classes when ComfyUI asks, and does nothing else.
+"""ComfyUI's entry point to the pack: gives it the node classes, and adds routes and listeners when ComfyUI starts.
 
 Importing this file starts nothing and needs neither torch nor ComfyUI, because test runners and registry tools import
 it too.
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]
 
-WEB_DIRECTORY = "./web"  # what ComfyUI's page loads from this pack
+WEB_DIRECTORY = "./web"  # files of this pack that ComfyUI's page loads
 
 
 async def comfy_entrypoint() -> ComfyExtension:
-    """Called once by ComfyUI (V3 extensions); returns the extension that lists the nodes."""
+    """Returns the extension that lists the nodes; ComfyUI calls this once (V3 extensions)."""
     from comfy_api.latest import ComfyExtension
 
     from .nodes import NODES

@@ -1,4 +1,4 @@
-"""The nodes that a person drags: thin classes that read inputs, call the backend once, and wrap the output."""
+"""The nodes of the pack: thin classes that read inputs, call the backend once, and wrap the output."""
 
 from __future__ import annotations
 

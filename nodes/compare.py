@@ -1,5 +1,5 @@
-"""Compare With One Device runs Parallel Sampler's job on one device and on all; "Prove it" puts Prove Sampler into the
-place of any other sampler in a prompt, and nobody drags it. Both show both pictures, the difference and both times."""
+"""Nodes that run one job on one device and on all, and show both pictures, the difference and both times: Compare With
+One Device for Parallel Sampler's job, and Prove Sampler, which the page's "Prove it" puts in place of any sampler."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CompareWithOneDevice(io.ComfyNode):
 
 
 def _check(job: SamplerInputs, settings: StrategySettings) -> None:
-    """Raises RequestError or StrategyError for what cannot be compared, before anything is started."""
+    """Raises RequestError or StrategyError for a job that cannot be compared, before anything is started."""
     if job.denoise == 0:
         raise RequestError("denoise is 0, so no step runs and there is nothing to compare; set it above 0.")
     check_is_picture(job.latent_image)
@@ -122,7 +122,7 @@ class ProveSampler(io.ComfyNode):
 
 
 def _parallel_input(inputs: dict[str, object]) -> tuple[str, JobPatcher]:
-    """The input that brings the parallel model, itself or in a guider. Raises RequestError where none does."""
+    """Returns the name of the input with the parallel model (or its guider) and the model, or raises RequestError."""
     for name, value in inputs.items():
         model = getattr(value, "model_patcher", value)
         if isinstance(model, JobPatcher):
@@ -131,7 +131,7 @@ def _parallel_input(inputs: dict[str, object]) -> tuple[str, JobPatcher]:
 
 
 def _with_model(value: object, model: JobPatcher) -> object:
-    """`model`, or the guider with it."""
+    """Returns `model`, or a copy of the guider `value` that uses it."""
     if isinstance(value, JobPatcher):
         return model
     guider = copy.copy(value)
@@ -140,7 +140,7 @@ def _with_model(value: object, model: JobPatcher) -> object:
 
 
 def _latent_of(sampler_class: str, inputs: dict[str, object]) -> Tensor:
-    """The samples of the first latent that a node of this class gives. Raises RequestError for a class without one."""
+    """Runs a node of this class and returns its first latent's samples. Raises RequestError if it gives no latent."""
     kind = nodes.NODE_CLASS_MAPPINGS.get(sampler_class)
     if kind is None or "LATENT" not in kind.RETURN_TYPES:
         raise RequestError(f"{sampler_class} gives no latent, so there is nothing to compare.")

@@ -1,4 +1,4 @@
-"""ParallelDemoLoader: the tiny demo model with a CLIP and a VAE of its own, as the ordinary objects of ComfyUI."""
+"""ParallelDemoLoader: a node that gives the tiny demo model, its CLIP and its VAE as ordinary ComfyUI objects."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ class ParallelDemoLoader(io.ComfyNode):
 
 
 def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:
-    """Has previews of a model that has this format to itself show what the demo's own coder would."""
+    """Makes previews show the colours of the demo's image coder. No other model may share this `latents` object."""
     latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
     latents.latent_rgb_factors_bias = list(RGB_BIAS)
-    latents.taesd_decoder_name = None  # the small decoder of the format knows nothing of these latents
+    latents.taesd_decoder_name = None  # the format's TAESD decoder cannot decode the demo's latents
 
 
 def make_clip() -> comfy.sd.CLIP:
-    """A real CLIP object around the demo's text encoder."""
+    """Returns a real CLIP object around the demo's text encoder."""
     return comfy.sd.CLIP(SimpleNamespace(clip=_TextModel, tokenizer=_Tokenizer, params={}))
 
 
 def make_vae() -> comfy.sd.VAE:
-    """A real VAE object around the demo's image coder.
+    """Returns a real VAE object around the demo's image coder.
 
-    ComfyUI picks a VAE's architecture by its keys; its own tiny one gives a VAE of the right channels and sizes, whose
-    network is then replaced.
+    ComfyUI picks a VAE's architecture by its keys. The keys of its TAESD give a VAE of the right channels and sizes,
+    whose network is then replaced.
     """
     vae = comfy.sd.VAE(sd=TAESD(latent_channels=CHANNELS).state_dict(), dtype=torch.float32)
     coder = DemoImageCoder().eval().requires_grad_(False)
@@ -94,7 +94,7 @@ def make_vae() -> comfy.sd.VAE:
     vae.patcher = comfy.model_patcher.ModelPatcher(
         coder, load_device=vae.device, offload_device=vae.patcher.offload_device
     )
-    # A megabyte of weights: never split between devices, and measured anew.
+    # A megabyte of weights: always loaded whole, and measured again for the new network.
     vae.disable_offload = True
     vae.size = None
     # Widest activations of DemoImageCoder: floats per latent position, and per pixel.
@@ -104,9 +104,9 @@ def make_vae() -> comfy.sd.VAE:
 
 
 class _Tokenizer:
-    """ComfyUI's tokenizer interface over the demo's word list: [[(word index, weight), …]] by Flux's encoder names.
+    """ComfyUI's tokenizer interface over the demo's word list: {Flux's encoder name: [[(word index, weight), …]]}.
 
-    Flux has two text encoders, and CLIPTextEncodeFlux takes a text for each; here clip_l gives the pooled vector and
+    Flux has two text encoders, and CLIPTextEncodeFlux takes a text for each. Here clip_l gives the pooled vector and
     t5xxl the context.
     """
 
@@ -126,7 +126,7 @@ class _Tokenizer:
 
 
 class _TextModel(nn.Module):
-    """ComfyUI's text model interface over DemoTextEncoder; always float32, it has no trained weights."""
+    """ComfyUI's text model interface over DemoTextEncoder, which has no trained weights and is always float32."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _TextModel(nn.Module):
         return context.cpu(), pooled.cpu()
 
     def _indices(self, batches: list[list[tuple]]) -> Tensor:
-        """[1, TOKENS] int64"""
+        """Returns the word indices [1, TOKENS] int64."""
         (words,) = batches
         return torch.tensor([[word[0] for word in words]], device=self.encoder.words.device)
 

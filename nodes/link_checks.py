@@ -1,6 +1,6 @@
-"""Checks what comes in where a link belongs: a literal, or another node's odd output, is refused by its input's name.
+"""Checks the values of link inputs. Errors name the input that got a literal or an unsuitable output of a node.
 
-A literal is refused by ComfyUI's validation, before anything runs; what came over a link of any type, by `check_links`.
+ComfyUI's validation refuses literals before anything runs. `check_links` refuses unsuitable values that links brought.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .links import ParallelModel
 
 
 def _is_conditioning(value: object) -> bool:
-    """[[tensor or None, dict], …], as CLIPTextEncode gives it."""
+    """Returns True for [[tensor or None, dict], …], the form that CLIPTextEncode gives."""
     return isinstance(value, list) and all(
         isinstance(entry, (list, tuple))
         and len(entry) == 2
@@ -30,7 +30,7 @@ def _is_conditioning(value: object) -> bool:
 
 
 def _is_latent(value: object) -> bool:
-    """{"samples": tensor, …}; ComfyUI nests the tensors of models that have several latents."""
+    """Returns True for {"samples": tensor, …}. ComfyUI nests the tensors of models that have several latents."""
     samples = value.get("samples") if isinstance(value, dict) else None
     return isinstance(samples, torch.Tensor) or bool(getattr(samples, "is_nested", False))
 
@@ -38,7 +38,7 @@ def _is_latent(value: object) -> bool:
 _MODEL = "Parallel Model, Parallel Model Loader, Parallel Flux Loader, Parallel Demo Loader or Parallel LoRA Loader"
 _TEXT = "a CONDITIONING, such as CLIP Text Encode gives"
 _LATENT = "a LATENT, such as Empty Latent Image gives"
-# By the name of an input: what it takes, in a user's words, and what tells that.
+# By input name: what the input takes, in a user's words, and a function that gives True for such a value.
 LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "parallel_model": (f"a PARALLEL_MODEL, from {_MODEL}", lambda value: isinstance(value, ParallelModel)),
     "model": ("a MODEL, such as Load Diffusion Model gives", lambda value: isinstance(value, ModelPatcher)),
@@ -66,9 +66,9 @@ LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def refuse_literals(*inputs: str) -> classmethod:
-    """A V3 node's `validate_inputs` over its link inputs: True, or what is wrong in words.
+    """Returns a V3 node's `validate_inputs` for its link inputs, which gives True or the problems in words.
 
-    ComfyUI reads from the signature which inputs to hand over. A link comes as None, for its value is not there yet.
+    ComfyUI reads from the signature which inputs to pass. A linked input is None, because its value is not there yet.
     """
 
     def validate(cls: type[io.ComfyNode], **values: object) -> bool | str:
@@ -81,7 +81,7 @@ def refuse_literals(*inputs: str) -> classmethod:
 
 
 def check_links(**values: object) -> None:
-    """At the start of `execute`: raises RequestError for values that the inputs of these names do not take."""
+    """Raises RequestError for values that the inputs of these names do not take. `execute` calls it first."""
     problems = [_problem(name, value) for name, value in values.items() if not LINKS[name][1](value)]
     if problems:
         raise RequestError(" ".join(problems))
@@ -92,7 +92,7 @@ def _problem(name: str, value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in a word or two; a tensor's values would be no help."""
+    """Describes a value in a word or two; a tensor by its type only."""
     if value is None:
         return "nothing"
     kind = type(value).__name__

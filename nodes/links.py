@@ -1,4 +1,4 @@
-"""The pack's own links and what travels on them: immutable specs, never live groups."""
+"""The pack's own link types and the values that they carry: immutable specs, never running ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
 
 
 def strategy_input() -> io.Custom.Input:
-    """Of the nodes that name a model."""
+    """Returns the strategy input of nodes that name a model."""
     return StrategyLink.Input(
         "strategy",
         optional=True,
@@ -27,7 +27,7 @@ def strategy_input() -> io.Custom.Input:
 
 
 def devices_input() -> io.Custom.Input:
-    """Of the nodes that use ranks without a model."""
+    """Returns the strategy input of nodes that use ranks without a model."""
     return StrategyLink.Input(
         "strategy",
         optional=True,
@@ -36,7 +36,7 @@ def devices_input() -> io.Custom.Input:
 
 
 def threshold_input(*, optional: bool = False) -> io.Float.Input:
-    """Of the nodes that have a step cache."""
+    """Returns the threshold input of nodes that have a step cache."""
     return io.Float.Input(
         "cache_threshold",
         default=DEFAULT_THRESHOLD,
@@ -51,7 +51,7 @@ def threshold_input(*, optional: bool = False) -> io.Float.Input:
 
 
 def compile_input() -> io.Combo.Input:
-    """Of the nodes that name a model: ComputeOptions.compile."""
+    """Returns the input for ComputeOptions.compile of nodes that name a model."""
     return io.Combo.Input(
         "compile",
         options=list(COMPILE_MODES),
@@ -63,7 +63,7 @@ def compile_input() -> io.Combo.Input:
 
 
 def exchange_input() -> io.Combo.Input:
-    """Returns an input of the nodes that name a model: ComputeOptions.exchange_dtype."""
+    """Returns the input for ComputeOptions.exchange_dtype of nodes that name a model."""
     return io.Combo.Input(
         "exchange_dtype",
         options=list(EXCHANGE_DTYPES),
@@ -85,7 +85,7 @@ def parallel_model_output() -> io.Custom.Output:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """Names the weights. `patcher` is the stock MODEL of the same weights; its options carry the strategy chosen."""
+    """A model's weights by name. `patcher`: a MODEL of the same weights; its options carry the chosen strategy."""
 
     spec: ModelSpec
     file: ModelFile

@@ -1,5 +1,5 @@
-"""The loaders: they name the weights of a model for the ranks, or put a LoRA on it; ComfyUI's own process reads headers
-only."""
+"""Loader nodes: they name a model's weights for the ranks, or put a LoRA on a model. ComfyUI's process reads only the
+header of a model file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .model.header_model import open_model
 from .model.source import make_spec
 from .parallel_model import over_devices
 
-# By the choices of ComfyUI's Load Diffusion Model: its model_options.
+# ComfyUI's model_options for each weight_dtype of its Load Diffusion Model.
 _OPTIONS: dict[str, dict[str, object]] = {
     "default": {},
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
@@ -54,7 +54,7 @@ def _named(
 def name_model(
     folder: str, name: str, weight_dtype: str, settings: StrategySettings, computing: ComputeOptions
 ) -> ParallelModel:
-    """The model of a file in one of ComfyUI's folders, read as its Load Diffusion Model or Load Checkpoint does."""
+    """Returns the model of a file in a ComfyUI folder, read as Load Diffusion Model or Load Checkpoint reads it."""
     path = model_path(folder, name)
     return _named(path, PARTS[folder], _OPTIONS[weight_dtype], settings, computing)
 
@@ -113,7 +113,7 @@ class ParallelModelLoader(io.ComfyNode):
 
 
 def model_options(weight_dtype: str) -> dict[str, object]:
-    """ComfyUI's model_options for one of WEIGHT_DTYPES."""
+    """Returns ComfyUI's model_options for one of WEIGHT_DTYPES."""
     if weight_dtype == "auto":
         return {}
     if weight_dtype == FP8_FAST:
@@ -127,7 +127,7 @@ def load_parallel_model(
     settings: StrategySettings,
     computing: ComputeOptions = DEFAULT_COMPUTE,
 ) -> ParallelModel:
-    """Returns the model of a Flux.1 file, of which it reads the header. Raises CheckpointError for other files,
+    """Returns the model of a Flux.1 file. Reads only the header. Raises CheckpointError for other files, DeviceError,
     RequestError or StrategyError."""
     inspect_flux(path)
     devices_of_a_run(settings.devices)
@@ -242,7 +242,7 @@ class ParallelLoraLoader(io.ComfyNode):
             raise RequestError(f"{lora_name}: {error}") from None
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever ComfyUI's readers make of such a file
+        except Exception as error:  # ComfyUI's readers raise errors of any type for such a file
             raise RequestError(
                 f"{lora_name} cannot be read as a LoRA ({type(error).__name__}: {error}): it is damaged, or none. "
                 f"Download the file again, or choose another one."

@@ -1,5 +1,5 @@
-"""Parallel Model and Parallel CLIP: any MODEL or CLIP that a loader gives, over several devices; nodes before and after
-them keep working."""
+"""Parallel Model and Parallel CLIP: nodes that have several devices compute the MODEL or CLIP of any loader. Nodes
+before and after them keep working."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def over_devices(
     settings: StrategySettings,
     computing: ComputeOptions,
 ) -> ParallelModel:
-    """Returns `source`, whose weights are `spec`'s, over the devices. Reads no weights and waits for no ranks: a prompt
-    that runs has them start meanwhile. Raises RequestError, StrategyError or CheckpointError."""
+    """Returns `source` as a model that the devices compute; `spec` names its weights. Reads no weights. Ranks for a
+    running prompt start in the background. Raises RequestError, StrategyError or CheckpointError."""
     patcher = make_job_patcher(source, spec, settings, computing, Catch(stock_run))
     catch_calls(patcher)
     made = ParallelModel(spec, patcher.job_model.file, patcher)

@@ -1,4 +1,4 @@
-"""ParallelSampler: KSampler's inputs; the loop runs on the devices where the request is plain enough."""
+"""ParallelSampler: a node with KSampler's inputs whose sampling loop runs on the devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ParallelSampler(io.ComfyNode):
         job.check(settings)
         record = RunRecord(cache_threshold=job.reuse_below, price_per_hour=price_per_gpu_hour())
         samples = job.run(settings, record)
-        if record.runs:  # nothing runs at denoise 0
+        if record.runs:  # no step runs at denoise 0
             count_gain(record)
             report_progress(summarise(record))
         report = write_report(record)

@@ -1,5 +1,5 @@
-"""What Parallel Sampler's inputs are, and the run that they ask for: noise, sigmas and conditioning by ComfyUI's own
-functions, the loop on the devices where the request is plain enough."""
+"""Parallel Sampler's inputs and the run that they ask for: ComfyUI's own functions prepare noise, sigmas and
+conditioning, and the loop runs on the devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
 
 
 def sampling_inputs() -> list[io.Input]:
-    """Of a node that samples, in KSampler's order."""
+    """Returns the inputs of a node that samples, in the order in which the page shows those of KSampler."""
     return [
         ModelLink.Input("parallel_model", tooltip="From Parallel Model, or a loader of this pack."),
         io.Conditioning.Input("positive", tooltip="What the image should show."),
@@ -91,7 +91,7 @@ def sampling_inputs() -> list[io.Input]:
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """The values of those inputs. Raises RequestError for what their links do not take."""
+    """The values of `sampling_inputs`. Raises RequestError if a link carries a value that its input does not take."""
 
     parallel_model: ParallelModel
     positive: io.Conditioning.Type
@@ -112,32 +112,32 @@ class SamplerInputs:
 
     @property
     def reuse_below(self) -> float | None:
-        """The step cache's threshold; None where no step cache is wanted."""
+        """The step cache's threshold; None if the step cache is off."""
         return self.cache_threshold if self.step_cache != "off" else None
 
     @property
     def settings(self) -> StrategySettings:
-        """Strategy Selector's where one is connected, else the loader's, within what the user's settings allow."""
+        """Strategy Selector's settings if it is connected, else the loader's, within what the user's settings allow."""
         chosen = self.strategy or self.parallel_model.patcher.model_options["transformer_options"][SETTINGS]
         return permitted(chosen, self.steps, step_cache=bool(self.reuse_below))
 
     def check(self, settings: StrategySettings) -> Plan:
-        """A strategy that cannot work is refused before anything is prepared or started."""
+        """Returns a plan. Raises DeviceError or StrategyError before anything starts if no plan can work."""
         any_job = Job(CheckpointModel(self.parallel_model.file))
         plan = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
         check_step_cache(self.reuse_below or 0.0, plan.strategy)
         return plan
 
     def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
-        """The samples that KSampler gives; `record` is filled on the way."""
+        """Returns the samples that KSampler would give, and fills `record`."""
         model = self.parallel_model.patcher.clone()
         options = {RECORD: record, SETTINGS: settings, STEP_CACHE: self.reuse_below}
         model.model_options["transformer_options"] |= options
-        # Hosts that put this key into a latent also take it here; older ones know neither.
+        # Versions of ComfyUI that put this key into a latent also take its value here; older ones do neither.
         ratio = [self.latent_image[key] for key in ("downscale_ratio_spacial",) if key in self.latent_image]
         latent = comfy.sample.fix_empty_latent_channels(model, self.latent_image["samples"], *ratio)
         noise = comfy.sample.prepare_noise(latent, self.seed, self.latent_image.get("batch_index"))
-        # KSampler's own arithmetic of steps, scheduler and denoise.
+        # KSampler computes the sigmas from steps, scheduler and denoise.
         sigmas = comfy.samplers.KSampler(
             model,
             self.steps,
@@ -163,6 +163,6 @@ class SamplerInputs:
         )
 
     def as_latent(self, samples: Tensor) -> io.Latent.Type:
-        """`samples` with what else the latent carried."""
+        """Returns a LATENT of `samples` with the other entries of `latent_image`, except downscale_ratio…."""
         kept = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
         return {**kept, "samples": samples}

@@ -1,4 +1,4 @@
-"""ParallelStepCache: a step cache for samplers of ComfyUI's own and of other packs, on the MODEL wire."""
+"""ParallelStepCache: a node that gives a MODEL a step cache, for samplers of ComfyUI and of other packs."""
 
 from __future__ import annotations
 

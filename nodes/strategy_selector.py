@@ -1,4 +1,4 @@
-"""StrategySelector: which devices, and how to split one sampling job over them."""
+"""StrategySelector: a node that chooses the devices and how to split one sampling job over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .model.named_file import files_decided_by
 
 
 def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input:
-    """Of those that `auto` decides: ComfyUI folds them away, and web/strategy_panel.js shows them in manual mode."""
+    """Returns an input that `auto` decides: ComfyUI folds it away, web/strategy_panel.js shows it in manual mode."""
     least, most = LIMITS[name]
     return io.Int.Input(name, default=default, min=least, max=most, tooltip=tooltip, advanced=True, **more)
 
@@ -29,7 +29,7 @@ def _degree(name: str, tooltip: str) -> io.Int.Input:
     return _number(name, 1, tooltip + " Counts in manual mode only.")
 
 
-# Inputs that came later: workflows without them still load.
+# Inputs that were added later: workflows without them still load.
 _OPTIONAL = (
     _number(
         "tensor_degree",
@@ -157,12 +157,11 @@ class StrategySelector(io.ComfyNode):
         tensor_degree: int | None = 1,
         device_shares: str | None = "",
     ) -> bool | str:
-        """What cannot run is refused before it is queued: by the rules of the models that the prompt says it decides
-        for, else by those of any model. A line for each problem: `inputs: words`.
+        """Returns True, or a line `inputs: words` per problem: ComfyUI then refuses the prompt. Checks by the rules
+        of the models that the selector decides for, or by those of any model if the prompt does not name them.
 
-        ComfyUI marks every input named here, whichever is wrong; web/errors.js leaves those that a line names. An input
-        that another node has to run for comes as None, and is checked when that has; one that is missing does not come,
-        and ComfyUI names it.
+        ComfyUI marks every input named here as wrong; web/errors.js keeps the marks of those that a line names. An
+        input that another node has to run for is None, and `execute` checks it. ComfyUI reports a missing input.
         """
         given = {name: value for name, value in locals().items() if name != "cls"}
         # Off the event loop: reading a large model's header for the first time takes a second.
@@ -170,7 +169,7 @@ class StrategySelector(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> tuple[str, ...]:
-        """`why` is told for these models, whatever else runs: ComfyUI drops what a loader gave when this changes."""
+        """Returns ids of all models that `why` may describe, run or not: a change makes ComfyUI rerun the loaders."""
         return tuple(str(file.fingerprint) + file.name for file in _files())
 
     @classmethod
@@ -180,7 +179,7 @@ class StrategySelector(io.ComfyNode):
 
 
 def _files() -> list[ModelFile]:
-    """The models that the node at work decides for."""
+    """Returns the models that the current node decides for, also those whose loaders do not run."""
     at = current_node()
     return [] if at is None else files_decided_by(*at, run=False)
 
@@ -193,7 +192,7 @@ def _problems(given: dict[str, object]) -> bool | str:
     known = {name: value for name, value in given.items() if type(value) is kinds[name]}
     if not {"mode", "devices"} <= set(known):
         return True
-    for name in DEGREES:  # which ComfyUI leaves to this function
+    for name in DEGREES:  # ComfyUI does not check the range of inputs in the signature of `validate_inputs`
         least, most = LIMITS[name]
         if not least <= known.get(name, least) <= most:
             return f"{name}: {name} is {known[name]}; it must be from {least} to {most}."

@@ -1,5 +1,5 @@
-"""Parallel VAE Decode and Encode: the rows of each image or video are computed by all ranks, exactly; what ranks cannot
-share out ComfyUI computes itself, and the report says so."""
+"""Parallel VAE Decode and Encode: nodes that share out the rows of each image or video over the ranks, exactly. ComfyUI
+computes what the ranks cannot share out, and the report says so."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ParallelVAEEncode(io.ComfyNode):
 def _computed(
     stem: str, on_ranks: Callable[[], tuple[Any, list[str]]], here: Callable[[], Any]
 ) -> io.NodeOutput:
-    """Returns what the ranks compute, or ComfyUI where they cannot, and the report. `stem`: of the verb."""
+    """Returns the result of the ranks, or of ComfyUI if they cannot compute it, and the report. `stem`: of the verb."""
     started = time.perf_counter()
     try:
         result, lines = on_ranks()
@@ -145,8 +145,8 @@ def _computed(
 
 
 def _ask(vae: comfy.sd.VAE, inputs: Tensor, out: SharedOut, *, encodes: bool) -> ModuleAnswer:
-    """Has ranks compute. Raises CannotBeSplit where they cannot, or have no memory for it: ComfyUI cuts what is too
-    large into tiles."""
+    """Computes `inputs` on the ranks. Raises CannotBeSplit if they cannot, or lack the memory: ComfyUI can cut into
+    tiles what is too large."""
     shipment = VaeShipment(vae, inputs, out.shares, encodes=encodes)
     progress = comfy.utils.ProgressBar(1)
     try:
@@ -163,10 +163,10 @@ def _ask(vae: comfy.sd.VAE, inputs: Tensor, out: SharedOut, *, encodes: bool) ->
 
 
 def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
-    """Records what each picture took, and returns lines on how that compares with one device; none where nobody timed
-    both."""
+    """Records the seconds of each picture, and returns report lines that compare them with one device. Empty if there
+    is only one device, or the picture was shared out and one device was never timed."""
     choice, seconds = out.choice, run.seconds / pictures
-    alone, shared = choice.alone_seconds, choice.shared_seconds  # that decided, so without what this run took
+    alone, shared = choice.alone_seconds, choice.shared_seconds  # without this run's time
     out.record(seconds)
     if len(out.sidecar.devices) == 1:
         return []
@@ -181,11 +181,11 @@ def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
 
 
 def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
-    """IMAGE [B, H, W, 3] in 0..1 and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
+    """Returns an IMAGE [B, H, W, 3] in 0..1 and the report's lines. Raises CannotBeSplit if the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
         latent = latent[:, :, 0]  # as VAE.decode does
     check_splittable(vae, encodes=False)
-    is_taken = latent.ndim == 2 + getattr(vae, "latent_dim", 2)  # the ranks refuse any other in words
+    is_taken = latent.ndim == 2 + getattr(vae, "latent_dim", 2)  # the ranks refuse other shapes
     needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) if is_taken else 0.0
     sent = as_sent(vae, latent).cpu()
     out = SharedOut(settings, vae, sent, needed, encodes=False)
@@ -196,7 +196,7 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
 
 
 def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:
-    """LATENT as VAE.encode gives it, and the lines of the report. Raises CannotBeSplit where the ranks cannot."""
+    """Returns a LATENT as VAE.encode gives it, and the report's lines. Raises CannotBeSplit if the ranks cannot."""
     check_splittable(vae, encodes=True)
     inputs = _as_network_takes(vae, pixels)
     needed = vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype)
@@ -214,14 +214,14 @@ def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:
 
 
 def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
-    """Pixels as VAE.decode makes them of its network's output, -1..1 to 0..1, in ComfyUI's dtype and on its device."""
+    """Converts a network's output in -1..1 to pixels in 0..1 as VAE.decode does, in ComfyUI's dtype, on its device."""
     pixels = image.to(device=vae.output_device, dtype=_output_dtype(vae), copy=True).movedim(-1, 1)
     return vae.process_output(pixels).movedim(1, -1)
 
 
 def _as_network_takes(vae: comfy.sd.VAE, pixels: Tensor) -> Tensor:
-    """IMAGE [B, H, W, 3] in 0..1 -> [B, 3, H, W] in -1..1 with its sides cropped to what the VAE divides by, as
-    VAE.encode does; with a VAE of videos [1, 3, B, H, W], or [B, 3, 1, H, W] where that is for images all the same."""
+    """Converts an IMAGE [B, H, W, 3] in 0..1 to [B, 3, H, W] in -1..1, with its sides cropped to multiples of the VAE's
+    factor, as VAE.encode does. A video VAE gets [1, 3, B, H, W]; with `not_video` it gets [B, 3, 1, H, W]."""
     channels_first = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
     if vae.latent_dim == 3 and channels_first.ndim < 5:
         alone = getattr(vae, "not_video", False)

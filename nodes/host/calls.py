@@ -1,4 +1,4 @@
-"""Calls to the ranks as ComfyUI expects them: interrupts, its out-of-memory error, text under the running node."""
+"""Calls to the ranks that look like ComfyUI's own work: interrupts, out-of-memory errors, text under the node."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .shown_node import shown_node
 
 log = logging.getLogger(__name__)
 
-_COMPILE_CHOICE = CompileChoice()  # ranks and what they compiled last as long as this process
+_COMPILE_CHOICE = CompileChoice()  # one per process: ranks and what they compiled live no longer
 
 
 def running_prompt_id() -> str:
-    """ComfyUI's id of the prompt that runs in this thread, "" for none."""
+    """Returns ComfyUI's id of the prompt that runs in this thread, or "" if none does."""
     context = get_executing_context()
     return "" if context is None else str(context.prompt_id)
 
@@ -45,35 +45,35 @@ def running_prompt_id() -> str:
 class RunRecord:
     """The record of a sampling run, collected call by call for the report."""
 
-    plans: list[Plan] = field(default_factory=list)  # that differ in what there is to say of them
-    plan: Plan | None = None  # the latest, with what was foreseen
+    plans: list[Plan] = field(default_factory=list)  # without those whose summary repeats the one before
+    plan: Plan | None = None  # the latest one, with its predictions
     loads: list[LoadInfo] = field(default_factory=list)
-    switches: list[LoadInfo] = field(default_factory=list)  # to a model that was held beside others
-    dropped: list[str] = field(default_factory=list)  # the models that gave way, and why
+    switches: list[LoadInfo] = field(default_factory=list)  # to a model that the ranks held already
+    dropped: list[str] = field(default_factory=list)  # the models that the ranks dropped, and why
     patched: int = 0  # weights that LoRAs change
     runs: list[RunInfo] = field(default_factory=list)
-    trials: tuple[Trial, ...] = ()  # of strategies on the way
+    trials: tuple[Trial, ...] = ()  # of the strategies compared during a run
     devices: tuple[str, ...] = ()
-    cache_threshold: float | None = None  # None: no step cache was wanted
-    price_per_hour: float = 0.0  # of a device, in the user's currency; 0: none is set
-    notes: list[str] = field(default_factory=list)  # what else there is to say of it, in words
+    cache_threshold: float | None = None  # None: no step cache was requested
+    price_per_hour: float = 0.0  # per device, in the user's currency; 0 if none is set
+    notes: list[str] = field(default_factory=list)  # further lines of the report
     prompt_id: str = field(default_factory=running_prompt_id)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A job that is shipped leaves its record here."""
+        """Pickles the record as None: it stays in this process when its job is shipped."""
         return (type(None), ())
 
     @property
     def strategy(self) -> ParallelStrategy:
-        """Of the latest run, of which there is at least one."""
+        """The strategy of the latest run. There must be at least one run."""
         return self.runs[-1].strategy
 
     def name_of(self, strategy: ParallelStrategy) -> str:
-        """A strategy in words, by what it shares out of this run's model."""
+        """Returns a strategy in words that say what it splits in this run's model."""
         return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
 
     def add_run(self, plan: Plan, info: RunInfo) -> None:
-        """A request of this run has ended well; `info` tells a load before it too."""
+        """Adds a request that succeeded, and the model load before it if `info` has one."""
         self.plan, self.devices = plan, plan.devices
         if not self.plans or self.plans[-1].summary != plan.summary:
             self.plans.append(plan)
@@ -90,7 +90,7 @@ class RunRecord:
 
 
 def plan_job(settings: StrategySettings, job: Job) -> Plan:
-    """The plan for `job`, with the strategies that it tries on its way."""
+    """Plans `job`, with the strategies to try while it runs, and makes room for it on its devices."""
     settings = permitted(settings, job.steps, computing=job.model.compute_options)
     machine = _machine_of(settings)
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
@@ -108,23 +108,23 @@ def _machine_of(settings: StrategySettings) -> LocalMachine:
 
 
 def _does_alone(warm: Sidecar, plan: Plan) -> bool:
-    """Whether the first of these ranks can run a plan for one device while the others wait: to start another one takes
-    longer than most jobs on one device, and the next job may want them all again."""
+    """Returns True if the first rank of `warm` can run this one-device plan while the others wait. Starting another
+    process takes longer than most one-device jobs, and the next job may use all ranks again."""
     model = plan.job.model
     holds = isinstance(model, CheckpointModel) and model.file.path in {spec.path for spec in warm.models}
     return holds and plan.strategy.world_size == 1 and warm.devices[:1] == plan.devices
 
 
 def plan_by_rule(settings: StrategySettings, job: Job) -> Plan:
-    """The plan for `job` without measurements."""
+    """Returns the plan for `job` that follows from the rule, without measurements."""
     settings = permitted(settings, job.steps, computing=job.model.compute_options)
     machine = _machine_of(settings)
     return _of_as_many_ranks(plan_execution(settings, job, machine, history=None), settings, machine)
 
 
 def _of_as_many_ranks(plan: Plan, settings: StrategySettings, machine: LocalMachine) -> Plan:
-    """With the ranks that degrees set by hand ask for also where these mean nothing to this call, for want of CFG say:
-    the first one computes, and the run's next call may want them all."""
+    """Keeps all ranks of degrees set by hand if this call can use only one (a CFG degree without CFG, for example): the
+    first rank computes, and the run's next call may use them all."""
     requested = settings.strategy.world_size
     if settings.mode == "manual" and requested > 1 and plan.strategy == ParallelStrategy():
         return replace(plan, devices=machine.devices[:requested])
@@ -133,8 +133,8 @@ def _of_as_many_ranks(plan: Plan, settings: StrategySettings, machine: LocalMach
 
 @contextmanager
 def errors_as_comfyuis() -> Iterator[None]:
-    """A cancel becomes ComfyUI's interrupt, and memory that ran out on a rank its out-of-memory error. What the ranks
-    do inside belongs to the prompt that runs."""
+    """Turns a cancel into ComfyUI's interrupt, and a rank's out-of-memory error into ComfyUI's own. Counts the ranks'
+    work inside for the running prompt."""
     token = PROMPT_ID.set(running_prompt_id())
     try:
         yield
@@ -152,9 +152,9 @@ def interrupted() -> bool:
 
 
 def report_progress(text: str) -> None:
-    """Shows what the ranks are doing under the node that runs, and in the log."""
+    """Shows `text`, on what the ranks are doing, under the running node and in the log."""
     log.info("parallel sampling: %s", text)
-    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
+    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
 
     shown = shown_node()
     server = getattr(PromptServer, "instance", None)
@@ -163,7 +163,7 @@ def report_progress(text: str) -> None:
 
 
 def refusal(effect: str, remedy: str = "take it out") -> RequestError:
-    """The error for one effect; every one names the way that works."""
+    """Returns the error for an effect that the ranks cannot honour. `remedy`: what the user can do instead."""
     return RequestError(
         f"The parallel model cannot honour {effect} yet, and does not ignore it silently; {remedy}, or use stock "
         f"loaders such as UNETLoader and KSampler for this graph."

@@ -1,4 +1,4 @@
-"""This ComfyUI as ranks import it: its folder, and the words of its command line that change what a model computes."""
+"""The ComfyUI that ranks import: its folder, and its command-line flags that change what a model computes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import comfy.sd
 from comfy.cli_args import args
 
-# Switches that decide dtypes, kernels or which attention runs. Those of memory decide where things lie, which the ranks
-# decide for themselves.
+# Switches that decide dtypes, kernels or which attention runs. Memory switches are left out: they place weights, and
+# ranks place theirs themselves.
 _SWITCHES = (
     "force-fp32",
     "force-fp16",
@@ -37,13 +37,13 @@ _SWITCHES = (
 
 
 def comfyui_root() -> str:
-    """The folder with ComfyUI's code, whatever --base-directory says."""
+    """Returns the folder with ComfyUI's code, whatever --base-directory says."""
     return str(Path(comfy.sd.__file__).resolve().parents[1])
 
 
 def numeric_flags(given: argparse.Namespace = args) -> tuple[str, ...]:
-    """Command-line words that make another process compute as this one does. `given`: as comfy.cli_args parses them; an
-    older ComfyUI knows fewer."""
+    """Returns the command-line words that make another process compute as this one does. `given`: the arguments as
+    comfy.cli_args parses them; an older ComfyUI has fewer of these switches."""
     words = [f"--{name}" for name in _SWITCHES if getattr(given, name.replace("-", "_"), False)]
     fast = sorted(getattr(feature, "value", str(feature)) for feature in getattr(given, "fast", None) or ())
     return (*words, "--fast", *fast) if fast else tuple(words)

@@ -1,4 +1,4 @@
-"""The ranks' memory as ComfyUI's memory manager sees it, and what becomes of it when nobody holds the model."""
+"""The ranks' memory as ComfyUI's memory manager sees it, and its release when ComfyUI no longer uses the model."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ...parallel_backend.sidecar.group.events import Event, RequestEnded
 from ...parallel_backend.sidecar.model_room import share_of_file
 from .prompt_graph import names_file
 
-# Networks that stand for models on the ranks, with what they stand for: several may share one.
+# Networks of this process that stand for models on the ranks; several may stand for the same model.
 _networks: weakref.WeakKeyDictionary[torch.nn.Module, ModelSpec] = weakref.WeakKeyDictionary()
-# Those of models that were loaded ahead of their first prompt, until it has a network of its own.
+# Networks of preloaded models, held until a prompt has used the model.
 _ahead: dict[ModelSpec, torch.nn.Module] = {}
 _taken: list[str] = []
 _LOOK_AGAIN = 0.05  # s
 
 
 def memory_flag() -> str:
-    """ComfyUI's own flag for little memory, or nothing."""
+    """Returns ComfyUI's own low-memory flag, or "" without one."""
     return NOVRAM if args.novram else LOWVRAM if args.lowvram else ""
 
 
 def make_room(spec: ModelSpec, device: torch.device) -> bool:
-    """Has the ranks give the model's memory back, unless ComfyUI runs with --highvram, which leaves models where they
-    are as long as anyone has them.
+    """Has idle ranks release this model, preloaded models, text encoders and VAEs. Returns False, and releases nothing,
+    if ComfyUI runs with --highvram or --gpu-only: these keep models loaded as long as anything uses them.
 
-    A node that runs needs memory on ComfyUI's own GPU, `device`, where one rank lies, and the others keep theirs; what
-    asks between prompts is a person who wants all of it. What no prompt has used yet gives way with it.
+    A running node needs memory on ComfyUI's own GPU, `device`: only the rank there releases models, and the others keep
+    theirs. Between prompts a person asked for all memory, so all ranks release them.
     """
     if not drop_modules():
         return False
@@ -55,7 +55,7 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
 
 
 def drop_modules() -> bool:
-    """Has the ranks let go of text encoders and VAEs, unless ComfyUI runs with --highvram."""
+    """Has idle ranks release text encoders and VAEs. Returns False if --highvram or --gpu-only keeps them loaded."""
     if args.highvram or args.gpu_only:
         return False
     pool.drop_modules()
@@ -63,7 +63,7 @@ def drop_modules() -> bool:
 
 
 def modules_on(device: torch.device, number: int) -> int:
-    """Returns the bytes of one of ComfyUI's devices that ranks hold now for the text encoder with this number."""
+    """Returns the bytes that the text encoder with this number takes now in ranks on one of ComfyUI's devices."""
     return pool.module_bytes(_name(device), number) if device.type == "cuda" else 0
 
 
@@ -76,14 +76,14 @@ def _note_taken(spec: ModelSpec, device: torch.device) -> None:
 
 
 def eviction_notes() -> list[str]:
-    """In words, what make_room() has given away since it was asked last."""
+    """Returns, in words, what make_room() has released since the last call of this function."""
     notes = list(dict.fromkeys(_taken))
     _taken.clear()
     return notes
 
 
 def keep_ahead(spec: ModelSpec, network: torch.nn.Module) -> None:
-    """Has the ranks keep a model that no graph holds yet, until a prompt has used it."""
+    """Keeps a preloaded model on the ranks, though no graph uses it yet, until a prompt has used it."""
     held = {model for sidecar in pool.all_sidecars() for model in sidecar.models}
     for gone in [one for one in _ahead if one not in held]:
         del _ahead[gone]
@@ -91,22 +91,22 @@ def keep_ahead(spec: ModelSpec, network: torch.nn.Module) -> None:
 
 
 def drop_ahead() -> None:
-    """A person wants all memory, and ComfyUI knows nothing yet of what no prompt has used."""
+    """Releases the preloaded models when a person frees all memory: ComfyUI does not know of them yet."""
     for spec in list(_ahead):
         pool.put_to_sleep(spec)
     _ahead.clear()
 
 
 def on_event(event: Event) -> None:
-    """A prompt that has used a model holds it from then on, as any other."""
+    """Stops holding a preloaded model once a request has used it: its prompt holds it from then on."""
     if isinstance(event, RequestEnded) and event.request != "preload" and event.spec in _ahead:
         _ahead.pop(event.spec, None)
 
 
 def held_on(device: torch.device, spec: ModelSpec) -> int:
-    """Bytes of weights that the ranks hold on one of ComfyUI's devices now.
+    """Returns the bytes of weights that the ranks hold now on one of ComfyUI's devices.
 
-    Nothing on the CPU: there the ranks use the file's own pages, which the system takes back when it needs them.
+    0 on the CPU: there the ranks use the file's own pages, which the system takes back when it needs them.
     """
     return pool.bytes_on(spec, _name(device)) if device.type == "cuda" else 0
 
@@ -118,8 +118,8 @@ def size_on(
     settings: StrategySettings,
     plan: Plan | None,
 ) -> int:
-    """Bytes of weights that the ranks hold on one of ComfyUI's devices, or will: as the latest `plan` foresaw, else as
-    the `settings` tell."""
+    """Returns the bytes of weights that the ranks hold, or will hold, on one of ComfyUI's devices. The latest `plan`
+    predicts them; without one the `settings` do."""
     if device.type != "cuda":
         return 0
     name = _name(device)
@@ -138,7 +138,7 @@ def size_on(
 
 
 def give_cache_back(device: torch.device, spec: ModelSpec) -> None:
-    """Before ranks load a model, gives back what torch keeps here of their common GPU for its next allocations."""
+    """Frees torch's cached memory in this process before a rank loads a model on the same GPU."""
     if device.type == "cuda" and not held_on(device, spec):
         comfy.model_management.soft_empty_cache()
 
@@ -148,25 +148,25 @@ def _name(device: torch.device) -> str:
 
 
 def watch(network: torch.nn.Module, spec: ModelSpec) -> None:
-    """Has the ranks give the model's memory back once ComfyUI has dropped every network that stands for it."""
+    """Has the ranks release the model once ComfyUI has dropped every network that stands for it."""
     _networks[network] = spec
     weakref.finalize(network, _dropped, spec).atexit = False
 
 
 def stands_for_ranks(model: object) -> bool:
-    """Whether what a patcher holds is a network whose weights are the ranks'."""
+    """Returns True if `model`, a patcher's, has a network that stands for a model on the ranks."""
     return getattr(model, "diffusion_model", None) in list(_networks)
 
 
 def _dropped(spec: ModelSpec) -> None:
-    # A finalizer runs wherever memory is collected, which may be while ranks are asked for something: it must not wait.
+    # A finalizer runs in any garbage collection, perhaps in the middle of a request to the ranks: it must not wait.
     threading.Thread(target=_sleep_unless_used, args=(spec,), daemon=True).start()
 
 
 def _sleep_unless_used(spec: ModelSpec) -> None:
-    """Has the ranks let go of a model that nothing here uses, and no running prompt is about to: where a node before
-    Parallel Model has changed, ComfyUI drops the network as the prompt begins, and makes another one in it."""
-    from .prompt_links import running_prompts  # which imports all of ComfyUI's nodes
+    """Waits until no running prompt names the model's file, then has the ranks release it, unless a network uses it
+    again: after a change before Parallel Model, ComfyUI drops the network and makes another one during the prompt."""
+    from .prompt_links import running_prompts  # imports all of ComfyUI's nodes, so not at module load
 
     file = Path(spec.path).name
     while spec not in list(_networks.values()):

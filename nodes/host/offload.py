@@ -1,4 +1,4 @@
-"""ComfyUI's own models on the devices of the ranks: before a run they are moved aside, and what stays there counts."""
+"""ComfyUI's own models on the ranks' devices: they move away before a run; those that stay count as used memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .memory import stands_for_ranks
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-# Modules of text encoders, by their names: no sampler needs one while it runs, nor a VAE. Whatever else ComfyUI has in
-# use (a ControlNet, another diffusion model) stays where it is, and counts.
+# Names that the Python modules of text encoders begin with. A running sampler needs no text encoder and no VAE. Other
+# models in use (a ControlNet, another diffusion model) stay where they are, and count as used memory.
 _ENCODERS = ("comfy.text_encoders.", "comfy.sd1_clip", "comfy.sdxl_clip", "comfy.clip_vision")
 
 
 def offload_comfyui_models(plan: Plan) -> tuple[str, ...]:
-    """Has ComfyUI make the room on each device that its rank is predicted to take; what went, in words.
+    """Has ComfyUI free on each device the memory that its rank is predicted to take. Returns in words what moved.
 
-    ComfyUI does so by itself on the device alone where it would load the model: a text encoder elsewhere would stay.
+    ComfyUI itself frees memory only on the device where it would load the model: a text encoder elsewhere would stay.
     """
     notes, short = list(_drop_modules(plan)), False
     for name in plan.devices[: plan.strategy.world_size]:
@@ -56,7 +56,7 @@ def offload_comfyui_models(plan: Plan) -> tuple[str, ...]:
 
 
 def _drop_modules(plan: Plan) -> Iterator[str]:
-    """Text encoders and VAEs that ranks hold go where one of the plan's devices has no room for them beside it."""
+    """Drops the ranks' text encoders and VAEs if the plan does not fit beside them; yields in words what left."""
     devices = plan.devices[: plan.strategy.world_size]
     held = [pool.module_bytes(name) for name in devices]
     if not any(held):
@@ -77,30 +77,30 @@ def _drop_modules(plan: Plan) -> Iterator[str]:
 
 
 def unload(patcher: ModelPatcher) -> None:
-    """Has ComfyUI unload a model where it has it loaded: the ranks compute with it."""
+    """Has ComfyUI unload a model if it has loaded it: the ranks compute with it instead."""
     if is_loaded(patcher):
         comfy.model_management.unload_model_and_clones(patcher)
 
 
 def is_loaded(patcher: ModelPatcher) -> bool:
-    """True if ComfyUI has the model, or a clone of it, on a device itself."""
+    """Returns True if ComfyUI itself has the model, or a clone of it, loaded."""
     return any(one.model is not None and one.model.model is patcher.model for one in _loaded())
 
 
 def comfyui_device(name: str) -> torch.device | None:
-    """Of a rank's device; None for the CPU's, and another machine's."""
+    """Returns ComfyUI's device for the name of a rank's device; None for the CPU or another machine's."""
     return torch.device(name) if name.startswith("cuda:") and not machine_of(name) else None
 
 
 def release_cache() -> None:
-    """Gives back what torch keeps here of the GPUs for its next allocations: to the ranks it looks taken."""
+    """Frees the GPU memory that torch caches in this process: to the ranks it looks taken."""
     if torch.cuda.is_initialized():
         comfy.model_management.soft_empty_cache()
 
 
 def can_free(device: str) -> int:
-    """Bytes that ComfyUI's process can give back of a device: its models that are not in use, and torch's cache; less
-    what its flag --reserve-vram keeps for other programs, as long as they do not have it."""
+    """Returns the bytes that ComfyUI's process can free on a device: its models that are not in use and torch's cache,
+    less what the flag --reserve-vram keeps for other programs. May be negative."""
     reserved = int((getattr(args, "reserve_vram", None) or 0) * 2**30)
     if not torch.cuda.is_initialized():
         return -reserved
@@ -109,7 +109,7 @@ def can_free(device: str) -> int:
 
 
 def _movable(device: torch.device) -> Iterator[comfy.model_management.LoadedModel]:
-    """Of ComfyUI's loaded models those on the device that the sampler which runs does not use."""
+    """Yields ComfyUI's loaded models on the device that the running sampler does not use."""
     for one in _loaded():
         network = None if one.model is None else one.model.model
         if one.device != device or network is None or stands_for_ranks(network):

@@ -1,4 +1,4 @@
-"""A bar for each rank under the node that runs, over ComfyUI's own websocket, to the page that queued the prompt."""
+"""A bar for each rank under the running node, sent over ComfyUI's own websocket to the page that queued the prompt."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...parallel_backend.sidecar.group.events import listen
 from .shown_node import shown_node
 
 EVENT = "parallel_sampling.progress"
-PERIOD = 0.5  # s; a load tells nobody how far it is, it has to be looked at
+PERIOD = 0.5  # s; a load sends no event on its progress, so it is polled
 
 
 @contextmanager
 def rank_bars() -> Iterator[None]:
-    """Around what the node does, or over its `execute`. Sends {"node", "ranks": [{device, words, progress}]}, and an
-    empty list at the end."""
-    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
+    """Shows the bars during a `with` block, or during a function that it decorates. Sends {"node", "ranks": [{device,
+    words, progress}]}, with an empty list of ranks at the end."""
+    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
 
     shown = shown_node()
     server = getattr(PromptServer, "instance", None)

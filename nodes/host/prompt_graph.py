@@ -1,4 +1,4 @@
-"""A prompt of ComfyUI as data: its links, and what they lead to, without running anything."""
+"""A ComfyUI prompt as data: its links and the nodes that they lead to. Runs nothing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-Prompt = Mapping[str, Mapping[str, Any]]  # as ComfyUI runs it: by id, {"class_type", "inputs"}
+Prompt = Mapping[str, Mapping[str, Any]]  # ComfyUI's own format: {node id: {"class_type", "inputs"}}
 
 # Nodes that name a model for the ranks.
 LOADERS = ("ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader")
-ENCODER = "ParallelCLIP"  # gives what it is given: a CLIP, CLIP_VISION or AUDIO_ENCODER
+ENCODER = "ParallelCLIP"  # its output has its input's type: CLIP, CLIP_VISION or AUDIO_ENCODER
 
 
 def links(inputs: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:
-    """(input, id of the node that gives it, which of its outputs) of a node's inputs."""
+    """Yields (input name, id of the source node, index of its output) for each linked input of a node."""
     for name, value in inputs.items():
         if isinstance(value, list) and len(value) == 2 and isinstance(value[1], int):
             yield name, str(value[0]), value[1]
 
 
 def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
-    """The nodes that have to run for `outputs`, in the order of the prompt."""
+    """Returns the nodes that have to run for `outputs`, in the order of the prompt."""
     found, waiting = set(), list(outputs)
     while waiting:
         node = waiting.pop()
@@ -34,12 +34,12 @@ def needed(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
 
 
 def ancestry(prompt: Prompt, node: str) -> str:
-    """Returns a digest of a node and all that leads to it: equal where ComfyUI computes it once for two prompts."""
+    """Returns a digest of a node and all nodes before it. If two prompts have the same, ComfyUI runs the node once."""
     found: dict[str, str] = {}
 
     def digest(one: str) -> str:
         if one not in found:
-            found[one] = ""  # of a circle, which ComfyUI refuses
+            found[one] = ""  # ends a cycle, which ComfyUI refuses
             inputs: dict[str, Any] = dict(inputs_of(prompt, one))
             inputs |= {name: [digest(origin), slot] for name, origin, slot in links(inputs)}
             text = json.dumps([prompt.get(one, {}).get("class_type"), inputs], sort_keys=True, default=str)
@@ -50,7 +50,7 @@ def ancestry(prompt: Prompt, node: str) -> str:
 
 
 def value_of(prompt: Prompt, node: str, name: str) -> object:
-    """An input's value, also where a node gives it that only holds one; None where a node has to run for it."""
+    """Returns an input's value, also from a linked Primitive node; None if a node has to run to know it."""
     value = inputs_of(prompt, node).get(name)
     found = {link: origin for link, origin, _ in links({name: value})}
     if name not in found:
@@ -62,7 +62,7 @@ def value_of(prompt: Prompt, node: str, name: str) -> object:
 
 
 def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
-    """(class, inputs) of the loader in front of a Parallel Model, past nodes that change its MODEL; else ("", {})."""
+    """Returns (class, inputs) of the loader before a Parallel Model, past nodes that change MODEL; else ("", {})."""
     for one in with_those_before(prompt, node, "model"):
         inputs = inputs_of(prompt, one)
         if not isinstance(inputs.get("model"), list):
@@ -71,7 +71,7 @@ def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def names_file(prompt: Prompt, file: str) -> bool:
-    """Returns True if a loader for the ranks, or the one in front of a Parallel Model, names a file of this name."""
+    """Returns True if a loader for the ranks, or the loader before a Parallel Model, names a file called `file`."""
     loaders = [node for node, one in prompt.items() if one.get("class_type") in LOADERS]
     values = [
         *(value for node in loaders for value in inputs_of(prompt, node).values()),

@@ -1,4 +1,4 @@
-"""The prompt that ComfyUI validates or runs at this moment, as data: what a node's links lead to, before it runs."""
+"""The prompt that ComfyUI validates or runs now, as data: the nodes that a node's links lead to, before it runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed, wi
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
 
-# Of the request that brought it: ComfyUI validates a prompt in the task that has read it.
+# The prompt of the current HTTP request: ComfyUI validates a prompt in the asyncio task that received it.
 _validated: ContextVar[Prompt | None] = ContextVar("validated_prompt", default=None)
 
 
 def begin(server: PromptServer) -> None:
-    """Knows of each prompt that ComfyUI is given from now on."""
+    """Registers a handler that notes each prompt that ComfyUI receives from now on."""
 
     def remember(body: dict[str, Any]) -> dict[str, Any]:
         prompt = body.get("prompt")
@@ -32,7 +32,7 @@ def begin(server: PromptServer) -> None:
 
 
 def current_node() -> tuple[Prompt, str] | None:
-    """The prompt and the id of its node that is validated or runs in this thread; None where nobody knows."""
+    """Returns the prompt and the id of its node that is validated or runs in this thread; None if that is unknown."""
     context = get_executing_context()
     if context is None:
         return None
@@ -41,13 +41,13 @@ def current_node() -> tuple[Prompt, str] | None:
 
 
 def running_node() -> str | None:
-    """The id of the node that runs in this thread; None outside of a prompt."""
+    """Returns the id of the node that runs in this thread; None outside of a prompt."""
     context = get_executing_context()
     return None if context is None else str(context.node_id)
 
 
 def title_of(prompt: Prompt, node: str) -> str:
-    """A node as the page shows it: its title and number."""
+    """Returns a node as the page shows it: its title and id."""
     found: Mapping[str, Any] = prompt.get(node, {})
     kind = str(found.get("class_type", ""))
     shown = nodes.NODE_DISPLAY_NAME_MAPPINGS.get(kind, kind)
@@ -57,7 +57,7 @@ def title_of(prompt: Prompt, node: str) -> str:
 
 
 def models_before(prompt: Prompt, node: str) -> list[str]:
-    """The nodes that a MODEL comes through to `node`, its loader first."""
+    """Lists the nodes that a MODEL passes through on its way to `node`, the loader first."""
     found: list[str] = []
     while node in prompt and node not in found:
         found.insert(0, node)
@@ -71,7 +71,7 @@ def models_before(prompt: Prompt, node: str) -> list[str]:
 
 
 def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
-    """Returns the node, and its output, that gives `node` a CLIP; None where none does, or several."""
+    """Returns (node, index of its output) that gives `node` a CLIP; None if no node does, or several do."""
     found = [
         (one, output)
         for _, one, output in links(inputs_of(prompt, node))
@@ -81,7 +81,7 @@ def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
 
 
 def types_of(kind: str) -> tuple[str, ...]:
-    """Returns the types of a node class's outputs; of one that nobody knows, none."""
+    """Returns the types of a node class's outputs; empty for an unknown class."""
     return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "RETURN_TYPES", ()))
 
 
@@ -98,7 +98,7 @@ def running_prompt() -> Prompt | None:
 
 def running_prompts() -> dict[str, Prompt]:
     """Returns the prompts that run now, by id. Looks in ComfyUI's queue, and changes nothing there."""
-    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
+    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
 
     server = getattr(PromptServer, "instance", None)
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
@@ -110,8 +110,8 @@ def _prompt_of(prompt_id: str) -> Prompt | None:
 
 
 def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
-    """The loaders for whose models this Strategy Selector decides: its own links, or those of a sampler of theirs.
-    `run`: only those that some output needs."""
+    """Lists the loaders for whose models this Strategy Selector decides: those linked to it, and those of samplers that
+    are linked to it. `run`: only those that some output node needs."""
     found: dict[str, None] = {}
     for node in needed(prompt, filter(partial(_is_output, prompt), prompt)) if run else prompt:
         if any(

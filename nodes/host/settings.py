@@ -1,7 +1,7 @@
-"""The pack's settings as a person set them in ComfyUI's Settings; changes count from the next use on.
+"""The pack's settings as a person set them in ComfyUI's Settings. A change counts from the next use on.
 
-With --multi-user they are those of the user `default` alone: the devices and the ranks are everybody's, so none of the
-users may stop or reach them for the others. Whoever runs the machine writes that file.
+With --multi-user only the settings of the user `default` count. All users share the devices and the ranks, so no user
+may stop or reach them for the others. The person who runs the machine writes that file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _file = SettingsFile()
 
 
 def setting(name: str) -> str | bool | float:
-    """Its value, or the default for one that is missing or makes no sense. Raises KeyError for an unknown name."""
+    """Returns a setting's value, or its default if it is missing or invalid. Raises KeyError for an unknown name."""
     return _file.read(_path())[name]
 
 
 def settings_problems() -> tuple[str, ...]:
-    """The faults of what a person set, in words."""
+    """Returns what is wrong with the settings that a person set, in words."""
     _file.read(_path())
     return _file.problems
 
@@ -35,7 +35,7 @@ def _path() -> Path:
 
 
 def default_settings() -> StrategySettings:
-    """The settings of a Strategy Selector where none is connected."""
+    """Returns the strategy settings to use if no Strategy Selector is connected."""
     return StrategySettings(devices=setting("default_devices"))
 
 
@@ -46,11 +46,11 @@ def permitted(
     step_cache: bool = False,
     computing: ComputeOptions = DEFAULT_COMPUTE,
 ) -> StrategySettings:
-    """`settings` within what the settings allow. Where approximate ways are not, `auto` has none to choose from, and
-    what a person asked for by hand is refused with StrategyError, since another picture than was asked for would be no
-    answer either.
+    """Returns `settings`, restricted to exact strategies if the setting allow_approximate is off: `auto` then has only
+    those to choose from. Raises StrategyError for an approximate option set by hand: the exact picture would not be the
+    one requested.
 
-    `steps`: of the request; `step_cache`: one was asked for; `computing`: what else was.
+    `steps`: of the request; `step_cache`: True if one was requested; `computing`: the compute options requested.
     """
     if setting("allow_approximate"):
         return settings
@@ -71,11 +71,11 @@ def permitted(
 
 
 def price_per_gpu_hour() -> float:
-    """In the user's currency; 0 where none is set."""
+    """Returns the price of a GPU-hour in the user's currency; 0 if none is set."""
     return float(setting("price_per_gpu_hour"))
 
 
 def fingerprint(cls: type, **inputs: object) -> tuple[str | bool | float, ...]:
-    """A node's `fingerprint_inputs`: of the settings that decide what loaders give. When it changes, ComfyUI's cached
-    outputs do not count."""
+    """Returns a node's `fingerprint_inputs`: the settings that change what loaders give. When it changes, ComfyUI runs
+    the node again instead of using cached outputs."""
     return setting("default_devices"), setting("allow_approximate")

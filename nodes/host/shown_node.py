@@ -1,5 +1,5 @@
-"""The node that runs, as ComfyUI's page knows it: of one that another has made on the way, as loops do, the node that
-stands for it there."""
+"""The running node as ComfyUI's page shows it. A node that another one made during the run, as loops do, is shown as
+the node that stands for it on the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from comfy_execution.utils import get_executing_context
 
 
 def shown_node() -> tuple[str, str] | None:
-    """(prompt id, node id) of what runs in this thread; None where no prompt does."""
+    """Returns (prompt id, node id) of the node that runs in this thread; None outside of a prompt."""
     context = get_executing_context()
     if context is None:
         return None

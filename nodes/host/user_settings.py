@@ -1,4 +1,4 @@
-"""The pack's entries among ComfyUI's own settings: checked, and the default where a value makes no sense."""
+"""The pack's entries in ComfyUI's settings file, checked: an invalid value is replaced by its default."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...parallel_backend.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
-PREFIX = "parallel_sampling."  # of the pack's entries in ComfyUI's file
-MOST_BYTES = 4 * 1024 * 1024  # of that file; more is none
+PREFIX = "parallel_sampling."  # begins the names of the pack's entries in ComfyUI's file
+MOST_BYTES = 4 * 1024 * 1024  # the largest settings file that is read
 MOST_MINUTES = 7 * 24 * 60
 MOST_PRICE = 1e6  # of a GPU-hour, in any currency
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One entry. `problem`: what is wrong with a value, in words, None for nothing."""
+    """One setting. `problem`: tells in words what is wrong with a value, or gives None if it is valid."""
 
     default: str | bool | float
     problem: Callable[[object], str | None]
@@ -42,7 +42,7 @@ def _devices(value: object) -> str | None:
 def _number(most: float, words: str) -> Callable[[Any], str | None]:
     def problem(value: Any) -> str | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # A number of any size is compared: none is made a float that does not hold it.
+        # Compared as it is: a huge int cannot become a float.
         return None if is_number and 0 <= value <= most else f"it must be {words}"
 
     return problem
@@ -56,7 +56,7 @@ def _switch(value: object) -> str | None:
     return None if isinstance(value, bool) else "it must be true or false"
 
 
-# web/settings.js offers the same ones; tests/nodes/test_user_settings.py holds them together.
+# web/settings.js offers the same settings; tests/nodes/test_user_settings.py checks that both agree.
 SETTINGS = {
     "default_devices": Setting("all", _devices),
     "sleep_after_minutes": Setting(0.0, _minutes),
@@ -64,7 +64,7 @@ SETTINGS = {
     "start_at_launch": Setting(False, _switch),
     "allow_approximate": Setting(True, _switch),
     "try_strategies": Setting(True, _switch),
-    "make_encoders_parallel": Setting(False, _switch),  # read by the page alone
+    "make_encoders_parallel": Setting(False, _switch),  # read only by the page
     "preload_next": Setting(True, _switch),
     "metrics": Setting(False, _switch),
     "price_per_gpu_hour": Setting(0.0, _price),
@@ -72,7 +72,7 @@ SETTINGS = {
 
 
 def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | float], list[str]]:
-    """(every setting by its name, what was wrong in words) from the entries of ComfyUI's file."""
+    """Returns (every setting by name, what was wrong in words) from the entries of ComfyUI's file."""
     values: dict[str, str | bool | float] = {}
     problems = []
     for name, setting in SETTINGS.items():
@@ -99,9 +99,9 @@ def _shown(value: object) -> str:
 
 
 class SettingsFile:
-    """The settings in a file that ComfyUI writes, read again only when it has changed. Any thread.
+    """The settings in a file that ComfyUI writes. It is read again only when it has changed. Thread-safe.
 
-    `problems`: what was wrong with it the last time, in words.
+    `problems`: what was wrong at the last read, in words.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class SettingsFile:
         self.problems: tuple[str, ...] = ()
 
     def read(self, path: Path) -> Mapping[str, str | bool | float]:
-        """Every setting by its name. A file that is missing or damaged leaves the defaults, and says so once."""
+        """Returns every setting by name: the defaults if the file is missing or damaged. Logs each problem once."""
         try:
             status = path.stat()
             seen: tuple[object, ...] = (path, status.st_mtime_ns, status.st_size, status.st_ino)

@@ -1,4 +1,4 @@
-"""Chooses for Parallel VAE Decode and Encode which ranks take a VAE and how much of each picture, and says in a report
+"""The ranks that compute for Parallel VAE Decode and Encode: which ones, how much of each picture, and the report of
 what they did."""
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ...parallel_backend.sidecar.sidecar import Sidecar
 from .offload import comfyui_device, release_cache
 from .settings import setting
 
-# Of what ComfyUI expects a whole picture to take, free memory that one device must have to compute it alone.
+# Free memory that one device must have to compute a picture alone, as a multiple of what ComfyUI expects it to take.
 _SPARE = 1.5
 
 
 def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
-    """The ranks to use, how much each takes, and notes: those that run and hold a model, or the chosen ones."""
+    """Returns the ranks to use, each one's share, and notes. Running ranks are preferred if they hold a model."""
     chosen = devices_of_a_run(settings.devices)
     requested = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
     running = pool.running_within(chosen)
     if running is not None and running.state is State.READY and not running.models:
-        running = None  # nothing but a VAE would be loaded again
+        running = None  # to replace them costs at most another load of a VAE
     sidecar = running or pool.get_sidecar(requested)
     share_of = dict(
         zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
@@ -46,8 +46,9 @@ def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...]
 
 
 class SharedOut:
-    """The ranks that take the pictures of one call, and `shares`, how much of each: chosen by hand, or the faster of
-    all and one of them. `inputs`: as the ranks take them; `bytes_alone`: what one device needs for one of them."""
+    """The ranks for the pictures of one call. `shares`: how much of each picture a rank takes; if not set by hand, all
+    ranks share it or one takes it alone, whichever is faster. `inputs`: the tensor that the ranks get; `bytes_alone`:
+    the bytes that one device needs for one picture."""
 
     def __init__(
         self,
@@ -72,18 +73,18 @@ class SharedOut:
         self.is_alone = len(devices) == 1 or (is_free and has_room and self.choice.is_alone())
 
     def record(self, seconds: float) -> None:
-        """Keeps what a picture took, unless the shares were chosen by hand."""
+        """Stores the seconds that a picture took, unless the shares were set by hand."""
         if self.is_alone or not self._shares:
             self.choice.record(seconds, is_alone=self.is_alone)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Returns how much of each picture every rank takes; empty for equal shares."""
+        """The share of each picture that every rank takes; empty for equal shares."""
         others = len(self.sidecar.devices) - 1
         return (1.0, *(0.0,) * others) if self.is_alone and others else self._shares
 
     def give_up_alone(self) -> bool:
-        """Takes all ranks in place of one that has failed; False where that one was all."""
+        """Switches from one rank to all of them after the one failed. Returns False if all were used already."""
         if not self.is_alone or len(self.sidecar.devices) == 1:
             return False
         self.choice.give_up()
@@ -92,16 +93,16 @@ class SharedOut:
 
 
 def decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
-    """Returns IMAGE [N, H, W, C] as ComfyUI itself decodes it: frames of a video become images, as VAEDecode has it."""
+    """Decodes in ComfyUI's process and returns IMAGE [N, H, W, C]; frames of a video become images, as in VAEDecode."""
     image: Tensor = vae.decode(latent)
     return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
 
 
 def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
-    """Has ComfyUI move its own models aside on each GPU of the ranks, as for what would take it `bytes_alone`."""
+    """Has ComfyUI move its own models until each GPU of the ranks has its part of `bytes_alone` free."""
     found = {one.device for one in comfy.model_management.current_loaded_models}
     for device in map(comfyui_device, sidecar.devices):
-        if device in found:  # a question about the memory of any other takes some of it, for a context
+        if device in found:  # asking for the free memory of any other would create a CUDA context there
             comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
     release_cache()
 
@@ -110,10 +111,10 @@ ROWS = "rows of the latent on each: {} (exact, no tiles)"
 
 
 def report_lines(done: str, run: ModuleAnswer, images: int, frames: int, shared: str) -> list[str]:
-    """One line per fact, the first also for under the node; sizes in MiB, times in seconds.
+    """Returns one line per fact, with sizes in MiB and times in seconds; the first is shown under the node as well.
 
-    `done`: decoded or encoded; `frames`: of each of the images, which are videos where there are several; `shared`:
-    what the devices had of each, with a place for the numbers.
+    `done`: "decoded" or "encoded"; `images`: the number of images or videos; `frames`: of each video, 1 for images;
+    `shared`: the line on what each device took, with a place for the numbers.
     """
     kind = "video" if frames > 1 else "image"
     what = f"{images} {kind}{'s' if images > 1 else ''}" + (f" of {frames} frames" if frames > 1 else "")

@@ -1,1 +1,1 @@
-"""How a job leaves ComfyUI's process: where it is caught, what goes with it, and how it is sent."""
+"""The way of a job out of ComfyUI's process: where it is caught, what is sent with it, and how."""

@@ -1,4 +1,4 @@
-"""Where jobs are caught in ComfyUI's process: around a guider's sampling, and in calls of a network outside of it."""
+"""The two places where work leaves for the ranks: a guider's sampling, and calls of a network outside of it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
 RecordRun = Callable[[StrategySettings, ModelFile], AbstractContextManager[RunRecord]]
-_REFERENCES = "reference_latents"  # of a prompt: latents that the model attends to beside its own
+_REFERENCES = "reference_latents"  # key of a prompt: latents that the model attends to in addition to its own
 
 
 class Catch:
-    """The wrapper around a guider's `outer_sample`, the first of all. `record_run`: records a run for which no node of
-    the pack has a record."""
+    """The outermost wrapper around a guider's `outer_sample`, which samples on the ranks instead. `record_run`: makes
+    the record of a run for which no node of the pack made one."""
 
     def __init__(self, record_run: RecordRun) -> None:
         self._record_run = record_run
@@ -82,23 +82,23 @@ class Catch:
             try:
                 result = job.run(plan, noise, _step_count(sigmas), on_step)
             finally:
-                pool.release_cache(patcher.job_model.spec)  # for what comes next: a VAE, perhaps
+                pool.release_cache(patcher.job_model.spec)  # leaves memory for the next step, perhaps a VAE
             if (
                 callback is not None and result.denoised is not None
-            ):  # some samplers give it on, of all images
+            ):  # some sampler nodes output it, for all images
                 callback(last[0] - 1, result.denoised.to(latent_image.device), latent_image, last[1])
             record.patched = len(patcher.patches)
             if threshold > 0:
                 record.notes += _why_not_cached(patcher)
-            if result.info.step_seconds:  # none without a step, as of a part of sigmas
+            if result.info.step_seconds:  # empty if no step ran, as with a single sigma
                 record_run(plan.devices, plan.job, result.info)
                 record.add_run(plan, result.info)
             return result.latent.to(latent_image.device)
 
 
 def _load(patcher: JobPatcher) -> None:
-    """Has ComfyUI make room for the model and note that it is loaded, as it does before it samples. Second models such
-    as ControlNets are loaded in the ranks alone."""
+    """Has ComfyUI make room for the model and note that it is loaded, as it does before it samples. Other models such
+    as ControlNets are loaded only in the ranks."""
     model = patcher.job_model
     model.patches_here = False
     try:
@@ -114,14 +114,14 @@ def _why_not_cached(patcher: JobPatcher) -> list[str]:
 
 
 def catch_calls(patcher: JobPatcher) -> None:
-    """Has calls of the network of `patcher` outside of samplers go to the ranks, each as a job."""
+    """Sends each call of the network of `patcher` outside of samplers to the ranks as a job."""
     network = patcher.model.diffusion_model
-    model = weakref.ref(patcher.job_model)  # a cycle would keep ComfyUI from letting the model go
+    model = weakref.ref(patcher.job_model)  # a cycle would keep a dropped model alive
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return _call_network(model(), args, kwargs)
 
-    network._compiled_call_impl = call  # which torch asks before all else that a call of a module does
+    network._compiled_call_impl = call  # torch calls this instead of hooks and `forward`
 
 
 def _call_network(model: ShippedModel | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,7 +159,7 @@ def _plan_sampling(
         _planned_model(patcher),
         (noise.shape[0], *tuple(latent_shapes[0] if latent_shapes else noise.shape)[1:]),
         text=next(_token_counts(prompts), 0),
-        # Samplers of this name ask for the negative prompt at cfg 1 too.
+        # Samplers with such a name compute the negative prompt at cfg 1 as well.
         has_cfg=float(getattr(guider, "cfg", 2.0)) != 1.0 or name.endswith("cfg_pp"),
         steps=_step_count(sigmas),
         references=[tuple(one.shape) for one in (prompts[0].get(_REFERENCES) or () if prompts else ())],
@@ -170,7 +170,7 @@ def _plan_sampling(
         patch_bytes=_second_models_bytes(patcher, prompts),
         step_cache=threshold > 0,
     )
-    if threshold > 0:  # PipeFusion, the other approximation, does not go with it
+    if threshold > 0:  # PipeFusion, the other approximation, does not work with it
         settings = replace(settings, approximation="never")
     return plan_job(settings, job)
 
@@ -190,7 +190,7 @@ def _token_counts(prompts: Iterable[dict[str, Any]]) -> Iterable[int]:
 
 
 def _second_models_bytes(patcher: JobPatcher, prompts: Iterable[dict[str, Any]]) -> int:
-    """Bytes of the other models that each device is given with the job: ControlNets, models of patches."""
+    """Returns the bytes of other models that each device gets with the job: ControlNets, models of patches."""
     controls = {id(one): one for one in (prompt.get("control") for prompt in prompts) if one is not None}
     others = [model for control in controls.values() for model in control.get_models()]
     others += patcher.get_nested_additional_models()

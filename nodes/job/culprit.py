@@ -1,4 +1,4 @@
-"""Which node of the prompt has put into a job what cannot be sent."""
+"""The search for the node of the prompt that put into a job an object that cannot be sent."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .model import JobPatcher
 
 
 def with_culprit(error: CannotBeSent, patcher: JobPatcher, known: Known) -> RequestError:
-    """The same refusal with the title of the node, where that can be told: by the first MODEL on the way that cannot be
-    sent, else by the pack that its code is of."""
+    """Returns the refusal with the title of the node that caused it, or `error` itself if that is unknown. It is the
+    node of the first MODEL that cannot be sent, else one from the pack that the object's code is in."""
     running = current_node()
     if running is None:
         return error
@@ -34,7 +34,7 @@ def with_culprit(error: CannotBeSent, patcher: JobPatcher, known: Known) -> Requ
 
 
 def _first_with_it(prompt: Prompt, patcher: JobPatcher, known: Known) -> str:
-    """The id of the node that gives the first MODEL which cannot be sent; "" where nobody knows."""
+    """Returns the id of the node that gives the first MODEL which cannot be sent; "" if that is unknown."""
     behind = [one for one in _with_parents(patcher) if isinstance(one, JobPatcher)]
     found = next((one for one in behind if not _can_be_sent(one, known)), None)
     if found is not behind[0] or found is None:
@@ -42,7 +42,7 @@ def _first_with_it(prompt: Prompt, patcher: JobPatcher, known: Known) -> str:
     before = _with_parents(found.made_from())
     path = models_before(prompt, found.made_by or "")
     bad = next((number for number, one in enumerate(before) if not _can_be_sent(one, known)), None)
-    # Each node clones the MODEL once, as a rule.
+    # Usually each node clones the MODEL once, so that patchers and nodes correspond.
     return path[bad] if bad is not None and len(path) == len(before) else ""
 
 
@@ -64,8 +64,8 @@ def _can_be_sent(patcher: ModelPatcher, known: Known) -> bool:
 
 
 def _of_its_code(prompt: Prompt, node: str, modules: tuple[str, ...]) -> list[str]:
-    """The titles of the nodes before `node` whose class lies in one of `modules`, or in the same pack: of the closest
-    module that has some."""
+    """Returns the titles of the nodes before `node` whose class lies in the first of `modules` that has such nodes, or
+    in its pack."""
     before = {one: _module_of(prompt, one) for one in needed(prompt, [node]) if one != node}
     for module in filter(_is_foreign, modules):
         same = [one for one, other in before.items() if _is_one_pack(module, other)]
@@ -84,7 +84,7 @@ def _module_of(prompt: Prompt, node: str) -> str:
 
 
 def _is_one_pack(one: str, other: str) -> bool:
-    """ComfyUI calls a pack's modules by its path; its own nodes' modules are apart."""
+    """Returns True if both are one module, or are in one pack: ComfyUI names a pack's modules by its path."""
     return one == other or (os.sep in one and _pack_of(one) == _pack_of(other))
 
 

@@ -1,4 +1,4 @@
-"""A text encoder whose calls the ranks make: in ComfyUI's process a tree of modules that looks like it."""
+"""A text encoder that runs on the ranks: in ComfyUI's process a tree of modules stands in for it."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from .mapped import mapped_words
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 
-# The method whose answers a waiting prompt may be given ahead. Others may draw random numbers.
+# The only method that is called ahead for a waiting prompt: others may draw random numbers.
 _EARLY = "encode_token_weights"
-_LOOK = 0.05  # s between two looks for an interrupt
-MOST_EARLY = 16  # answers that wait for their calls
+_LOOK = 0.05  # s between two checks for an interrupt
+MOST_EARLY = 16  # answers made ahead that wait for their calls
 
-# Methods by which ComfyUI and packs have a text encoder compute, beside calls of its modules.
+# Methods through which ComfyUI and packs run a text encoder, in addition to calling its modules.
 _METHODS = ("encode_token_weights", "encode", "generate", "process_tokens", "forward")
 
 
 class NotNow(Exception):
-    """A text cannot be encoded ahead now: the devices that hold its encoder are at work, or none holds it."""
+    """A text cannot be encoded ahead now: the devices that hold its encoder are busy, or no device holds it."""
 
 
 class EarlyAnswers:
-    """Answers that devices give ahead of the calls of waiting prompts, each for one call. Any thread."""
+    """Answers that devices compute ahead of the calls of waiting prompts, each for one call. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class EarlyAnswers:
         self._answers: OrderedDict[bytes, Future[Any]] = OrderedDict()
 
     def begin(self, shipment: _EncoderShipment) -> tuple[Future[Any], bool]:
-        """Returns the place for the answer of a call, and True if it is a new one."""
+        """Returns the future of a call's answer, and True if it is new: the caller must then complete it."""
         with self._lock:
             key = shipment.key(self._tensors)
             if key in self._answers:
@@ -75,18 +75,18 @@ class EarlyAnswers:
             return found, True
 
     def forget(self, future: Future[Any]) -> None:
-        """Drops the place of an answer that could not be given."""
+        """Drops the future of an answer that could not be computed."""
         with self._lock:
             self._answers = OrderedDict((key, one) for key, one in self._answers.items() if one is not future)
 
     def take(self, shipment: _EncoderShipment) -> Future[Any] | None:
-        """Returns the answer of a call that was made ahead, or is being made."""
+        """Removes and returns the future of a call that was made ahead, or is being made; None for other calls."""
         with self._lock:
             return self._answers.pop(shipment.key(self._tensors), None) if self._answers else None
 
 
 class Encoder(HeldByRanks):
-    """The encoder under `source`, for all clones of its patcher. `placement`: one of module_requests.PLACEMENTS."""
+    """The encoder of `source`, shared by all clones of its patcher. `placement`: one of module_requests.PLACEMENTS."""
 
     def __init__(
         self, source: comfy.model_patcher.ModelPatcher, settings: StrategySettings, placement: str
@@ -112,8 +112,8 @@ class Encoder(HeldByRanks):
         self._catch_calls()
 
     def _unload_stock(self) -> None:
-        """Has ComfyUI unload the encoder where it has it loaded itself: hooks of prompts write LoRAs into its weights,
-        which are those of the stand-in too."""
+        """Has ComfyUI unload the encoder if it has loaded it: hooks of prompts write LoRAs into its weights, and the
+        stand-in shares them."""
         unload(self._source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
@@ -128,7 +128,7 @@ class Encoder(HeldByRanks):
                     module.__dict__[name] = CaughtMethod(me, module, path, name)
 
     def patcher_of(self, source: comfy.model_patcher.ModelPatcher) -> EncoderPatcher:
-        """A patcher with all that nodes have put on `source`, which moves nothing."""
+        """Returns a patcher with everything that nodes have put on `source`. It moves no weights."""
         made: Any = source.clone()
         made.__class__ = EncoderPatcher
         made.model, made.encoder, made.parent, made.size = self.outline.base, self, None, 0
@@ -143,11 +143,11 @@ class Encoder(HeldByRanks):
         self._clones.add(patcher)
 
     def load(self, patcher: EncoderPatcher) -> None:
-        """Notes the clone that ComfyUI has loaded last: calls are made with its patches."""
+        """Notes the clone that ComfyUI loaded last: calls are made with its patches."""
         self._loaded = weakref.ref(patcher)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the answer of `method` of the ranks' module at `path`, or of the module itself where it is ""."""
+        """Calls `method` (if "", the module itself) of the ranks' module at `path`, and returns the answer."""
         patcher = self._loaded() or next(iter(self._clones), None)
         assert patcher is not None, "its modules live no longer than a patcher"
         self._unload_stock()
@@ -160,15 +160,15 @@ class Encoder(HeldByRanks):
 
 
 class EarlyEncoder(Encoder):
-    """A second stand-in for the same encoder, on which nodes of a waiting prompt run in a thread of their own: it
-    shares no module with the first. Its calls are made while the devices are idle, and their answers kept."""
+    """A second stand-in for the same encoder, with which nodes of a waiting prompt run in another thread. It shares no
+    module with the first. Its calls run while the devices are idle, and their answers are stored in `early`."""
 
     def __init__(self, first: Encoder, should_cancel: Callable[[], bool]) -> None:
         self.number, self.early, self._should_cancel = first.number, first.early, should_cancel
         self._stand_for(first._source, first._settings, first._placement)
 
     def _unload_stock(self) -> None:
-        if is_loaded(self._source):  # by the prompt that runs, whose thread alone may unload it
+        if is_loaded(self._source):  # by the running prompt: only its thread may unload it
             raise NotNow
 
     def _answer(self, shipment: _EncoderShipment, method: str) -> Any:
@@ -186,12 +186,12 @@ class EarlyEncoder(Encoder):
         return future.result()
 
 
-# What text encoders, and those of pictures and of sound, keep their modules under.
+# The attributes under which text encoders, and encoders of pictures and sound, have their modules.
 _MODULES = ("cond_stage_model", "model")
 
 
 def stand_in_of(clip: Any, encoder: Encoder) -> Any:
-    """Returns a CLIP like `clip`, of which `encoder` is in the place of its own."""
+    """Returns a copy of `clip` that computes with `encoder`."""
     found = clip.clone() if hasattr(clip, "clone") else copy.copy(clip)
     found.patcher = encoder.patcher_of(clip.patcher)
     found.load_device = found.patcher.load_device
@@ -200,8 +200,8 @@ def stand_in_of(clip: Any, encoder: Encoder) -> Any:
 
 
 class EncoderPatcher(comfy.model_patcher.ModelPatcher):
-    """A patcher that to ComfyUI's memory manager takes what the ranks hold of the encoder on ComfyUI's device, and
-    gives it back whole; all else is ComfyUI's."""
+    """A patcher that reports to ComfyUI's memory manager what the ranks hold of the encoder on ComfyUI's device. It is
+    unloaded only as a whole. The rest is ComfyUI's own patcher."""
 
     encoder: Encoder
 
@@ -245,19 +245,19 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
         return self.model
 
     def patch_hooks(self, hooks: comfy.hooks.HookGroup) -> None:
-        self.current_hooks = hooks  # whose LoRAs the ranks put in their place
+        self.current_hooks = hooks  # the ranks apply their LoRAs
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         self.current_hooks = None
 
 
-# By the output that has given it to a node: what a CLIP has on it. ComfyUI gives later prompts the same one, as long as
-# nothing before that output is different.
+# Patchers of CLIPs, by (digest of the node that gave the CLIP, index of its output). ComfyUI gives the same CLIP to
+# later prompts as long as nothing before that output is different.
 _by_place: dict[tuple[str, int], weakref.ref[EncoderPatcher]] = {}
 
 
 def _note_place(patcher: EncoderPatcher) -> None:
-    """Notes the output that has given the running node this patcher's CLIP."""
+    """Notes the output that gave the running node this patcher's CLIP."""
     current = current_node()
     place = None if current is None else clip_before(*current)
     if current is None or place is None:
@@ -268,19 +268,19 @@ def _note_place(patcher: EncoderPatcher) -> None:
 
 
 def patcher_given_by(prompt: Prompt, node: str, slot: int) -> EncoderPatcher | None:
-    """Returns the patcher of the CLIP that an output has given to a node of an earlier prompt."""
+    """Returns the patcher of the CLIP that this output gave to a node of an earlier prompt; None if unknown."""
     return _by_place.get((ancestry(prompt, node), slot), lambda: None)()
 
 
 class _EncoderShipment(Shipment):
-    """One call on its way to the ranks."""
+    """One call of a text encoder on its way to the ranks."""
 
     def __init__(self, encoder: Encoder, work: EncoderCall) -> None:
         super().__init__(encoder.outline, work, work.patcher.load_device)
         self._encoder = encoder
 
     def key(self, tensors: SentTensors) -> bytes:
-        """Returns a digest of the call: equal for calls that give the same answer. `tensors`: names the tensors."""
+        """Returns a digest that is equal for calls with the same answer. `tensors`: numbers the tensors in it."""
         words, _held = mapped_words()
         job = replace(self._job, random_states=())
         return hashlib.sha256(pickle_job(job, self._known | words, tensors, ModelPatcher).data).digest()
@@ -333,13 +333,13 @@ class _EncoderShipment(Shipment):
 
 
 def idle_holder(number: int) -> Sidecar | None:
-    """Returns idle ranks that hold the text encoder with this number; None where there are none."""
+    """Returns idle ranks that hold the text encoder with this number; None if there are none."""
     idle = (one for one in pool.all_sidecars() if one.state is State.READY and one.holds_module(number))
     return next(idle, None)
 
 
 def _wait_for(early: Future[Any], shipment: _EncoderShipment) -> Any:
-    """Returns an answer that was given ahead, or makes the call where that has failed."""
+    """Waits for an answer that is made ahead and returns it; makes the call itself if that failed."""
     while not early.done():
         wait([early], timeout=_LOOK)
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -349,7 +349,7 @@ def _wait_for(early: Future[Any], shipment: _EncoderShipment) -> Any:
 def _stand_in(model: nn.Module, known: Known) -> nn.Module:
     found = unloaded(model, known)
     host = torch.device("cpu")
-    comfy.model_patcher.ModelPatcher(found, host, host)  # which notes anew that nothing is loaded
+    comfy.model_patcher.ModelPatcher(found, host, host)  # sets its notes to "not loaded"
     return found
 
 

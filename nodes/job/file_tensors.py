@@ -1,5 +1,5 @@
-"""Tensors of a job that lie in a file which its prompt names, such as a ControlNet's weights: devices map the file, and
-nobody is sent a copy."""
+"""Tensors of a job that lie in a file which its prompt names, such as a ControlNet's weights. Devices map the file
+instead of receiving a copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...parallel_backend.wire.transport import NAMES
 from ..host.prompt_graph import Prompt, inputs_of, value_of
 from ..model.files import is_safetensors
 
-LEAST = 1 << 16  # bytes of a tensor that is looked for, as a LoRA's are; a smaller one is sent
+LEAST = 1 << 16  # bytes; smaller tensors are sent without a search, while most of a LoRA's are searched for
 
 
 class _Found(NamedTuple):
@@ -34,39 +34,39 @@ class _Found(NamedTuple):
     mark: Print
 
 
-_found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor, as long as anyone has it
+_found: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor, as long as it is alive
 _numbers = itertools.count()
-_Form = tuple[str, tuple[int, ...]]  # dtype, as safetensors has it, and shape
+_Form = tuple[str, tuple[int, ...]]  # dtype, as safetensors names it, and shape
 
 
 @dataclass
 class _Contents:
-    """The large tensors of a file, as its header tells them; of those that were looked at, a print."""
+    """The names of a file's tensors by dtype and shape, from its header, and the prints of those that were read."""
 
     names: dict[_Form, list[str]]
     prints: dict[str, Print | None] = field(default_factory=dict)
 
 
 class FileTensors:
-    """The search of one job, in the files that its prompt names but for the one of its own model (`model`)."""
+    """One job's search in the files that its prompt names, except for that of its own model (`model`, a path)."""
 
     def __init__(self, prompt: Prompt, model: str) -> None:
         self._prompt, self._model = prompt, model
         self._opened: dict[str, Any] = {}
         self._identities: dict[str, FileIdentity | None] = {}
-        self._taken: dict[tuple[str, str], int] = {}  # what is somebody's: a copy of it may be written to
+        self._taken: dict[tuple[str, str], int] = {}  # (path, name): number of its only tensor
 
     def find(self, tensor: Tensor) -> PlaceInFile | None:
-        """Returns where devices find the values of `tensor`; None for one that is small, or lies in no such file, or
-        has the values of another one of the job."""
+        """Returns the place in a file where devices find the values of `tensor`. None if it is small, lies in no such
+        file, or if another tensor of the job has that place: a device may write to its copy."""
         place = self._place_of(tensor)
         if place is None or self._taken.setdefault((place.path, place.name), place.number) != place.number:
             return None
         return place
 
     def map_into(self, model: nn.Module) -> None:
-        """Has the weights of `model` that lie in a file be its pages, which devices map too: the loader's copy of them
-        is freed. What is written to them later becomes this process's own."""
+        """Replaces the weights of `model` that lie in a file by the mapped file's pages, which devices map as well.
+        This frees the loader's copy. Later writes to them stay private to this process."""
         for parameter in model.parameters():
             place = self.find(parameter)
             if place is not None:
@@ -99,7 +99,7 @@ class FileTensors:
     def _files(self) -> dict[str, _Contents]:
         found = {}
         for path in _named_files(self._prompt):
-            with contextlib.suppress(OSError):  # gone since it was loaded
+            with contextlib.suppress(OSError):  # the file may be gone since it was loaded
                 status = Path(path).stat()
                 if path != self._model:
                     found[path] = _contents_of(path, (status.st_ino, status.st_size, status.st_mtime_ns))
@@ -114,7 +114,7 @@ class FileTensors:
         return self._identities[path]
 
     def _has_values(self, path: str, contents: _Contents, name: str, tensor: Tensor, mark: Print) -> bool:
-        """True if what the file has under `name` is `tensor`: a few values first, then all of them."""
+        """Returns True if the file's tensor `name` equals `tensor`: compares a few values first, then all."""
         if contents.prints.get(name, mark) != mark:
             return False
         stored: Tensor = self._open(path).get_tensor(name)
@@ -130,7 +130,7 @@ class FileTensors:
 
 
 def _named_files(prompt: Prompt) -> Iterator[str]:
-    """Yields the paths of the safetensors files that nodes of the prompt name, whichever folder offers them."""
+    """Yields the paths, in any of ComfyUI's folders, of the safetensors files that nodes of the prompt name."""
     values = (value_of(prompt, node, name) for node in prompt for name in inputs_of(prompt, node))
     for value in {value for value in values if isinstance(value, str) and is_safetensors(value)}:
         paths = (folder_paths.get_full_path(folder, value) for folder in folder_paths.folder_names_and_paths)
@@ -139,14 +139,14 @@ def _named_files(prompt: Prompt) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=32)
 def _contents_of(path: str, stamp: tuple[int, int, int]) -> _Contents:
-    """Reads a file's header. `stamp`: tells whether it is still the same."""
+    """Reads a file's header. `stamp`: (inode, size, mtime in ns); a file with another one is read again."""
     names: dict[_Form, list[str]] = defaultdict(list)
     try:
         with safe_open(path, framework="pt") as file:
             for name in list(file.keys()):
                 stored = file.get_slice(name)
                 names[stored.get_dtype(), tuple(stored.get_shape())].append(name)
-    except (OSError, SafetensorError):  # no such file, whatever it is called
+    except (OSError, SafetensorError):  # not a safetensors file, despite its name
         return _Contents({})
     return _Contents(dict(names))
 

@@ -1,4 +1,4 @@
-"""LoRAs that do not fit a model, refused as they are loaded: ComfyUI would note that in its log and leave them out."""
+"""Checks that refuse a LoRA that does not fit its model: ComfyUI would only log that and leave it out."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .mapped import is_mapped
 
 
 def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) -> None:
-    """`patches`: of ComfyUI, by a parameter's name or by (name, part of it). Computes nothing: what ComfyUI would say
-    of tensors without memory decides. Raises RequestError that names the parameter."""
+    """Raises RequestError, with the parameter's name, for a patch that does not fit or is not finite. `patches`:
+    ComfyUI's, by name or (name, part of it). Has ComfyUI apply them to meta tensors, so no weight is computed."""
     for key, patch in patches.items():
         name, offset, function = (*key, None, None)[:3] if isinstance(key, tuple) else (key, None, None)
         weight = parameters.get(name)
         short = str(name).removeprefix("diffusion_model.")
         is_adapter = hasattr(patch, "weights") or (isinstance(patch, tuple) and len(patch) == 1)
         factors = list(_tensors(getattr(patch, "weights", patch)))
-        # Those of a mapped model are not read for this: a step without numbers is refused.
+        # Factors in a mapped model are not read just for this: a step that gives NaN is refused anyway.
         read = (factor for factor in factors if not is_mapped(factor))
         if any(not factor.float().isfinite().all() for factor in read):
             raise RequestError(
@@ -32,7 +32,7 @@ def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) 
                 f"failed. Choose another one."
             )
         if weight is None or not factors or not is_adapter:
-            continue  # others are whole weights, of which a merge is made
+            continue  # other patches are whole weights, as in a merge
         outline = torch.empty(weight.shape, dtype=torch.float32, device="meta")
         with _errors() as errors:
             try:
@@ -63,7 +63,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _errors() -> Iterator[list[str]]:
-    """What ComfyUI logs as errors inside, which then is not shown."""
+    """Collects the errors that ComfyUI logs inside, and keeps them and warnings out of the log."""
     found: list[str] = []
 
     def take(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
 """The weights of models that the ranks hold, for nodes that merge, extract or save them: views of the mapped file.
 
-Nothing of the file is read until a node computes with it, and then this process and the ranks share its pages: the
-ranks are told the names of what a job has of it, and map the file themselves.
+The file is read only when a node computes with it, and this process then shares its pages with the ranks. A job sends
+the ranks only the names of such weights, and they map the file themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...parallel_backend.wire.file_identity import FileIdentity, read_identity
 
 
 class _PlaceInFile(NamedTuple):
-    """Where a module or weight of a mapped model lies. `kind`: module or param."""
+    """The place of a module or weight of a mapped model. `kind`: "module" or "param"; `path`: its dotted name."""
 
     spec: ModelSpec
     identity: FileIdentity
@@ -27,7 +27,7 @@ class _PlaceInFile(NamedTuple):
     path: str
 
 
-# What is mapped, as long as anyone has it: patches that a merge has made outlive the MODEL that they are of.
+# Places by module or tensor, as long as it is alive: patches that a merge made outlive the MODEL that they came from.
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -45,13 +45,13 @@ def map_weights(spec: ModelSpec) -> Any:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """True for a weight of a model that was mapped here."""
+    """Returns True for a weight of a model that was mapped here."""
     return tensor in _places
 
 
 def mapped_words() -> tuple[Known, list[object]]:
-    """Returns the words by which ranks find what is mapped, by id, and what they name: held, so that the ids stay
-    theirs. Files that changed since are left out: what is mapped of them is sent."""
+    """Returns the words by which ranks find mapped objects, by id, and these objects: hold them, so that no others get
+    their ids. Leaves out files that have changed since: their tensors are sent."""
     places = list(_places.items())
     there = {(place.spec.path, place.identity) for _, place in places}
     same = {(path, identity) for path, identity in there if _is_same(path, identity)}

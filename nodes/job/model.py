@@ -1,4 +1,4 @@
-"""A MODEL whose jobs the ranks run whole: ComfyUI's own patcher over the loader's parameters, moving none."""
+"""A MODEL whose jobs run on the ranks: ComfyUI's own patcher over the loader's parameters, which it never moves."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from .outline import Outline
 
 _OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
 _KEY = "parallel"
-_COMPILE = "torch.compile"  # the key of the wrapper of nodes that compile a model
+_COMPILE = "torch.compile"  # wrapper key of nodes that compile a model
 
 
 class ShippedModel:
-    """A MODEL as its jobs need it, for all clones of its patcher. `plan`: of its latest job; `known_by`: what the ranks
-    were sent that have compared their weights with its prints; `patches_here`: False while ComfyUI loads it for a job,
-    whose patches are put in their place in the ranks alone."""
+    """The state of a MODEL that all clones of its patcher share. `plan`: of its latest job; `known_by`: the record
+    (ship.py) of what was sent to the ranks that have compared their weights with its prints; `patches_here`: False
+    while ComfyUI loads it for a job, whose patches are applied only in the ranks."""
 
     def __init__(
         self, spec: ModelSpec, verdict: ClassVerdict, file: ComfyUIModelFile, outline: Outline
@@ -61,7 +61,7 @@ class ShippedModel:
         self._clones.add(patcher)
 
     def load(self, patcher: JobPatcher) -> None:
-        """Notes the clone that ComfyUI has loaded last: the weights of calls outside of samplers are as it has them."""
+        """Notes the clone that ComfyUI loaded last: calls outside of samplers use its patches."""
         self._loaded = weakref.ref(patcher)
 
     @cached_property
@@ -75,13 +75,13 @@ class ShippedModel:
 
 
 class JobPatcher(comfy.model_patcher.ModelPatcher):
-    """To ComfyUI's memory manager a model that is loaded as long as ranks hold its weights, whole or not at all.
-    Loading moves nothing; all else is ComfyUI's."""
+    """A patcher that looks loaded to ComfyUI's memory manager while ranks hold its weights, always as a whole. Loading
+    moves no weights. The rest is ComfyUI's own patcher."""
 
     job_model: ShippedModel
-    catch: Callable[..., Any]  # the wrapper at which jobs leave this process
-    made_by: str | None = None  # the node that has cloned it, and put on it what it has more than its parent
-    made_from: Callable[[], comfy.model_patcher.ModelPatcher | None]  # before Parallel Model
+    catch: Callable[..., Any]  # the wrapper that sends jobs to the ranks
+    made_by: str | None = None  # id of the node that cloned it and added what its parent does not have
+    made_from: Callable[[], comfy.model_patcher.ModelPatcher | None]  # the patcher before Parallel Model
 
     def clone(self, *args: Any, **kwargs: Any) -> JobPatcher:
         if kwargs.get("force_deepcopy"):
@@ -102,7 +102,7 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         model_options: dict | None = None,
         registered: comfy.hooks.HookGroup | None = None,
     ) -> None:
-        """Hooks of prompts bring wrappers of their own; the one that ships the job stays the first."""
+        """Keeps the wrapper that ships the job in front: hooks of prompts bring wrappers of their own."""
         super().register_all_hook_patches(hooks, target_dict, model_options, registered)
         if model_options is not None:
             wrappers = model_options["transformer_options"].setdefault("wrappers", {})
@@ -140,7 +140,7 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         return self.load_device
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        # Clones share their object patches: one that is only collected must not take them from one that samples.
+        # Clones share their object patches: one that is garbage-collected must not remove them from one that samples.
         if unpatch_all:
             self.unpatch_model(self.offload_device, unpatch_weights=False)
             make_room(self.job_model.spec, self.load_device)
@@ -169,16 +169,16 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         check_patches(patches, dict(self.model.named_parameters()))
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
-        if key == _COMPILE:  # by TorchCompileModel and its like: compiled, but where the blocks are
+        if key == _COMPILE:  # from TorchCompileModel and similar nodes: the ranks compile
             compile_blocks(self)
             return
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
-    # What reads weights: this process has them where ComfyUI's own loader has read them, else in the mapped file.
+    # Methods that read weights: this process has them if ComfyUI's own loader read them, else in the mapped file.
 
     def model_state_dict(self, filter_prefix: str | None = None) -> dict[str, Tensor]:
         found: dict[str, Tensor]
-        patcher = None if filter_prefix is None else self._over_file()  # who wants names asks for all
+        patcher = None if filter_prefix is None else self._over_file()  # without a prefix only names count
         if patcher is None:
             found = super().model_state_dict(filter_prefix)
             return found
@@ -220,8 +220,8 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
 
 
 def _verdict_on(module: nn.Module, settings: StrategySettings) -> ClassVerdict:
-    """Tests a class whose sources are new, which takes seconds, only where its tokens could be shared out at all, or
-    its blocks laid out: by hand with any degree, since one that a request gives nothing to do becomes Ulysses."""
+    """Returns the verdict on a network's class. Tests new sources, which takes seconds, only if tokens or blocks may be
+    split. Any degree set by hand may split them: one that a request gives no work becomes Ulysses."""
     if not _may_split_inside(settings):
         return UNKNOWN
     with errors_as_comfyuis():
@@ -233,12 +233,12 @@ def _may_split_inside(settings: StrategySettings) -> bool:
         return settings.strategy.world_size > 1
     try:
         return len(resolve_devices(settings.devices)) > 1
-    except DeviceError:  # planning says so, in its place
+    except DeviceError:  # planning reports it
         return False
 
 
 def check_by_hand(settings: StrategySettings, file: ModelFile, verdict: ClassVerdict) -> None:
-    """Raises StrategyError for degrees that a person set and this model cannot be split by."""
+    """Raises StrategyError for degrees set by hand by which this model cannot be split."""
     if settings.mode != "manual":
         return
     try:
@@ -262,8 +262,8 @@ def make_job_patcher(
     computing: ComputeOptions,
     catch: Callable[..., Any],
 ) -> JobPatcher:
-    """`source`, whose weights are `spec`'s, with all that nodes have put on it. Reads no weights and starts no ranks.
-    Raises RequestError, StrategyError or CheckpointError."""
+    """Returns a patcher for `source`, whose weights are `spec`'s, with everything that nodes have put on it. Reads no
+    weights and starts no ranks. Raises RequestError, StrategyError or CheckpointError."""
     outline = Outline(source)
     verdict = _verdict_on(outline.pristine.diffusion_model, settings)
     file = count_facts(spec.path, outline.pristine, verdict)
@@ -281,7 +281,7 @@ def make_job_patcher(
     options = patcher.model_options.setdefault("transformer_options", {})
     options |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
     compiling = [by_key.pop(_COMPILE, None) for by_key in patcher.wrappers.values()]
-    if any(compiling):  # by a node before Parallel Model
+    if any(compiling):  # requested by a node before Parallel Model
         compile_blocks(patcher)
     found: JobPatcher = patcher
     return found

@@ -1,5 +1,5 @@
-"""The network of a MODEL in ComfyUI's process: a tree of modules that shares the loader's parameters, what the ranks
-have of it by name, and what nodes have changed."""
+"""A MODEL's network in ComfyUI's process: a tree of modules over the loader's parameters, the names of what the ranks
+hold of it, and the changes that nodes made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..model.on_meta import build_on_meta
 from ..model.unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"
-# What ComfyUI's memory manager notes on a model of where its weights lie.
+# Attributes in which ComfyUI's memory manager notes where a model's weights lie.
 _NOTES = (
     "current_patcher",
     "current_weight_patches_uuid",
@@ -34,12 +34,12 @@ _NOTES = (
     "model_lowvram",
     "model_offload_buffer_memory",
 )
-# What LoRAs have put beside the weights of a module that was loaded.
+# Attributes that LoRAs put beside the weights of a loaded module.
 _FUNCTIONS, _LOWVRAM = ("weight_function", "bias_function"), "_lowvram_function"
 
 
 class CaughtMethod:
-    """Stands for a method of a module that the ranks have, or for the call of it where `name` is ""."""
+    """A stand-in for a method of a module that the ranks hold, or for calling the module if `name` is ""."""
 
     def __init__(self, encoder: Callable[[], Any], module: nn.Module, path: str, name: str) -> None:
         self._encoder, self._module, self._path, self._name = encoder, weakref.ref(module), path, name
@@ -54,8 +54,8 @@ class CaughtMethod:
 
 
 class Outline:
-    """`base`: a BaseModel whose network holds the loader's parameters; `pristine`: the same as ComfyUI builds it, on
-    the meta device; `known`: what the ranks hold, by id; `prints`: of the loader's parameters."""
+    """A model as this process has it. `base`: a BaseModel over the loader's parameters; `pristine`: the same model as
+    ComfyUI builds it, on the meta device; `known`: what the ranks hold, by id; `prints`: of the loader's parameters."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class Outline:
         build: Callable[[Any], nn.Module] | None = None,
         copy: Callable[[Any, Known], nn.Module] | None = None,
     ) -> None:
-        """Takes back what the last run of any clone of `source` has left on the network first. `build(model)`: makes
-        what ranks hold of it, a diffusion model unless told otherwise; `copy(model, known)`: a tree of modules over the
+        """First undoes what the last run of any clone of `source` left on the network. `build(model)`: builds the model
+        as ranks hold it, by default as a diffusion model; `copy(model, known)`: copies its tree of modules over the
         same parameters."""
         source.unpatch_model(unpatch_weights=False)
-        self._backup = source.backup  # what weights were before LoRAs were put into them; clones share it
+        self._backup = source.backup  # the weights before LoRAs were written into them; clones share it
         self.pristine: Any = (build or _pristine)(source.model)
         self.known: Known = {id(source.model): ("base",)}
         self._name(source.model, self.pristine, "")
         self.base: Any = (copy or _shadow_base)(source.model, dict(self.known))
         self.known[id(self.base)] = ("base",)
         self._name(self.base, self.pristine, "")
-        # Held: ids in `known` must stay theirs.
+        # Held, so that no other object gets an id in `known`.
         self._source = source.model
         self._held = (
             list(source.model.modules()),
@@ -83,22 +83,22 @@ class Outline:
         )
         self._parameters = dict(self.base.named_parameters())
         self.prints: dict[str, Print] = prints_of(self._unpatched(self._parameters.items()))
-        self._others: set[str] = set()  # of the loader's parameters those that are not the file's
+        self._others: set[str] = set()  # the loader's parameters that differ from the file's
         self._sent: dict[str, tuple[Print | None, nn.Parameter]] = {}
         self._same: SameNetwork | None = None
         self._changes: list[NetworkChange] = []
         self._same_backup = SameValues([self._backup])
 
     def changes(self) -> list[NetworkChange]:
-        """Finds what nodes have changed of the network, before Parallel Model and since. Raises RequestError for
-        weights that only the ranks have."""
+        """Finds what nodes have changed in the network, before Parallel Model and since. Raises RequestError for a
+        changed weight that only the ranks have."""
         if self._same is None or not self._same_backup.still_hold() or not self._same.still_holds():
             self._changes, weights = self._look_for_changes()
             self._same_backup, self._same = SameValues([self._backup]), SameNetwork(self.base, weights)
         return self._changes
 
     def _look_for_changes(self) -> tuple[list[NetworkChange], dict[str, Tensor]]:
-        """(the changes, the weights by name)"""
+        """Returns (the changes, the weights by name)."""
         now = dict(self._unpatched(self.base.named_parameters()))
         new = {
             name for name, value in self.base.named_parameters() if value is not self._parameters.get(name)
@@ -120,16 +120,16 @@ class Outline:
         return [*changes, *sent], now
 
     def note_other_weights(self, names: Iterable[str]) -> None:
-        """Notes parameters whose values in the ranks are others: a node has changed them before Parallel Model."""
+        """Notes parameters whose values differ in the ranks: a node changed them before Parallel Model."""
         self._others |= set(names)
         self._same = None
 
     def file_prints(self) -> dict[str, Print]:
-        """Returns the prints of parameters that are the file's as far as is known, for the ranks to compare."""
+        """Returns the prints of parameters that are not known to differ from the file, for the ranks to compare."""
         return {name: mark for name, mark in self.prints.items() if name not in self._others}
 
     def _copy(self, name: str, value: Tensor) -> nn.Parameter:
-        """Returns the same copy as long as the values are the same, so that it is sent once."""
+        """Returns a copy of `value`: the same one until the values change, so that it is sent once."""
         if value.is_meta:
             raise refusal(f"a node that changes weights of the network, which the devices hold ({name})")
         mark = print_of(value)
@@ -142,7 +142,7 @@ class Outline:
             yield name, self._backup[name].weight if name in self._backup else value
 
     def _name(self, module: nn.Module, pristine: nn.Module, path: str) -> None:
-        """Notes what lies in place of `pristine`, or the first of its class inside of what a node has put there."""
+        """Names the module in place of `pristine`, or the first of its class in what a node put there, and children."""
         if path and id(module) in self.known:
             return
         if path:
@@ -167,7 +167,7 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
     kind = next(kind for kind in type(source).__mro__ if kind.__module__.startswith("comfy."))
     log = logging.getLogger()
     level = log.level
-    log.setLevel(logging.ERROR)  # it tells of a model that nobody loads
+    log.setLevel(logging.ERROR)  # ComfyUI logs about a model that is not loaded
     try:
         arguments = ((source.model_config,), (source.model_config, source.model_type))
         for given in arguments:
@@ -179,8 +179,8 @@ def _pristine(source: comfy.model_base.BaseModel) -> nn.Module:
 
 
 def _without_extras(kind: type, source: comfy.model_base.BaseModel) -> nn.Module:
-    """Builds its network and what every BaseModel has; what its class makes of a file besides looks like a change, and
-    is sent."""
+    """Builds the network and what every BaseModel has. Anything else that the class builds looks like a change, and is
+    sent."""
     base: Any = kind.__new__(kind)
     network = next(one for one in type(source.diffusion_model).__mro__ if one.__module__.startswith("comfy."))
     make = comfy.model_base.BaseModel.__init__
@@ -206,7 +206,7 @@ def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.mode
 
 def unloaded(model: nn.Module, known: Known | None = None) -> nn.Module:
     """Returns a copy of the tree with the same parameters, as it was before ComfyUI loaded it onto a device. `known`:
-    the modules to take that back of, all of them unless told otherwise."""
+    the modules, by id, whose loading to undo; all of them by default."""
     found = shadow_of(model, {id(module): () for module in model.modules()} if known is None else known)
     for name in _NOTES:
         found.__dict__.pop(name, None)
@@ -214,7 +214,7 @@ def unloaded(model: nn.Module, known: Known | None = None) -> nn.Module:
 
 
 def shadow_of(module: nn.Module, known: Known) -> nn.Module:
-    """Returns a copy of the tree with the same parameters: what a node writes into them, stock sees as well."""
+    """Returns a copy of the tree with the same parameters: stock nodes see what is written into them."""
     return _shadow(module, known, {})
 
 
@@ -238,7 +238,7 @@ def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.M
 
 
 def _without_loaded_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's attributes as before ComfyUI's memory manager and LoRAs have put theirs beside its weights."""
+    """Returns a module's attributes without those that ComfyUI's memory manager and LoRAs put beside its weights."""
     state = {
         key: value
         for key, value in attributes.items()

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...parallel_backend.job.restore import Replaced
 
-# Held beside classes, so that no other takes their address.
+# Types whose objects are held, as classes are, so that no new object takes their address.
 _HELD = frozenset(
     {types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType}
 )
@@ -26,7 +26,7 @@ _Spaces = list[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class _Search:
-    """The latest search: for which packs, what it found, and the code that it saw in modules and classes."""
+    """The latest search: its packs, its result, the namespaces of modules and classes it read, and the code in them."""
 
     packs: Packs
     found: list[Replaced]
@@ -39,8 +39,8 @@ class _Search:
 
 
 def _code_in(spaces: _Spaces) -> list[Any]:
-    """Returns the modules, functions and classes in `spaces`, and references to other objects that can be called: a
-    method of ComfyUI's cache would keep every output in it."""
+    """Returns the modules, functions and classes in `spaces`, and weak references to other callables: a method of
+    ComfyUI's cache, if held, would keep every output in it alive."""
     return [
         value if isinstance(value, type) or type(value) in _HELD else _reference(value)
         for value in chain.from_iterable([space.values() for space in spaces])
@@ -49,7 +49,7 @@ def _code_in(spaces: _Spaces) -> list[Any]:
 
 
 def _reference(value: Any) -> Any:
-    """Returns the one weak reference to an object, as long as it lives; itself, if it cannot be referred to."""
+    """Returns the one weak reference to an object while it is alive; the object itself if it allows none."""
     try:
         return weakref.ref(value)
     except TypeError:  # typing's forms, slots of classes
@@ -60,7 +60,7 @@ _latest: _Search | None = None
 
 
 def loaded_packs() -> Packs:
-    """Lists the packs that ComfyUI has imported, in their order: it calls each by its path."""
+    """Lists the packs that ComfyUI has imported, in that order: it names each by its path."""
     found: Packs = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -102,7 +102,7 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
 
 
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Finds a class's attributes that are a pack's, and its own methods that a pack has put under another name."""
+    """Yields a class's attributes that come from a pack, and its own methods that a pack moved to another name."""
     values = [(key, _plain(value), value) for key, value in vars(kind).items()]
     is_touched = any(_is_of(plain, folders) for _, plain, _ in values)
     for key, plain, value in values:

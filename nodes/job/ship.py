@@ -1,4 +1,4 @@
-"""Ships a job whole: pickles it for the ranks that are to run it, and gives what they made of it."""
+"""A job on its way to the ranks and back: it is pickled as a whole, and they return the result."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ _FOLDERS = (
 
 
 class _SentToRanks:
-    """The tensors and facts that the ranks of one start were sent."""
+    """The tensors and facts that were sent to the ranks since their latest start."""
 
     def __init__(self) -> None:
         self.tensors = SentTensors()
         self.facts: bytes | None = None
-        self.packs: frozenset[str] = frozenset()  # whose code they have imported
+        self.packs: frozenset[str] = frozenset()  # packs whose code they have imported
 
 
 @functools.lru_cache(maxsize=1)
 def _facts_with(modules: int) -> tuple[Packs, bytes]:
-    """Returns the packs that ComfyUI has imported and the packed facts of this process; anew when a module has been
-    imported, which their number tells."""
+    """Returns the packs that ComfyUI has imported and the packed facts of this process. `modules`: the number of
+    imported modules; a new number makes both anew."""
     loaded = loaded_packs()
     packs = {name: file for name, file in loaded.items() if name != _PACK}
     folders = {name: _plain(getattr(folder_paths, name)) for name in _FOLDERS}
@@ -88,23 +88,23 @@ def _facts_with(modules: int) -> tuple[Packs, bytes]:
     return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _PACK, packs, tuple(sys.path), folders))
 
 
-# By holdings, with the mark of their ranks' start (RankHoldings.start is another one after a restart).
+# By RankHoldings: its `start`, which is another object after a restart, and what was sent since.
 _sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
 
 
 def _plain(value: Any) -> Any:
-    """Makes folders by name plain lists and sets."""
+    """Copies a dict of ComfyUI's folders as plain lists and sets; returns any other value unchanged."""
     if not isinstance(value, dict):
         return value
     return {name: (list(paths), set(extensions)) for name, (paths, extensions) in value.items()}
 
 
 _alive: weakref.WeakSet[HeldByRanks] = weakref.WeakSet()
-_alive_lock = threading.Lock()  # texts of waiting prompts are encoded in a thread of their own
+_alive_lock = threading.Lock()  # another thread encodes texts of waiting prompts
 
 
 class HeldByRanks:
-    """A text encoder or half a VAE that ranks hold under its `number`, as long as anyone here has this object."""
+    """A text encoder or half a VAE that ranks hold under its `number` while this object is alive."""
 
     def __init__(self) -> None:
         self.number = new_number()
@@ -113,14 +113,14 @@ class HeldByRanks:
 
 
 def held_numbers() -> tuple[int, ...]:
-    """Returns the numbers of all that ranks may hold."""
+    """Returns the numbers of all text encoders and halves of VAEs that ranks may hold."""
     with _alive_lock:
         return tuple(sorted(one.number for one in _alive))
 
 
 class Shipment:
-    """A job on its way to ranks. `outline`: of the model that it names, None for one that names none; `device`: where
-    ComfyUI would compute it."""
+    """A job on its way to ranks. `outline`: of the model whose modules the job names, None if it names none; `device`:
+    where ComfyUI would compute it."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Shipment:
         self._known: Known = {} if outline is None else outline.known
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
-        self._new_packs = ""  # that the ranks have not imported yet
+        self._new_packs = ""  # packs that the ranks have not imported yet, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
         self._job = PickledJob(
@@ -145,7 +145,7 @@ class Shipment:
 
     @contextlib.contextmanager
     def _sending(self, sidecar: Sidecar) -> Iterator[None]:
-        """Around a request: afterwards the ranks have what it was sent with. Errors name the packs of its code."""
+        """Wraps a request: adds the packs of its code to errors, and notes what was sent once it succeeded."""
         with sidecar.jobs:
             try:
                 yield
@@ -164,10 +164,10 @@ class Shipment:
                 self._note_sent(sent)
 
     def _note_sent(self, sent: _SentToRanks) -> None:
-        """Called once the ranks have what the job was sent with."""
+        """Called once the ranks have received everything that was sent with the job."""
 
     def _model_path(self) -> str:
-        """The path of the file that the ranks read by themselves, "" for none."""
+        """Returns the path of the file that the ranks read by themselves, "" for none."""
         return ""
 
     @functools.cached_property
@@ -175,23 +175,23 @@ class Shipment:
         return FileTensors(running_prompt() or {}, self._model_path()).find
 
     def _pack_module(self, holdings: Any, module: HeldTextEncoder | HalfVae) -> Tensors:
-        """Returns the payload by which the ranks of these holdings load `module`, for this job and those to come."""
+        """Returns the payload by which the ranks of these holdings load `module`, for this job and later ones."""
         return self._pack_one(holdings, replace(self._job, work=module, changes=()), {})
 
     def _pack(self, holdings: Any, follows: bool = False) -> Tensors:
-        """Returns the payload of the job for the ranks of these holdings. `follows`: they have just loaded a module for
-        it."""
+        """Returns the payload of the job for the ranks of these holdings. `follows`: True if they have just loaded a
+        module for it."""
         if follows and self._sent_now is not None:
             _sent[holdings] = (holdings.start, self._sent_now[1])
         return self._pack_one(holdings, self._job, self._known)
 
     def _pack_one(self, holdings: Any, job: PickledJob, known: Known) -> Tensors:
-        # Until all goes well, nobody knows what the ranks have.
+        # Removed until the request succeeds: after a failure it is unknown what the ranks have.
         start, sent = _sent.pop(holdings, (None, None))
         is_fresh = sent is None or start is not holdings.start
         if sent is None or is_fresh:
             sent = _SentToRanks()
-        # Another machine has files of its own, by other paths.
+        # Another machine has its own files, at other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
         find_in_file = None if self._is_elsewhere else self._find_in_file
         known = known | words
@@ -218,7 +218,7 @@ class Shipment:
         return pack_payload(head, pickled.tensors)
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:
-        """The fields of the head that the ranks need to know of the model."""
+        """Returns the fields of the head that describe the model."""
         return {"mode": "", "inputs": (), "prints": None}
 
     def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
@@ -242,7 +242,7 @@ class ShippedJob(Shipment):
         steps: int,
         on_step: OnStep | None = None,
     ) -> SampleResult:
-        """Runs the job under `plan`. `sampled`: of the shape of its latent; `steps`: 0 for a call of the network."""
+        """Runs the job under `plan`. `sampled`: a tensor of its latent's shape; `steps`: 0 for a network call."""
         self._model.plan = plan
         self._is_elsewhere = any(map(machine_of, plan.devices))
         try:
@@ -251,7 +251,7 @@ class ShippedJob(Shipment):
             _, found, names = str(error).partition(OTHER_WEIGHTS)
             if not found:
                 raise
-            # A node before Parallel Model has changed these in place: the ranks compute with what is here.
+            # A node before Parallel Model has changed these in place: send the ranks the values of this process.
             self._outline.note_other_weights(names.split(","))
             self._job = replace(self._job, changes=self._outline.changes())
             result = self._send(plan, sampled, steps, on_step)
@@ -304,12 +304,12 @@ _digest = functools.cache(digest_of_code)
 
 
 def _with_parents(modules: Iterable[str]) -> Iterator[str]:
-    """Yields each name, and those of the packages that it lies in."""
+    """Yields each module's name and the names of the packages that it lies in."""
     for name in modules:
         yield from itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def _random_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of torch, Python, numpy and, where models sample on a GPU, of its generator."""
+    """Returns the random states of torch, Python, numpy and, if `device` is a GPU, of its generator."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), on_device

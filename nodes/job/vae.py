@@ -1,4 +1,4 @@
-"""Half a VAE whose calls the ranks make; every VAE that they cannot share out is refused with the reason in words."""
+"""The half of a VAE, encoder or decoder, that runs on the ranks. VAEs that they cannot split are refused."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from .ship import HeldByRanks, Shipment, held_numbers
 _METHODS = ("forward", "_conv_forward", "decode", "encode")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-PIXELS_PER_POSITION = 64  # of a latent, in most VAEs; the others have more
+PIXELS_PER_POSITION = 64  # pixels per position of a latent in most VAEs; others have more
 
 
 class _Held(HeldByRanks):
-    """Half a network that ranks were given. `mark`: equal to a later one as long as it computes the same."""
+    """Half a network that ranks were sent. `mark`: equal for two halves that compute the same."""
 
     def __init__(self, mark: object) -> None:
         super().__init__()
         self.mark = mark
 
 
-# What ranks were given of each network, by whether it encodes.
+# The halves of each network that ranks were sent, by True for the encoder.
 _held: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Held]] = weakref.WeakKeyDictionary()
 
 
 class CannotBeSplit(Exception):
-    """The reason, in a user's words, why the ranks cannot decode or encode it."""
+    """The reason, in a user's words, why the ranks cannot decode or encode with a VAE."""
 
 
 def check_splittable(vae: comfy.sd.VAE, *, encodes: bool) -> None:
@@ -88,14 +88,14 @@ def refuse_other_kinds(vae: comfy.sd.VAE) -> None:
 
 
 def cuts_tiles(vae: comfy.sd.VAE) -> bool:
-    """Returns True if its network decodes in tiles, whoever calls it."""
+    """Returns True if the VAE's network itself decodes in tiles, in ComfyUI as well."""
     found = known(vae.first_stage_model)
     return found is not None and found.way is VaeMode.TILES
 
 
 def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
-    """Returns the latent [B, C, …] as the ranks take it: with noise where the decoder goes by some, drawn here as its
-    network would draw it, and the frames of a video in a dimension of their own."""
+    """Returns the latent [B, C, …] in the form that the ranks take. If the decoder needs noise, it is drawn here as the
+    network would draw it. The frames of a video get a dimension of their own."""
     network = vae.first_stage_model
     if getattr(network, "timestep_conditioning", False):
         placed = latent.to(vae.device, vae.vae_dtype)
@@ -108,7 +108,7 @@ def as_sent(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
 
 class VaeShipment(Shipment):
     """One decode or encode on its way to the ranks, for a VAE that check_splittable has passed.
-    `inputs`: as its network takes them."""
+    `inputs`: the tensor that its network takes."""
 
     def __init__(
         self, vae: comfy.sd.VAE, inputs: Tensor, shares: tuple[float, ...], *, encodes: bool
@@ -117,8 +117,8 @@ class VaeShipment(Shipment):
         self._vae, self._inputs, self._encodes = vae, inputs, encodes
 
     def run(self, sidecar: Sidecar, on_step: Callable[[int, int], None]) -> ModuleAnswer:
-        """Returns images [B, H, W, 3] in the compute dtype, about -1..1, of videos the frames, one after the other; or
-        the latent. Raises CannotBeSent, RequestError or PlatformError."""
+        """Returns the answer with images [B, H, W, 3] in the compute dtype, about -1..1 (for videos the frames, one
+        after the other), or with the latent. Raises CannotBeSent, RequestError or PlatformError."""
         inputs, vae = self._inputs, self._vae
         if not inputs.numel():
             raise RequestError(
@@ -153,7 +153,7 @@ class VaeShipment(Shipment):
             return sidecar.call_module(request, on_step, report_progress, interrupted)
 
     def _hold(self, module: nn.Module) -> _Held:
-        """Returns what ranks were given of this half; something else where it computes differently since."""
+        """Returns the half that ranks were sent, or a new one if it computes differently since."""
         vae = self._vae
         mark = _digest(module.state_dict().values(), vae), vae.vae_dtype, self._job.replaced
         halves = _held.setdefault(vae.first_stage_model, {})
@@ -175,7 +175,7 @@ def _dtype_of(tensor: Tensor, vae: comfy.sd.VAE) -> torch.dtype:
 
 
 def _is_changed(network: nn.Module) -> bool:
-    """Returns True if any layer does what its class does not, or wraps its images round."""
+    """Returns True if any layer has replaced methods, hooks or circular padding."""
     for layer in network.modules():
         own = vars(layer)
         if any(name in own for name in _METHODS) or any(own.get(name) for name in _HOOKS):
@@ -186,9 +186,9 @@ def _is_changed(network: nn.Module) -> bool:
 
 
 def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:
-    """Returns a digest of a network's weights: another one when something has written into them, and the same wherever
-    they lie. With dynamic VRAM ComfyUI takes small ones to its GPU, some in the dtype that they are computed with, and
-    leaves the others in the file's dtype in host memory."""
+    """Returns a digest of a network's weights that changes when something writes into them, and not when they move.
+    With dynamic VRAM ComfyUI moves small weights to its GPU, some of them in the compute dtype, and leaves the others
+    in host memory in the file's dtype."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for tensor in tensors:

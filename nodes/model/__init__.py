@@ -1,1 +1,1 @@
-"""The MODEL whose weights are in the ranks, and the samplers that run there: ComfyUI's arguments in, requests out."""
+"""The facts of a MODEL: its file, how it was loaded, the verdict on its class, and whether its network changed."""

@@ -1,4 +1,4 @@
-"""The verdict on a class of a user's ComfyUI: by a proof that comes with the pack, an earlier test, or one now."""
+"""The verdict on a model class of the user's ComfyUI: from a proof in the pack, an earlier test, or a new one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...parallel_backend.models.tokens.table import TABLE
 from ...parallel_backend.sidecar.self_test import ShouldCancel, run_self_tests
 from ...parallel_backend.wire.checks.self_test import SelfTest
 
-_DURATION = "10 to 20 seconds, once"  # most of it torch's import and ComfyUI's
+_DURATION = "10 to 20 seconds, once"  # mostly the imports of torch and ComfyUI
 
 OnPhase = Callable[[str], None]
 RunTests = Callable[..., Sequence[SelfTest]]
 
 log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
-# Of this process, by class and digest: what no disk keeps, and what a test did not find out.
+# Verdicts of this process, by class and digest: also those that are not on disk, such as that of a failed test.
 _session: dict[tuple[str, str], ClassVerdict] = {}
 
 
@@ -40,9 +40,9 @@ def ensure_verdict(
     *,
     run: RunTests = run_self_tests,
 ) -> ClassVerdict:
-    """How far tokens of this class of the ComfyUI in folder `root` may be shared out. Tests it where nobody knows yet.
+    """Returns how far tokens of this class may be split in the ComfyUI in folder `root`. Tests it if that is unknown.
 
-    Raises Cancelled, after which it is tested the next time.
+    Raises Cancelled if the test is cancelled; the next call tests it again.
     """
     if class_name not in TABLE:
         return UNKNOWN
@@ -61,8 +61,8 @@ def ensure_verdict(
 
 
 def known_verdict(root: str, class_name: str) -> ClassVerdict:
-    """The same without a test: where only one could tell, as far as the table goes, so that nothing is ruled out that
-    may run."""
+    """Returns the verdict without running a test. If only a test could tell, trusts the table, so that nothing is ruled
+    out that may run."""
     if class_name not in TABLE:
         return UNKNOWN
     try:

@@ -1,4 +1,4 @@
-"""The facts of a model of ComfyUI's own that planning needs: its file's header, and what its module says of itself."""
+"""The facts of a ComfyUI model that planning needs, from its file's header and its module's attributes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...parallel_backend.models.proof.states import ClassVerdict, trusted_mode
 from ...parallel_backend.models.tokens.table import stage_lists
 from ...parallel_backend.requests import BANDS, STAY
 
-# How ComfyUI's modules call these numbers.
+# The attributes under which ComfyUI's modules have these numbers.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")
 _WIDTH = ("hidden_size", "inner_dim", "dim", "model_channels", "features")
-# The layer that reads a prompt before anything else does, by the module's class or one that it is made from: what has
-# another width than this takes cannot run. Left out are classes that may replace the prompt, or take several.
+# The layer that reads a prompt first, by the module's class or one of its base classes. A prompt of another width than
+# that layer takes cannot run. Classes that may replace the prompt, or take several, are left out.
 _READS_PROMPT = {
     "Flux": "txt_in",
     "Chroma": "txt_in",
@@ -49,14 +49,14 @@ _READS_PROMPT = {
     "LatentSeqMMFlowModel": "cond_embedder",
     "HunYuanDiT": "blocks.0.attn2.kv_proj",
 }
-# Their `patch_size` is that of their VAE's packing: each cell of the latent is a token.
+# Classes whose `patch_size` describes their VAE's packing: each cell of the latent is a token.
 _PATCHED_BEFORE = {"LensTransformer2DModel", "Ideogram4Transformer2DModel"}
 _UNET_READS_PROMPT = ".attn2.to_k"
 
 
 def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerdict) -> ComfyUIModelFile:
-    """Of the file behind `model`. `verdict`: on the class of its module. Raises CheckpointError for a file that is
-    refused."""
+    """Returns the facts of the file at `path`, from which `model` was made. `verdict`: on the class of its module.
+    Raises CheckpointError for a file that is refused."""
     header = inspect(path)
     module = model.diffusion_model
     mode = trusted_mode(type(module).__name__, {}, verdict)
@@ -66,7 +66,7 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerd
         blocks=by_stages(header.blocks, {path: len(module.get_submodule(path)) for path in lists}),
         model=type(model).__name__,
         module=type(module).__name__,
-        heads=0 if mode == BANDS else _number(_candidates(module), _HEADS),  # each band computes all
+        heads=0 if mode == BANDS else _number(_candidates(module), _HEADS),  # each band computes all heads
         width=_number([module], _WIDTH) or header.width,
         context_width=prompt_width(module),
         pooled_width=int(model.adm_channels or 0),
@@ -82,7 +82,7 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerd
 
 
 def _fp8_loaded_as(stored: str, model: comfy.model_base.BaseModel) -> str:
-    """ComfyUIModelFile.fp8_loaded_as."""
+    """Returns the dtype that a plain fp8 file is loaded as, else "": see ComfyUIModelFile.fp8_loaded_as."""
     dtype = str(model.get_dtype()).removeprefix("torch.")
     is_plain = getattr(model.model_config, "quant_config", None) is None
     return dtype if is_plain and stored.startswith("float8") and dtype != stored and dtype in ITEMSIZE else ""
@@ -93,14 +93,14 @@ def _unet_facts(unet: UNetModel, mode: str) -> UNetFacts:
 
 
 def _band_rows(unet: nn.Module) -> int:
-    """Of the latent in a row of the lowest resolution."""
+    """Returns how many rows of the latent one row of the lowest resolution covers."""
     layers = (layer for block in unet.input_blocks for layer in block)
     return 2 ** sum(isinstance(layer, Downsample) for layer in layers)
 
 
 def _attention_of(unet: UNetModel) -> float:
-    """FLOPs of attention to itself for an image of 1024 x 1024 pixels, whose latent has 128 x 128 cells: queries x keys
-    and weights x values of each layer, 4 * positions² * width."""
+    """Returns the FLOPs of self-attention for an image of 1024 x 1024 pixels, whose latent has 128 x 128 cells:
+    queries x keys and weights x values of each layer, 4 * positions² * width."""
     return sum(
         4.0 * len(layer.transformer_blocks) * (share * 128**2) ** 2 * layer.proj_in.weight.shape[0]
         for layer, share in _attention_layers(unet)
@@ -108,7 +108,7 @@ def _attention_of(unet: UNetModel) -> float:
 
 
 def _image_heads(unet: UNetModel) -> float:
-    """UNetFacts.heads: heads * positions² of the largest layer, in cells² of the latent."""
+    """Returns UNetFacts.heads: heads * positions² of the largest layer, in cells² of the latent."""
     return max(
         (
             layer.transformer_blocks[0].n_heads * share**2
@@ -120,7 +120,7 @@ def _image_heads(unet: UNetModel) -> float:
 
 
 def _attention_layers(unet: UNetModel) -> Iterator[tuple[SpatialTransformer, float]]:
-    """Each with its positions, as a share of the latent's cells."""
+    """Yields each attention layer with its positions as a share of the latent's cells."""
     share = 1.0
     for block in (*unet.input_blocks, unet.middle_block, *unet.output_blocks):
         for layer in block:
@@ -133,7 +133,7 @@ def _attention_layers(unet: UNetModel) -> Iterator[tuple[SpatialTransformer, flo
 
 
 def _candidates(module: nn.Module) -> Iterable[nn.Module]:
-    """The module itself, then what is in its lists: the first that has heads tells."""
+    """Yields the module itself, then the modules in its lists: the first one with a number of heads counts."""
     yield module
     for child in module.modules():
         if isinstance(child, nn.ModuleList):
@@ -141,9 +141,9 @@ def _candidates(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def prompt_width(module: nn.Module) -> int:
-    """Of the only prompt that the module can read; 0 where it may take others, or none."""
+    """Returns the width of the only prompt that the module can read; 0 if it may take others, or none."""
     prepared = hasattr(module, "preprocess_text_embeds")
-    if prepared or getattr(module, "caption_proj_before_connector", False):  # LTX's, where it is set
+    if prepared or getattr(module, "caption_proj_before_connector", False):  # LTX's, if set
         return 0
     if isinstance(module, UNetModel):
         layers = (layer for name, layer in module.named_modules() if name.endswith(_UNET_READS_PROMPT))
@@ -165,7 +165,7 @@ def _number(modules: Iterable[nn.Module], names: tuple[str, ...]) -> int:
 
 
 def _patch(module: nn.Module) -> tuple[int, int, int]:
-    """(frames, rows, columns) of the latent in a token; one each where the module does not say."""
+    """Returns (frames, rows, columns) of the latent in a token; 1 each if the module does not say."""
     size = getattr(module, "patch_size", getattr(module, "patch", None))
     if type(module).__name__ in _PATCHED_BEFORE:
         return 1, 1, 1

@@ -21,21 +21,21 @@ from ...parallel_backend.models.comfyui.formats.key_layouts import without_prefi
 from ...parallel_backend.models.gguf_file import is_gguf
 from .on_meta import META, build_on_meta
 
-_LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, which is no weight
-# How names of what belongs to a quantised weight end.
+_LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, not a weight
+# Endings of the names of tensors that belong to a quantised weight.
 _SCALES = (_LAYER_FORMAT, "scaled_fp8", "weight_scale", "scale_weight", "input_scale", "scale_input")
 
 
 def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.ModelPatcher:
-    """The MODEL that ComfyUI would make of `path`, its parameters on the meta device. `part`: as in ComfyUISource;
-    `options`: ComfyUI's model_options. Raises CheckpointError for a file that is damaged or that ComfyUI does not
-    know."""
+    """Returns the MODEL that ComfyUI would load from `path`, with parameters on the meta device. `part`: as in
+    ComfyUISource; `options`: ComfyUI's model_options. Raises CheckpointError for a file that is damaged or that ComfyUI
+    does not know, and RequestError for one that it would rewrite."""
     tensors, metadata = _mapped(path)
     if part == "diffusion_model":
         tensors = without_prefix(tensors, metadata)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
-    if part == "diffusion_model":  # where a checkpoint may stand too
+    if part == "diffusion_model":  # which may be a checkpoint as well
         own = comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""}, filter_keys=True)
         tensors, prefix = own or tensors, ""
         tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
@@ -47,7 +47,7 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
         raise _unknown(path, tensors)
     _choose_dtypes(config, tensors, prefix, options)
     model = build_on_meta(lambda device: config.get_model(tensors, prefix, device=device))
-    if config.quant_config is not None:  # such layers make their parameters as they load them
+    if config.quant_config is not None:  # its layers create their parameters as they load them
         model.load_model_weights({name: _outline(name, value) for name, value in tensors.items()}, prefix)
     _make_parameters(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(
@@ -56,21 +56,21 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
 
 
 def _mapped(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata) of a file; those of GGUF that are packed are outlines."""
+    """Returns (tensors, metadata) of a file; packed tensors of a GGUF file are empty, on the meta device."""
     if is_gguf(path):
         return outline(path), {}
-    read_header(path)  # names the file and the remedy where it is damaged; safe_open does not
+    read_header(path)  # its errors name the file and the remedy; safe_open's do not
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         return tensors, file.metadata() or {}
 
 
 def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a transformer in diffusers' layout by ComfyUI's names, those that it puts together of several as
-    outlines; empty for other files. Raises CheckpointError for scaled weights, whose scales ComfyUI drops there."""
+    """Returns a transformer's tensors from diffusers' layout by ComfyUI's names, joined ones on the meta device; empty
+    for other files. Raises CheckpointError for scaled weights: ComfyUI drops their scales."""
     outlines = {name: tensor.to(META) for name, tensor in tensors.items()}
     renamed = {id(outlines[name]): tensor for name, tensor in tensors.items()}
-    held = list(outlines.values())  # the conversion takes them out, and ids must stay theirs
+    held = list(outlines.values())  # the conversion removes some, whose ids must not be reused
     converted = comfy.model_detection.convert_diffusers_mmdit(outlines, "") or {}
     scaled = next((name for name in tensors if name.endswith(_SCALES)), None)
     if converted and scaled is not None:
@@ -86,7 +86,7 @@ def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _choose_dtypes(
     config: comfy.supported_models_base.BASE, tensors: dict[str, Tensor], prefix: str, options: dict
 ) -> None:
-    """As comfy.sd's loaders choose them."""
+    """Chooses the dtypes as comfy.sd's loaders do."""
     device = comfy.model_management.get_torch_device()
     supported = list(config.supported_inference_dtypes)
     quantised = config.quant_config is not None
@@ -104,7 +104,7 @@ def _choose_dtypes(
 
 
 def _make_parameters(module: nn.Module) -> None:
-    """Those of layers that wait for a file to bring theirs: with dynamic VRAM ComfyUI makes linear ones so."""
+    """Creates missing parameters: with dynamic VRAM ComfyUI builds linear layers without, until a file is loaded."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and layer.weight is None:
             layer.weight = _parameter(layer.weight_comfy_model_dtype, layer.out_features, layer.in_features)

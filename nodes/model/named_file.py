@@ -1,4 +1,4 @@
-"""The model that a loader names, as its file's header tells it: what rules of a strategy ask before anything runs."""
+"""The model that a loader names, read from its file's header for the rules of a strategy before anything runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .files import PARTS, model_path
 from .header_model import open_model
 from .source import make_spec
 
-# By loader: the input that names the file, and the folders that it offers files of.
+# By loader: the input that names the file, and the model folders whose files it offers.
 NAMES = {
     "ParallelFluxLoader": ("unet_name", ("diffusion_models",)),
     "ParallelModelLoader": ("model_name", tuple(PARTS)),
@@ -32,10 +32,10 @@ NAMES = {
 
 
 def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
-    """Of a loader's class and the file that it names; None for a file that it does not offer, and a node that is none.
+    """Returns the model whose file a node of class `loader` names. None if it is no loader or does not offer the file.
 
-    `source`: the class of ComfyUI's own loader in front of a Parallel Model, whose file it is; of one that nobody knows
-    what holds for any model is told. Raises CheckpointError or RequestError for a file that is refused, OSError.
+    `source`: for Parallel Model, the class of ComfyUI's own loader before it, which names the file. If that loader or
+    file is unknown, returns ANY_MODEL. Raises CheckpointError or RequestError for a file that is refused, and OSError.
     """
     if loader == "ParallelDemoLoader":
         return _of_the_first_family(str(DEMO_MODEL))
@@ -52,8 +52,8 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
 
 
 def files_decided_by(prompt: Prompt, selector: str, *, run: bool = True) -> list[ModelFile]:
-    """The models for which a Strategy Selector of a prompt decides, as far as the prompt tells; `run`: but those whose
-    loaders do not. What cannot be read is left out: its loader says so, in its place."""
+    """Lists the models for which a Strategy Selector decides, as far as the prompt tells. `run`: only those whose
+    loaders will run. Files that cannot be read are left out: their loaders report that."""
     found = (_file_of(prompt, loader) for loader in loaders_for(prompt, selector, run=run))
     return [file for file in found if file is not None]
 
@@ -73,19 +73,19 @@ def _file_of(prompt: Prompt, loader: str) -> ModelFile | None:
 
 
 def _of_the_first_family(path: str) -> ModelFile:
-    """As its loader node has it computed. Says what another file is."""
+    """Returns the model as Parallel Flux Loader has it computed. Raises CheckpointError for other files."""
     inspect_model(path)
     return _counted(path, "diffusion_model")
 
 
 def _counted(path: str, part: str) -> ModelFile:
-    make_spec(path, part, {})  # refuses what ranks do not read
+    make_spec(path, part, {})  # raises for files that ranks do not read
     status = Path(path).stat()
     try:
         model = _opened(path, part, (status.st_mtime_ns, status.st_size))
     except (ParallelError, OSError):
         raise
-    except Exception as error:  # whatever ComfyUI's detection makes of such a file
+    except Exception as error:  # ComfyUI's detection may raise anything
         raise CheckpointError(
             f"ComfyUI cannot tell which model {Path(path).name} is ({type(error).__name__}: {error})."
         ) from error
@@ -95,5 +95,5 @@ def _counted(path: str, part: str) -> ModelFile:
 
 @functools.lru_cache(maxsize=4)
 def _opened(path: str, part: str, stamp: tuple[int, int]) -> comfy.model_base.BaseModel:
-    """Its outline: making one of a large model takes a second. `stamp`: of the file, which may change."""
+    """Caches models on the meta device: to build a large one takes a second. `stamp`: tells if the file changed."""
     return open_model(path, part, {}).model

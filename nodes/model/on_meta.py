@@ -16,7 +16,7 @@ _OF_VALUES = {torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch
 
 
 class _ValuesOnHost(TorchFunctionMode):
-    """Inside, tensors of given values are made on the CPU where they were to be on the meta device."""
+    """A mode in which tensors of given values are made on the CPU instead of the meta device."""
 
     def __torch_function__(
         self,
@@ -33,8 +33,8 @@ class _ValuesOnHost(TorchFunctionMode):
 
 
 def build_on_meta(build: Callable[[torch.device], T]) -> T:
-    """Calls `build` with the meta device; where a class computes with values of its own as it is built, such as
-    ACE-Step 1.5's codebook, again with those values on the CPU."""
+    """Calls `build` with the meta device. If a class computes with values while it is built, such as ACE-Step 1.5's
+    codebook, this fails: then calls `build` again with these values on the CPU."""
     try:
         return build(META)
     except (RuntimeError, NotImplementedError):

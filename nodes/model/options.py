@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # The strategy chosen (StrategySettings), and the record of the run (RunRecord).
 SETTINGS, RECORD = "parallel_strategy", "parallel_record"
-# How the ranks compute it (ComputeOptions).
+# The options of computing it on the ranks (ComputeOptions).
 COMPUTE_OPTIONS = "parallel_computing"
 # The threshold of a step cache.
 STEP_CACHE = "parallel_step_cache"

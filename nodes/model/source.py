@@ -1,4 +1,4 @@
-"""How a MODEL was loaded, as ComfyUI's core loaders note it: what the ranks need to load the same."""
+"""The way a MODEL was loaded, as ComfyUI's core loaders note it. Ranks need it to load the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOADERS = "Load Diffusion Model or Load Checkpoint, or (also .gguf files) Paral
 
 
 def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
-    """The file behind a MODEL and how it was read. Raises RequestError for a loader that does not say."""
+    """Returns a MODEL's file and how it was read. Raises RequestError if its loader is unknown or did not note it."""
     noted = getattr(patcher, "cached_patcher_init", None)
     if noted is None:
         raise RequestError(
@@ -38,7 +38,8 @@ def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
 
 
 def make_spec(path: str, part: str, options: dict) -> ModelSpec:
-    """Of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options."""
+    """Returns the spec of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options. Raises
+    RequestError for formats and options that the devices do not support."""
     if not (is_safetensors(path) or is_gguf(path)):
         raise RequestError(
             f"{Path(path).name} is no .safetensors or .gguf file, and the devices read no other: a .ckpt or .pt can "

@@ -1,4 +1,4 @@
-"""Tells in a millisecond or two that nothing was changed since the latest look, before a search that takes many."""
+"""A check of a millisecond or two that a network is unchanged since the latest search, which takes many."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from ...parallel_backend.job.changes import is_note
 from ...parallel_backend.job.same import NESTED, SameModules
 
-_SAMPLES = 64  # values of each weight
+_SAMPLES = 64  # values compared of each weight
 _INTEGERS = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-}  # by bytes of a value: NaN is no number
+}  # by bytes of a value; compared as integers, since NaN differs from itself
 
 
 class SameNetwork:
-    """The attributes, children, hooks and containers of every module of a tree, and a few values of each weight."""
+    """A record of the attributes, children, hooks and containers of all modules, and a few values of each weight."""
 
     def __init__(self, base: nn.Module, weights: Mapping[str, Tensor]) -> None:
         self._modules = SameModules(base)
@@ -50,7 +50,7 @@ class SameNetwork:
 
 
 def _contents(value: Any) -> Any:
-    """Returns the addresses of what a container holds, which keeps all of it alive."""
+    """Returns the ids of the objects in a container, which keeps them alive."""
     if isinstance(value, dict):
         return [(key, _contents(one)) for key, one in value.items()]
     if isinstance(value, (list, tuple)):
@@ -67,8 +67,8 @@ def _is_opaque(weight: Tensor) -> bool:
 
 
 def _views(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Views of values spread over each weight, by device and bytes of a value. The stride is odd, so that they do not
-    lie in one column of a matrix."""
+    """Returns views of values spread over each weight, one list for each device and size of a value. The stride is odd,
+    so that the values do not lie in one column of a matrix."""
     found: dict[Any, list[Tensor]] = {}
     with torch.no_grad():
         for weight in weights:

@@ -1,5 +1,5 @@
-"""Starts the processes of a prompt when its model is named: they import torch and ComfyUI, some ten seconds, while
-ComfyUI loads and runs what comes before the sampler, text encoders above all."""
+"""Starts the processes of a prompt when a node names its model: they import torch and ComfyUI, which takes some ten
+seconds, while ComfyUI runs the nodes before the sampler, mainly text encoders."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..host.calls import plan_by_rule
 from ..host.settings import setting
 from ..links import ParallelModel
 
-_SPARE_CORES = 2  # for ComfyUI itself, while each process imports on a core of its own
+_SPARE_CORES = 2  # for ComfyUI itself; each process imports on a core of its own
 
 log = logging.getLogger(__name__)
 
 
 def start_early(model: ParallelModel, settings: StrategySettings) -> None:
-    """Starts the processes that a usual job of `model` takes, in a thread, where the node of a running prompt names it
-    and the setting allows it. Weights are loaded when the sampler asks for them; text encoders leave room for them."""
+    """Starts in a thread the processes that a usual job of `model` takes, if a prompt is running and the setting
+    preload_next allows it. The sampler's request loads the weights; text encoders leave room for them."""
     if get_executing_context() is not None and setting("preload_next"):
         threading.Thread(
             target=_start, args=(model, settings), name="parallel-early-start", daemon=True
@@ -40,14 +40,14 @@ def _start(model: ParallelModel, settings: StrategySettings) -> None:
         pool.leave_room_for(plan.devices, model.spec, plan.memory.weights)
         if has_cores(plan.devices):
             pool.prepare(plan.devices, model.spec)
-    except ParallelError as error:  # which the sampler will meet, and tell
+    except ParallelError as error:  # the sampler will raise the same error
         log.info("parallel sampling: no process was started early: %s", error)
     except Exception:
         log.warning("parallel sampling: no process was started early", exc_info=True)
 
 
 def has_cores(devices: Sequence[str]) -> bool:
-    """Returns True for GPUs of this computer with a core for each process. On the CPU processes would take what the
-    nodes before the sampler compute with."""
+    """Returns True for GPUs of this computer with a core for each process and some to spare. Processes on the CPU would
+    take cores from the nodes before the sampler."""
     is_local_gpu = not is_cpu(devices) and not any(map(machine_of, devices))
     return is_local_gpu and len(os.sched_getaffinity(0)) >= len(devices) + _SPARE_CORES

@@ -1,4 +1,4 @@
-"""The model that a loader node of a prompt names, as its own execution would; and its load ahead of that."""
+"""Finds the model that a loader node names before its prompt runs, and loads it ahead of time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..loaders import DTYPES, ParallelFluxLoader, ParallelModelLoader, load_para
 from ..model.named_file import NAMES
 
 _COMPUTING = ComputeOptions(AUTO)
-# The pack's loaders that name a file, and the dtypes that it can be read in.
+# The pack's loaders that name a file, and the weight_dtypes that each offers.
 _PACK_LOADERS = {
     "ParallelFluxLoader": (ParallelFluxLoader, WEIGHT_DTYPES),
     "ParallelModelLoader": (ParallelModelLoader, DTYPES),
@@ -36,8 +36,8 @@ _SELECTOR = tuple(field.name for field in fields(SelectorInputs))
 
 
 def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[LoadInfo, tuple[str, ...]]:
-    """Loads the model that the loader `node` names; on which devices. `only_warm`: not where ranks would have to start
-    for it. Raises ParallelError where that cannot be, and costs nothing then."""
+    """Loads the model that the loader `node` names. Returns facts about the load, and the devices. `only_warm`: refuse
+    if ranks would have to start. Raises ParallelError if it cannot be loaded; the ranks keep what they hold."""
     model, settings = named_model(prompt, node)
     devices, strategy = _placed(model, settings)
     if only_warm and not any(s.devices == devices and s.state is State.READY for s in pool.all_sidecars()):
@@ -48,15 +48,15 @@ def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[Load
 
 
 def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySettings]:
-    """What the node's execution would give, and the strategy that its sampler would use. Reads headers only. Raises
-    RequestError for what only a run of the prompt can tell."""
+    """Returns the model that running the node would give, and the strategy that its sampler would use. Reads headers
+    only. Raises RequestError if only a run of the prompt can tell."""
     if node not in prompt:
         raise RequestError(f"The prompt has no node {node}.")
     kind, inputs = prompt[node]["class_type"], prompt[node]["inputs"]
     settings = _settings_of(prompt, inputs.get("strategy")) or default_settings()
     if kind == "ParallelModel":
         model = _behind(prompt, node, settings)
-    elif kind == "ParallelDemoLoader":  # whose execution makes a text encoder and a VAE too
+    elif kind == "ParallelDemoLoader":  # running the node would also make a text encoder and a VAE
         model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
     elif kind in _PACK_LOADERS:
         (loader, dtypes), (name, _) = _PACK_LOADERS[kind], NAMES[kind]
@@ -69,7 +69,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySetti
 
 
 def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelModel:
-    """The model of one of ComfyUI's own loaders, past nodes that change its MODEL: LoRAs come with the first prompt."""
+    """Returns the model of ComfyUI's loader before `node`, without LoRAs: those come with the first prompt."""
     kind, inputs = source_of(prompt, node)
     if kind in NAMES and kind not in _PACK_LOADERS:
         name, (folder,) = NAMES[kind]
@@ -81,7 +81,7 @@ def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelMo
 
 
 def _samplers(prompt: Prompt, node: str) -> object:
-    """The strategy's link of a sampler that takes this loader's model and has one of its own."""
+    """Returns the strategy link of the first node that takes this loader's PARALLEL_MODEL; None without one."""
     for other in prompt.values():
         if any(n == "parallel_model" and origin == node for n, origin, _ in links(other["inputs"])):
             return other["inputs"].get("strategy")
@@ -89,7 +89,7 @@ def _samplers(prompt: Prompt, node: str) -> object:
 
 
 def _settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
-    """Of the Strategy Selector at the other end; None without one. Raises RequestError where only a run can tell."""
+    """Returns the settings of a linked Strategy Selector; None without a link. Raises RequestError for other nodes."""
     if not (isinstance(link, list) and len(link) == 2):
         return None
     selector = prompt.get(str(link[0]), {"class_type": "a node that is not there", "inputs": {}})
@@ -101,7 +101,7 @@ def _settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
 
 
 def _literal(inputs: Mapping[str, Any], name: str) -> Any:
-    """Its value. Raises RequestError for one that another node gives, or that is none."""
+    """Returns the value of an input. Raises RequestError if another node gives it or it is missing."""
     value = inputs.get(name)
     if not isinstance(value, (str, int, float, bool)):
         raise RequestError(f"{name} comes from another node, which has to run first.")
@@ -109,7 +109,7 @@ def _literal(inputs: Mapping[str, Any], name: str) -> Any:
 
 
 def _dtype(inputs: Mapping[str, Any], dtypes: Sequence[str]) -> str:
-    """The input weight_dtype, the first of these where there is none."""
+    """Returns the input weight_dtype, or the first of `dtypes` without one. Raises RequestError for any other."""
     found = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else dtypes[0]
     if found not in dtypes:
         raise RequestError(f"weight_dtype is {found!r}; it must be one of {', '.join(dtypes)}.")
@@ -117,11 +117,11 @@ def _dtype(inputs: Mapping[str, Any], dtypes: Sequence[str]) -> str:
 
 
 def _placed(model: ParallelModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
-    """(devices, strategy) of a usual job. How weights lie on devices seldom depends on more; where it does, the first
-    prompt loads the model anew."""
+    """Returns the devices and strategy of a usual job. Other jobs seldom place the weights differently; if one does,
+    its prompt loads the model again."""
     plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
     strategy, devices = plan.strategy, plan.devices
     warm = pool.running_within(devices) if settings.mode == "auto" else None
-    if warm is not None and strategy.weights == ParallelStrategy():  # the same whole weights on each
+    if warm is not None and strategy.weights == ParallelStrategy():  # each device holds all weights
         devices = warm.devices
     return devices, strategy

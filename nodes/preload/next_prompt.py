@@ -1,5 +1,5 @@
-"""Loads the next waiting prompt's model while the one that runs is in its tail and leaves the ranks idle, and encodes
-its texts as soon as those that hold the text encoder are."""
+"""Prepares the next waiting prompt: loads its model once the running prompt needs the ranks no more (its tail),
+and encodes its texts as soon as the ranks that hold the text encoder are idle."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from .tail import in_tail, loaders, nodes_on_ranks
 if TYPE_CHECKING:
     from execution import PromptQueue  # ComfyUI's
 
-_LOOK_AGAIN = 0.02  # s; a small picture is decoded in twice that
-_COMPUTING = ("text", "sample", "decode", "encode")  # requests of a prompt that is looked at from then on
+_LOOK_AGAIN = 0.02  # s between looks; decoding a small picture takes twice that
+_COMPUTING = ("text", "sample", "decode", "encode")  # requests after which the watch of the queue starts
 
 log = logging.getLogger(__name__)
 
 
 def uses_ranks(queue: PromptQueue) -> bool:
-    """Whether a prompt runs that has nodes before it, or at work, that use the ranks or may."""
+    """Returns True if a running prompt uses the ranks, or may do so later."""
     running, _ = queue.get_current_queue_volatile()
     return any((found := _on_ranks(item)) and not _in_tail(item, found) for item in running)
 
 
 class NextPrompt:
-    """`on_event` is a listener of events.py; a thread looks from a prompt's first request until no prompts are left."""
+    """Watches the queue in a thread, from the first request of a prompt until the queue is empty. `requested()`: True
+    if the user's settings ask for preparing prompts."""
 
     def __init__(self, queue: PromptQueue, requested: Callable[[], bool]) -> None:
         self._queue, self._requested = queue, requested
@@ -44,7 +45,7 @@ class NextPrompt:
         self._is_looking = False
 
     def on_event(self, event: Event) -> None:
-        """Starts to look, where that is wished."""
+        """Starts the thread when a prompt's request ends, unless it already runs. A listener of events.py."""
         if not (isinstance(event, RequestEnded) and event.prompt_id and event.request in _COMPUTING):
             return
         with self._lock:
@@ -76,26 +77,26 @@ class NextPrompt:
             time.sleep(_LOOK_AGAIN)
 
     def _has_ended(self) -> bool:
-        """Returns True, and looks no more, unless a prompt has come meanwhile."""
+        """Returns True and ends the watch, unless a new prompt has come."""
         with self._lock:
             self._is_looking = any(self._queue.get_current_queue_volatile())
             return not self._is_looking
 
     def _is_gone(self, prompt_id: str) -> bool:
-        """True for a prompt that neither waits nor runs."""
+        """Returns True if the prompt neither waits nor runs."""
         running, waiting = self._queue.get_current_queue_volatile()
         return all(item[1] != prompt_id for item in (*running, *waiting))
 
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
-    """The models of a prompt, one after the other, on ranks that run already; to start some would take cores away."""
+    """Loads the models of a prompt on running ranks: starting others would take CPU cores from the running prompt."""
     for node in loaders(prompt, outputs, types_of):
         try:
             info, devices = preload(prompt, node, only_warm=True)
         except ParallelError as error:
             log.info("parallel sampling: the next prompt's model waits for its prompt: %s", error)
             return
-        except Exception:  # a prompt that is not as it should be fails when it runs, and says so then
+        except Exception:  # a malformed prompt fails with a message when it runs
             log.warning("parallel sampling: the next prompt's model is not known", exc_info=True)
             return
         if not info.cached:
@@ -103,18 +104,18 @@ def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
 
 
 def _on_ranks(item: tuple) -> set[str]:
-    """The nodes of a prompt in ComfyUI's queue that use the ranks or may; without any it is in its tail at once."""
+    """Returns the nodes of a queued prompt that use the ranks or may. If none, it is in its tail from the start."""
     return nodes_on_ranks(item[2], item[4], types_of)
 
 
 def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
-    """Of a prompt that runs."""
+    """Returns True if the running prompt `item` will not use the ranks any more."""
     state = get_progress_state()
     if state.prompt_id != item[1]:
         return False
     by_state: dict[NodeState, set[str]] = {}
     for node, one in list(state.nodes.items()):
-        if node in item[2]:  # others were made by one of these
+        if node in item[2]:  # the others were made by nodes of the prompt as they ran
             by_state.setdefault(one["state"], set()).add(node)
     started = by_state.get(NodeState.Running, set())
     return in_tail(item[2], on_ranks, started, by_state.get(NodeState.Finished, set()))

@@ -19,12 +19,12 @@ from ..host.prompt_links import clip_before, current_node
 from ..job.encoder import EarlyEncoder, NotNow, idle_holder, patcher_given_by, stand_in_of
 
 log = logging.getLogger(__name__)
-_made: dict[str, weakref.ref[Any]] = {}  # the CLIPs of prompts that have run, by where they come from
+_made: dict[str, weakref.ref[Any]] = {}  # CLIPs of earlier prompts, by `ancestry` of their node
 
 
 def remember(clip: Any) -> None:
-    """Notes the CLIP that the running node gives: ComfyUI has it in its cache for prompts in which nothing before it is
-    different."""
+    """Stores a weak reference to the CLIP that the running node gives. ComfyUI's cache gives the same CLIP to later
+    prompts in which nothing before that node has changed."""
     current = current_node()
     if current is not None:
         for gone in [key for key, one in _made.items() if one() is None]:
@@ -33,7 +33,7 @@ def remember(clip: Any) -> None:
 
 
 class NextTexts:
-    """The texts of one waiting prompt. `item`: of ComfyUI's queue; `is_gone()`: True once somebody has taken it out."""
+    """The texts of a waiting prompt. `item`: its entry in ComfyUI's queue; `is_gone()`: True once it left the queue."""
 
     def __init__(self, item: tuple[Any, ...], is_gone: Callable[[], bool]) -> None:
         _, self.prompt_id, self._prompt, _, outputs, *_ = item
@@ -46,8 +46,8 @@ class NextTexts:
         self._clips: dict[str, Any] = {}  # by node
 
     def encode(self, *, in_tail: bool) -> None:
-        """Encodes the next text if it can be now; call it again for the rest. `in_tail`: True if the prompt that runs
-        will not ask the devices for anything more; else only devices that compute nothing while others do are asked."""
+        """Encodes the next text if that is possible now; call it again for the rest. `in_tail`: True if the running
+        prompt will not use the devices any more. If False, only devices that are idle while others compute are used."""
         if not self._left:
             return
         try:
@@ -57,12 +57,12 @@ class NextTexts:
                 return
         except ParallelError as error:
             log.info("parallel sampling: a waiting prompt's text waits for its prompt: %s", error)
-        except Exception:  # a prompt that is not as it should be fails when it runs, and says so then
+        except Exception:  # a malformed prompt fails with a message when it runs
             log.debug("parallel sampling: a waiting prompt's text is not known", exc_info=True)
         self._left.pop(0)
 
     def _run(self, node: str, in_tail: bool) -> Any:
-        """Returns what a node gives. Raises LookupError for one that only a run of the prompt can tell."""
+        """Returns a node's first output. Raises LookupError if only a run of the prompt can give it."""
         kind, inputs = _kind(self._prompt, node), dict(inputs_of(self._prompt, node))
         for name, origin, slot in links(inputs):
             inputs[name] = self._clip(origin, slot, in_tail)
@@ -86,8 +86,8 @@ class NextTexts:
         return self._clips[node]
 
     def _clip_given_before(self, node: str, slot: int, in_tail: bool) -> Any:
-        """Returns the CLIP of a node that is not run here, such as a LoRA's loader, with the patches of the one that it
-        gave to an earlier prompt. If its prompt then makes another one, the text is encoded again."""
+        """Returns the CLIP of a node that is not run here, such as a LoRA loader, with the patches that it gave to an
+        earlier prompt's CLIP. If the node then gives another CLIP, the prompt encodes the text again."""
         before = clip_before(self._prompt, node)
         patcher = patcher_given_by(self._prompt, node, slot)
         if before is None or patcher is None:
@@ -98,7 +98,7 @@ class NextTexts:
 
 
 def _without_manager(clip: Any) -> Any:
-    """Has a CLIP and its clones do without ComfyUI's memory manager, which is the running prompt's."""
+    """Makes a CLIP and its clones bypass ComfyUI's memory manager, which belongs to the running prompt's thread."""
     clone = clip.clone
     clip.load_model = lambda *_, **__: (clip.patcher.partially_load(), clip.patcher)[1]
     clip.clone = lambda *args, **kwargs: _without_manager(clone(*args, **kwargs))
@@ -106,12 +106,12 @@ def _without_manager(clip: Any) -> Any:
 
 
 def _runs_elsewhere(idle: Any) -> bool:
-    """True if the running prompt computes on other devices."""
+    """Returns True if the running prompt computes on other devices."""
     return any(one.state is State.RUNNING for one in pool.all_sidecars() if one is not idle)
 
 
 def _kind(prompt: Prompt, node: str) -> Any:
-    """Returns the class of a node of ComfyUI's own, None for any other."""
+    """Returns the class of one of ComfyUI's own nodes, None for any other node."""
     kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node]["class_type"])
     module = getattr(kind, "__module__", "")
     return kind if module == "nodes" or module.startswith("comfy_extras.") else None

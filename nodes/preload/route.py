@@ -1,4 +1,4 @@
-"""*Preload* in the menu of loaders: a model of the graph is loaded on the devices ahead of its first prompt."""
+"""The route of *Preload* in a loader's menu: loads a model of the graph on the devices ahead of its first prompt."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
 
 ROUTE = "/parallel_sampling/preload"
-MOST_BYTES = 4 * 1024 * 1024  # of a body; a large graph has a tenth of it
+MOST_BYTES = 4 * 1024 * 1024  # of a request body; a large graph takes a tenth
 _FREE = ("/free", "/api/free")  # ComfyUI's
 _BUSY = "a prompt that uses the devices is running; its turn comes first"
 
 
 def begin(server: PromptServer) -> None:
-    """Adds the route, and has the next waiting prompt's model loaded early where the setting says so.
+    """Adds the route, and prepares the next waiting prompt early if the setting preload_next says so.
 
-    POST of {"prompt", "node"}, a graph in ComfyUI's API format and a loader in it, answers {"model", "devices",
-    "was_there", "seconds"}, or {"error"} with 400, 403 or 409: then nothing has changed.
+    POST of {"prompt": a graph in ComfyUI's API format, "node": a loader in it} answers {"model", "devices",
+    "was_there", "seconds"}, or {"error"} with 400, 403 or 409. Nothing has changed after an error.
     """
     queue = server.prompt_queue
     listen(memory.on_event)
@@ -61,7 +61,7 @@ def begin(server: PromptServer) -> None:
 
 
 def _read(body: bytes) -> tuple[Prompt, str]:
-    """The graph and the id of a node. Raises RequestError for anything else."""
+    """Returns the graph and the id of a node. Raises RequestError for any other body."""
     try:
         found = parse(body.decode()) if len(body) <= MOST_BYTES else None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The nodes of a prompt that use the ranks. When all of them have run, it is in its tail, and the ranks are idle."""
+"""Finds the nodes of a prompt that use the ranks. Once all have run, the ranks are idle: its tail."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..host.prompt_graph import ENCODER, LOADERS, Prompt, links, needed
 
-TypesOf = Callable[[str], tuple[str, ...]]  # of a node class's outputs; of one that nobody knows, none
+TypesOf = Callable[[str], tuple[str, ...]]  # gives the types of a node class's outputs; () if unknown
 
-# Nodes that use the ranks without a model of theirs, or give an encoder that does.
+# Nodes that use the ranks without a diffusion model, or give a text encoder that uses them.
 WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode", ENCODER)
 _ENCODERS = (("CLIP",), ("CLIP_VISION",), ("AUDIO_ENCODER",))
-# Links on which no model of the ranks travels. Any other may: packs have types of their own.
+# Link types that never carry a model of the ranks. Any other may: packs define types of their own.
 _NO_MODEL = frozenset(
     (
         *(
@@ -32,7 +32,7 @@ _NO_MODEL = frozenset(
 
 
 def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> set[str]:
-    """Returns the needed nodes that use the ranks or may: all that a model or text encoder of theirs reaches."""
+    """Returns the needed nodes that use the ranks or may: all that a model or text encoder of the ranks reaches."""
     nodes = needed(prompt, outputs)
     found = {n for n in nodes if prompt[n]["class_type"] in (*LOADERS, *WITHOUT_A_MODEL)}
     while more := {n for n in nodes if n not in found and found & set(_models(prompt, n, types_of))}:
@@ -44,7 +44,7 @@ def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) ->
 
 
 def loaders(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> list[str]:
-    """Of the needed nodes, those whose model the ranks will be asked for; not those that only give a text encoder."""
+    """Returns the needed loaders whose model is used; others may be needed only for a text encoder or VAE."""
     nodes = needed(prompt, outputs)
     used = {origin for node in nodes for origin in _models(prompt, node, types_of)}
     return [node for node in nodes if node in used and prompt[node]["class_type"] in LOADERS]
@@ -59,7 +59,7 @@ def _encoders(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
 
 
 def _models(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
-    """The nodes that give this one something on which a model may travel."""
+    """Yields the nodes that give this one an output that may carry a model."""
     for _, origin, slot in links(prompt[node]["inputs"]):
         kind = prompt[origin]["class_type"] if origin in prompt else ""
         types = types_of(kind)
@@ -68,8 +68,8 @@ def _models(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
 
 
 def in_tail(prompt: Prompt, on_ranks: set[str], started: set[str], finished: set[str]) -> bool:
-    """Whether none of the nodes `on_ranks` will run. One that has not run will not where what takes its output has
-    started: ComfyUI had that in its cache."""
+    """Returns True if none of the nodes `on_ranks` will run any more. A node that has not run will not run either if a
+    node that takes its output has started: ComfyUI had the output in its cache."""
     done = set(finished)
     waiting = list(started | finished)
     while waiting:

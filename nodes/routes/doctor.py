@@ -1,4 +1,4 @@
-"""The doctor and its GPU check behind buttons of ComfyUI's page: one examination at a time, in a process of its own."""
+"""Routes by which ComfyUI's page runs the doctor or its GPU check: one at a time, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GPU_ROUTE = "/parallel_sampling/gpu_check"
 _PACK_ROOT = Path(__file__).resolve().parents[2]
 _BUSY = "the doctor is examining this machine already"
 _COLUMNS = "100"
-_LONGEST_LINE = 2**20  # bytes; a report of many GPUs is one, with their tables
-_PATIENCE = 600.0  # s; an examination takes half a minute, and longer where ranks hang
+_LONGEST_LINE = 2**20  # bytes; a report is one line, long with the tables of many GPUs
+_PATIENCE = 600.0  # s; an examination takes half a minute, and longer if ranks hang
 
 
 def add_route(routes: web.RouteTableDef) -> None:
-    """POST without a body. Answers a line of JSON for each line of progress, {"line"}, and at the end {"report"}, with
-    {"markdown", "broken", "result"} of the GPU check, or {"error"}; {"error"} with 403 or 409."""
+    """Adds two routes for POST without a body. They answer lines of JSON: {"line"} for each line of progress, then
+    {"report"} (of the GPU check also "markdown", "broken", "result") or {"error"}. Refusals: {"error"}, 403 or 409."""
     busy = asyncio.Lock()
 
     @routes.post(ROUTE)
@@ -75,7 +75,7 @@ async def _examine(request: web.Request) -> web.StreamResponse:
 
 
 def _from_line(line: bytes) -> dict[str, object] | None:
-    """None for what is no JSON: another program's words."""
+    """Returns the JSON object of a line; None for the words of another program."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -84,12 +84,12 @@ def _from_line(line: bytes) -> dict[str, object] | None:
 
 
 def _make_way() -> bool:
-    """Ends this ComfyUI's ranks, whose models would be in the way; False where one of them works."""
+    """Ends this ComfyUI's ranks, whose models would take the memory. Returns False if one of them is working."""
     return all(sidecar.stop_if_idle() for sidecar in pool.all_sidecars())
 
 
 async def _check_gpu(request: web.Request) -> web.StreamResponse:
-    """Each check has a limit of its own, and the page can end all by going away."""
+    """Runs the GPU check. It needs no time limit here: each check has its own, and closing the page ends them all."""
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
         async with _message_stream(request) as tell:
             shared = Path(folder, "result.json")
@@ -106,7 +106,7 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
             except (OSError, ValueError):
                 await tell({"error": f"the GPU check left no report: {words}"})
             else:
-                # "" where strategies could not be measured: the last line says why.
+                # "" if strategies could not be measured: the last line says why.
                 result = shared.read_text() if shared.exists() else ""
                 broken = report["exit_status"] != 0
                 await tell({"markdown": markdown, "report": report, "result": result, "broken": broken})
@@ -114,7 +114,7 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
 
 
 class _MessageStream:
-    """An answer that is a line of JSON for each message."""
+    """An HTTP answer with a line of JSON for each message."""
 
     def __init__(self) -> None:
         self.response = web.StreamResponse(
@@ -135,13 +135,13 @@ async def _message_stream(request: web.Request) -> AsyncIterator[_MessageStream]
 
 @contextlib.asynccontextmanager
 async def _doctor(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`python -m parallel_backend doctor` with these arguments, gone afterwards with what it started."""
+    """Runs `python -m parallel_backend doctor` with these arguments; at the end kills it and all that it started."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "parallel_backend",
         "doctor",
-        "--parent",  # with which it ends, however that ends
+        "--parent",  # the doctor ends with this process, even after a crash
         str(os.getpid()),
         *arguments,
         cwd=_PACK_ROOT,

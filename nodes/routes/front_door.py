@@ -1,4 +1,4 @@
-"""What stands before several ComfyUIs asks of each: its load, as HAProxy's agent-check and as JSON, and to drain."""
+"""Routes for a load balancer before several ComfyUIs: load as HAProxy's agent-check and as JSON, and draining."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MOST_BYTES = 256
 
 @dataclass(frozen=True)
 class DrainRequest:
-    """Whether to take no more prompts from a front door."""
+    """The body of a POST to DRAIN. `draining`: True to refuse prompts from a load balancer."""
 
     draining: bool
 
 
 def add_routes(server: PromptServer) -> None:
-    """Adds the routes. `?for=` one of FOR to AGENT gets one line and no HTTP around it, as HAProxy reads it; HEALTH the
-    load as JSON; a DrainRequest to DRAIN the same afterwards. A restart ends a drain."""
+    """Adds the routes. GET AGENT with `?for=` one of FOR answers one line without HTTP headers, as HAProxy reads it.
+    GET HEALTH answers the load as JSON, and so does POST of a DrainRequest to DRAIN. A restart ends a drain."""
     draining = False
     gauges = DeviceGauges()
 
@@ -66,7 +66,7 @@ def add_routes(server: PromptServer) -> None:
 
 
 class _Nothing(web.Response):
-    """All that is to be said has been written to the connection."""
+    """A response that writes nothing: the answer was written to the connection directly."""
 
     async def prepare(self, request: web.BaseRequest) -> None:
         return None

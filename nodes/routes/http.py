@@ -1,4 +1,4 @@
-"""Requests of ComfyUI's page to the pack's routes: only from its own page, no longer than it may be, strictly read."""
+"""Checks requests to the pack's routes: only from ComfyUI's own page, limited in length, and strictly parsed."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _NOT_YOURS = "only ComfyUI's own page may ask for this"
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_listens = ""  # where this ComfyUI listens: addresses with commas
+_listens = ""  # addresses on which this ComfyUI listens, separated by commas
 
 
 def serve_on(addresses: str) -> None:
-    """Notes where ComfyUI listens (its --listen), before the first request."""
+    """Stores the addresses on which ComfyUI listens (its --listen). Called before the first request."""
     global _listens
     _listens = addresses
 
 
 def is_same_origin(request: web.Request) -> bool:
-    """True if the page that asks came from this server. Programs that are no browsers name no origin."""
+    """Returns True if the page that asks came from this server. Programs other than browsers name no origin."""
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         return False
     origin = request.headers.get("Origin")
     try:
         same = origin is None or urlsplit(origin).netloc.lower() == request.host.lower()
         return same and is_known_host(request.host, _listens)
-    except ValueError:  # no address at all
+    except ValueError:  # not an address
         return False
 
 
 def is_known_host(host: str, listen: str) -> bool:
-    """True if `host` (a request's Host) is a name by which a ComfyUI that listens on `listen` (addresses with commas)
-    is reached: loopback, an address or one of `listen`.
+    """Returns True if `host` (a request's Host) can be the name of a ComfyUI that listens on `listen` (addresses
+    separated by commas): loopback, an IP address or one of `listen`.
 
-    A foreign page can point its own name at 127.0.0.1 and would be of one origin with us by that name (DNS rebinding).
-    A ComfyUI that others may reach has names that it does not know, so there every name passes.
+    A foreign page can point its own name at 127.0.0.1 and would then share an origin with us (DNS rebinding). A ComfyUI
+    that other computers can reach has names that it does not know, so every name passes there.
     """
     listens = [one.strip().lower() for one in listen.split(",")]
     if not all(map(_is_loopback, listens)):
@@ -66,8 +66,8 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def same_origin_only(handler: Handler) -> Handler:
-    """Has a handler answer ComfyUI's own page alone, any other {"error"} with 403; what it raises as RequestError
-    becomes {"error"} with 400."""
+    """Wraps a handler: it answers only ComfyUI's own page, and other pages get {"error"} with 403. A RequestError that
+    it raises becomes {"error"} with 400."""
 
     @functools.wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -82,12 +82,12 @@ def same_origin_only(handler: Handler) -> Handler:
 
 
 def refuse(error: object, status: int) -> web.Response:
-    """{"error"} with that status."""
+    """Returns the response {"error"} with that status."""
     return web.json_response({"error": str(error)}, status=status)
 
 
 async def read_body(request: web.Request, most: int) -> bytes:
-    """No more of it than tells that it has more than `most` bytes."""
+    """Reads the body and stops as soon as it has more than `most` bytes: a result with more is too long."""
     body = bytearray()
     async for chunk in request.content.iter_any():
         body += chunk
@@ -97,7 +97,7 @@ async def read_body(request: web.Request, most: int) -> bytes:
 
 
 async def read_as(kind: type[T], request: web.Request, most: int) -> T:
-    """The body, JSON of the dataclass `kind`. Raises RequestError for any other, and for one that is too long."""
+    """Returns the JSON body as the dataclass `kind`. Raises RequestError if it is no such JSON or too long."""
     body = await read_body(request, most)
     if len(body) > most:
         raise RequestError(f"the body has more than {most} bytes")

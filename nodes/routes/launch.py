@@ -1,4 +1,4 @@
-"""The start with ComfyUI: the live status, toasts, the watch over idle ranks, and the ranks where that is wished."""
+"""Starts with ComfyUI: the live status, toasts, the timer for idle ranks, and the ranks if the setting says so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def begin(server: PromptServer) -> None:
-    """Once, while ComfyUI loads the pack. Starts no thread and no process until something happens."""
+    """Adds routes and listeners while ComfyUI loads the pack. Starts no thread or process until something happens."""
     http.serve_on(args.listen)
     status = live_status.begin(server)
     listen(lambda event: status.changed())

@@ -1,4 +1,4 @@
-"""The metrics over ComfyUI's own server, for Prometheus on this machine or another."""
+"""The route of the metrics on ComfyUI's own server, for Prometheus on this machine or another."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROUTE = "/parallel_sampling/metrics"
 
 
 def add_route(routes: web.RouteTableDef) -> None:
-    """GET answers in Prometheus' text format; 403, 404 or 503 with a line that says why."""
+    """Adds the route. GET answers in Prometheus' text format, or 403, 404 or 503 with a line that says why."""
     switch = MetricsSwitch(lambda: bool(setting("metrics")), price=price_per_gpu_hour)
     switch.begin()
 
     @routes.get(ROUTE)
     async def show(request: web.Request) -> web.Response:
-        if not is_same_origin(request):  # Prometheus is no page and names no origin
+        if not is_same_origin(request):  # Prometheus is not a page and names no origin
             return web.Response(status=403, text="a page of another server may not read this\n")
         answer = await asyncio.to_thread(switch.scrape)
         headers = {"Content-Type": answer.content_type, "Cache-Control": "no-store"}

@@ -1,4 +1,4 @@
-"""Has the queue log note each prompt that ComfyUI accepts, before whoever sent it is answered."""
+"""Writes each prompt that ComfyUI accepts to the queue log, before its sender gets the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROMPT = ("/prompt", "/api/prompt")
 
 
 def begin(server: PromptServer) -> None:
-    """Where the log is asked for; otherwise nothing."""
+    """Starts the log if its environment variable names a file; otherwise does nothing."""
 
     def queued() -> set[str]:
         running, waiting = server.prompt_queue.get_current_queue_volatile()

@@ -1,4 +1,4 @@
-"""Actions on the ranks for ComfyUI's page: their state, sleep, wake, restart, stop, another try after failures."""
+"""Routes by which ComfyUI's page reads the ranks' state and makes them sleep, wake, restart, stop or reset."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MOST_BYTES = 4096
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """For which ranks: those of a group, by its devices; none for devices that were left out."""
+    """The body of an action. `devices`: those of a group of ranks; empty: the devices that `auto` leaves out."""
 
     devices: tuple[str, ...]
 
 
 def add_routes(routes: web.RouteTableDef) -> None:
-    """GET answers {"groups": [...]} without gauges; POST of a GroupRequest to an action the same afterwards, or
-    {"error"} with 400, 403, 404, or 409 where it makes no sense now."""
-    served: set[tuple[str, ...]] = set()  # groups that an action is under way for
+    """Adds the routes. GET answers {"groups": [...], "left_out": [...]} without gauges. POST of a GroupRequest to an
+    action answers the same afterwards, or {"error"} with 400, 403, 404, or 409 if the action is not possible now."""
+    served: set[tuple[str, ...]] = set()  # devices of the groups on which an action is running
 
     @routes.get(ROUTE)
     async def show(request: web.Request) -> web.Response:
@@ -61,9 +61,9 @@ async def _shown() -> web.Response:
 
 
 def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
-    """Does it; the refusal where that is none of the page's business, or makes no sense now."""
+    """Runs an action. Returns the refusal if the group does not exist or the action is not possible now, else None."""
     found = groups()
-    if name == "reset" and not devices and left_out(found):  # devices that no group has any more
+    if name == "reset" and not devices and left_out(found):  # the devices may be in no group any more
         pool.reset()
         return None
     status = next((group for group in found if group.devices == devices), None)
@@ -81,7 +81,7 @@ def _act(name: str, devices: tuple[str, ...]) -> web.Response | None:
 
 
 def _stop(sidecar: Sidecar) -> None:
-    """Ranks that serve a request are left to it: cancelling is ComfyUI's own button."""
+    """Ends idle ranks. Raises RequestError if they serve a request: ComfyUI's own button cancels it."""
     if not sidecar.stop_if_idle():
         raise RequestError(BUSY)
 

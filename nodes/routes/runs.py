@@ -1,4 +1,4 @@
-"""What stock samplers told of their runs on the devices, for pages that are loaded anew."""
+"""The route that gives a reloaded page the recent runs of stock samplers on the devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUTE = "/parallel_sampling/runs"
 
 
 def add_route(routes: web.RouteTableDef) -> None:
-    """GET answers {prompt id: {node id: its output}} of the latest prompts, or {"error"} with 403."""
+    """Adds the route. GET answers {prompt id: {node id: its output}} of the latest prompts, or {"error"} with 403."""
 
     @routes.get(ROUTE)
     @same_origin_only

@@ -1,4 +1,4 @@
-"""The status of the ranks over ComfyUI's own websocket, to pages whose panel is open and seen, and to no others."""
+"""Sends the status of the ranks over ComfyUI's websocket, only to pages whose panel is open and visible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/parallel_sampling/watch"
 EVENT = "parallel_sampling.status"
-LEASE = 15.0  # s that a page counts as looking after it said so; it says so again every few seconds
+LEASE = 15.0  # s that a page counts as watching after its message, which it repeats every few seconds
 MOST_BYTES = 1024
 
 _gauges = DeviceGauges()
@@ -32,7 +32,7 @@ _gauges = DeviceGauges()
 
 @dataclass(frozen=True)
 class Watch:
-    """A page says that it looks, or does not any more. `client_id`: of its websocket; `anew`: it has nothing yet."""
+    """A page's message that it watches or has stopped. `client_id`: of its websocket; `anew`: it has no status yet."""
 
     client_id: str
     looking: bool
@@ -40,24 +40,24 @@ class Watch:
 
 
 def default_devices() -> tuple[str, ...]:
-    """Those that ranks start on where no Strategy Selector says otherwise."""
+    """Returns the devices on which ranks start if no Strategy Selector is connected."""
     return resolve_devices(setting("default_devices"))
 
 
 def groups() -> tuple[GroupStatus, ...]:
-    """Every group of ranks; while there is none, the one that could be started."""
+    """Returns the status of every group of ranks; if there is none, of the group that could be started."""
     found = tuple(sidecar.status() for sidecar in pool.all_sidecars())
     return found or (GroupStatus(default_devices(), "down", "", None, (), 0, 0, (), ()),)
 
 
 def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
-    """The devices that `auto` goes without, whether or not a group has them."""
+    """Returns the devices that `auto` leaves out, whether or not a group uses them."""
     of_groups = (device for group in found for device in group.devices)
     return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *of_groups))))
 
 
 def snapshot() -> Shown:
-    """The panel's content at this moment, the devices' gauges with it. `others`: GPUs that no group has."""
+    """Returns the panel's content now, with the devices' gauges. "others": GPUs that no group uses."""
     found = groups()
     devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
     shown = show_groups(found, _gauges.read(devices), left_out(found))
@@ -73,7 +73,7 @@ def snapshot() -> Shown:
 
 
 def begin(server: PromptServer) -> LiveSender[Shown]:
-    """Adds the route by which pages look; returns what sends to them. Nothing runs until one does."""
+    """Adds the route by which pages start and stop watching. Returns the sender; it runs only while a page watches."""
 
     def send(message: Shown, client: str) -> bool:
         if client not in server.sockets:

@@ -1,5 +1,5 @@
-"""Tells ComfyUI's page, beside Strategy Selector, which devices a person may choose, what its inputs will do, and what
-is wrong with them, while they are edited."""
+"""Routes for the page's panel at Strategy Selector: the devices that a person may choose, and while its inputs are
+edited what they will do and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _MOST_LETTERS = 1000
 
 
 def add_routes(routes: web.RouteTableDef) -> None:
-    """GET to DEVICES, with `text` as in devices.resolve_devices, answers {"devices": device_list.list_devices,
-    "clusters", "selected": those that the text means, "machine": in a sentence}, or {"error"} with 403. Starts nothing.
+    """Adds the routes. GET DEVICES with `text` as in devices.resolve_devices answers {"devices": list_devices(…),
+    "clusters", "selected": the devices that `text` selects, "machine": a sentence}, or {"error"} with 403.
 
-    POST to CHECK of what form.read_inputs takes answers what check_inputs gives, or {"error"} with 400 or 403."""
+    POST of a body for form.read_inputs to CHECK answers form.check_inputs(…), or {"error"} with 400 or 403. Neither
+    starts ranks."""
 
     @routes.get(DEVICES)
     @same_origin_only

@@ -1,1 +1,1 @@
-"""Tells people what a run did and took: report, badge, panel rows, and the comparison of two runs."""
+"""Shows what a run did and how long it took: report, badge, panel rows, and the comparison of two runs."""

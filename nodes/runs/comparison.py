@@ -1,4 +1,4 @@
-"""One job on one device and on all, in numbers and in words: both times, the gain, the largest difference."""
+"""Compares one job on one device and on all, in numbers and in words: both times, the gain, the largest difference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .speed import as_shown, average, compare_with_one_device, typical
 
 @dataclass(frozen=True)
 class Side:
-    """A run of the job. `title`: its strategy in words; `step_seconds`: of each step, or model call; `skipped`: whether
-    a step cache answered some of them."""
+    """A run of the job. `title`: its strategy in words; `step_seconds`: seconds of each step, or model call; `skipped`:
+    True if a step cache answered some of them."""
 
     title: str
     step_seconds: tuple[float, ...]
@@ -19,18 +19,18 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """In all, loading left out."""
+        """The seconds of all steps, without loading."""
         return sum(self.step_seconds)
 
     def step(self, *, on_average: bool) -> float:
-        """Seconds of a step; the first one, which pays for what is done once, left out where there are others."""
+        """Returns the median or mean seconds of a step. Without the first one (one-time costs) if there are others."""
         return average(self.step_seconds) if on_average else typical(self.step_seconds)
 
 
 @dataclass(frozen=True)
 class DeviceComparison:
-    """`levels`: the largest difference of a pixel, of 255; `latent`: the largest of the latents, `latent_peak` the
-    largest value of one device's."""
+    """Both runs and their largest differences. `levels`: of a pixel, on a scale of 0 to 255; `latent`: of the latents;
+    `latent_peak`: the largest absolute value of one device's latent."""
 
     one: Side
     split: Side
@@ -40,19 +40,19 @@ class DeviceComparison:
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """Seconds of a step on one device and on all; on average where a step cache answered some."""
+        """The seconds of a step on one device and on all: medians, or means if a step cache answered some steps."""
         one, split = (side.step(on_average=self.split.skipped) for side in (self.one, self.split))
         return as_shown(one), as_shown(split)
 
     @property
     def compared(self) -> str:
-        """The sentence about both."""
+        """The sentence that compares both times."""
         one, split = self.step_seconds
         return compare_with_one_device(split, one)
 
     def headline(self) -> str:
-        """E.g. `Ulysses 2 · 1.8 × as fast as one device · 0.31 s instead of 0.558 s per step · largest difference 0 of
-        255`."""
+        """Returns one line, e.g. `Ulysses 2 · 1.8 × as fast as one device · 0.31 s instead of 0.558 s per step ·
+        largest difference 0 of 255`."""
         one, split = self.step_seconds
         return " · ".join(
             (
@@ -64,7 +64,7 @@ class DeviceComparison:
         )
 
     def lines(self) -> list[str]:
-        """One fact each."""
+        """Returns the lines of a report, one fact each."""
         kind = "exact" if self.split.exact else "approximate"
         lines = [self._line(self.one), self._line(self.split)]
         one, split = self.step_seconds
@@ -87,7 +87,7 @@ class DeviceComparison:
         return f"{side.title}: {count} {units} in {side.seconds:.3g} s, {middle} {seconds:g} s"
 
     def as_dict(self) -> dict[str, object]:
-        """For the page; one device first."""
+        """Returns the comparison for the page; lists have one device first."""
         return {
             "headline": self.headline(),
             "titles": [self.one.title, self.split.title],

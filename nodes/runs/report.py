@@ -1,4 +1,4 @@
-"""The report of a sampling run, in words: what ran, where, why, and how long."""
+"""Writes the report of a sampling run in words: what ran, where, why, and how long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSE = "close to the picture of one device"
 
 
 def write_report(record: RunRecord) -> str:
-    """One line per fact; times in seconds, sizes in MiB."""
+    """Returns the report, one line per fact; times in seconds, sizes in MiB."""
     runs = record.runs
     lines = [f"strategy: {_strategy(record)}"]
     lines.append(_result(record))
@@ -64,12 +64,12 @@ def write_report(record: RunRecord) -> str:
 
 
 def phases_in_words(prompt_id: str) -> list[str]:
-    """Returns the lines on what a prompt had the devices for until now; none where it only sampled."""
+    """Returns lines on how long a prompt has used the devices for each phase; empty if it only sampled."""
     return [*PHASES.in_words(prompt_id), *filter(None, [compare_prompt(prompt_id)])]
 
 
 def summarise(record: RunRecord) -> str:
-    """Returns one short line for under the node, of a record with at least one run."""
+    """Returns one short line to show under the node, for a record with at least one run."""
     strategy, seconds = record.name_of(record.strategy), step_seconds(record)
     if reused := sum(run.reused_calls for run in record.runs):
         calls = sum(run.model_calls for run in record.runs)
@@ -79,8 +79,8 @@ def summarise(record: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class Badge:
-    """The run in three words. `seconds`: of a step; `compared`: the sentence about one device, "" where it ran on
-    one."""
+    """The shortest summary of a run. `seconds`: of a step; `compared`: the sentence that compares it with one device,
+    "" if it ran on one."""
 
     strategy: str
     seconds: float
@@ -93,7 +93,7 @@ def badge(record: RunRecord) -> Badge:
 
 
 def headline(record: RunRecord) -> str:
-    """Returns the run in one short line, of a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
+    """Returns one short line for a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
     1.8 × as fast as one device · whole prompt so far: 1.4 × as fast as one device · same picture as one device`."""
     short = badge(record)
     is_exact = all(run.exact for run in record.runs)
@@ -135,7 +135,7 @@ def _result(record: RunRecord) -> str:
 
 
 def _step_cache(record: RunRecord) -> list[str]:
-    """The share of calls that the step cache answered, where one was wanted and could."""
+    """Returns a line on how many calls the step cache answered; empty if it was off or counted no calls."""
     if record.cache_threshold is None or not record.runs:
         return []
     if not record.cache_threshold:
@@ -157,7 +157,7 @@ def _step_cache(record: RunRecord) -> list[str]:
 
 
 def _computing(record: RunRecord) -> list[str]:
-    """The way the blocks ran: the kernel of attention, and what compiling took."""
+    """Returns how the blocks ran: the attention kernel, and how long compiling took."""
     if not record.runs:
         return []
     lines = [f"attention: {', '.join(dict.fromkeys(run.kernel for run in record.runs))}"]
@@ -175,7 +175,7 @@ def _loras(record: RunRecord) -> list[str]:
 
 
 def _cost(record: RunRecord) -> list[str]:
-    """What the run held of its devices, a start and a load included, and money where a price is set."""
+    """Returns the device-seconds that the run took, with start and load, and their cost if a price is set."""
     images = 1 if record.plan is None else record.plan.job.batch
     held = sum(run.held_seconds for run in record.runs) * len(record.devices)
 
@@ -194,7 +194,7 @@ def _cost(record: RunRecord) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """Never 0.00 for what took its time."""
+    """Formats seconds; short times get three decimals, so that they do not read 0.00."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds:.3f} s"
 
 
@@ -210,7 +210,7 @@ def _strategy(record: RunRecord) -> str:
 
 
 def _trials(record: RunRecord) -> list[str]:
-    """The strategies that were tried on the way, and what the fastest won."""
+    """Returns lines on the strategies that the run tried, and how much faster the fastest one was."""
     tried = tried_seconds(record)
     if not tried:
         return _left_out(record, 0.0) if not record.trials else []
@@ -233,7 +233,7 @@ def _trials(record: RunRecord) -> list[str]:
 
 
 def _left_out(record: RunRecord, best_s: float) -> list[str]:
-    """The strategies that might have been tried and were not; `best_s`: of a step under the fastest."""
+    """Returns lines on the candidates that were not tried, and why. `best_s`: seconds of a step under the fastest."""
     trials = () if record.plan is None else record.plan.trials.candidates
     started = {trial.strategy for trial in record.trials}
     left = [other for other in trials if other.strategy not in started]
@@ -255,12 +255,12 @@ def _named(record: RunRecord, strategy: ParallelStrategy) -> str:
 
 
 def _foreseen(record: RunRecord) -> list[str]:
-    """The expected memory and, where it was measured before, time beside what it took."""
+    """Returns the predicted memory and, if they are known, the expected step time and gain next to the real ones."""
     plan = record.plan
     if plan is None:
         return []
     lines = [f"memory, predicted for the fullest device: {plan.memory.describe()}"]
-    if any(run.reused_calls for run in record.runs):  # what was foreseen is a step that computes all
+    if any(run.reused_calls for run in record.runs):  # the expected step computes all blocks
         return lines
     seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
     if seen is not None:

@@ -1,4 +1,4 @@
-"""The traces of a run on ComfyUI's page: its report, which device did what, the candidates, for web/*.js to draw."""
+"""Collects what web/*.js draw of a run on ComfyUI's page: its report, which device did what, the candidates."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .speed import compare_prompt, compared, compared_by_links, step_seconds, tr
 
 
 def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: ModelFile) -> dict[str, list]:
-    """A node's `ui` after a run: what ComfyUI keeps in its history."""
-    shown: dict[str, list] = {"text": [report]}  # as comfy_api's PreviewText
+    """Returns a node's `ui` after a run, which ComfyUI stores in its history."""
+    shown: dict[str, list] = {"text": [report]}  # the form of comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
         shown["parallel_badge"] = [asdict(badge(record))]
         if spent := timeline(joined(record.runs)):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
-    if len(rows := panel_rows(record)) > 1:  # else nothing was to choose
+    if len(rows := panel_rows(record)) > 1:  # else there was no choice
         shown["parallel_candidates"] = rows
     if record.plan is not None:
         shown["parallel_layout"] = [_layout(record, record.plan.job, settings, file)]
@@ -36,14 +36,14 @@ def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: Mod
 
 
 def phases_of(prompt_id: str) -> dict[str, object]:
-    """Returns {"prompt", "phases": [[name, seconds], …], "compared"} of a prompt until now, for web/lib/timeline.js; no
-    phase where it only sampled."""
+    """Returns {"prompt", "phases": [[name, seconds], …], "compared"} of a prompt until now, for web/lib/timeline.js.
+    "phases" is empty if it only sampled."""
     phases = [[phase, round(seconds, 4)] for phase, seconds in PHASES.spent(prompt_id).items()]
     return {"prompt": prompt_id, "phases": phases, "compared": compare_prompt(prompt_id)}
 
 
 def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: ModelFile) -> dict[str, object]:
-    """One case of selector_inputs.check_inputs' layout, with the inputs that it ran for."""
+    """Returns one case of the layout of form.check_inputs, with the Strategy Selector's inputs of the run."""
     strategy = record.strategy
     others = [device for device in resolve_devices(settings.devices) if device not in record.devices]
     devices = (*record.devices, *others)
@@ -56,7 +56,7 @@ def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: Model
 
 
 def panel_rows(record: RunRecord) -> list[dict[str, object]]:
-    """One dict per candidate, the one that ran first."""
+    """Returns one dict per candidate; the strategy that ran comes first."""
     if record.plan is None or not record.runs:
         return []
     tried = tried_seconds(record)
@@ -69,7 +69,7 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
 
 
 def _row(record: RunRecord, candidate: Candidate, *, now: bool) -> dict[str, object]:
-    """`inputs`: of Strategy Selector, which set it by hand; `alone`: it is one device; `now`: this run timed it."""
+    """Returns a row; "inputs" set it by hand, "alone": it is one device. `now`: True if this run timed it."""
     seconds, strategy = candidate.step_s, candidate.strategy
     is_chosen = strategy == record.strategy.canonical
     inputs = {name: value for name, value in strategy.as_dict().items() if name != "device_shares"}

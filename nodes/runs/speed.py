@@ -1,4 +1,4 @@
-"""Speed against one device: one time of a step for a run, and one sentence for every panel, badge, table and report."""
+"""Compares a run with one device: one step time for a run, one sentence for every panel, badge, table and report."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from ..host.calls import RunRecord
 
 NOT_COMPARED = "not compared"
-SAME = 0.02  # of a step: below it two times are the same, since steps of one run differ by more
-PLAIN_PERCENT = 1.1  # up to this factor a gain is told in percent: "1.0 ×" would say nothing
-# A time of an earlier run counts only while the machine is as it was then: the strategy that runs now must take what it
-# took then, within this share of a step.
+SAME = 0.02  # relative difference up to which two times are equal, since steps of one run differ by more
+PLAIN_PERCENT = 1.1  # below this factor a gain is shown in percent: "1.0 ×" would say nothing
+# An earlier run's time counts only if the machine is as busy as it was then: the step time of the strategy that runs
+# now must equal its earlier one within this fraction.
 AS_BUSY = 0.1
 
 
 def typical(times: Sequence[float]) -> float:
-    """Returns the median without the first time, which pays for what is done once."""
+    """Returns the median without the first time, which includes one-time costs."""
     return median(times[1:] or times)
 
 
@@ -38,7 +38,7 @@ def as_shown(seconds: float) -> float:
 
 
 def compare_with_one_device(seconds: float, one_device: float | None) -> str:
-    """Says how a step of `seconds` compares with one of `one_device` seconds; None or 0: nobody measured it."""
+    """Returns a sentence that compares `seconds` of a step with `one_device` seconds; None or 0: not measured."""
     seconds = as_shown(seconds)
     if not one_device or not seconds:
         return NOT_COMPARED
@@ -53,9 +53,9 @@ def compare_with_one_device(seconds: float, one_device: float | None) -> str:
 
 
 def step_seconds(record: RunRecord) -> float:
-    """Returns the seconds of a step, or model call, under the strategy that ran last, of a record with a run.
+    """Returns the seconds of a step, or model call, under the strategy that ran last. The record has at least one run.
 
-    In a run that tried several strategies only the steps under that one count.
+    If the run tried several strategies, only the steps under the last one count.
     """
     times = [seconds for run in record.runs for seconds in run.step_seconds]
     if any(run.reused_calls for run in record.runs):
@@ -64,14 +64,14 @@ def step_seconds(record: RunRecord) -> float:
 
 
 def tried_seconds(record: RunRecord) -> dict[ParallelStrategy, float]:
-    """Returns the seconds of a step under each strategy that this run timed on its way: the least of each, by which the
-    run chose the fastest (trials.py), so that the printed times never contradict the choice."""
+    """Returns the seconds of a step under each strategy that this run timed: the shortest step of each. The run chose
+    the fastest by it (trials.py), so the printed times never contradict the choice."""
     return {trial.strategy.canonical: min(trial.seconds) for trial in record.trials if trial.seconds}
 
 
 def one_device_seconds(record: RunRecord) -> float | None:
-    """Returns the seconds of a step on one device: tried in this run, else measured earlier on a machine that was as
-    busy as now. None where neither is known."""
+    """Returns the seconds of a step on one device: from this run if it tried one, else from an earlier run if the
+    machine was as busy as now (AS_BUSY). None if neither is known."""
     one = ParallelStrategy()
     if (tried := tried_seconds(record).get(one)) is not None:
         return tried
@@ -83,9 +83,9 @@ def one_device_seconds(record: RunRecord) -> float | None:
 
 
 def compared_by_links(record: RunRecord) -> str:
-    """Says how many times as fast as one device the links alone would have the strategy that ran last, e.g. `1.7 × by
-    the links alone`; where nobody measured one device, from which step on it is faster. "" where it ran on one, or
-    where nobody measured the links."""
+    """Returns how many times as fast as one device the last strategy is by the speed of the links alone, e.g. `1.7 × by
+    the links alone`. If one device was not measured: from which step time on the strategy is faster. "" if it ran on
+    one device, or the links were not measured."""
     plan, strategy = record.plan, record.strategy
     if plan is None or plan.link is None or not 1 < strategy.world_size == len(plan.devices):
         return ""
@@ -94,14 +94,14 @@ def compared_by_links(record: RunRecord) -> str:
     if (one := one_device_seconds(record)) is not None:
         return f"{one / by_links(one, *link):.1f} × by the links alone"
     saved = 1 - compute_share(plan.job, strategy)
-    if saved <= 0:  # nobody computes less than one device would
+    if saved <= 0:  # no device computes less than one device alone would
         return ""
     return f"by the links alone faster where one device takes more than {by_links(0.0, *link) / saved:.2g} s per step"
 
 
 def count_gain(record: RunRecord) -> None:
-    """Counts by how much all steps of a record with a run took less than on one device, for its prompt; nothing where
-    that is not known."""
+    """Adds to the gain of the prompt the seconds that all steps of a record saved against one device, if that is
+    known. The record has at least one run."""
     one = one_device_seconds(record)
     if one is not None and record.strategy.world_size > 1:
         steps = sum(len(run.step_seconds) for run in record.runs)
@@ -109,14 +109,14 @@ def count_gain(record: RunRecord) -> None:
 
 
 def compare_prompt(prompt_id: str) -> str:
-    """Says how a prompt until now compares with one on one device, where phases count as they were that nobody timed
-    there; "" where it only sampled, or nobody knows what one device takes."""
+    """Returns how a prompt until now compares with one device; phases that were not timed there count as equally long.
+    "" if it only sampled, or the time on one device is not known."""
     seconds, one_device = PHASES.with_and_without_gain(prompt_id)
     return f"whole prompt so far: {compare_with_one_device(seconds, one_device)}" if seconds else ""
 
 
 def compared(record: RunRecord) -> str:
-    """Says how a record with a run compares with one device; "" where it ran on one."""
+    """Returns how a record with at least one run compares with one device; "" if it ran on one."""
     if record.strategy.world_size == 1:
         return ""
     return compare_with_one_device(step_seconds(record), one_device_seconds(record))

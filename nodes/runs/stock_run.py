@@ -1,5 +1,5 @@
-"""A run of a sampler that is not the pack's: recorded call by call, told to the page at its end, and kept for pages
-that are loaded anew. ComfyUI keeps what nodes say of themselves; of a stock sampler nobody else would."""
+"""Records call by call a run of a sampler that is not the pack's, sends it to the page at its end, and stores it for
+reloaded pages. ComfyUI stores what a node itself reports, and a stock sampler reports nothing of the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .run_ui import phases_of, run_ui
 from .speed import count_gain
 
 EVENT, PHASES_EVENT = "parallel_sampling.run", "parallel_sampling.phases"
-MAX_PROMPTS = 16  # as far back as the page looks into ComfyUI's history
+MAX_PROMPTS = 16  # the page looks this far back into ComfyUI's history
 
 Output = dict[str, list]  # a node's `ui`
 _recent: OrderedDict[str, dict[str, Output]] = OrderedDict()  # by prompt, then by node
@@ -27,15 +27,15 @@ _lock = threading.Lock()
 
 
 def recent_runs() -> dict[str, dict[str, Output]]:
-    """What the samplers of the latest prompts told, by prompt and node."""
+    """Returns the outputs of the latest prompts' stock samplers, by prompt id and node id."""
     with _lock:
         return {prompt: dict(nodes) for prompt, nodes in _recent.items()}
 
 
 @contextmanager
 def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord]:
-    """Records a job that is shipped whole, with bars for the ranks under the node that runs; inside is the run. The
-    page is told of it unless it was cancelled or failed."""
+    """Records a job that is shipped whole, whose run goes inside the `with`. Shows a bar for each rank under the
+    running node, and at the end sends the run to the page, unless it was cancelled or failed."""
     record = RunRecord(price_per_hour=price_per_gpu_hour())
     with rank_bars():
         _send(None)
@@ -48,7 +48,7 @@ def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord
 
 
 def show_phases(prompt_id: str) -> None:
-    """Tells the page what the prompt had the devices for until now."""
+    """Sends to the page how long the prompt has used the devices for each phase."""
     shown = phases_of(prompt_id)
     if not shown["phases"]:
         return
@@ -59,7 +59,7 @@ def show_phases(prompt_id: str) -> None:
 
 
 def _send(output: Output | None) -> None:
-    """To the page that queued the prompt; None: the run begins."""
+    """Stores a sampler's output and sends it to the page that queued the prompt. None: the run begins."""
     shown = shown_node()
     if shown is None:
         return

@@ -1,4 +1,4 @@
-"""One job run twice, on all devices and on one of them, and what a node shows of that."""
+"""Runs one job twice, on all devices and on one of them, and collects what a node shows of both runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .run_ui import panel_rows, run_ui
 
 
 def check_comparable(settings: StrategySettings) -> None:
-    """Raises RequestError for settings that a person has set to what they would be compared with."""
+    """Raises RequestError if the settings choose one device by hand, which leaves nothing to compare."""
     if settings.mode == "manual" and settings.strategy.world_size == 1:
         raise RequestError(
             "Strategy Selector is set by hand to one device, so there is nothing to compare it with; raise a degree, "
@@ -32,7 +32,7 @@ def check_comparable(settings: StrategySettings) -> None:
 
 
 def check_is_picture(latent: io.Latent.Type) -> None:
-    """Raises RequestError for a latent without one."""
+    """Raises RequestError for a latent without a picture, such as sound."""
     samples = latent["samples"]
     if not samples.is_nested and samples.ndim < 4:
         raise RequestError(
@@ -47,15 +47,15 @@ def compare_runs(
     file: ModelFile,
     run: Callable[[StrategySettings, bool], tuple[RunRecord, Tensor]],
 ) -> io.NodeOutput:
-    """Has `run(settings, alone)` sample on all devices and then on one. Returns both pictures and the report, and the
-    comparison for the node. Raises RequestError where nothing was sampled."""
+    """Calls `run(settings, alone)` to sample on all devices and then on one. Returns both pictures, the report, and the
+    comparison for the node. Raises RequestError if nothing was sampled."""
     settings = replace(settings, compared=True)
     report_progress("1 of 2: all devices")
     record, all_samples = run(settings, False)
     if not record.runs:
         raise RequestError("No step ran on the devices, so there is nothing to compare.")
     report_progress("2 of 2: one device")
-    # The very devices of the first run, so that its ranks stay; approximations are what it is compared with.
+    # The same devices as in the first run, so that its ranks stay. This run is the reference for approximations.
     one_record, one_samples = run(
         StrategySettings(
             "manual",
@@ -79,7 +79,7 @@ def compare_runs(
     report_progress(compared.headline())
     report = "\n".join([*compared.lines(), "", "the run on all devices", write_report(record)])
     seconds = compared.step_seconds[1]
-    worst = int(peaks.argmax())  # of a batch or a video: where they differ most
+    worst = int(peaks.argmax())  # the picture of a batch or video that differs most
     saved = ui.PreviewImage(torch.stack([picture[worst] for picture in pictures]), cls=cls).as_dict()
     shown = run_ui(record, report, settings, file) | {
         "parallel_headline": [compared.headline()],
@@ -93,7 +93,7 @@ def compare_runs(
 
 
 def _first(samples: Tensor) -> Tensor:
-    """The pictures of models that have sound beside them."""
+    """Returns the latent of the pictures alone, for models that also make sound."""
     return samples.unbind()[0] if samples.is_nested else samples
 
 
@@ -107,7 +107,7 @@ def _side(record: RunRecord) -> Side:
 
 
 def _rows(compared: DeviceComparison, record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:
-    """The candidates of the first run, with what one device took in the second."""
+    """Returns the candidate rows of the first run, plus the one-device row of the second run."""
     one = {**panel_rows(one_record)[0], "chosen": False, "compared": ""}
     rows = [row for row in panel_rows(record) if not row["alone"]]
     return [*({**row, "compared": compared.compared if row["chosen"] else ""} for row in rows), one]

@@ -1,1 +1,1 @@
-"""How a job becomes bytes and tensors, and a job again."""
+"""Turns a job into bytes and tensors, and back into a job."""

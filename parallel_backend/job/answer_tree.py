@@ -1,4 +1,4 @@
-"""Packs what a text encoder answers into tensors that travel: tensors and plain values in tuples, lists and dicts."""
+"""Packs the answer of a text encoder, tensors and plain values in tuples, lists and dicts, into tensors to send."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..errors import RequestError, TransportError
 
-TREE = "tree"  # the name of the tensor that holds the form as JSON; the others are called by number
+TREE = "tree"  # name of the tensor that holds the structure as JSON; the other tensors are named by number
 
 _PLAIN = (str, int, float, bool, type(None))
 
 
 def pack_tree(answer: Any) -> dict[str, Tensor]:
-    """Writes an answer down, its tensors on the CPU. Raises RequestError for one that holds anything else."""
+    """Returns an answer as CPU tensors by name. Raises RequestError if it holds an object of another kind."""
     tensors: list[Tensor] = []
     form = json.dumps(_form_of(answer, tensors))
     found = {str(number): one.detach().cpu().contiguous() for number, one in enumerate(tensors)}
@@ -25,7 +25,7 @@ def pack_tree(answer: Any) -> dict[str, Tensor]:
 
 
 def unpack_tree(tensors: Mapping[str, Tensor]) -> Any:
-    """Reads what pack_tree wrote. Raises TransportError for anything else."""
+    """Returns the answer that pack_tree packed. Raises TransportError for any other tensors."""
     try:
         return _value_of(json.loads(tensors[TREE].numpy().tobytes()), tensors)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -33,7 +33,7 @@ def unpack_tree(tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _form_of(value: Any, tensors: list[Tensor]) -> list[Any]:
-    """Returns [kind, content], and adds the tensors that it names by number."""
+    """Returns `value` as [kind, content]; appends its tensors to `tensors`, to which content refers by index."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", len(tensors) - 1]

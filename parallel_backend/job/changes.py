@@ -1,4 +1,4 @@
-"""How a tree of modules differs from the one that ComfyUI builds: what nodes have done to a network."""
+"""Finds what nodes have changed in a network: how its modules differ from those that ComfyUI builds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOKS = (
     "_forward_hooks_always_called",
 )
 _GROUPS = {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl", *HOOKS}
-# What ComfyUI's process notes on a model for itself, and the beginnings and ends of such names on its layers.
+# Attributes in which ComfyUI's process keeps its own state of a model, and prefixes and a suffix of those on layers.
 _NOTES = {
     "current_patcher",
     "device",
@@ -50,8 +50,8 @@ _NOTES_END = "_lowvram_function"
 
 @dataclass(frozen=True)
 class NetworkChange:
-    """One change of the module at `path`. `kind`: its class, an attribute, a child, hooks (`name`: which dict), or a
-    parameter; `value`: what is there now."""
+    """One change of the module at `path`. `kind`: what has changed; `name`: of the attribute, child or parameter, or of
+    the dict of hooks, "" for the class; `value`: the new one."""
 
     kind: Literal["class", "attribute", "child", "hooks", "parameter"]
     path: str
@@ -60,8 +60,8 @@ class NetworkChange:
 
 
 def changes_of(changed: nn.Module, pristine: nn.Module, known: Known) -> Iterator[NetworkChange]:
-    """What differs in `changed`, whose modules are named in `known` where they stand in place of one of `pristine`'s.
-    Parameters aside, which ranks hold."""
+    """Yields the differences of `changed` from `pristine`, except those of parameters, which the ranks hold. `known`:
+    names the modules of `changed` that correspond to one of `pristine`."""
     paths: dict[int, str] = {}
     for path, module in pristine.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), path)
@@ -95,7 +95,7 @@ def _of_module(
 
 
 def is_note(name: str) -> bool:
-    """True for an attribute of a module that is torch's, or that ComfyUI notes for itself."""
+    """Returns True for an attribute of a module in which torch or ComfyUI keeps its own state."""
     return name in _GROUPS or name in _NOTES or name.startswith(_NOTES_BEGIN) or name.endswith(_NOTES_END)
 
 
@@ -105,12 +105,12 @@ def _differs(name: str, value: Any, pristine: nn.Module) -> bool:
             return False
     elif value is None:
         return False
-    # ComfyUI puts the class's own method there as it takes an object patch out.
+    # When ComfyUI removes an object patch of a method, it leaves the class's own method on the object.
     return not (isinstance(value, types.MethodType) and value.__func__ is getattr(type(pristine), name, None))
 
 
 def is_same_class(one: type, other: type) -> bool:
-    """True if they are one class, or ComfyUI made both in one function."""
+    """Returns True if both are one class, or if one function of ComfyUI created both."""
     if one is other:
         return True
     names = [(kind.__module__, kind.__qualname__, kind.__bases__) for kind in (one, other)]
@@ -135,4 +135,4 @@ def _is_equal(value: Any, other: Any) -> bool:
         return len(value) == len(other) and all(map(_is_equal, value, other))
     if isinstance(value, dict):
         return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
-    return True  # of the same class: made by its constructor
+    return True  # objects of one class: the constructor made both

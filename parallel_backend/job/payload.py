@@ -1,4 +1,4 @@
-"""A sampling job as it travels: its head in one tensor of bytes, and each tensor that the ranks do not hold yet."""
+"""The payload that carries a job to the ranks: its head as a tensor of bytes, and the tensors that they lack."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .changes import NetworkChange
 from .prints import Print
 from .restore import Replaced
 
-HEAD = "job"  # the name of the tensor of bytes
-INPUTS = "inputs"  # the name of what a VAE is given: large, and nothing that another job names
-ANSWER, DENOISED = "latent", "denoised"  # the names of tensors in the answer
+HEAD = "job"  # name of the tensor with the bytes of the head
+INPUTS = "inputs"  # name of a VAE's input: it is large, and no later job refers to it
+ANSWER, DENOISED = "latent", "denoised"  # names of tensors in the answer
 
 
 @dataclass(frozen=True)
 class SamplerRun:
-    """ComfyUI's guider with the wrappers around its `outer_sample`. `arguments`: noise, latent, sampler, sigmas, mask
-    and seed; `latent_shapes`: as ComfyUI passes them."""
+    """A run of ComfyUI's guider with the wrappers around its `outer_sample`. `arguments`: noise, latent, sampler,
+    sigmas, mask and seed; `latent_shapes`: the value that ComfyUI passes."""
 
     guider: Any
     wrappers: Sequence[Any]
@@ -34,7 +34,7 @@ class SamplerRun:
 
 @dataclass(frozen=True)
 class NetworkCall:
-    """One call of the network outside of a sampler, with the weights as `patcher`, ComfyUI's, has patched them."""
+    """One call of the network outside of a sampler. `patcher`: ComfyUI's ModelPatcher, which patches the weights."""
 
     patcher: Any
     args: tuple[Any, ...]
@@ -43,8 +43,8 @@ class NetworkCall:
 
 @dataclass(frozen=True)
 class EncoderCall:
-    """One call of a text encoder: of `method` of its module at `path`, with the weights as `patcher`, ComfyUI's, has
-    patched them."""
+    """One call of a text encoder: `method` of its module at `path`. `patcher`: ComfyUI's ModelPatcher, which patches
+    the weights."""
 
     patcher: Any
     path: str
@@ -55,7 +55,7 @@ class EncoderCall:
 
 @dataclass(frozen=True)
 class HeldTextEncoder:
-    """A text encoder as ranks hold it. `kind`: the class of its ModelPatcher."""
+    """A text encoder for ranks to hold. `kind`: the class of its ModelPatcher."""
 
     module: nn.Module
     kind: type
@@ -63,9 +63,9 @@ class HeldTextEncoder:
 
 @dataclass(frozen=True)
 class HalfVae:
-    """The decoder of a VAE as ranks hold it, or its encoder. `module`: ComfyUI's network without the other half;
-    `latent_channels`, `latent_dims`: of the latent [B, C, (t,) h, w], 2 or 3; `dtype`: which it is computed in, but on
-    the CPU. Of an encoder, `scale`: pixels per position of the latent along each side; `in_channels`: of a pixel."""
+    """The decoder or the encoder of a VAE, for ranks to hold. `module`: ComfyUI's network without the other half;
+    `latent_channels`: C of the latent [B, C, (t,) h, w]; `latent_dims`: 3 with t, else 2; `dtype`: compute dtype on a
+    GPU (CPU: float32). Encoders only: `scale`: pixels per latent position along a side; `in_channels`: of a pixel."""
 
     module: nn.Module
     encodes: bool
@@ -78,8 +78,8 @@ class HalfVae:
 
 @dataclass(frozen=True)
 class VaeCall:
-    """One call of half a VAE with INPUTS, a latent [B, C, (t,) h, w] or pixels [B, C, (T,) H, W]. `shares`: how much of
-    each every rank takes; empty for equal shares."""
+    """One call of half a VAE on INPUTS: a latent [B, C, (t,) h, w] or pixels [B, C, (T,) H, W]. `shares`: one number
+    per rank, its relative share of each input; empty for equal shares."""
 
     shares: tuple[float, ...]
 
@@ -89,9 +89,9 @@ Work = SamplerRun | NetworkCall | EncoderCall | VaeCall | HeldTextEncoder | Half
 
 @dataclass(frozen=True)
 class PickledJob:
-    """`work`: what to run, or the module that a load brings; `replaced`: in ComfyUI's modules; `changes`: of the
-    network; `random_states`: of torch, Python, numpy and the GPU; `cache_threshold`: of the step cache, 0 without one.
-    """
+    """A job before it is pickled. `work`: what to run, or the module to load; `replaced`: what packs have replaced in
+    ComfyUI's modules; `changes`: what nodes have changed in the network; `random_states`: of torch, Python, numpy and
+    the GPU; `cache_threshold`: of the step cache, 0 without one."""
 
     work: Work
     replaced: Sequence[Replaced]
@@ -102,11 +102,11 @@ class PickledJob:
 
 @dataclass(frozen=True)
 class Head:
-    """`job`: a PickledJob; `is_fresh`: it names no tensor of an earlier job; `dropped`: numbers of tensors that
-    no job will name again; `facts`: pickled ProcessFacts, None where the ranks have them; `packs`: those whose code the
-    job has; `mode`: a token mode, as far as the class is proven; `inputs`: the values of the model's InputShapes;
-    `prints`: of the loader's parameters, None where the ranks have compared them; `digests`: of the code of `packs`,
-    for ranks on other machines."""
+    """The head of a payload. `job`: a PickledJob as bytes; `is_fresh`: True if it refers to no tensor of earlier jobs;
+    `dropped`: numbers of tensors that no later job refers to; `facts`: pickled ProcessFacts, None if the ranks have
+    them; `packs`: names of the packs whose code the job contains; `mode`: the token mode that the model's class is
+    proven for; `inputs`: the values of the model's InputShapes; `prints`: of the loader's parameters, None if the ranks
+    have compared them; `digests`: of the code of `packs`, only for ranks on other machines."""
 
     job: bytes
     is_fresh: bool
@@ -121,9 +121,9 @@ class Head:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """The facts of ComfyUI's process that ranks need. `comfyui`: its folder; `version`: ComfyUI's; `pack_name`: this
-    pack's name there; `packs`: their files, by name; `search_path`: sys.path; `folders`: attributes of ComfyUI's
-    folder_paths."""
+    """The facts of ComfyUI's process that ranks need. `comfyui`: ComfyUI's folder; `version`: its version; `pack_name`:
+    the module name of this pack; `packs`: (file, True if it is a package) of the other packs by module name;
+    `search_path`: sys.path; `folders`: attributes of ComfyUI's folder_paths."""
 
     comfyui: str
     version: str
@@ -134,7 +134,7 @@ class ProcessFacts:
 
 
 def digest_of_code(file: str, is_package: bool) -> str:
-    """A digest of a pack's Python files, by which two machines tell whether they have the same."""
+    """Returns a digest of a pack's Python files: it is the same on two machines that have the same version."""
     folder = Path(file).parent
     found = sorted(folder.rglob("*.py")) if is_package else [Path(file)]
     digest = hashlib.sha256()
@@ -145,19 +145,19 @@ def digest_of_code(file: str, is_package: bool) -> str:
 
 
 def pack_facts(facts: ProcessFacts) -> bytes:
-    """Writes the facts down; unpickling.unpack_facts reads them."""
+    """Returns the facts as bytes; unpickling.unpack_facts reads them."""
     return pickle.dumps(_values(facts))
 
 
 def pack_payload(head: Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The payload of a message to the ranks; `tensors`: by number."""
+    """Returns the payload of a message to the ranks. `tensors`: by number, written as a string."""
     data = torch.frombuffer(bytearray(pickle.dumps(_values(head))), dtype=torch.uint8)
     return {HEAD: data, **{number: one.detach().cpu().contiguous() for number, one in tensors.items()}}
 
 
 def pack_answer(answer: Tensor | Sequence[Tensor], denoised: Tensor | None = None) -> dict[str, Tensor]:
-    """A latent, or what a network gave: one tensor or several (video and sound), as float32 on the CPU; and what the
-    last step of a sampler took for the latent without noise."""
+    """Returns an answer as float32 tensors on the CPU. `answer`: a latent or the output of a network, one tensor or
+    several (video and sound); `denoised`: the denoised latent of the last step."""
     others = {} if denoised is None else {DENOISED: denoised.float().cpu()}
     parts = [answer] if isinstance(answer, Tensor) else answer
     names = [ANSWER, *(f"{ANSWER}.{place}" for place in range(1, len(parts)))]
@@ -165,11 +165,11 @@ def pack_answer(answer: Tensor | Sequence[Tensor], denoised: Tensor | None = Non
 
 
 def unpack_answer(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Reads what pack_answer wrote; nothing where there is no answer."""
+    """Returns the answer that pack_answer packed, an empty list if there is none."""
     names = sorted(name for name in tensors if name == ANSWER or name.startswith(f"{ANSWER}."))
     return [tensors[name] for name in names]
 
 
 def _values(data: Head | ProcessFacts) -> tuple[Any, ...]:
-    """Plain values, so that no class has to be found where they are read."""
+    """Returns the fields as plain values, so that unpickling need not look up the class."""
     return tuple(getattr(data, field.name) for field in fields(data))

@@ -1,6 +1,6 @@
-"""Objects of ComfyUI's process as bytes and tensors: what the ranks hold is named, all else is written down.
+"""Pickles objects of ComfyUI's process into bytes and tensors; objects that the ranks hold are only named.
 
-Goes from ComfyUI to its own children over an inherited socket, and is read nowhere else (unpickling.py).
+Only ranks read these pickles (unpickling.py): ComfyUI's own child processes, or those of a cluster that it heads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..errors import RequestError
 from . import reducers
 from .reducers import CONTEXT, EMPTY_CELL
 
-# What ComfyUI's memory manager puts beside a loaded module's weights.
+# Attributes that ComfyUI's memory manager sets on a loaded module.
 LOADED_STATE = ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "_pin", "_pins", "_pin_state")
-# What of a ModelPatcher belongs to the process that it lives in.
+# Attributes of a ModelPatcher that are only valid in its own process.
 PATCHER_STATE = (
     "model",
     "backup",
@@ -50,19 +50,19 @@ PATCHER_STATE = (
 _PLAIN = frozenset({dict, str, int, float, tuple, list, bool, bytes, type(None)})
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _CANNOT = (TypeError, pickle.PicklingError, RuntimeError, AttributeError, NotImplementedError, ValueError)
-# The metaclass of what ComfyUI runs a node's `execute` with: a copy of the node's class that cannot be changed.
+# The metaclass of the locked copy of a node's class on which ComfyUI calls `execute`.
 _LOCKED = "lock_class.<locals>.LockedMeta"
-# Objects that an error names on the way to what cannot be written, and the most that are looked through.
+# An error names at most _TRAIL objects on the way to the one that cannot be pickled; the search stops at _DEEPEST.
 _TRAIL, _DEEPEST = 5, 50
 
-# What the ranks hold or map themselves, by id: the word by which reducers.RankObjects finds it.
+# The objects that the ranks hold or map themselves: by id, the name that RankObjects.resolve looks up.
 Known = dict[int, tuple[Any, ...]]
 
 
 class PlaceInFile(NamedTuple):
-    """A tensor of a safetensors file, which ranks map themselves. `identity`: of the file as it was (FileIdentity);
-    `number`: of the tensor, whose copy in a rank may have been written to: another one of the same values has another.
-    """
+    """The place of a tensor in a safetensors file that ranks map themselves. `identity`: the file's FileIdentity when
+    it was read; `number`: of the tensor object in ComfyUI's process. A rank may have written to its copy, so another
+    tensor object with the same values has another number."""
 
     path: str
     identity: Hashable
@@ -74,8 +74,8 @@ FindInFile = Callable[[Tensor], PlaceInFile | None]
 
 
 class CannotBeSent(RequestError):
-    """A job holds what cannot be pickled. `problem`: what and why; `held_by`: the objects on the way to it; `modules`:
-    of their code, the closest first."""
+    """Raised for a job with an object that cannot be pickled. `problem`: the object and the reason; `held_by`: the
+    objects through which the job holds it; `modules`: the Python modules of these, starting at the object."""
 
     def __init__(self, problem: str, path: Sequence[object]) -> None:
         named = [one for one in path if type(one) not in _PLAIN]
@@ -91,7 +91,7 @@ class CannotBeSent(RequestError):
 
 
 class SentTensors:
-    """The numbers of tensors that the ranks hold already."""
+    """The numbers of the tensors that the ranks already hold."""
 
     def __init__(self) -> None:
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (number, version or copy)
@@ -99,14 +99,14 @@ class SentTensors:
         self._dropped: list[int] = []
 
     def number(self, tensor: Tensor) -> tuple[int, bool]:
-        """Returns the number of `tensor`, and True if it is new or was written into since."""
+        """Returns the number of `tensor`, and True if it must be sent: it is new, or was written to since."""
         found = self._numbers.get(tensor)
         if found is not None and _is_still(tensor, found[1]):
             return found[0], False
         if found is not None:
             self._dropped.append(found[0])
         self._next += 1
-        # Nobody counts what is written into an inference tensor, as prompts are: a copy tells.
+        # Inference tensors, such as prompts, have no version counter: compare with a copy.
         self._numbers[tensor] = (self._next, tensor.clone() if tensor.is_inference() else tensor._version)
         weakref.finalize(tensor, self._forget, self._next)
         return self._next, True
@@ -115,15 +115,15 @@ class SentTensors:
         self._dropped.append(number)
 
     def take_dropped(self) -> list[int]:
-        """Returns the numbers that the ranks may forget, once."""
+        """Returns the numbers that the ranks may forget, and clears the list."""
         dropped, self._dropped = sorted(set(self._dropped)), []
         return dropped
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """An object as it travels. `tensors`: those that the ranks do not hold yet, by number; `modules`: the names of the
-    Python modules that its functions and classes live in."""
+    """A pickled object. `tensors`: those that the ranks do not hold yet, by number; `modules`: the names of the Python
+    modules that define its functions and classes."""
 
     data: bytes
     tensors: dict[str, Tensor]
@@ -137,8 +137,8 @@ def pickle_job(
     patcher: type,
     find_in_file: FindInFile | None = None,
 ) -> Pickled:
-    """Writes `job` down. `patcher`: ComfyUI's ModelPatcher; `find_in_file`: tells of a tensor that the ranks can read
-    in a file. Raises CannotBeSent."""
+    """Pickles `job`. `patcher`: ComfyUI's class ModelPatcher; `find_in_file`: returns the place of a tensor that the
+    ranks can read from a file. Raises CannotBeSent."""
     file = io.BytesIO()
     pickler = _JobPickler(file, known, sent, patcher, find_in_file)
     try:
@@ -152,7 +152,7 @@ def pickle_job(
 
 
 def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
-    """Finds the objects from `job` to the one that cannot be pickled, each of which holds the next."""
+    """Returns the objects from `job` to the one that cannot be pickled; each holds the next."""
     path, seen = [job], {id(job)}
     while len(path) < _DEEPEST:
         for part in _parts(path[-1], known, patcher):
@@ -177,7 +177,7 @@ def _can_be_sent(part: object, known: Known, patcher: type) -> bool:
 
 
 def _parts(obj: object, known: Known, patcher: type) -> Iterable[object]:
-    """What `obj` holds, as far as it travels with it."""
+    """Returns the objects that are pickled with `obj`."""
     if id(obj) in known or isinstance(obj, (Tensor, type, types.ModuleType)):
         return ()
     if isinstance(obj, dict):
@@ -213,10 +213,10 @@ class _JobPickler(cloudpickle.Pickler):
         self._find_in_file = find_in_file
         self.tensors: dict[str, Tensor] = {}
         self.modules: set[str] = set()
-        self._alive: list[object] = []  # made on the way: their ids must stay theirs
+        self._alive: list[object] = []  # objects created while pickling: no other object may get their ids
 
     def forget(self) -> None:
-        """Lets go of all that was written: a MODEL that nobody has any more must not wait for the garbage collector."""
+        """Drops all references to pickled objects, so that an unused MODEL does not wait for the garbage collector."""
         self.clear_memo()
         self._alive, self._known = [], {}
 
@@ -265,7 +265,7 @@ class _JobPickler(cloudpickle.Pickler):
         elif isinstance(obj, self._patcher):
             return self._reduce_patcher(obj)
         elif isinstance(obj, types.CellType):
-            return (internals._make_empty_cell, ())  # functions share it, and set its content
+            return (internals._make_empty_cell, ())  # shared by functions; fill_function fills it
         elif isinstance(obj, weakref.ref):
             return (reducers.make_reference, (obj(),))
         elif type(obj).__name__ == "PromptServer":
@@ -289,8 +289,8 @@ class _JobPickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _is_of_a_path(self, obj: Any) -> bool:
-        """True for what lies in a module that ComfyUI has called by its file's path. pickle takes dots in it for
-        packages and finds nothing."""
+        """Returns True for an object of a module that ComfyUI has named by its file path. pickle reads the dots in that
+        name as packages and does not find the object."""
         module = obj.__module__ or ""
         if os.sep not in module or module.partition(".")[0] in sys.modules:
             return False
@@ -300,7 +300,7 @@ class _JobPickler(cloudpickle.Pickler):
         return found is obj
 
     def _reduce_patcher(self, patcher: Any) -> Any:
-        """The job's own is made anew over the model that a rank holds; another travels with its model."""
+        """Pickles a ModelPatcher: the job's own without its model, which the ranks hold; any other with its model."""
         if id(patcher.model) in self._known:
             state = {key: value for key, value in vars(patcher).items() if key not in PATCHER_STATE}
             return (
@@ -321,8 +321,8 @@ class _JobPickler(cloudpickle.Pickler):
         return (reducers.call, (CONTEXT, "other_patcher"), state, None, None, reducers.set_attributes)
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
-        """A function by value keeps the globals of its module, which a rank has as well, and not copies of them. Its
-        cells are set by themselves, since functions share them."""
+        """Pickles a function by value, but with a reference to its module's globals, which a rank has too, instead of
+        copies. The contents of its cells are set separately, since functions share cells."""
         name = str(func.__globals__.get("__name__"))
         module = sys.modules.get(name)
         state, slots = internals._function_getstate(func)
@@ -341,14 +341,14 @@ class _JobPickler(cloudpickle.Pickler):
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """True for a tensor of a class of its own that is no quantised one, which goes by its parts."""
+    """Returns True unless `tensor` is sparse or quantised; quantised ones are pickled by their parts."""
     is_quantised = hasattr(tensor, "__tensor_flatten__") or hasattr(type(tensor), "_params")
     return tensor.layout is torch.strided and not is_quantised
 
 
 def _bound_by_super(obj: Any) -> tuple[type, Any] | None:
-    """Returns the class and the object of a kept `super()`; None for anything else. isinstance() takes one for what it
-    is bound to."""
+    """Returns the class and the object of a stored `super()`, None for any other object. isinstance() would see the
+    bound object instead."""
     is_super: bool = type(obj) is super
     return (obj.__thisclass__, obj.__self__) if is_super else None
 

@@ -1,4 +1,4 @@
-"""A print of a parameter: a few of its values, by which two processes see whether they hold the same weights."""
+"""Prints (fingerprints) of parameters: a few values of each, to compare the weights that two processes hold."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 _VALUES = 64
-_SPREAD = 2654435761  # Knuth's multiplier: places far from each other
-# How a refusal begins that goes on with the names of weights that the sender has changed, with commas between.
+_SPREAD = 2654435761  # Knuth's multiplier: spreads the positions over the tensor
+# Prefix of a refusal; the comma-separated names of weights that the sender has changed follow it.
 OTHER_WEIGHTS = "not the file's weights: "
 Print = tuple[str, tuple[int, ...], bytes]
 
 
 def print_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Print | None:
-    """(dtype, shape, the bytes of a few values), cast to `dtype` where there is one; None for a tensor whose values
-    cannot be read by place, such as a quantised one or one on the meta device."""
+    """Returns (dtype, shape, the bytes of at most 64 values), with the values cast to `dtype` if given. Returns None if
+    values cannot be read by position: a quantised, empty or non-contiguous tensor, or one on the meta device."""
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     if tensor.is_meta or not is_plain or not tensor.numel() or not tensor.is_contiguous():
         return None
@@ -29,13 +29,13 @@ def print_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Print | None:
 
 
 def prints_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Print]:
-    """The prints of those that have one, by name."""
+    """Returns the prints by name, without tensors that have none."""
     found = ((name, print_of(tensor)) for name, tensor in tensors)
     return {name: one for name, one in found if one is not None}
 
 
 def differing(tensors: Mapping[str, Tensor], prints: Mapping[str, Print]) -> list[str]:
-    """The names of tensors whose values are others than in `prints`, in the dtype of those."""
+    """Returns the names of tensors whose values, cast to the dtype of the print, differ from `prints`."""
     found = []
     for name, (dtype, shape, values) in prints.items():
         cast = getattr(torch, dtype.removeprefix("torch."))

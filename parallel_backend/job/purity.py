@@ -1,6 +1,6 @@
-"""Whether a function leaves anything behind but what it returns, as far as its bytecode tells.
+"""Tells from a function's bytecode whether it is pure: whether it stores nothing outside of what it returns.
 
-What it might store could flow from one row of a call to another, so rows may be apart only where nothing is stored.
+A stored value could reach other rows of a call, so ranks may compute rows separately only if nothing is stored.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _CHANGES = {
     "randint",
 }
 _TRUSTED = ("torch", "comfy.", "einops", "math", "builtins", "numpy", "functools", "typing")
-_DEEPEST = 4  # calls that are followed
+_DEEPEST = 4  # nested calls to follow
 _known: dict[types.CodeType, bool] = {}
 
 
 def is_pure(function: Any, depth: int = 0) -> bool:
-    """True if nothing that it and what it calls do by name can be seen to store a value."""
+    """Returns True if neither `function` nor the functions that it calls by name visibly store a value."""
     if isinstance(function, functools.partial):
         return is_pure(function.func, depth)
     if isinstance(function, types.MethodType):
@@ -65,7 +65,7 @@ def is_pure(function: Any, depth: int = 0) -> bool:
         return True
     code = function.__code__
     if code not in _known:
-        _known[code] = True  # for one that calls itself
+        _known[code] = True  # ends the recursion of a function that calls itself
         followed = depth < _DEEPEST and all(is_pure(other, depth + 1) for other in _called(function))
         _known[code] = followed and _stores_nothing(code)
     return _known[code]
@@ -81,7 +81,7 @@ def _stores_nothing(code: types.CodeType) -> bool:
 
 
 def _called(function: types.FunctionType) -> Iterator[Any]:
-    """What it may call: functions in its closure, and functions of its module that it names."""
+    """Yields what `function` may call: callables in its closure, and functions of its module that it names."""
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents

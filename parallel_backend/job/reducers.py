@@ -1,4 +1,4 @@
-"""What a pickled job calls as it is read, and what it is read over: the objects that a rank has itself."""
+"""The functions that a pickle calls while a rank reads it, and the rank's own objects that it refers to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _Context:
-    """Stands in a pickle for the RankObjects of the rank that reads it."""
+    """A placeholder in a pickle for the RankObjects of the rank that reads it."""
 
 
 CONTEXT = _Context()
@@ -23,9 +23,9 @@ EMPTY_CELL = "parallel: an empty cell"
 
 @dataclass
 class RankObjects:
-    """What a rank has itself. `resolve`: finds a module or parameter of its model by the word in the pickle;
-    `find_module`: a Python module by its name in ComfyUI's process; `stored`: a tensor by its pickling.PlaceInFile;
-    `replaced`: objects in place of others, by id; `tensors`: what was sent, by number."""
+    """The rank's own objects. `resolve`: finds a module or parameter of its model by the name in the pickle;
+    `find_module`: finds a Python module by its name in ComfyUI's process; `stored`: finds a tensor by its
+    pickling.PlaceInFile; `replaced`: substitutes by the id of the original; `tensors`: those received, by number."""
 
     device: torch.device
     resolve: Callable[[tuple[Any, ...]], Any]
@@ -39,12 +39,12 @@ class RankObjects:
 
 
 def call(here: RankObjects, name: str) -> Any:
-    """Makes what the rank makes in its own way: a patcher, the stand-in for ComfyUI's server."""
+    """Calls the factory `name` of the RankObjects: for a patcher, or the stand-in for ComfyUI's server."""
     return getattr(here, name)()
 
 
 def find_object(here: RankObjects, module: str, name: str) -> Any:
-    """A class or function by where it lies in ComfyUI's process."""
+    """Returns a class or function by its module and qualified name in ComfyUI's process."""
     found: Any = here.find_module(module)
     for part in name.split("."):
         found = getattr(found, part)
@@ -52,50 +52,50 @@ def find_object(here: RankObjects, module: str, name: str) -> Any:
 
 
 def same(obj: Any) -> Any:
-    """What stands for another object: itself."""
+    """Returns `obj`, which is pickled in place of another object."""
     return obj
 
 
 def make_passing() -> Callable[..., Any]:
-    """What stands in a rank for the wrapper that ships jobs."""
+    """Returns a wrapper that only calls the next one: a rank has it in place of the wrapper that ships jobs."""
     return lambda executor, *args, **kwargs: executor(*args, **kwargs)
 
 
 def make_reference(obj: Any) -> Any:
-    """A weak reference, or one whose object is gone."""
+    """Returns a weak reference to `obj`, a dead one for None."""
     return (lambda: None) if obj is None else weakref.ref(obj)
 
 
 def make_generator(here: RankObjects, on_host: bool, state: Tensor) -> torch.Generator:
-    """A random generator of the rank's device, in the state of the one in ComfyUI's process."""
+    """Returns a random generator in `state`, on the CPU if `on_host`, else on the rank's device."""
     found = torch.Generator(device="cpu" if on_host else here.device)
     found.set_state(state)
     return found
 
 
 def make_empty(kind: Any) -> Any:
-    """An object whose attributes come afterwards."""
+    """Returns an object without attributes; set_attributes adds them."""
     return kind.__new__(kind)
 
 
 def make_tensor_of(kind: Any, plain: Tensor) -> Tensor:
-    """A tensor of a class of its own over the values of `plain`, whose attributes come afterwards."""
+    """Returns `plain` as a tensor of the subclass `kind`; set_attributes adds its attributes."""
     made: Tensor = plain.as_subclass(kind)
     return made
 
 
 def set_attributes(obj: Any, state: dict[str, Any]) -> None:
-    """Fills an object that was made without attributes."""
+    """Adds the attributes of an object that was made without them."""
     obj.__dict__.update(state)
 
 
 def make_function(here: RankObjects, name: str, code: types.CodeType, closure: Any) -> types.FunctionType:
-    """A function over the globals of its module."""
+    """Returns a function over the globals of the module `name`."""
     return types.FunctionType(code, here.find_module(name).__dict__, None, None, closure)
 
 
 def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> None:
-    """Sets a function's attributes, and the cells that it has: others may share them."""
+    """Sets a function's attributes and fills its cells, which other functions may share."""
     attributes, slots, cells = state
     internals._function_setstate(function, (attributes, slots))
     for cell, content in cells:

@@ -1,4 +1,4 @@
-"""Makes a job's changes of a network in a rank, and takes them back."""
+"""Applies a job's changes to the network in a rank, and undoes them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DICTS = ("_modules", *HOOKS)
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a pack has put in place of a function or class of ComfyUI's. `module`: its name; `path`: of a class in it,
-    or ""; `name`: of the attribute."""
+    """A replacement, by a pack, for an attribute of one of ComfyUI's modules or classes. `module`: the module's name;
+    `path`: of the class in it, "" for the module itself; `name`: of the attribute; `value`: the replacement."""
 
     module: str
     path: str
@@ -27,9 +27,9 @@ class Replaced:
 
 
 class Original:
-    """The modules of a model as they were before a job. `restored`: afterwards every module has the class, attributes,
-    hooks and children that it had, so that nothing which a node keeps on the network reaches the next job; weights, and
-    what ComfyUI notes of them, stay."""
+    """The state of a model's modules before a job. After `restored`, every module has its earlier class, attributes,
+    hooks and children again, so nothing that a node stores on the network reaches the next job. Weights, and
+    attributes in which ComfyUI keeps its own state, stay as they are."""
 
     def __init__(self, base: nn.Module) -> None:
         self._base = base
@@ -49,7 +49,7 @@ class Original:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        if not self._same.still_hold():  # a strategy may have put hooks there since
+        if not self._same.still_hold():  # a strategy may have added hooks since
             self._look()
         try:
             yield
@@ -83,8 +83,8 @@ def make_changes(
     undo: contextlib.ExitStack,
     prepare: Callable[[type], None],
 ) -> None:
-    """Makes `changes` inside `Original.restored`; what that leaves alone goes back by `undo`. `prepare`: called with a
-    class that the network gets."""
+    """Applies `changes`, inside `Original.restored`. `undo`: gets the reversal of what `restored` does not restore;
+    `prepare`: is called with each class that a module gets."""
     for change in changes:
         owner = base.get_submodule(change.path)
         if change.kind == "class":
@@ -111,7 +111,7 @@ def _set(values: dict[str, Any], name: str, value: Any, undo: contextlib.ExitSta
 def set_replaced(
     replaced: Iterable[Replaced], find_module: Callable[[str], Any], undo: contextlib.ExitStack
 ) -> None:
-    """Puts what packs have replaced in ComfyUI's modules in their place here too, until `undo`."""
+    """Repeats in this process what packs have replaced in ComfyUI's modules. `undo`: gets the reversal."""
     for one in replaced:
         owner = find_module(one.module)
         for part in one.path.split(".") if one.path else ():

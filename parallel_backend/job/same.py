@@ -1,4 +1,4 @@
-"""Tells at once whether the modules of a tree are as they were, before anybody compares or copies them one by one."""
+"""Tells quickly if a tree of modules is unchanged, to avoid comparing or copying them one by one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NESTED = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 class SameValues:
-    """The values of dicts, by identity. Holds them, so that no other takes the address of one."""
+    """The values of dicts, compared by identity. Holds them, so that no new object gets the id of one."""
 
     def __init__(self, dicts: Iterable[Mapping[str, Any]]) -> None:
         self._dicts = list(dicts)
         self._values = self._now()
 
     def still_hold(self) -> bool:
-        """True if all dicts have the values that they had."""
+        """Returns True if all dicts still have the same values."""
         return _are_same(self._now(), self._values)
 
     def _now(self) -> list[Any]:
@@ -40,7 +40,7 @@ class SameModules:
         self._values = SameValues([*(module.__dict__ for module in modules[1:]), *nested])
 
     def still_hold(self) -> bool:
-        """True if nobody has changed any of them."""
+        """Returns True if none of them has changed."""
         return (
             all(type(module) is kind for module, kind in self._kinds)
             and self._values.still_hold()
@@ -53,6 +53,6 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
 
 
 def _base_attributes(base: nn.Module) -> list[Any]:
-    """Of the model around the network, on which ComfyUI notes what it has loaded each time."""
+    """Returns the attributes of the model around the network, without the notes that ComfyUI writes at each load."""
     found = [(name, value) for name, value in base.__dict__.items() if not is_note(name)]
     return list(chain.from_iterable(found))

@@ -1,6 +1,6 @@
-"""A job of ComfyUI's process made again in a rank, over what the rank holds itself.
+"""Rebuilds a job of ComfyUI's process in a rank, around the objects that the rank holds.
 
-The only place that reads pickles: those of a rank's own parent, from the link that it inherited.
+The only module that reads pickles. They come from the ComfyUI that the rank serves, over the rank's control link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .reducers import RankObjects, find_object
 
 
 def unpickle_job(data: bytes, here: RankObjects) -> Any:
-    """Makes the object again. Raises what its classes and the imports of its modules raise."""
+    """Returns the pickled object. Raises what its classes and the imports of its modules raise."""
     return _JobUnpickler(io.BytesIO(data), here).load()
 
 
@@ -61,7 +61,7 @@ def unpack_payload(
     tensors: Mapping[str, Tensor], *, stay_shared: bool = False
 ) -> tuple[Head, dict[int, Tensor]]:
     """Returns the head, and the tensors by number. They are copies, so that the sender's memory, which all ranks share,
-    is free again. `stay_shared`: they stay there, once for all ranks, as long as somebody has them."""
+    can be freed. `stay_shared`: return the shared tensors instead, one copy for all ranks while any rank uses them."""
     head = Head(*pickle.loads(tensors[HEAD].numpy().tobytes()))
     found = {int(name): one for name, one in tensors.items() if name.isdecimal()}
     return head, {number: one if stay_shared else one.clone() for number, one in found.items()}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..wire.parent_death import die_with_parent
 
-if TYPE_CHECKING:  # what takes a second to import comes later
+if TYPE_CHECKING:  # they take a second to import, so they are imported later
     from ..wire.payloads import Tensors
     from ..wire.protocol import Done, Envelope, Failed, Message, Setup
     from ..wire.transport import Link
@@ -26,16 +26,16 @@ if TYPE_CHECKING:  # what takes a second to import comes later
     MakeWorker = Callable[[Setup], RankWorker]
 
 
-_BEFORE_ANOTHER = 5.0  # s before torchrun may start another process in the place of one that cannot run
+_BEFORE_ANOTHER = 5.0  # s that a process which cannot run waits before it exits and torchrun starts another
 
 
 def main(make_worker: MakeWorker | None = None) -> None:
-    """Greets the parent, joins the group, serves requests until the link ends.
+    """Greets the parent, joins the group and serves requests until the link ends.
 
-    `make_worker(setup)` gives the object that does the work; it is RankWorker unless a test brings its own.
+    `make_worker(setup)` returns the object that does the work; the default is RankWorker, tests pass their own.
     """
-    faulthandler.enable()  # a rank that is killed by a fault of its own shows where it was
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and one that hangs, when the supervisor asks
+    faulthandler.enable()  # a rank that crashes shows where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # so does a hanging one when the supervisor asks
     if any(word.startswith("--join") for word in sys.argv[1:]):
         _serve_elsewhere()
     parser = argparse.ArgumentParser()
@@ -51,7 +51,7 @@ def main(make_worker: MakeWorker | None = None) -> None:
         signal.SIGCHLD, signal.SIG_DFL
     )  # where ComfyUI ignores it, a compiler's exit code would be lost
 
-    # Only now what takes a second: the parent may die during the import of torch as well.
+    # Imported after die_with_parent: the parent may also die while torch is imported, which takes a second.
     from ..wire.transport import Link, LinkClosed
 
     link = Link.from_descriptor(arguments.fd)
@@ -67,8 +67,8 @@ def main(make_worker: MakeWorker | None = None) -> None:
 
 
 def _serve_elsewhere() -> NoReturn:
-    """The same for a ComfyUI on another computer. torchrun starts another rank in the place of this one, so its end is
-    never a success."""
+    """Serves a ComfyUI on another computer. Always exits with status 1, so that torchrun starts another rank in place
+    of this one."""
     from functools import partial
 
     from ..errors import ParallelError
@@ -94,14 +94,14 @@ def _serve_elsewhere() -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends at once: interpreter shutdown would wait for collectives that have lost their peers."""
+    """Ends this process at once: a normal exit would wait for collectives that have lost their peers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> RankWorker:
-    """The handshake: Hello, Setup, process group, Done. A failure is reported before this rank ends."""
+    """Does the handshake: Hello, Setup, process group, Done. Reports a failure before this rank ends."""
     import torch
 
     from ..wire.checks.fault_injection import arm
@@ -135,8 +135,8 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> 
 def _receive(
     link: Link, epoch: int, when_idle: Callable[[], None] = lambda: None
 ) -> tuple[Envelope, tuple[int, ...]]:
-    """The next (envelope, descriptors) of this epoch; `when_idle` is called if none comes for a while. A frame of
-    another one ends the rank: it cannot be answered."""
+    """Returns the next (envelope, descriptors). Calls `when_idle` if none comes for a while. Raises TransportError for
+    a message of another epoch, which cannot be answered: that ends the rank."""
     from ..errors import TransportError
     from ..wire.deadlines import IDLE
     from ..wire.transport import close_all
@@ -154,7 +154,7 @@ def _receive(
 
 
 def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
-    """Answers each request with exactly one terminal message; ends with LinkClosed."""
+    """Answers each request with exactly one terminal message. Ends by raising LinkClosed."""
     while True:
         _serve_one(link, epoch, worker)
 
@@ -173,15 +173,15 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     from .work.held_models import release_cache
 
     def give_back() -> None:
-        release_cache(worker.world.device)  # others need it until the next request
+        release_cache(worker.world.device)  # other processes may need the memory until the next request
 
     heartbeat.point("idle")
     envelope, descriptors = _receive(link, epoch, give_back)
     if isinstance(envelope.message, Cancel):
-        return  # its request ended before it came
+        return  # it came after its request had ended
     answer, result = _answer(link, envelope, descriptors, worker)
     if isinstance(envelope.message, (Sample, RunJob, KeepModels)):
-        # Before ComfyUI goes on, to a VAE of its own perhaps.
+        # Before ComfyUI goes on: it may need the memory for a VAE of its own.
         give_back()
     if result is None:
         link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
@@ -196,7 +196,7 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
 def _answer(
     link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker
 ) -> tuple[Done | Failed, Tensors | None]:
-    """(terminal message, result tensors or None) of one request."""
+    """Serves one request; returns (terminal message, result tensors or None)."""
     from ..errors import TransportError
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat

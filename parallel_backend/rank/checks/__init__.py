@@ -1,1 +1,1 @@
-"""Checks that a rank runs: links, classes against one process, the GPU check."""
+"""Checks that ranks run: of the links, of model classes against one process, and of the GPUs."""

@@ -1,10 +1,10 @@
 """Measures the links between the ranks on the process groups that a strategy uses, within a budget of seconds.
 
-On GPUs each group that is used takes memory for good, and seconds at its first use: measured are only groups that the
-strategy uses anyway, but for a thorough look at all pairs, and the clock starts when their connections stand.
+On GPUs, each group takes memory permanently and some seconds at its first use. So only groups that the strategy uses
+anyway are measured, except for all pairs in a thorough calibration. The clock starts when the groups are connected.
 
-Every rank makes the same number of exchanges: rank 0 decides by its clock, and a rank without memory for the buffers
-vetoes, both in one all_reduce of the control group.
+Every rank makes the same number of exchanges. Rank 0 decides by its clock, and a rank without memory for the buffers
+can veto; one all_reduce of the control group carries both.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ...wire.calibration import ALL_TO_ALL, PAIR, POINT_TO_POINT, SIZES, Calibra
 from ...wire.protocol import Calibrate
 from ..outcome.errors import is_out_of_memory
 
-BATCHES = 3  # the median of these is reported
-MOST_REPETITIONS = 20  # per batch; a tiny exchange is steady after as many
-_SHARE = 0.1  # of the budget, for one kind at one size
-_ANY = 1 << 20  # what a rank says that leaves the decision to rank 0
-_BLOCK = 4096  # bytes after which the pattern that is sent repeats
+BATCHES = 3  # the median batch is reported
+MOST_REPETITIONS = 20  # per batch; the time of a tiny exchange is steady after that many
+_SHARE = 0.1  # of the budget, for one kind of exchange at one size
+_ANY = 1 << 20  # the value of a rank that leaves the decision to rank 0
+_BLOCK = 4096  # bytes after which the test pattern repeats
 _SUM_ELEMENTS = 256 * 1024
-_REFUSED = 1e30  # stands for a difference that is no number
+_REFUSED = 1e30  # replaces a difference that is not a finite number
 
-Transmit = Callable[[], Tensor | None]  # one exchange; what arrived
-Prepared = tuple[Transmit, Callable[[], Tensor], int]  # the exchange, what must arrive, bytes sent
+Transmit = Callable[[], Tensor | None]  # makes one exchange, returns what arrived
+Prepared = tuple[Transmit, Callable[[], Tensor], int]  # exchange, expected result, bytes sent
 
 
 def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
-    """Collective: all ranks call it together, with the groups of the same strategy."""
+    """Measures the groups of `layout`. Collective: all ranks call it with the same strategy. Raises StrategyError."""
     if layout.strategy.world_size < world.world_size:
         raise StrategyError(
             f"{layout.strategy.describe()} uses one of these {world.world_size} devices: there are no links to "
@@ -54,7 +54,7 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
         _connect(world, ring, ulysses, message.thorough)
         meter = _Meter(world, message.budget_s, message.thorough)
         collective_s = meter.time_tiny_collective(used)
-        for size in SIZES:  # the small ones of every kind first: they cost least and decide most
+        for size in SIZES:  # small sizes of every kind first: they cost least and decide most
             transfers += meter.time_exchange(POINT_TO_POINT, size, partial(_to_next, size, ring, world))
             transfers += meter.time_exchange(ALL_TO_ALL, size, partial(_to_all, size, ulysses, world))
         if message.thorough:
@@ -71,13 +71,13 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
 
 
 def _largest_in_use(layout: Layout) -> Axis:
-    """The largest group over which the strategy has collectives; pipelines bring results back over one."""
+    """Returns the largest group in which the strategy has collectives; pipelines return results over one."""
     groups = (layout.ulysses, layout.ring, layout.sequence, layout.tensor, layout.row, layout.return_group)
     return max(groups, key=lambda axis: axis.size)
 
 
 def _connect(world: World, ring: Axis, ulysses: Axis, thorough: bool) -> None:
-    """One small exchange of each kind that will be measured, on all ranks in the same order."""
+    """Makes one small exchange of each kind to be measured, in the same order on all ranks."""
     _to_next(_BLOCK, ring, world)[0]()
     _to_all(_BLOCK * ulysses.size, ulysses, world)[0]()
     if thorough:
@@ -86,18 +86,18 @@ def _connect(world: World, ring: Axis, ulysses: Axis, thorough: bool) -> None:
 
 
 class _Meter:
-    """Times exchanges until the budget of rank 0's clock is spent; then every further one is left out, on all ranks."""
+    """Times exchanges until the budget is spent by rank 0's clock; then all ranks skip the rest."""
 
     def __init__(self, world: World, budget_s: float, thorough: bool) -> None:
         self._world = world
         self._ends = time.perf_counter() + budget_s
         self._share_s = budget_s * _SHARE
         self._thorough = thorough
-        # Size and seconds of the latest exchange of each kind, as rank 0 saw it.
+        # (size, seconds) of the latest exchange of each kind; rank 0's values decide.
         self._last: dict[str, tuple[int, float]] = {}
 
     def time_tiny_collective(self, axis: Axis) -> float:
-        """Seconds of an all_reduce of one int, the median batch."""
+        """Returns the seconds of an all_reduce of one int, by the median batch."""
         flag = torch.zeros(1, dtype=torch.int32, device=self._world.device)
 
         def reduce() -> None:
@@ -111,7 +111,7 @@ class _Meter:
     def time_exchange(
         self, kind: str, size: int, make: Callable[[], Prepared], peer: int = -1
     ) -> list[Transfer]:
-        """[the transfer], or [] where no time or no memory was left."""
+        """Returns [the transfer], or [] if no time or no memory is left."""
         prepared: Prepared | None = None
         try:
             prepared = make()
@@ -134,7 +134,7 @@ class _Meter:
         return [Transfer(kind, size, sent, seconds, peer, intact)]
 
     def time_pairs(self) -> list[Transfer]:
-        """Each pair of ranks alone, while the others wait: there and back, of which half is reported."""
+        """Times each pair of ranks alone, while the others wait; reports half of the time there and back."""
         found, rank = [], self._world.rank
         for one in range(self._world.world_size):
             for other in range(one + 1, self._world.world_size):
@@ -148,7 +148,7 @@ class _Meter:
         return found
 
     def _batch(self, exchange: Transmit, count: int) -> float:
-        """Seconds of one of `count` exchanges that follow each other, all ranks beginning together."""
+        """Returns the mean seconds of `count` consecutive exchanges, which all ranks start at the same time."""
         self._meet()
         began = time.perf_counter()
         for _ in range(count):
@@ -162,11 +162,11 @@ class _Meter:
 
     def _affordable(self, kind: str, size: int) -> bool:
         before, seconds = self._last.get(kind, (size, 0.0))
-        # Three times: the first one, one to see how long it takes, and room for a slower one.
+        # Three times: one to warm up, one to time, and some room in case they are slower.
         return time.perf_counter() + 3 * seconds * max(1.0, size / before) < self._ends
 
     def _agree(self, wish: int, *, able: bool = True) -> int:
-        """Rank 0's wish, or 0 where a rank is not able."""
+        """Returns rank 0's `wish`, or 0 if a rank is not able. Collective."""
         mine = 0 if not able else wish if self._world.rank == 0 else _ANY
         flag = torch.tensor([mine], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._world.control)
@@ -182,7 +182,7 @@ class _Meter:
 
 
 def _to_next(size: int, axis: Axis, world: World) -> Prepared:
-    """Every rank sends to the next and receives from the one before, as a ring does."""
+    """Prepares a ring exchange: each rank sends to the next and receives from the one before."""
     following, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
     send, receive = _pattern(world.rank, size, world), _empty(size, world)
 
@@ -201,7 +201,7 @@ def _to_next(size: int, axis: Axis, world: World) -> Prepared:
 
 
 def _to_all(size: int, axis: Axis, world: World) -> Prepared:
-    """Every rank sends an equal part to every rank, itself included, as Ulysses does."""
+    """Prepares an all-to-all as in Ulysses: each rank sends an equal part to every rank, itself included."""
     part = size // axis.size // _BLOCK * _BLOCK
     send, receive = _pattern(world.rank, part * axis.size, world), _empty(part * axis.size, world)
 
@@ -216,7 +216,7 @@ def _to_all(size: int, axis: Axis, world: World) -> Prepared:
 
 
 def _there_and_back(size: int, one: int, other: int, world: World) -> Prepared:
-    """`one` sends to `other`, which sends as much back; the other ranks do nothing."""
+    """Prepares an exchange in which `one` sends to `other`, which sends as much back; other ranks do nothing."""
     if world.rank not in (one, other):
         return lambda: None, lambda: torch.empty(0), 0
     peer = other if world.rank == one else one
@@ -235,13 +235,13 @@ def _there_and_back(size: int, one: int, other: int, world: World) -> Prepared:
 
 
 def _pattern(rank: int, size: int, world: World) -> Tensor:
-    """[size] uint8 that tells which rank sent it, and from where in a block."""
+    """Returns [size] uint8 that depends on the sending rank and on the position in a block."""
     block = (torch.arange(_BLOCK, device=world.device) % 251 + rank).to(torch.uint8)
     return block.repeat(size // _BLOCK)
 
 
 def _empty(size: int, world: World) -> Tensor:
-    # Touched, so that the first exchange does not pay for mapping its pages.
+    # Zeros touch the pages, so that the first exchange does not pay for mapping them.
     return torch.zeros(size, dtype=torch.uint8, device=world.device)
 
 
@@ -260,7 +260,7 @@ def _facts(world: World) -> RankFacts:
 
 
 def _peers(world: World) -> tuple[bool, ...]:
-    """Whether this rank's device can read each rank's memory; ranks on one device can."""
+    """Returns, for each rank, True if this rank's device can read its memory; ranks on one device can."""
     index = world.device.index if world.device.type == "cuda" else -1
     indices = [torch.zeros(1, dtype=torch.int32) for _ in range(world.world_size)]
     if world.control is None:
@@ -271,18 +271,18 @@ def _peers(world: World) -> tuple[bool, ...]:
 
 
 def _all_reduce_error(world: World) -> float:
-    """Largest deviation of a sum whose result is known exactly: whole numbers far below 2**24."""
+    """Returns the largest error of an all_reduce of integers far below 2**24, whose exact sum is known."""
     if world.group is None:
         return 0.0
     pattern = (torch.arange(_SUM_ELEMENTS, device=world.device) % 251).float()
     total = pattern * (world.rank + 1)
     dist.all_reduce(total, group=world.group)
     error = (total - pattern * (world.world_size * (world.world_size + 1) // 2)).abs().max().item()
-    return error if error < _REFUSED else _REFUSED  # not a number compares as false
+    return error if error < _REFUSED else _REFUSED  # a comparison with NaN is false
 
 
 def _try_kernel(device: torch.device) -> tuple[str, str]:
-    """(name, problem): the kernel that half precision would use here, run once against torch's own arithmetic."""
+    """Returns (name, problem) of the kernel for half precision here, run once against plain torch arithmetic."""
     name = ""
     try:
         from ...engine.attention.kernel_choice import kernel_for  # takes seconds: diffusers
@@ -300,7 +300,7 @@ def _try_kernel(device: torch.device) -> tuple[str, str]:
             query, key, value = inputs.float().unbind()
             exact = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, dim=-1) @ value
         error = (out - exact).abs().max().item()
-        # Outputs are of order 0.1; bf16 rounds them by 4e-4, and a kernel that quantises by some percent.
+        # Outputs are of order 0.1. bf16 rounds them by 4e-4; a kernel that quantises is off by a few percent.
         return name, "" if error < 0.1 else f"it is off by {error:.2g} from exact attention"
     except Exception as error:  # a build that does not fit this torch fails in its own way
         return name, f"{type(error).__name__}: {error}"[:500]

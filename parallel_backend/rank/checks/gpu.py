@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_checks(subject: CheckSubject, rank: int, rendezvous: str) -> Mapping[str, Run]:
-    """Joins the process group of the ranks that run them; of a single rank there is none."""
+    """Joins the process group of the ranks, unless there is only one; returns the checks by name."""
     import torch
 
     from ...engine.comm.groups import World

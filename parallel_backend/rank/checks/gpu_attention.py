@@ -1,4 +1,4 @@
-"""Every attention kernel that is installed, alone and as a ring merges it, against attention in float32."""
+"""Compares each installed attention kernel, alone and merged as in a ring, with attention in float32."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...wire.checks.findings import Finding
 
 HEAD_DIM = 128
 _HEADS = {"cpu": 2, "cuda": 12}  # 12: Flux.1's 24 heads on two ranks
-# Largest difference, relative to the largest value. bfloat16 rounds by 0.004; a kernel that quantises by some percent.
+# Largest difference, relative to the largest value. bfloat16 rounds by 0.004, a quantised kernel by a few percent.
 LIMIT, LIMIT_QUANTISED = 0.02, 0.2
-_TIMED = 3  # runs, of which the fastest counts
+_TIMED = 3  # runs; the fastest counts
 _TORCH_INSTEAD = "choose attention: torch, and report it"
 _NO_RING = "prefer Ulysses or CFG to Ring, and report it"
 
 
 def check_attention(device: torch.device, tokens: int) -> list[Finding]:
-    """`tokens`: S, on [1, H, S, 128] with the strides that an exchange of Ulysses leaves."""
+    """Checks all kernels on [1, H, `tokens`, 128], with the strides that an exchange of Ulysses leaves."""
     query, key, value = ulysses_layout(device, tokens, _HEADS[device.type])
     expected = exact(query, key, value)
     names = [name for name in ATTENTION_KERNELS if name != "auto"]
@@ -30,15 +30,15 @@ def check_attention(device: torch.device, tokens: int) -> list[Finding]:
 
 
 def ulysses_layout(device: torch.device, tokens: int, heads: int) -> tuple[Tensor, ...]:
-    """Query, key and value [1, H, S, D] bfloat16 as NativeCall gets them: views of one [S, 3, 1, H, D]."""
-    generator = torch.Generator().manual_seed(0)  # of the CPU: the same numbers on every card
+    """Returns query, key, value [1, H, S, D] bfloat16 as NativeCall gets them: views of one [S, 3, 1, H, D]."""
+    generator = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every GPU
     numbers = torch.randn(tokens, 3, 1, heads, HEAD_DIM, generator=generator)
     exchanged = numbers.to(device, torch.bfloat16)
     return tuple(exchanged[:, n].permute(1, 2, 0, 3) for n in range(3))
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v in float32, one head after the other for the sake of memory."""
+    """Returns softmax(q k^T / sqrt(D)) v in float32, computed head by head to save memory."""
     heads = []
     for head in range(query.shape[1]):
         q, k, v = (t[:, head].float() for t in (query, key, value))
@@ -47,7 +47,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def difference(out: Tensor, expected: Tensor) -> float:
-    """Largest one relative to the largest value; infinite where it is not a number."""
+    """Returns the largest difference relative to the largest value; infinity for NaN."""
     found = ((out.float() - expected).abs().max() / expected.abs().max()).item()
     return found if found == found else float("inf")
 
@@ -78,10 +78,10 @@ def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor, expected: Tens
 def _merges(
     names: list[str], query: Tensor, key: Tensor, value: Tensor, expected: Tensor
 ) -> Iterator[Finding]:
-    """Two shares of the keys as a ring merges them, by each of the kernels that run here and give a log-sum-exp, and
-    by the one that takes masks.
+    """Merges the results over two shares of the keys as a ring does, with each kernel that runs here and returns a
+    log-sum-exp, and with the one that takes masks.
 
-    The shares are an eighth and the rest: of two halves the log-sum-exps are about equal, whatever is wrong with them.
+    The shares are an eighth and the rest: two halves have about equal log-sum-exps, which would hide an error in them.
     """
     from ...engine.attention.kernels import BY_NAME, TORCH, attend_with_lse, merge
 
@@ -97,7 +97,7 @@ def _merges(
 
     for kernel, masked in [*((name, False) for name in names), (TORCH, True)]:
         if kernel in BY_NAME and (BY_NAME[kernel].with_lse is None or _why_not(kernel, query)):
-            continue  # a ring does not use it, or its own finding has the reason
+            continue  # a ring does not use it, or _kernel has reported the reason
         name = "merge with a mask" if masked else f"merge by {kernel}"
         remedy = _NO_RING if kernel == TORCH else _TORCH_INSTEAD
         try:
@@ -107,7 +107,7 @@ def _merges(
 
 
 def _why_not(name: str, query: Tensor) -> str | None:
-    """Why a kernel cannot run here, in a user's words."""
+    """Returns why a kernel cannot run here, in a user's words; None if it can."""
     from ...engine.attention.kernel_choice import why_not_on
     from ...engine.attention.kernels import BY_NAME
 
@@ -120,7 +120,7 @@ def _raised(name: str, error: Exception, remedy: str) -> Finding:
 
 @torch.inference_mode()
 def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    """(its result, seconds of the fastest run)."""
+    """Returns (result, seconds of the fastest run)."""
     out, fastest = run(), float("inf")
     for _ in range(_TIMED if device.type == "cuda" else 1):
         _synchronize(device)

@@ -1,4 +1,4 @@
-"""The device as a rank has it: torch's allocator, what the card is, the memory that is free."""
+"""Checks a rank's device: torch's allocator, the kind of card, the free memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ...wire.checks.findings import NO_GPU, Finding
 
-# The allocator that torch calls its own. NCCL keeps memory of the other, cudaMallocAsync, until none is left.
+# torch's default allocator. With the other one, cudaMallocAsync, NCCL holds on to memory until none is left.
 NATIVE = "native"
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def check_device(device: torch.device, cuda: Any = torch.cuda) -> list[Finding]:
-    """`cuda`: torch.cuda, or what a test puts in its place."""
+    """Describes the device and judges its allocator. `cuda`: torch.cuda, or a substitute in tests."""
     if device.type != "cuda":
         threads = torch.get_num_threads()
         return [

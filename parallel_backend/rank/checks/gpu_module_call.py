@@ -1,4 +1,4 @@
-"""One model call on the ranks themselves: where the host waits for the device, and where the time of a step goes."""
+"""Checks one model call on the ranks: where the host waits for the device, and which kernels take the time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ...wire.checks.findings import NO_GPU, Finding
 from ...wire.checks.gpu_check import CheckSubject
 
 _PACK = "parallel_backend"
-_WARM_UP = 2  # calls: kernels are chosen and buffers grow in the first
+_WARM_UP = 2  # calls: the first ones choose kernels and grow buffers
 _ROWS_SHOWN = 12
 _NAME_WIDTH = 72
-# Operators that hand a value to the host; on a GPU each waits for all that was launched.
+# Operators that return a value to the host; on a GPU each waits for all launched work.
 _READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
 _PIXELS_PER_LATENT = 8
 
@@ -59,7 +59,7 @@ class ModelCalls:
         return [find_waits(call)]
 
     def profile(self) -> list[Finding]:
-        """On rank 0 the kernels that take most of a compiled step's time, and how long the device had nothing to do."""
+        """Returns, on rank 0 only, the slowest kernels of a compiled model call and how long the device is busy."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self._world.device.type == "cuda"
@@ -76,7 +76,7 @@ class ModelCalls:
         return [describe_profile(profiled.key_averages(), wall, on_gpu, self._strategy.describe())]
 
     def _call(self, options: ComputeOptions) -> Callable[[], Tensor]:
-        """One model call that gives its velocity, warmed up."""
+        """Returns a warmed-up function that makes one model call and returns its velocity."""
         layouts = Layouts(self._world)
         model = load_under(ModelSpec(self._subject.model), layouts, self._strategy)
         forward = make_module_forward(model, layouts, Placement(self._strategy, compute_options=options))
@@ -93,7 +93,7 @@ class ModelCalls:
         return call
 
     def _rows(self) -> Rows:
-        """One picture of noise and one prompt of random numbers, on the device."""
+        """Returns one image of noise and one prompt of random numbers, on the device."""
         generator, device = torch.Generator().manual_seed(0), self._world.device
         inputs, side = self._file.inputs, self._subject.pixels // _PIXELS_PER_LATENT
 
@@ -103,7 +103,7 @@ class ModelCalls:
         prompt = Conditioning(
             context=draw(1, self._subject.text, inputs.context),
             pooled=draw(1, inputs.pooled),
-            guidance=torch.tensor([3.5], device=device),  # which a model without its embedding passes over
+            guidance=torch.tensor([3.5], device=device),  # ignored by a model without guidance embedding
         )
         x = draw(1, inputs.channels_in, side, side)
         return Rows(x, torch.tensor([0.5], device=device), prompt)
@@ -114,7 +114,7 @@ class ModelCalls:
 
 
 def count_reads(call: Callable[[], object]) -> Counter[str]:
-    """How often `call` hands values of tensors to the host, by operator."""
+    """Counts how often `call` returns tensor values to the host, by operator."""
     reads: Counter[str] = Counter()
 
     class Reads(TorchDispatchMode):
@@ -132,7 +132,7 @@ def count_reads(call: Callable[[], object]) -> Counter[str]:
 
 
 def find_waits(call: Callable[[], object], cuda: Any = torch.cuda) -> Finding:
-    """Whether `call` has the host wait for the device, and where. `cuda`: torch.cuda, or a test's."""
+    """Finds the places in `call` where the host waits for the device. `cuda`: torch.cuda, or a test's substitute."""
     try:
         with _sync_debug("error", cuda):
             call()
@@ -168,9 +168,9 @@ def _sync_debug(mode: str, cuda: Any) -> Iterator[None]:
 
 
 def describe_profile(averages: Any, wall_s: float, on_gpu: bool, strategy: str) -> Finding:
-    """`averages`: of torch.profiler, whose times are microseconds; `wall_s`: the step's, measured around it."""
+    """Describes a profile. `averages`: from torch.profiler, in microseconds; `wall_s`: seconds of the whole call."""
     if on_gpu:
-        # Kernels only: operators on the host have their time as well, and so have named regions of the device.
+        # Kernels only: host operators and named device regions would count the same time again.
         rows = [
             (e.key, e.self_device_time_total, e.count)
             for e in averages
@@ -194,13 +194,13 @@ def _shortened(name: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the pack under which `error` came."""
+    """Returns the innermost line of the pack in the traceback of `error`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _PACK in Path(frame.filename).parts] or list(frames)
     return f"{_below_pack(own[-1].filename)}:{own[-1].lineno}"
 
 
 def _below_pack(filename: str) -> str:
-    """A file's path from the pack's folder on, or its name alone."""
+    """Returns a file's path from the pack's folder on, or only its name if it lies elsewhere."""
     parts = Path(filename).parts
     return "/".join(parts[parts.index(_PACK) :]) if _PACK in parts else parts[-1]

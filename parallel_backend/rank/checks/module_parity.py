@@ -1,6 +1,6 @@
-"""A class of ComfyUI's on two forked ranks against one process: how far may its tokens stay apart, by the table?
+"""Compares a model class of ComfyUI on two forked ranks with one process, to prove its token mode in the table.
 
-Tiny modules with random weights under which every input matters; calls of each kind that the table knows.
+The modules are tiny, with random weights that make every input matter. The calls are of each kind that the table knows.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from ...wire.checks.self_test import SelfTest
 from ...wire.parent_death import die_with_parent
 from ..outcome.errors import is_out_of_memory
 
-EXACT = 1e-5  # of the largest value; float32 on the CPU comes within 1e-6, a token in the wrong place is off by 1e-2
+EXACT = 1e-5  # of the largest value; float32 on the CPU differs by 1e-6, a token in the wrong place by 1e-2
 ROWS_OF_A_CALL = 2
-ROWS_IN_BANDS = 3  # which two ranks do not divide, and so compute bands of each
-SIZE = (9, 7)  # latent height and width: tokens that two ranks do not divide
+ROWS_IN_BANDS = 3  # not divisible by two ranks, so each image is split into bands
+SIZE = (9, 7)  # latent height and width: their tokens are not divisible by two ranks
 _STRATEGY = ParallelStrategy(ulysses_degree=2)
 _TOKENS = _STRATEGY.replace(sends_tokens=True)
 _STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
-_WORDS = 500  # of an error, which has to fit a pipe at once
-_PATIENCE = 60.0  # s for the ranks of a class; they take one
-_NOTICE = 5.0  # s for the death of a rank to be seen once its peer has raised
+_WORDS = 500  # characters of an error, which must fit into one write to a pipe
+_PATIENCE = 60.0  # s for the ranks of a class; they usually take 1 s
+_NOTICE = 5.0  # s in which the death of a rank must show after its peer has raised
 
 Compute = Callable[[World], float]
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A module, a call of it and its answer in one process."""
+    """A module, one call of it, and the answer that one process computes."""
 
     model: TinyModel
     args: tuple[Any, ...]
@@ -71,16 +71,17 @@ class _Case:
 
 @torch.inference_mode()
 def prove(name: str) -> SelfTest:
-    """Forks; so this process must have no threads that compute. What the class's own code raises is an outcome."""
+    """Tests the class `name` and returns the token mode that it passes. An error of the class's own code is an outcome,
+    so it is not raised. Forks, so this process must have no compute threads."""
     try:
         cases = list(_cases(name))
     except Exception as error:
         if _is_no_outcome(error):
             raise
-        return SelfTest(name, ROWS, 0.0, _in_words(error))  # it takes other arguments than the pack knows
+        return SelfTest(name, ROWS, 0.0, _in_words(error))  # it takes arguments that the pack does not know
 
     worst, mode = 0.0, STAY
-    # Apart: what tokens that stay apart break says nothing of blocks that gather.
+    # Each mode runs by itself: a failure with tokens that stay apart says nothing about blocks that gather.
     ways = ((BANDS, ATTENTION),) if TABLE[name].bands else ((BLOCK, ROWS), (STAY, BLOCK))
     for mode, otherwise in ways:
         try:
@@ -94,7 +95,7 @@ def prove(name: str) -> SelfTest:
 
 
 def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
-    """The largest difference of this rank's answers to calls that tokens may be shared out for in this way."""
+    """Returns the largest difference of this rank's answers over the calls that `mode` applies to."""
     layouts = Layouts(world)
     worst = 0.0
     for case in cases:
@@ -111,7 +112,7 @@ def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
 
 
 def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
-    """The same with the blocks on two ranks: of the whole answer, and of patches that find the keys of that call."""
+    """Returns the largest difference with blocks on two stages: of a whole call, and of patches that use its keys."""
 
     def call() -> ModuleCall:
         args, kwargs = copy.deepcopy((case.args, case.kwargs))
@@ -125,7 +126,7 @@ def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
     if forward.stages.flow_blocked_by(call(), keys):
         return worst
     owners = forward.stages.owners(call(), _PATCHES, keys)
-    if int(owners.min()) < 0:  # nor there
+    if int(owners.min()) < 0:  # no patch makes that element
         return worst
     split = ElementPatches(owners, answer.shape[1:], _PATCHES)
     for number in range(_PATCHES):
@@ -141,7 +142,7 @@ def _cases(name: str) -> Iterator[_Case]:
         model = TinyModel(fill(build()))
         try:
             case = _case(model, inputs, ROWS_IN_BANDS if TABLE[name].bands else ROWS_OF_A_CALL)
-        except RuntimeError:  # some versions of ComfyUI cannot compute more than one of some calls themselves
+        except RuntimeError:  # for some calls, some versions of ComfyUI only compute one row
             case = _case(model, inputs, 1)
         yield case
 
@@ -149,7 +150,7 @@ def _cases(name: str) -> Iterator[_Case]:
 def _case(model: TinyModel, inputs: Inputs, rows: int) -> _Case:
     args, kwargs = inputs(rows, *SIZE)
     kwargs["transformer_options"] = {}
-    own_args, own_kwargs = copy.deepcopy((args, kwargs))  # a module may write into its arguments
+    own_args, own_kwargs = copy.deepcopy((args, kwargs))  # a module may write to its arguments
     return _Case(model, args, kwargs, rows, _tensors(model.module(*own_args, **own_kwargs)))
 
 
@@ -158,7 +159,7 @@ def _tensors(answer: Any) -> list[Tensor]:
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest, relative to the largest value; a huge number for NaN and for answers of another form."""
+    """Returns the largest difference relative to the largest value; 2**30 for NaN and for other shapes."""
     if [one.shape for one in found] != [one.shape for one in expected]:
         return float(2**30)
     worst = 0.0
@@ -169,12 +170,12 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 class _Raised(Exception):
-    """A rank's code raised, and would again."""
+    """Raised if the class's own code raised on a rank: another run would raise again."""
 
 
 def _on_ranks(compute: Compute) -> list[float]:
-    """`compute(world)` of two forked gloo ranks. Raises _Raised for the first that raised, RankFailed for one that died
-    or did not end."""
+    """Returns `compute(world)` of two forked gloo ranks. Raises _Raised for the first rank that raised, RankFailed for
+    a rank that died or did not end."""
     context = multiprocessing.get_context("fork")
     ranks: list[ForkProcess] = []
     answers: list[int] = []
@@ -218,12 +219,12 @@ def _rank(compute: Compute, rank: int, store: str, writer: int, parent: int) -> 
             raise
         answer = {"error": _in_words(error)}
     os.write(writer, json.dumps(answer).encode())
-    # The parent ends this process: leaving by itself could end a peer's last collective.
+    # The parent ends this process: an exit now could break a peer's last collective.
     time.sleep(2 * _PATIENCE)
 
 
 def _is_no_outcome(error: Exception) -> bool:
-    """Whether it says nothing of the class: what this machine lacks."""
+    """Returns True if `error` says nothing about the class: this machine lacks a module or memory."""
     return isinstance(error, ImportError) or is_out_of_memory(error)
 
 
@@ -252,7 +253,7 @@ def _collect(answers: list[int]) -> list[float]:
                 raise RankFailed(answers.index(reader), "it died without a word", crashed=True, reason="exit")
             found[reader] = json.loads(line)
             if raised is None and "error" in found[reader]:
-                # One that died has its peer raise, maybe before its own pipe is closed; its death is what counts.
+                # A rank's death makes its peer raise, maybe before the dead rank's pipe closes; report the death then.
                 raised, deadline = found[reader]["error"], min(deadline, time.monotonic() + _NOTICE)
     if raised is not None:
         raise _Raised(raised)

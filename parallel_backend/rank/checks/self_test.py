@@ -1,7 +1,7 @@
 """Tests classes of a ComfyUI against the table: `python -m parallel_backend.rank.checks.self_test --root … --class …`.
 
-One line of JSON (wire/self_test.SelfTest) per class on stdout. It runs on the CPU and never touches a GPU: what it
-finds out, the order and the number of tokens, is the same on all devices.
+Writes one line of JSON (wire/checks/self_test.SelfTest) per class to stdout. It runs on the CPU and never touches a
+GPU: the order and the number of tokens, which it tests, are the same on all devices.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def main() -> None:
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
     os.environ |= dict.fromkeys(_NO_GPU, "")
-    # What ComfyUI and libraries print goes beside the answer.
+    # What ComfyUI and libraries print goes to stderr, away from the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    # Only now what takes seconds: the parent may die meanwhile.
+    # Imported after die_with_parent: the parent may die during these seconds.
     import torch
 
-    torch.set_num_threads(1)  # ranks are forked, and a pool of threads does not live on in a fork
+    torch.set_num_threads(1)  # ranks are forked, and a thread pool does not survive a fork
     from ...models.comfyui.environment import import_comfyui
     from ...requests import ComfyUISource
     from .module_parity import prove
 
-    # Without the flags that ComfyUI was started with: they choose dtypes and kernels, not what is a token.
+    # Without ComfyUI's own command-line flags: they choose dtypes and kernels, not what is a token.
     import_comfyui(ComfyUISource(arguments.root), torch.device("cpu"))
     for name in arguments.classes:
         print(json.dumps(to_json(prove(name)), allow_nan=False), file=answers, flush=True)

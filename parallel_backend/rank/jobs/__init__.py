@@ -1,1 +1,1 @@
-"""Jobs of ComfyUI's process as a rank reads them, and those that need no diffusion model."""
+"""Reads the jobs of ComfyUI's process in a rank, and runs those over text encoders and VAEs."""

@@ -1,4 +1,4 @@
-"""The text encoders and VAEs that a rank holds: ComfyUI's own modules, called as ComfyUI's process would."""
+"""The text encoders and VAEs that a rank holds: ComfyUI's own modules, called as ComfyUI's process calls them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
 from .reader import JobReader, set_random_states
 from .vaes import HeldVae, StepCallback
 
-_LOOK = 0.05  # s between two looks for a cancel
+_LOOK = 0.05  # s between two checks for a cancel
 
 
 class HeldEncoder:
-    """One encoder (reader.NamedModel). `rank`: the one that computes, ALL_RANKS where its layers are shared out;
-    `computes`: True on a rank that does."""
+    """A text encoder that a rank holds (a reader.NamedModel). `rank`: the one that computes it, ALL_RANKS if its layers
+    are shared out; `computes`: True if this rank computes."""
 
     is_shared_out = False
     originals: Mapping[str, Tensor] = {}
@@ -44,7 +44,7 @@ class HeldEncoder:
         self.patcher = encoder_patcher(kind, module, world.device)
         self.rank, self.computes = rank, rank in (world.rank, ALL_RANKS)
         self.original = Original(module)
-        self.last_patcher: object = None  # ComfyUI takes a model whose patcher is gone for a leak
+        self.last_patcher: object = None  # ComfyUI reports a model whose patcher is gone as a leak
 
     @property
     def module(self) -> nn.Module:
@@ -55,24 +55,24 @@ class HeldEncoder:
         return self.module if word[0] == "base" else find_in(self.module, *word)
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
-        """Returns the record of its load, which took so many seconds. Its bytes are those of the weights that this rank
-        computes with, which ComfyUI's patcher brings to the device when it is called."""
+        """Returns the record of its load, which took `seconds`. Its bytes are the weights that this rank computes with;
+        ComfyUI's patcher moves them to the device when the encoder is called."""
         size = sum(weight.nbytes for weight in self.module.parameters()) if self.computes else 0
         return LoadInfo(seconds, size, cached=False, dtype="", compute_dtype="", device_bytes=size)
 
 
 class Modules:
-    """Loads text encoders and VAEs, and runs the jobs over them."""
+    """Loads text encoders and VAEs, and runs jobs over them."""
 
     def __init__(
         self, layouts: Layouts, reader: JobReader, import_comfyui: Callable[[ComfyUISource], None]
     ) -> None:
         self._layouts, self._reader, self._import = layouts, reader, import_comfyui
-        self._meeting = _Meeting(layouts.world, lambda: False)  # of the call that runs
+        self._meeting = _Meeting(layouts.world, lambda: False)  # of the current call
 
     def load(self, message: Load, tensors: Tensors) -> HeldEncoder | HeldVae:
-        """Returns what is in the payload, ready for its calls. Raises ParallelError, or what a lack of memory is, on
-        this rank alone."""
+        """Returns the module in the payload, ready for calls. Raises ParallelError, or an error of memory or device,
+        on this rank alone."""
         assert message.comfyui is not None, "it says whose module it is"
         self._import(message.comfyui)
         module = self._reader.read(*unpack_payload(tensors, stay_shared=True), None).work
@@ -94,7 +94,7 @@ class Modules:
     def run(
         self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepCallback
     ) -> tuple[Tensors | None, RankCall]:
-        """Runs a job; returns its answer, None on all ranks but one, and how it went. Collective."""
+        """Runs a job; returns its answer, None on all ranks but one, and its record. Collective."""
         started, world = time.perf_counter(), self._layouts.world
         self._meeting = _Meeting(world, on_step.is_cancelled)
         inputs = tensors.pop(INPUTS, None)
@@ -116,7 +116,7 @@ class Modules:
                     held.check()
                 except Exception as failure:
                     error = failure
-                agree(world, error)  # a check that fails on one rank is made again by all, with the next call
+                agree(world, error)  # if it fails on one rank, all ranks check again with the next call
                 held.is_checked = True
             assert inputs is not None and isinstance(job.work, VaeCall), "the call was checked"
             answer, record = held.call(inputs, job.work.shares, on_step)
@@ -158,8 +158,8 @@ class Modules:
 
 
 class _Meeting:
-    """Where ranks meet after each layer that they share out. `has_ended`: all of them know that the call has failed or
-    was cancelled."""
+    """The agreement of all ranks after each layer that they share out. `has_ended`: True once all ranks know that the
+    call has failed or was cancelled."""
 
     def __init__(self, world: World, is_cancelled: Callable[[], bool]) -> None:
         self._world, self.is_cancelled = world, is_cancelled
@@ -167,7 +167,7 @@ class _Meeting:
         self.has_ended = False
 
     def meet(self, error: Exception | None) -> None:
-        """Raises `error`, and on the other ranks that one has failed; Cancelled on all of them."""
+        """Raises `error`, RanksApart on the ranks without an error, or Cancelled on all ranks. Collective."""
         is_stopped = self._world.rank == 0 and self.is_cancelled()
         try:
             self.has_ended = bool(
@@ -188,7 +188,7 @@ def _is_fault(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _cancellable(is_cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a call of any module ends a request that was cancelled."""
+    """Within this context, the call of any module raises Cancelled if the request was cancelled."""
     looked = time.monotonic()
 
     def look(module: nn.Module, inputs: Any) -> None:

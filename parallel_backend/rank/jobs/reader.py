@@ -1,4 +1,4 @@
-"""Reads jobs in a rank: over what the rank holds, with the tensors and modules of the jobs before."""
+"""Reads jobs in a rank, around the model that it holds and the tensors and packs that earlier jobs brought."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ _SHARED_OUT = (
 
 
 class NamedModel(Protocol):
-    """A model that a rank holds, as jobs name what lies in it. `patcher`: ComfyUI's, over it, None for a VAE, of which
-    no job has one; `originals`: its file's weights; `is_shared_out`: True if ranks have parts of its weights."""
+    """A model that a rank holds, in which jobs refer to modules and weights by name. `patcher`: ComfyUI's ModelPatcher
+    of it, None for a VAE; `is_shared_out`: True if each rank has a part of its weights; `originals`: the weights of its
+    file."""
 
     patcher: Any
     is_shared_out: bool
     originals: Mapping[str, Tensor]
 
     def find(self, word: tuple[Any, ...]) -> Any:
-        """Finds what a pickle names."""
+        """Returns the module or weight that a pickle names."""
         ...
 
 
 class JobReader:
-    """The state that a rank keeps from job to job."""
+    """Reads jobs, and keeps the tensors, packs and mapped files that later jobs refer to."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class JobReader:
         facts_here: Callable[[ProcessFacts], ProcessFacts] = lambda facts: facts,
         check_packs: Callable[[ProcessFacts, Head], None] = lambda facts, head: None,
     ) -> None:
-        """`facts_here`: what holds on this rank's machine in place of ComfyUI's process; `check_packs`: raises
-        RequestError where this machine does not have the job's packs."""
+        """`facts_here`: translates the facts of ComfyUI's process into those of this rank's machine; `check_packs`:
+        raises RequestError if this machine lacks the job's packs."""
         self._world, self._facts_here, self._check_packs = world, facts_here, check_packs
         self._facts: ProcessFacts | None = None
         self._tensors: dict[int, Tensor] = {}
@@ -68,8 +69,8 @@ class JobReader:
         return self._packages
 
     def read(self, head: Head, new: Mapping[int, Tensor], held: NamedModel | None) -> PickledJob:
-        """Makes the job again. `held`: the model that it names, None for a job that brings one. Raises ParallelError,
-        on this rank alone."""
+        """Returns the job. `held`: the model that it refers to, None for a job that brings one. Raises ParallelError on
+        this rank alone."""
         if head.is_fresh:
             self._tensors.clear()
         for number in head.dropped:
@@ -139,7 +140,7 @@ class JobReader:
 
 
 def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
-    """Sets the states of torch, Python, numpy and, of a GPU, of its generator, as a job has them."""
+    """Sets the random states of torch, Python, numpy and, on a GPU, of its generator."""
     of_torch, of_python, of_numpy, of_device = states
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
@@ -149,7 +150,7 @@ def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
 
 
 def _rerouted(one: Replaced) -> Replaced:
-    """Has attention that a pack has put into a module lead through the router too."""
+    """Routes an attention function that a pack has put into a module through our router."""
     if one.path or not is_attention(one.name) or not callable(one.value):
         return one
     return replace(one, value=reroute(one.name, one.value))

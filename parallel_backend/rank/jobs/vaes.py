@@ -1,4 +1,4 @@
-"""Half a VAE that a rank holds beside its models: latents are decoded with it, or images encoded, by all ranks."""
+"""Half a VAE that a rank holds beside its models: all ranks decode latents, or encode images, with it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 
 class StepCallback(Protocol):
-    """Called after each step; raises Cancelled, on all ranks alike. `is_cancelled()`: True if this rank has heard that
-    the request is to end; `finish()`: waits for the last steps."""
+    """A callback after each step, which raises Cancelled on all ranks at the same step. `is_cancelled()`: True if this
+    rank has received a cancel; `finish()`: waits for the last steps."""
 
     def __call__(self, i: int, denoised: Tensor) -> None: ...
 
@@ -35,7 +35,7 @@ class StepCallback(Protocol):
 
 
 class HeldVae:
-    """The decoder or encoder of one VAE (reader.NamedModel)."""
+    """The decoder or encoder of one VAE that a rank holds (a reader.NamedModel)."""
 
     patcher = None
     is_shared_out = False
@@ -54,19 +54,19 @@ class HeldVae:
         raise RequestError(f"A VAE's call names {word[0]}, which no device has.")
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
-        """Returns the record of its load on this rank's device, which took so many seconds."""
+        """Returns the record of its load on this rank's device, which took `seconds`."""
         computed = str(self._network.vae.compute_dtype).removeprefix("torch.")
         on_device = 0 if device.type == "cpu" else self._bytes
         return LoadInfo(seconds, self._bytes, False, self._dtype, computed, device_bytes=on_device)
 
     def check(self) -> None:
-        """Raises PlatformError on the first rank where sharing out does not give what one rank computes, and on any
-        where the network does not work so. Collective."""
+        """Checks that all ranks together compute what one rank computes. Raises PlatformError on the first rank if they
+        do not, and on any rank where the network does not work that way. Collective."""
         with _other_version_as_refusal():
             self._network.check()
 
     def check_call(self, inputs: Tensor | None, shares: tuple[float, ...]) -> Tensor:
-        """Returns the inputs. Raises RequestError, alike on every rank, for those that cannot be shared out so."""
+        """Returns the inputs. Raises RequestError, the same on every rank, if they cannot be split by `shares`."""
         ranks = self._world.world_size
         if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
             raise RequestError(
@@ -80,8 +80,9 @@ class HeldVae:
     def call(
         self, inputs: Tensor, shares: tuple[float, ...], on_step: StepCallback
     ) -> tuple[Tensor | None, RankCall]:
-        """Returns images [B, H, W, 3] of latents, frames of a video as images, or latents [B, C, (t,) h, w] of pixels,
-        None on all ranks but the first. It computes one of the batch after the other, which needs less memory."""
+        """Decodes latents into images [B, H, W, 3], frames of a video as images, or encodes pixels into latents
+        [B, C, (t,) h, w]. Returns None on all ranks but the first. Computes one entry of the batch at a time, to save
+        memory."""
         started, device, network = time.perf_counter(), self._world.device, self._network
         sent, before = self._traffic.bytes_sent, _start_peak(device)
         step = 0
@@ -116,8 +117,8 @@ class HeldVae:
 
 @contextlib.contextmanager
 def _other_version_as_refusal() -> Iterator[None]:
-    """Inside, an error of a network that another ComfyUI has changed becomes a PlatformError, upon which ComfyUI's
-    process computes by itself."""
+    """Within this context, an error of the network, such as one that another version of ComfyUI has changed, becomes a
+    PlatformError: ComfyUI's process then computes without the ranks."""
     try:
         yield
     except Exception as failure:

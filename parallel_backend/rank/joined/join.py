@@ -1,8 +1,8 @@
-"""A rank that torchrun started on a machine of a cluster: it serves a ComfyUI on another computer, the head.
+"""Joins a cluster: a rank that torchrun starts on another machine serves the ComfyUI on the head.
 
 `torchrun … -m parallel_backend.rank --join HEAD:PORT --secret-file F`. The first process of a machine holds the
-connection to the head; all of them, it too, are linked to it by a Unix socket as a local rank is to ComfyUI's process.
-A group that ends, for whatever reason, ends these processes, and torchrun starts others, which join anew.
+connection to the head. All processes of the machine, including the first, reach it over a Unix socket, which replaces a
+local rank's link to ComfyUI. When a group ends, its processes exit, and torchrun starts new ones, which join again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...wire.transport import Link
     from .joined_worker import MachineFiles
 
-_SIZE = 4096  # bytes of what processes of a machine tell each other
+_SIZE = 4096  # most bytes of a message between processes of a machine
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -53,15 +53,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def join(argv: list[str]) -> tuple[Link, int, int, MachineFiles]:
-    """Waits until the head wants this process in a group: (link, epoch, page of heartbeats, what it finds here). Ends
-    the process where that cannot be."""
+    """Waits until the head takes this process into a group. Returns (link, epoch, descriptor of the heartbeat page,
+    this machine's files). Raises ParallelError if it cannot join, and ends the process if the first one has ended."""
     arguments = parse(argv)
     parent = os.getppid()
     die_with_parent(parent)
     os.environ.setdefault(
         "HF_HUB_OFFLINE", "1"
     )  # weights come from the model folders, never from the network
-    os.environ.update(DEVICE_QUEUES)  # before CUDA is looked at
+    os.environ.update(DEVICE_QUEUES)  # must be set before CUDA starts
     if "LOCAL_RANK" not in os.environ:
         raise PlatformError(
             "A process joins a cluster when torchrun starts it; docs/deployment.md has the command."
@@ -86,7 +86,7 @@ def _begin_relay(arguments: argparse.Namespace, machine: str, count: int, addres
         raise RequestError(
             f"--join {arguments.join!r}: write the head's address and port, such as 10.0.0.1:{PORT}."
         )
-    address.unlink(missing_ok=True)  # of a process that had this parent's number before
+    address.unlink(missing_ok=True)  # left by an earlier torchrun with the same process id
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(address))
     listener.listen(count)
@@ -136,10 +136,10 @@ def _wait_for_start(
     )
 
 
-@functools.cache  # it is served as long as this process lives
+@functools.cache  # the store is served as long as this process lives
 def _hosted_store() -> object:
-    """The store over which the ranks of all machines meet, in torchrun's first process, whichever group that serves;
-    None elsewhere, and where torchrun's agent serves it."""
+    """Serves, in torchrun's first process, the store at which the ranks of all machines meet, for any group. Returns
+    None in other processes, and if torchrun's agent serves the store."""
     import torch.distributed as dist
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ.get("RANK") != "0":
@@ -149,7 +149,7 @@ def _hosted_store() -> object:
 
 
 def _address(parent: int) -> Path:
-    """Where the processes of one torchrun meet: in a folder that is this user's alone."""
+    """Returns the path of the socket at which the processes of one torchrun meet, in a folder of this user."""
     folder = Path(tempfile.gettempdir(), f"comfyui-parallel-sampling-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

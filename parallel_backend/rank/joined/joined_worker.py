@@ -1,4 +1,4 @@
-"""The worker of a rank on a machine of a cluster: as any other, but that files are this machine's own."""
+"""The worker of a rank on a machine of a cluster: it uses this machine's files in place of the head's."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MachineFiles:
-    """What a machine has: the folders of its models, and ComfyUI's, None where nobody said."""
+    """The folders of a machine: those with models, and ComfyUI's, None if none was given."""
 
     machine: str
     models: tuple[Path, ...]
     comfyui: Path | None
 
     def source(self, source: ComfyUISource) -> ComfyUISource:
-        """As the head has it, with this machine's folder."""
+        """Returns the head's `source` with this machine's ComfyUI folder."""
         missing = f"(machine {self.machine} was started without --comfyui)"
         return replace(source, root=str(self.comfyui or missing))
 
     def facts(self, there: ProcessFacts) -> ProcessFacts:
-        """What holds here in place of the ComfyUI that sends jobs. Raises RequestError for another version of it."""
+        """Returns the head's facts `there` with this machine's paths. Raises RequestError without the same ComfyUI."""
         if self.comfyui is None:
             raise RequestError(
                 f"Machine {self.machine} was started without --comfyui, which a job needs; start it with ComfyUI's "
@@ -51,14 +51,14 @@ class MachineFiles:
         return replace(there, comfyui=str(self.comfyui), packs=packs, search_path=(), folders={})
 
     def _file(self, there: ProcessFacts, file: str) -> str:
-        """A pack's file at the same place in this machine's ComfyUI, or in its folder of packs."""
+        """Returns the path of a pack's file at the same place in this machine's ComfyUI, or in its custom_nodes."""
         path, root = Path(file), Path(there.comfyui)
         if path.is_relative_to(root):
             return str(Path(self.comfyui or "") / path.relative_to(root))
         return str(Path(self.comfyui or "") / "custom_nodes" / path.parent.name / path.name)
 
     def check_packs(self, facts: ProcessFacts, head: Head) -> None:
-        """Raises RequestError for a pack that is missing here, or is another version."""
+        """Raises RequestError for a pack that this machine lacks, or has in another version."""
         for name in head.packs:
             file, is_package = facts.packs[name]
             if not Path(file).is_file():
@@ -87,7 +87,7 @@ class JoinedWorker(RankWorker):
         super()._import_comfyui(self._files.source(source))
 
     def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
-        """All ranks find the file or none goes on: what comes next they do together."""
+        """Returns the model's spec with its path here. Raises an error on all ranks if one does not find the file."""
         error = None
         try:
             assert content is not None, "a head says it to processes of other machines"

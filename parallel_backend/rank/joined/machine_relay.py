@@ -1,4 +1,4 @@
-"""A machine's connection to its head, in a thread of its first process, and the processes that it is shared with."""
+"""A machine's connection to the head, in a thread of its first process, shared by all processes of the machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ADDRESS_OF = 0x8915  # SIOCGIFADDR, <linux/sockios.h>
 
 @dataclass(frozen=True)
 class LocalHello:
-    """A process to the first one of its machine."""
+    """The first message of a process to the first process of its machine. `memory`: of its device, in bytes."""
 
     local: int
     device: str
@@ -40,8 +40,8 @@ class LocalHello:
 
 @dataclass(frozen=True)
 class LocalStart:
-    """The first process to another, with the page of heartbeats. `interface`: the network's by which the head is
-    reached, and other machines likely too."""
+    """The answer of the first process, with the descriptor of the heartbeat page. `interface`: the network interface
+    that reaches the head, and probably the other machines."""
 
     epoch: int
     interface: str
@@ -49,7 +49,7 @@ class LocalStart:
 
 @dataclass(frozen=True)
 class _Neighbour:
-    """A process of this machine, this one too."""
+    """A process of this machine, including this one."""
 
     hello: LocalHello
     socket: socket.socket
@@ -57,7 +57,7 @@ class _Neighbour:
 
 
 class MachineRelay:
-    """`head`: its address; `listener`: on which the `count` processes of this machine come."""
+    """A machine's relay. `head`: its address; `listener`: accepts the `count` processes of this machine."""
 
     def __init__(
         self, endpoint: Endpoint, head: tuple[str, int], machine: str, listener: socket.socket, count: int
@@ -73,7 +73,7 @@ class MachineRelay:
         self._latest_words = ""
 
     def run(self) -> None:
-        """Serves until the head or a rank is gone, then ends all processes of this machine; torchrun starts others."""
+        """Serves until the head or a rank is gone, then ends all processes of this machine; torchrun restarts them."""
         try:
             self._gather()
             connection = self._dial()
@@ -85,13 +85,13 @@ class MachineRelay:
         except Exception as error:
             self._say(f"{type(error).__name__}: {error}")
         finally:
-            for neighbour in self._neighbours:  # one that is stuck in a collective ends by this alone
+            for neighbour in self._neighbours:  # only this ends a process that is stuck in a collective
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(neighbour.pidfd, signal.SIGKILL)
             os._exit(1)
 
     def _gather(self) -> None:
-        """All processes of this machine; another user's is none of them."""
+        """Accepts all processes of this machine, and rejects those of another user."""
         self._listener.settimeout(deadlines.START)
         while len(self._neighbours) < self._count:
             try:
@@ -109,11 +109,11 @@ class MachineRelay:
                 connection.close()
                 continue
             self._neighbours.append(_Neighbour(hello, connection, os.pidfd_open(pid)))
-        Path(self._listener.getsockname()).unlink(missing_ok=True)  # nobody else comes
+        Path(self._listener.getsockname()).unlink(missing_ok=True)  # no other process connects
         self._neighbours.sort(key=lambda neighbour: neighbour.hello.local)
 
     def _dial(self) -> ssl.SSLSocket:
-        """The connection to the head, once it is there and takes this machine."""
+        """Retries until the head accepts this machine; returns the connection."""
         hellos = [neighbour.hello for neighbour in self._neighbours]
         join = pack(
             Join(
@@ -148,13 +148,13 @@ class MachineRelay:
             time.sleep(deadlines.REDIAL)
 
     def _say(self, words: str) -> None:
-        """On torchrun's log; the same words once."""
+        """Writes to stderr, which torchrun logs; skips words that repeat the last ones."""
         if words != self._latest_words:
             self._latest_words = words
             sys.stderr.write(f"parallel sampling: {words}\n")
             sys.stderr.flush()
 
-    # In the relay's loop.
+    # Called by the relay, in its thread.
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind is not Kind.START:
@@ -180,7 +180,7 @@ class MachineRelay:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface with this IPv4 address; "" where none has it."""
+    """Returns the name of the network interface with this IPv4 address, or "" if none has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:

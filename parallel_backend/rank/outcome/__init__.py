@@ -1,1 +1,1 @@
-"""How a rank's work ended, in words that a caller reads."""
+"""The outcome of a rank's work: agreement between the ranks, errors and progress for the caller."""

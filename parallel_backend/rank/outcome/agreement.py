@@ -1,4 +1,4 @@
-"""One outcome on all ranks: whether each of them could do its part, and whether they do the same."""
+"""Agreement of all ranks on one outcome: that each could do its part, and that all do the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOWEST = -(2**62)
 
 
 class RanksApart(PeerFailed):
-    """Another rank failed, or does something else, as all of them know. `differs`: none has failed."""
+    """Raised on all ranks if one failed, or if they do different things (`differs`, without a failure)."""
 
     def __init__(self, words: str, differs: bool = False) -> None:
         super().__init__(words)
@@ -22,7 +22,7 @@ class RanksApart(PeerFailed):
 
 
 def agree(world: World, error: BaseException | None) -> None:
-    """Raises `error` where it happened, and PeerFailed on the other ranks. Collective."""
+    """Raises `error` on the rank that has one, and PeerFailed on the other ranks. Collective."""
     if world.control is not None:
         failed = torch.tensor([int(error is not None)], dtype=torch.int32)
         with heartbeat.inside("the agreement on a job", range(world.world_size)):
@@ -34,9 +34,9 @@ def agree(world: World, error: BaseException | None) -> None:
 
 
 def agree_on_call(world: World, failed: bool, number: int, form: int, value: int = 0) -> int:
-    """All ranks come here before each call of the network (its `number` and `form`) and at the end; one that has failed
-    comes as well, so that nobody waits for it. Returns the first rank's `value`, of 64 bits. Raises RanksApart on all
-    ranks, or on none."""
+    """Agrees with the other ranks that all make the same call of the network (`number` and `form`). All ranks call this
+    before each call and at the end; one that has `failed` does too, so that no rank waits for it. Returns rank 0's
+    64-bit `value`. Raises RanksApart on all ranks or on none. Collective."""
     if world.control is None:
         return value
     same = [0, number, -number, form, -form]
@@ -57,8 +57,8 @@ def agree_on_call(world: World, failed: bool, number: int, form: int, value: int
 
 
 def leave(world: World, error: Exception | None) -> None:
-    """Ends a job on all ranks, after calls on which they agreed; raises `error`, or what another rank ran into."""
-    if isinstance(error, RanksApart):  # which all ranks raised together
+    """Ends a job. Raises `error`, PeerFailed if another rank failed, RequestError if the ranks differ. Collective."""
+    if isinstance(error, RanksApart):  # all ranks raised it together
         apart = error
     else:
         try:
@@ -66,7 +66,7 @@ def leave(world: World, error: Exception | None) -> None:
         except RanksApart as found:
             apart = found
         else:
-            if error is not None:  # of one device, which has nobody to agree with
+            if error is not None:  # a single rank has no other to agree with
                 raise error
             return
     agree(world, None if error is apart else error)

@@ -1,4 +1,4 @@
-"""Errors on a rank as the terminal message that the caller reads."""
+"""Turns errors on a rank into the terminal message that the caller reads."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ...errors import RANK_CRASHED, DeviceError, ParallelError, RequestError, to
 from ...wire.device_faults import DEVICE_ERROR, known_fault
 from ...wire.protocol import PEER_FAILED, Failed
 
-_CHARACTERS = 4000  # of the message, and of the last traceback frames; a datagram holds 64 KiB
+_CHARACTERS = 4000  # of the message, and of the end of the traceback; a datagram holds 64 KiB
 
-# What torch and the modules raise for shapes that do not fit; einops has a RuntimeError of its own.
+# What torch and the modules raise for wrong shapes; einops raises a subclass of RuntimeError.
 _REFUSALS = (RuntimeError, ValueError, IndexError, AssertionError)
 
 
 class PeerFailed(ParallelError):
-    """This rank did its part, but gave it up because another rank could not do its own."""
+    """Raised on a rank that could do its part, because another rank could not."""
 
 
-# How libraries say in a RuntimeError of torch's that memory ran out: CUDA, HIP, NCCL's CUDA calls and pin_memory in
-# words; cuBLAS, cuDNN and cuSOLVER as a status; torch's CPU allocator by its name.
+# The text of torch's RuntimeErrors when memory runs out: "out of memory" from CUDA, HIP, NCCL's CUDA calls and
+# pin_memory; a status from cuBLAS, cuDNN and cuSOLVER; the name of torch's CPU allocator.
 _NO_MEMORY = re.compile(
     r"out of memory|ALLOC_FAILED|ALLOCATION_FAILED|cannot allocate memory|DefaultCPUAllocator", re.IGNORECASE
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Device or host memory ran out. Only torch's own allocator for CUDA raises an error of a kind for that; of others,
-    some of which raise what a failed device does, the text tells."""
+    """Returns True if device or host memory ran out. Only torch's CUDA allocator has an error class of its own for it.
+    Other errors are told by their text: some have the class that a failed device raises."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """The device, or the link to another rank, failed under code that was right. Some of these errors are plain
-    RuntimeErrors, which only their text tells from others."""
+    """Returns True if the device or the link to another rank failed, not the code. Some of these errors are plain
+    RuntimeErrors, told by their text alone."""
     kinds = tuple(filter(None, (getattr(torch, "AcceleratorError", None), dist.DistError)))
     if isinstance(error, kinds):
         return True
@@ -50,15 +50,15 @@ def is_device_failure(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Code of ComfyUI's does not accept what it was given, and neither memory nor a device failed."""
+    """Returns True if code of ComfyUI rejected its input, and neither memory nor a device failed."""
     return isinstance(error, _REFUSALS) and not is_out_of_memory(error) and not is_device_failure(error)
 
 
 @contextmanager
 def refusing(module: str, traffic: Traffic) -> Iterator[None]:
-    """Inside, what the code of a ComfyUI module does not accept is a RequestError, as long as this rank has begun no
-    collective: nobody waits for it, so the ranks stay usable where all of them say the same. Later, and for what is not
-    the input's fault, errors stay what they are."""
+    """Within this context, an error by which a ComfyUI module rejects its input becomes a RequestError, as long as this
+    rank has started no collective: no rank waits for it, so the ranks stay usable if all raise the same. After a
+    collective, and if the input is not at fault, errors stay unchanged."""
     before = traffic.collectives
     try:
         yield
@@ -73,7 +73,7 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
 
 
 def as_refusal(error: Exception) -> RequestError:
-    """Makes `error` a refusal, with the line of the pack or of ComfyUI at which it was raised."""
+    """Returns a RequestError for `error`, with the file and line that raised it."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -84,7 +84,7 @@ def as_refusal(error: Exception) -> RequestError:
 
 
 def failure(error: Exception, rank: int, device: str) -> Failed:
-    """The terminal message for `error`."""
+    """Returns the terminal message for `error`."""
     if is_out_of_memory(error):
         kind = "OutOfMemory"
         message = (

@@ -1,7 +1,7 @@
-"""Values that decide something in Python are the first rank's where cards are unlike.
+"""Gives all ranks the first rank's values wherever a job's Python code reads a tensor, if the cards are unlike.
 
-Two kinds of cards round differently, so that a cache's threshold or a sampler's step size may fall to one side here and
-to the other there. As a job's code reads a number of a tensor, all ranks read the first one's.
+Two kinds of cards round differently, so a cache's threshold or a sampler's step size could decide differently on two
+ranks. When a job's code reads a number from a tensor, all ranks read the first rank's.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 from ...engine.comm.groups import World
 from .agreement import agree_on_call
 
-# How Python reads a tensor's values.
+# The methods of Tensor by which Python reads values.
 _ARRAYS = ("numpy", "__array__")
 _READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", *_ARRAYS)
 _PACK = str(Path(__file__).parents[2])
-_NUMBER = -(2**40)  # of the first read: no call of the network and no step has such a number
+_NUMBER = -(2**40)  # read n has number _NUMBER - n, unlike any call of the network or step
 
 
 def are_unlike(world: World) -> bool:
-    """True if not all ranks have the same kind of card. Collective."""
+    """Returns True if not all ranks have the same kind of card. Collective."""
     if world.control is None:
         return False
     card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -42,8 +42,9 @@ def are_unlike(world: World) -> bool:
 
 @contextmanager
 def first_ranks_values(world: World, same_on_all: Callable[[], bool]) -> Iterator[None]:
-    """Inside, what code reads of a tensor is what the first rank reads there, as long as `same_on_all` says that all
-    ranks compute the same. This package reads its own values. Raises RanksApart where ranks are at different lines."""
+    """Within this context, code that reads a tensor gets the first rank's values, while `same_on_all` returns True: all
+    ranks compute the same. This package and torch read their own values. Raises RanksApart if ranks read at different
+    lines."""
     stock = {name: getattr(Tensor, name) for name in _READS}
     owned = {name: Tensor.__dict__[name] for name in _READS if name in Tensor.__dict__}
     reads = 0
@@ -57,7 +58,7 @@ def first_ranks_values(world: World, same_on_all: Callable[[], bool]) -> Iterato
             reads += 1
             number, place = _NUMBER - reads, _place_of(caller)
             if name in _ARRAYS:
-                if tensor.device.type == "cpu":  # an array shares its memory, which may be written to
+                if tensor.device.type == "cpu":  # the array shares its memory, so write the values there
                     tensor.detach().copy_(_first_ranks(world, tensor, number, place))
                 return stock[name](tensor, *args, **options)
             if name == "tolist":
@@ -79,7 +80,7 @@ def first_ranks_values(world: World, same_on_all: Callable[[], bool]) -> Iterato
 
 
 def _place_of(frame: FrameType) -> int:
-    """A number for a line of code, alike on all machines."""
+    """Returns a number for the line of code that `frame` runs, the same on all machines."""
     code = frame.f_code
     return zlib.crc32(f"{Path(code.co_filename).name} {code.co_name} {frame.f_lineno}".encode())
 

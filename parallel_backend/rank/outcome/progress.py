@@ -1,4 +1,4 @@
-"""The messages of a rank while a request runs: a cancel comes from ComfyUI's process, progress goes there."""
+"""The messages of a rank while a request runs: cancels from ComfyUI's process, and progress to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...wire.payloads import state_tensors
 from ...wire.protocol import Cancel, Envelope, Progress
 from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
 
-STATES_COST = 0.01  # of a request's time that sending the sampler's states may take
+STATES_COST = 0.01  # the share of a request's time that sending the sampler's states may take
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RequestLink:
     rank: int
 
     def is_cancelled(self) -> bool:
-        """True if a cancel of this request has come, on a rank that is sent one."""
+        """Returns True if a cancel of this request has arrived; only one rank is sent one. Raises TransportError."""
         while (received := self.link.receive(0.0)) is not None:
             envelope, descriptors = received
             close_all(descriptors)
@@ -40,21 +40,21 @@ class RequestLink:
         return False
 
     def send(self, message: Progress, tensors: dict[str, Tensor]) -> None:
-        """Sends what there is room for now: never waits."""
+        """Sends a message, or drops it if the link is full: never waits."""
         descriptors = (pack_tensors(tensors),) if tensors else ()
         try:
             self.link.send(Envelope(self.epoch, self.request, message), descriptors)
         except LinkFull:
             pass
         except LinkClosed:
-            os._exit(0)  # ComfyUI is gone; nobody waits for this request
+            os._exit(0)  # ComfyUI is gone, so no process waits for this request
         finally:
             close_all(descriptors)
 
 
 class ProgressSender:
-    """The progress of rank 0; other ranks send none. `previews`: with the first image of each step; `states`: ComfyUI's
-    process wants the loop's state too. `sends_states`: it is this rank that sends it."""
+    """Sends the progress of rank 0; other ranks send none. `previews`: include the first image of each step; `states`:
+    ComfyUI's process requests the loop's states; `sends_states`: True if so, on rank 0."""
 
     def __init__(self, to: RequestLink, steps: int, *, previews: bool, states: bool) -> None:
         self._to, self.steps, self._previews = to, steps, previews
@@ -64,13 +64,13 @@ class ProgressSender:
         self._started = time.perf_counter()
 
     def keep(self, state: Callable[[], LoopState]) -> None:
-        """Has the coming step boundary send the loop's state, unless that costs too much of the request's time."""
+        """Makes the next step boundary send the loop's state, unless that would exceed STATES_COST."""
         allowed = STATES_COST * (time.perf_counter() - self._started)
         if self.sends_states and self._states_seconds + self._last_state_seconds <= allowed:
             self._state = state
 
     def copy(self, denoised: Tensor) -> dict[str, HostCopy]:
-        """Begins to copy the first image, and the loop's state, to the host."""
+        """Starts to copy the first image, and the loop's state, to the host."""
         if self._to.rank != 0:
             return {}
         tensors = {"denoised": denoised[:1].float()} if self._previews else {}
@@ -84,7 +84,7 @@ class ProgressSender:
         return copies
 
     def send(self, step: int, seconds: float, strategy: int, copies: Mapping[str, HostCopy]) -> None:
-        """Sends what `copy` began to copy. `strategy`: as in Progress."""
+        """Sends the `copies` that `copy` started. `strategy`: see Progress."""
         if self._to.rank != 0:
             return
         started = time.perf_counter()

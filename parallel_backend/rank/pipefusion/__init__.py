@@ -1,1 +1,1 @@
-"""Image patches through the stages of a pipeline, within a job."""
+"""PipeFusion in a job: image patches flow through the stages of a pipeline."""

@@ -1,5 +1,5 @@
-"""PipeFusion's patches in a shipped job: every rank runs ComfyUI's guider; in the steps of patches the first rank's
-sampler leads, the others follow, and its latent goes to all."""
+"""PipeFusion in a shipped job: every rank runs ComfyUI's guider. While patches flow, the first rank's sampler leads,
+the others follow it, and its latent goes to all."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _HOOK = "sampler_calc_cond_batch_function"
 
 
 class FlowMeeting(Protocol):
-    """What a flow asks of the meeting of its job (rank/work/meeting.py)."""
+    """The part of a job's meeting (rank/work/meeting.py) that a flow uses."""
 
     def alone(self) -> AbstractContextManager[None]: ...
     def end_round(self) -> None: ...
 
 
 class JobFlow:
-    """PipeFusion of one job on one rank. `flows`: True while patches flow. `steps_done`: those whose answers a failure
-    before this has left. `request` and `answers` are what PatchFlow asks of a job."""
+    """PipeFusion of one job on one rank, as PatchFlow's FlowJob. `flows`: True while patches flow; `steps_done`: steps
+    before a failure, whose answers are replayed."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class JobFlow:
 
     @property
     def flow_blocked_by(self) -> str:
-        """Why no patches did flow, in a user's words; on the first rank."""
+        """The reason why no patches flowed, in a user's words; "" on all ranks but the first."""
         return self._flow.flow_blocked_by
 
     def why_not(self) -> str:
-        """Why no patches can flow in this job, in a user's words; empty where they can."""
+        """Returns why no patches can flow in this job, in a user's words; "" if they can."""
         if _HOOK in self._guider.model_options:
             return "a node computes the prompts of a step in a way of its own"
         return flow_blocked_by(self.request, self._forward.layout.strategy)
 
     def compute(self, call: ModuleCall) -> Any:
-        """Answers a call of the network: of patches while they flow, else of the whole latent."""
+        """Answers a call of the network: for a patch while patches flow, else for the whole latent."""
         return self._flow.compute(call) if self.flows else self._flow.full_call(call)
 
     def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
@@ -91,11 +91,11 @@ class JobFlow:
         return answer_prompts(self._guider.inner_model, sides, x, sigma, options)
 
     def sample(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **others: Any) -> Tensor:
-        """Samples as ComfyUI's sampler of the job's name does, by its arithmetic (sampling/samplers.py)."""
+        """Samples with the arithmetic of the ComfyUI sampler that the job names (sampling/samplers.py)."""
         options = {**extra_args["model_options"], _HOOK: self._ask}
         extra_args = {**extra_args, "model_options": options}
         first = first_flowing(self._forward.layout.strategy)
-        if self._steps_done:  # their keys and values are gone: another whole image leaves new ones
+        if self._steps_done:  # their keys and values are lost: one more step of whole images makes new ones
             first = max(first, self._steps_done + 1)
         self.request.noise = torch.empty_like(x)
         step, levels, ones = step_of(self.request), Sigmas(sigmas, x.device), x.new_ones(len(x))
@@ -107,7 +107,7 @@ class JobFlow:
 
         for i in range(len(sigmas) - 1):
             if i == first:
-                with self._meeting.alone():  # the first rank asks the module by itself
+                with self._meeting.alone():  # only the first rank calls the module here
                     self.flows = self._flow.find_patches()
             if self.flows:
                 latent = self._flow.sample(self._sides, x, levels, i, history, self._on_step, denoise)
@@ -118,7 +118,7 @@ class JobFlow:
         return x
 
     def _ask(self, asked: dict[str, Any]) -> list[Tensor]:
-        """The hook by which ComfyUI's guider has its prompts computed."""
+        """Computes the prompts of a step; ComfyUI's guider calls it as a hook."""
         conds = asked["conds"]
         requested = tuple(side is not None for side in conds)
         before = self._conds or [None] * len(conds)

@@ -1,7 +1,7 @@
-"""PipeFusion in ComfyUI's own loop: after whole images patches take their steps apart, through stages of its module.
+"""PipeFusion in ComfyUI's own loop: after some steps with whole images, each patch takes its steps by itself.
 
-ComfyUI's guider, guidance and masks stay ComfyUI's: for each patch the first rank asks its model twice, once for what
-goes into the network, whose blocks then compute in the stages, and again when what they give has come back.
+Guider, guidance and masks stay ComfyUI's. For each patch the first rank calls ComfyUI's model twice: once to get the
+input of the network, whose blocks the stages then compute, and again when their output has come back.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ...strategy import ParallelStrategy
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Sides = tuple[bool, ...]
 NO_FLOW = "PipeFusion ran exactly and without its speed: {reason}"
-# Of ComfyUI's samplings (how a model's latents and noise mix) that of flow-matching models, and others under which one
-# patch's latent was compared with stock's. All of them are arithmetic on elements.
+# ComfyUI's sampling classes (how a model mixes latents and noise): that of flow-matching models, and others for which
+# the latent of a job with one patch was compared with stock ComfyUI's. All of them compute element by element.
 _FLOW = "CONST"
 _SAMPLINGS = {_FLOW, "EPS", "V_PREDICTION", "V_PREDICTION_DDPM", "EDM", "COSMOS_RFLOW"}
 
 
 @dataclass
 class FlowRequest:
-    """A job as its patches need it. `noise`: [B, C, …]; `sampler`: by ComfyUI's name; `conds`: the prompts of each
-    side; `classes`: of the model's sampling, by name."""
+    """The job data that patches need. `noise`: [B, C, …]; `sampler`: ComfyUI's name of it; `conds`: the prompts of each
+    side (cond, uncond); `classes`: names of the classes of the model's sampling."""
 
     noise: Tensor
     sigmas: Tensor
@@ -52,7 +52,7 @@ class FlowRequest:
 
 
 class FlowJob(Protocol):
-    """The job that patches belong to. `answers`: what the model gives for the wanted sides' prompts."""
+    """The job that patches belong to. `answers`: returns the model's output for the prompts of each requested side."""
 
     request: FlowRequest
 
@@ -60,7 +60,7 @@ class FlowJob(Protocol):
 
 
 def flow_blocked_by(request: FlowRequest, strategy: ParallelStrategy) -> str:
-    """Why no patches can flow in a job under PipeFusion, in a user's words; empty where they can."""
+    """Returns why no patches can flow in a job under PipeFusion, in a user's words; "" if they can."""
     steps = len(request.sigmas) - 1
     if first_flowing(strategy) >= steps:
         return f"all of the {steps} steps are warm-up steps"
@@ -79,37 +79,37 @@ def flow_blocked_by(request: FlowRequest, strategy: ParallelStrategy) -> str:
 
 
 def first_flowing(strategy: ParallelStrategy) -> int:
-    """The number of steps before patches flow: at least one leaves keys and values to them."""
+    """Returns the number of steps before patches flow: at least one, which computes keys and values for them."""
     return max(1, strategy.warmup_steps)
 
 
 def step_of(request: FlowRequest) -> Callable[..., Step]:
-    """A step of the job's sampler, as ComfyUI computes it under the model's sampling."""
+    """Returns the step function of the job's sampler, as ComfyUI computes it under the model's sampling."""
     return (STEPS if _FLOW in request.classes else USUAL_STEPS)[request.sampler]
 
 
 def history_of(request: FlowRequest, device: torch.device) -> History:
-    """What its sampler knows before the first step. A flow-matching model may want other noise (ModelNoiseScale)."""
+    """Returns the sampler's state before the first step. Flow-matching models may scale noise (ModelNoiseScale)."""
     is_flow = _FLOW in request.classes
     return start_history(request.seed, device, request.noise_scale if is_flow else 1.0)
 
 
 def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Tensor]:
-    """Sigmas of the model calls from step `first` on."""
+    """Returns the sigma of each model call from step `first` on."""
     return [sigma for i in range(first, len(sigmas) - 1) for sigma in model_calls(step, sigmas, i)]
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """One network call's elements of a patch on their way back to the first stage. `shares`: rows of each pipeline."""
+    """A patch's part of one network answer, on its way back to the first stage. `shares`: rows of each pipeline."""
 
     answer: PendingRecv
     shares: tuple[int, ...]
 
 
 class PatchFlow:
-    """The state of one job's patches on one rank, and their steps. `flow_blocked_by`: why no patches can flow, in a
-    user's words; on the first rank."""
+    """The state and the steps of one job's patches on one rank. `flow_blocked_by`: why no patches can flow, in a user's
+    words; "" on all ranks but the first."""
 
     def __init__(self, forward: ModuleForward, job: FlowJob) -> None:
         assert forward.stages is not None, "PipeFusion has stages"
@@ -119,9 +119,9 @@ class PatchFlow:
         self._layout = forward.layout
         self._sides: Sides = ()
         self.keys, self.flow_blocked_by = StaleKeyCache(), ""
-        self._seen: dict[tuple[int, ...], ModuleCall] = {}  # by whose rows, the last whole call
+        self._seen: dict[tuple[int, ...], ModuleCall] = {}  # the last whole call, by its prompts
         self._patches: ElementPatches | None = None
-        # While a patch is on its way into the network, and out of it.
+        # The current patch, what its call will return, and, on its second way through the model, what has come back.
         self._now: ImagePatch | None = None
         self._sent: list[_Coming] = []
         self._answers: Iterator[Tensor] | None = None
@@ -132,7 +132,7 @@ class PatchFlow:
 
     @property
     def exact(self) -> bool:
-        """Whether no key was ever of the step before."""
+        """True if no call used keys of an earlier step: no patches flowed, or there is only one."""
         return self._patches is None or len(self._patches) == 1
 
     @property
@@ -140,13 +140,13 @@ class PatchFlow:
         return min(self._layout.strategy.pipeline_patches, self._stages.tokens)
 
     def full_call(self, call: ModuleCall) -> Any:
-        """The network's answer to whole images, which leave keys and values to patches."""
+        """Returns the network's answer to whole images, and stores their keys and values for patches."""
         self._seen[call.prompts] = call
         return self._forward(call, keys=self.keys)
 
     def find_patches(self) -> bool:
-        """Finds which patch each element of a latent belongs to, after whole images. Returns False on all ranks if
-        patches cannot flow. Collective."""
+        """Finds which patch each element of the latent belongs to, after steps with whole images. Returns False on all
+        ranks if patches cannot flow. Collective."""
         layout, noise = self._layout, self.request.noise
         found = self._find_owners() if layout.everyone.index == 0 else ""
         flows = torch.tensor([isinstance(found, Tensor)], dtype=torch.int32)
@@ -161,7 +161,7 @@ class PatchFlow:
         return True
 
     def _find_owners(self) -> Tensor | str:
-        """Returns the number of each element's patch, or why patches cannot flow."""
+        """Returns the patch number of each element, [elements] int64, or why patches cannot flow."""
         noise, calls = self.request.noise, list(self._seen.values())
         assert calls, "whole images went before"
         for call in calls:
@@ -189,9 +189,9 @@ class PatchFlow:
         on_step: OnPatchStep,
         denoise: Denoise,
     ) -> Tensor:
-        """Returns the latent after all steps from `first` on, on every rank: the first one's sampler, over `denoise`,
-        leads, and the others follow it. `sides`: whom its calls are of. Raises Cancelled on all ranks or none.
-        Collective."""
+        """Takes all steps from `first` on; returns the same latent on every rank. The first rank runs the sampler over
+        `denoise`, and the others follow. `sides`: True for each side that the calls request. Raises Cancelled on all
+        ranks or on none. Collective."""
         self._sides = sides
         everyone = self._layout.everyone
         if everyone.index == 0:
@@ -207,9 +207,9 @@ class PatchFlow:
     def _run(
         self, sigmas: Sigmas, first: int, on_step: OnPatchStep, lead: tuple[PatchSampling, Denoise] | None
     ) -> None:
-        """Takes all steps from `first` on. `lead`: on the first rank."""
+        """Takes all steps from `first` on. `lead`: the sampler and its model on the first rank, None on others."""
         noise = self.request.noise
-        self._x = torch.zeros_like(noise)  # on the first stage, of each patch what its last call saw
+        self._x = torch.zeros_like(noise)  # on the first stage: the input of each patch's last call
         self._ones = noise.new_ones(len(noise))
         self._lead = lead
         self._returning: dict[int, tuple[list[_Coming], Tensor]] = {}  # by patch, with the sigma of its call
@@ -231,7 +231,7 @@ class PatchFlow:
             raise Cancelled("The request was cancelled.")
 
     def compute(self, call: ModuleCall) -> Any:
-        """The network's answer to a call of a patch: on its way in anything of that form, on its way out its own."""
+        """Answers a patch's network call: the first one with a placeholder of that form, the second with the result."""
         answer = self._stages.empty_answer(call.rows)
         if self._answers is not None:
             self.patches.put(next(self._answers), self._patch.number, answer)
@@ -247,18 +247,18 @@ class PatchFlow:
         return self._stages.in_form(answer)
 
     def answers(self, requested: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
-        """What ComfyUI's loop asks for on the first rank while patches flow: of each side what the model gives."""
+        """Returns the model's output of each requested side to ComfyUI's loop on the first rank, while patches flow."""
         if self._answers is None:
             self._share_elements(self.patches.take(x, self._patch.number))
         return self._job.answers(requested, x, sigma)
 
     @property
     def _returns(self) -> bool:
-        """Whether this rank sends or takes what patches give: of the ranks of a stage, which all know it, one does."""
+        """True on the one rank of each stage that sends or receives results of patches: all its ranks have them."""
         return self._layout.sequence.index == 0
 
     def _share_elements(self, elements: Tensor) -> Tensor:
-        """Those of a patch, from the first rank, on every rank of the first stage."""
+        """Returns the first rank's elements of a patch on every rank of the first stage. Collective in that stage."""
         if self._returns:
             broadcast(elements, 0, self._layout.row, self._forward.traffic)
         return broadcast(elements, 0, self._layout.sequence, self._forward.traffic)
@@ -269,12 +269,12 @@ class PatchFlow:
         return self._now
 
     def _has_elements(self, number: int) -> bool:
-        """One of a reference's tokens has none of the latent; its keys and values are made anew in each step too."""
+        """Returns False for a patch of a reference's tokens, which only refreshes its keys and values in each step."""
         span = self.patches.span(number)
         return span.start < span.stop
 
     def _send(self, patch: ImagePatch, sigma: Tensor) -> None:
-        """Takes a patch through this stage."""
+        """Computes this stage's part of the next model call of a patch."""
         self._now, self._sent = patch, []
         if self._lead is not None:
             sampling, denoise = self._lead
@@ -291,7 +291,7 @@ class PatchFlow:
             self._returning[patch.number] = self._sent, sigma
 
     def _take_back(self, number: int, *, drop: bool = False) -> None:
-        """Waits for what a patch's last call gave, if there was one, and hands it to the sampler."""
+        """Waits for the result of a patch's last call, if any, and passes it to the sampler unless `drop`."""
         coming, sigma = self._returning.pop(number, ([], None))
         arrived = [(one.answer.taken(), one.shares) for one in coming]
         if drop or sigma is None or not self._has_elements(number):

@@ -1,1 +1,1 @@
-"""What a rank holds and runs."""
+"""The models that a rank holds, and the requests that it runs."""

@@ -1,4 +1,4 @@
-"""The answers of a job's model calls: recorded, and played back by ranks that go on where others failed."""
+"""Records the answers of a job's model calls; ranks that resume a failed job replay them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from ...requests import LoopState
 from .step_boundary import StepBoundary
 
-MAX_ANSWER_BYTES = 2**30  # of answers that ComfyUI's process keeps of a job, for the case that ranks crash
+MAX_ANSWER_BYTES = 2**30  # of a job's answers that ComfyUI's process stores, in case ranks crash
 
 
 class Answers:
-    """The answers of one job on one rank. `state`: what the calls before a failure gave; None for a job that begins."""
+    """The answers of one job on one rank. `state`: those of the calls before a failure; None for a new job."""
 
     def __init__(self, on_step: StepBoundary, state: LoopState | None) -> None:
         self._earlier = () if state is None else tuple(state.answers)
@@ -26,13 +26,13 @@ class Answers:
         self._bytes = sum(one.nbytes for one in self._earlier)
 
     def recorded(self, number: int, latent: Any) -> Tensor | None:
-        """What the call of this number, from 1, gave before; None if it has to be made."""
+        """Returns the recorded answer of call `number`, from 1; None if the call has to be made."""
         if number > len(self._earlier):
             return None
         return self._earlier[number - 1][0].to(latent.device, latent.dtype, copy=True)
 
     def add(self, answer: Any, *, is_all: bool) -> None:
-        """`is_all`: the call leaves nothing else behind, so another process may go on from its answer."""
+        """Records an answer. `is_all`: True if the call changes nothing else, so a new process can replay it."""
         if not self._records:
             return
         fits = is_all and isinstance(answer, Tensor) and self._bytes + answer.numel() * 4 <= MAX_ANSWER_BYTES
@@ -45,11 +45,11 @@ class Answers:
         self._bytes += self._new[-1].nbytes
 
     def stop(self) -> None:
-        """Records nothing more: a job that fails begins again where the record ends."""
+        """Stops recording. A job that fails later resumes where the record ends."""
         self._records, self._new = False, []
 
     def step_ended(self, step: int) -> None:
-        """Has the coming step boundary send the answers of this step."""
+        """Makes the coming step boundary send the answers that were not sent yet."""
         if self._records and self._new:
             self._on_step.progress.keep(lambda: self._take(step))
 

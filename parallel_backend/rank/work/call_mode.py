@@ -1,4 +1,4 @@
-"""How a call of a job's network is shared out, decided before it and alike on all ranks: by what takes part in it."""
+"""Decides how to share out each call of a job's network, by the foreign code in it. All ranks decide the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...models.proof.states import ClassVerdict, trusted_mode
 from ...models.tokens.regions import Region
 from ...requests import ATTENTION, BLOCK, TOKEN_MODES
 
-# Patches that a module calls between its blocks, on whole tokens where each block gathers what it gives.
+# Patches that a module calls between its blocks: they see all tokens if each block gathers its output.
 _BETWEEN_BLOCKS = {
     "double_block",
     "single_block",
@@ -32,15 +32,15 @@ _BETWEEN_BLOCKS = {
 }
 _METHODS = ("forward", "_forward")
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, UUID)
-# ComfyUI's modules that networks are made of.
+# ComfyUI's Python modules with the code of networks.
 _NETWORK_CODE = ("comfy.ldm", "comfy.ops", "comfy.rmsnorm", "comfy.quant_ops", "comfy.text_encoders")
-SHARE = "_parallel_share"  # the attribute by which a network's calls lead to the ranks' meeting
+SHARE = "_parallel_share"  # attribute of a network: the function that its calls go to (meeting.lead_calls)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is not ComfyUI's own in a call. `takes_part`: there is any; `between`: only between blocks; `is_pure`: none
-    of it leaves anything behind; `kernel`: it computes attention."""
+    """The code in a call that is not ComfyUI's own. `takes_part`: True if there is any; `between`: True if it only runs
+    between blocks; `is_pure`: True if it stores nothing; `kernel`: True if it computes attention."""
 
     takes_part: bool = False
     between: bool = True
@@ -49,13 +49,13 @@ class Foreign:
 
 
 class NetworkState:
-    """A network as it was loaded, to see what of it has changed since."""
+    """The state of a network when it was loaded, to find what has changed since."""
 
     def __init__(self, network: nn.Module, regions: Iterable[Region]) -> None:
         self._network = network
         before, after = HOOKS[:2]
         self._before = [
-            # Weights that are shared out arrive by hooks.
+            # Hooks belong to it: those that fetch shared-out weights are no change.
             (one, type(one), dict(one._modules), dict(one.__dict__[before]), dict(one.__dict__[after]))
             for one in network.modules()
         ]
@@ -71,8 +71,8 @@ class NetworkState:
         return self._network
 
     def find_changes(self) -> tuple[bool, bool]:
-        """Tells whether anybody has changed how the network computes, and whether within its blocks."""
-        # In every call, of a thousand modules: what is quick to see comes first.
+        """Returns (True if code of the network was changed, True if code within its blocks was)."""
+        # This runs in every call, over a thousand modules: the cheap comparisons come first.
         forward, other = _METHODS
         before, after = HOOKS[:2]
         changed = [
@@ -98,7 +98,7 @@ def _find(network: nn.Module, path: str) -> nn.Module | None:
 
 
 def _is_replaced(state: Mapping[str, Any], kind: type) -> bool:
-    """True if a method of a module is not its class's own, which ComfyUI puts there as it takes a patch out."""
+    """Returns True if a method of a module is not its class's own, which ComfyUI sets when it removes a patch."""
     return any(
         name in state and getattr(state[name], "__func__", None) is not getattr(kind, name, None)
         for name in _METHODS
@@ -106,7 +106,7 @@ def _is_replaced(state: Mapping[str, Any], kind: type) -> bool:
 
 
 def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
-    """What packs have replaced in the code of networks, which nobody sees in a call."""
+    """Describes what packs have replaced in ComfyUI's network code: a call's arguments do not show it."""
     inside = [one for one in replaced if one.module.startswith(_NETWORK_CODE)]
     kernels = [one for one in inside if not one.path and is_attention(one.name)]
     only_kernels = len(kernels) == len(inside)
@@ -114,7 +114,7 @@ def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
 
 
 def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -> Foreign:
-    """What takes part in the call with these transformer_options."""
+    """Describes the foreign code in a call with these transformer_options. `code`: from foreign_code."""
     patches = {name: value for name, value in (options.get("patches") or {}).items() if value}
     replacing = {name: value for name, value in (options.get("patches_replace") or {}).items() if value}
     others = [
@@ -143,8 +143,8 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
 
 
 def _is_plain(value: Any) -> bool:
-    """False for what holds an object of some class, in which a network may keep what it has seen (Kandinsky 6 has its
-    step cache there)."""
+    """Returns False for a value that contains an object of some class, in which a network may store state (Kandinsky 6
+    has its step cache there)."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -155,7 +155,7 @@ def _is_plain(value: Any) -> bool:
 def mode_of(
     foreign: Foreign, kwargs: Mapping[str, Any], class_name: str, proven: str, has_blocks: bool
 ) -> str:
-    """Returns one of TOKEN_MODES. `proven`: how far the class may go by its proof."""
+    """Returns the token mode of a call (TOKEN_MODES). `proven`: the mode that the class is proven for."""
     if foreign.kernel or (foreign.takes_part and not (foreign.between and has_blocks)):
         return ATTENTION
     if foreign.takes_part:

@@ -1,4 +1,4 @@
-"""The device of a rank: found by its name, and what lies on it for the heartbeat to tell."""
+"""The device of a rank, and its memory use, which the heartbeat publishes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def device_of(name: str) -> torch.device:
-    """cpu:0, cpu:1, … name ranks; to torch there is one CPU. Raises DeviceError for a device that has gone."""
+    """Returns torch's device; cpu:0, cpu:1, … are all torch's one CPU. Raises DeviceError if the device is gone."""
     device = torch.device("cpu" if name.startswith("cpu") else local_name(name))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(
@@ -32,7 +32,7 @@ def device_of(name: str) -> torch.device:
 
 
 class MemoryMeter:
-    """`bytes_sent`: to other ranks so far, as a function."""
+    """Publishes memory and traffic of a rank. `bytes_sent`: returns the bytes sent to other ranks so far."""
 
     def __init__(self, device: torch.device, bytes_sent: Callable[[], int]) -> None:
         self._device = device
@@ -40,12 +40,12 @@ class MemoryMeter:
         self._weights = 0
 
     def record_weights(self, chunks: Iterable[nn.Module]) -> None:
-        """The models that are held are others, or lie elsewhere; `chunks`: of all of them."""
+        """Counts the weights again after models came, went or moved. `chunks`: those of all held models."""
         self._weights = weight_bytes(chunks, self._device)
         self.publish()
 
     def publish(self) -> None:
-        """Memory beside the weights is what torch allocated on an accelerator, and on the CPU what is no file's."""
+        """Publishes the bytes of weights, traffic and other memory: torch's on a GPU; on the CPU, what maps no file."""
         if self._device.type == "cuda":
             working = max(0, torch.cuda.memory_allocated(self._device) - self._weights)
         else:
@@ -55,21 +55,21 @@ class MemoryMeter:
 
 
 def weight_bytes(chunks: Iterable[nn.Module], device: torch.device) -> int:
-    """Of weights on `device`. Chunks of one rank share some."""
+    """Returns the bytes of the weights on `device`. Weights that several chunks share count once."""
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
     return sum(_local_bytes(p, device) for p in parameters.values())
 
 
 def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a shard's own rows
-    # What stands for an absent weight has its shape, and one number in memory.
+    # A placeholder for an absent weight has its shape, but only one number in memory.
     taken = min(local.nbytes, local.untyped_storage().nbytes())
     return taken if local.device.type == device.type else 0
 
 
 @contextmanager
 def all_threads(device: torch.device) -> Iterator[None]:
-    """Inside, torch computes on the CPU with as many threads as a rank has that is not one of several."""
+    """Within this context, torch computes on the CPU with all the threads that a single rank would have."""
     alone = int(os.environ.get(THREADS_ALONE, "0"))
     before = torch.get_num_threads()
     if device.type != "cpu" or alone <= before:

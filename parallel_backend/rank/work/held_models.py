@@ -1,6 +1,6 @@
-"""The models that a rank holds at once, each with what belongs to it: changes of its weights, forwards, prompts.
+"""The models that a rank holds at the same time. A model of a file is held with its forwards.
 
-ComfyUI's process numbers them and says with each load which ones stay, so all ranks hold the same ones.
+ComfyUI's process numbers them and tells with each load which ones stay, so all ranks hold the same ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 
 class HeldModel:
-    """The model of a file. `moved_out`: chunks of it that lie in host memory or in the mapped file for now."""
+    """The model of a file. `moved_out`: its chunks that are in host memory or in the mapped file for now."""
 
     def __init__(self, model: ModuleModel) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class HeldModel:
         self.forwards: dict[Placement, ModuleForward] = {}
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
-        """Returns the record of its load on this rank's device, which took so many seconds."""
+        """Returns the record of its load on this rank's device, which took `seconds`."""
         model = self.model
         return LoadInfo(
             seconds,
@@ -45,8 +45,8 @@ class HeldModel:
         )
 
     def move_out(self, device: torch.device) -> None:
-        """Notes which chunks are to leave the device, but for those that have. Weights that are offloaded lie in host
-        memory as they are."""
+        """Adds the chunks on `device` to `moved_out`, and frees the weights that the file still has. Offloaded weights
+        are in host memory already."""
         gone = set(map(id, self.moved_out))
         self.moved_out = [
             chunk
@@ -58,8 +58,8 @@ class HeldModel:
 
 
 class HeldModels:
-    """By number, the one that goes first when memory ends first: models of files, text encoders and VAEs. Dropping
-    gives a device's memory back at once."""
+    """The held models of files, text encoders and VAEs by number, in the order in which they are dropped when memory
+    runs out. Dropping frees a device's memory at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,18 +69,18 @@ class HeldModels:
         return len(self._models)
 
     def __iter__(self) -> Iterator[tuple[int, HeldModel]]:
-        """Yields those of files, whose weights a rank moves, with their numbers."""
+        """Yields (number, model) of the models of files: only their weights are moved by the rank."""
         return ((number, held) for number, held in self._models.items() if isinstance(held, HeldModel))
 
     def get(self, number: int) -> HeldModel | HeldEncoder | HeldVae:
-        """Returns what is held under a number. Raises RequestError for nothing."""
+        """Returns the model with this number. Raises RequestError if there is none."""
         found = self._models.get(number)
         if found is None:
             raise RequestError(f"the processes hold no model {number}; load one first.")
         return found
 
     def of_file(self, number: int) -> HeldModel:
-        """Returns a file's model. Raises RequestError where that is not what is held."""
+        """Returns the model of a file with this number. Raises RequestError if there is none."""
         found = self.get(number)
         if not isinstance(found, HeldModel):
             raise RequestError(f"model {number} is a text encoder or VAE; load one that samples.")
@@ -90,7 +90,7 @@ class HeldModels:
         self._models[number] = held
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Drops all others; those that stay go in this order when memory ends."""
+        """Drops all other models. These are dropped in this order when memory runs out."""
         before, self._models = self._models, {n: self._models[n] for n in numbers if n in self._models}
         dropped = len(before) - len(self._models)
         del before
@@ -105,22 +105,22 @@ class HeldModels:
 
     @property
     def chunks(self) -> tuple[torch.nn.Module, ...]:
-        """Returns the chunks of all models of files."""
+        """The chunks of all models of files."""
         return tuple(chunk for _, held in self for chunk in held.model.chunks)
 
     def report(self) -> RankModels:
-        """For ComfyUI's process."""
+        """Returns the numbers of the held models and the device's memory, for ComfyUI's process."""
         if self._device.type != "cuda":
             return RankModels(tuple(self._models))
         free, total = torch.cuda.mem_get_info(self._device)
-        # torch keeps what was freed for its next allocations.
+        # torch keeps freed memory for its next allocations.
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return RankModels(tuple(self._models), free + kept, total)
 
 
 def import_for(spec: ModelSpec, device: torch.device, *, holds_nothing: bool) -> None:
-    """All that loading imports, which stays: no collection looks through that later, half a million objects for each
-    model that goes. What the rank holds meanwhile would never be collected either, so that must be nothing."""
+    """Imports what loading `spec` needs. If the rank `holds_nothing`, it exempts all objects from garbage collection,
+    which would scan half a million of them for each dropped model. A model held now would never be freed."""
     from ...models import registry
 
     registry.import_for(spec, device)
@@ -129,12 +129,12 @@ def import_for(spec: ModelSpec, device: torch.device, *, holds_nothing: bool) ->
 
 
 def collect(device: torch.device) -> None:
-    """Gives memory back that nothing holds any more."""
+    """Frees unused objects, and the device memory that torch keeps for its next allocations."""
     gc.collect()
     release_cache(device)
 
 
 def release_cache(device: torch.device) -> None:
-    """Gives memory back that torch keeps for its next allocations."""
+    """Frees the device memory that torch keeps for its next allocations."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

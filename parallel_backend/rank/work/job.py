@@ -1,4 +1,4 @@
-"""Jobs in a rank: every rank runs ComfyUI's own guider, wrappers and sampler in step, over the model that it holds."""
+"""Runs jobs in a rank: all ranks run ComfyUI's own guider, wrappers and sampler in step, over models they hold."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _READ = (
 
 
 class _JobModel:
-    """A held model as jobs need it: its patcher, and how it was loaded."""
+    """A held model as jobs use it (a reader.NamedModel): its patcher, and its state when it was loaded."""
 
     def __init__(self, model: ComfyUIModel) -> None:
         self.patcher = root_patcher(model)
@@ -65,8 +65,8 @@ class _JobModel:
             network.__dict__["state_dict"] = _refusing_state(network)
         self.state = NetworkState(network, model.regions)
         self.original = Original(self.base)
-        # ComfyUI takes a model whose patcher is gone for a leak, collects all garbage, and fails where a ControlNet
-        # asks which models are loaded. It forgets this one as it loads the patcher of the next job.
+        # ComfyUI reports a model whose patcher is gone as a leak, collects all garbage, and fails if a ControlNet asks
+        # which models are loaded. It forgets this patcher when it loads that of the next job.
         self.last_patcher: object = None
 
     @property
@@ -74,13 +74,13 @@ class _JobModel:
         return self.patcher.model
 
     def find(self, word: tuple[Any, ...]) -> Any:
-        """Finds what a pickle names."""
+        """Returns the module or weight that a pickle names."""
         return self.base if word[0] == "base" else find_in(self.base, *word)
 
 
 def _refusing_state(network: nn.Module) -> Callable[..., Any]:
-    """`state_dict` of a network whose weights are shared out: who asks for its own alone wants their values; who wants
-    names asks for the whole model's."""
+    """Returns a `state_dict` for a network whose weights are shared out. It raises RequestError if called on the
+    network itself, for values; code that needs names calls the whole model's."""
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.get("destination") is None:
@@ -91,12 +91,12 @@ def _refusing_state(network: nn.Module) -> Callable[..., Any]:
 
 
 class Jobs:
-    """Runs jobs, and keeps what it knows of the models that they are of."""
+    """Runs jobs, and keeps a _JobModel of each model that they use."""
 
     def __init__(self, layouts: Layouts, reader: JobReader) -> None:
         self._layouts, self._reader = layouts, reader
         self._models: weakref.WeakKeyDictionary[ComfyUIModel, _JobModel] = weakref.WeakKeyDictionary()
-        self._are_unlike: bool | None = None  # the cards; asked once
+        self._are_unlike: bool | None = None  # True if the ranks' cards are unlike; found at the first job
 
     def run(
         self,
@@ -106,7 +106,7 @@ class Jobs:
         on_step: StepBoundary,
         forward_under: Callable[[ParallelStrategy], ModuleForward],
     ) -> tuple[Tensors, RankRun]:
-        """Runs the job with the other ranks; the latent is the first one's. Collective."""
+        """Runs the job with the other ranks; returns (answer, record). Rank 0's answer counts. Collective."""
         started, placement = time.perf_counter(), message.placement
         assert placement is not None, "a model of a file has one"
         world = self._layouts.world
@@ -186,12 +186,12 @@ class _RunningJob:
         self._answers, self._end, self._packages = answers, end_step, packages
         self._step = self._steps = 0
         self._check_numbers = NumbersCheck(most_lag(held.patcher.load_device))
-        self.denoised: Tensor | None = None  # after the last step, of all images
+        self.denoised: Tensor | None = None  # of all images, after the latest step
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
 
     def to_its_end(self, steps: int, on_step: StepBoundary, forward: ModuleForward) -> Any:
-        """Returns the latent, or what the network answered. What a pack raises is a RequestError, on all ranks."""
+        """Returns the latent or the network's answer. Raises RequestError for an error of a pack. Collective."""
         self._steps = steps
         error: Exception | None = None
         answer: Any = torch.empty(0)
@@ -223,7 +223,7 @@ class _RunningJob:
             undo.enter_context(self._meeting.holding(held.state.network))
             undo.callback(
                 patcher.eject_model
-            )  # else its injections are taken out of a network that has none any more
+            )  # otherwise its injections would be removed from a network that no longer has them
             if not self._meeting.is_first:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
             if isinstance(work, NetworkCall):
@@ -244,7 +244,7 @@ class _RunningJob:
         )
 
     def _flowing(self, work: SamplerRun, forward: ModuleForward, on_step: StepBoundary) -> Any:
-        """The sampler whose patches flow through PipeFusion's stages, or the job's own where they cannot."""
+        """Returns a sampler whose patches flow through PipeFusion's stages, or the job's own if they cannot."""
         meeting = self._meeting
         noise, _, sampler, sigmas, _, seed = work.arguments
         flow = JobFlow(

@@ -1,4 +1,4 @@
-"""The calls of a job's network: all ranks run the job, and meet in each of them to share it out."""
+"""Shares out the calls of a job's network: all ranks run the job, and meet in each call."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _BYPASSED = (
     "all else alike"
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PART, _FORM = 10, 1 + 10 * 4  # numbers of one part of an answer, and of all: dtype, dimensions, shape
+_PART, _FORM = 10, 1 + 10 * 4  # numbers of one part (dtype, ndim, shape), and of an answer of up to 4 parts
 _IN_STAGES = "Nodes have changed the model, which PipeFusion cannot share out; set pipefusion_degree to 1."
 
 
 def lead_calls(kind: type) -> None:
-    """Has calls of networks of this class lead to the meeting of the job that runs."""
+    """Makes calls of networks of this class go to the meeting of the current job."""
     if getattr(kind.__call__, SHARE, False):
         return
 
@@ -54,9 +54,9 @@ def lead_calls(kind: type) -> None:
 
 
 class ModuleMeeting:
-    """The meeting point of one job's calls on one rank. `current`: the forward that the next call runs under; `mode`:
-    how far the class is proven; `inputs`: what its calls take; `code`: what packs have replaced in the code of
-    networks."""
+    """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call; `mode`:
+    the token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
+    replaced in the code of networks; `cache`: the job's step cache, if any."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class ModuleMeeting:
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._sigma = 0.0
         self.flow: JobFlow | None = None
-        self.guider: Any = None  # that of a sampler run
+        self.guider: Any = None  # of a sampler run
         self.calls = 0
         self.notes: dict[str, None] = {}
 
     @contextmanager
     def holding(self, network: nn.Module) -> Iterator[None]:
-        """Inside, calls of `network` are this meeting's."""
+        """Within this context, calls of `network` go to this meeting."""
         lead_calls(type(network))
         network.__dict__[SHARE] = self._call
         try:
@@ -95,7 +95,7 @@ class ModuleMeeting:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this rank calls the network by itself."""
+        """Within this context, this rank calls the network by itself."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -104,24 +104,24 @@ class ModuleMeeting:
 
     @property
     def same_on_all(self) -> bool:
-        """True as long as all ranks compute the same: not in a call of which each has its share."""
+        """True while all ranks compute the same; False in a call of which each rank computes its share."""
         return not self._is_apart
 
     @property
     def is_first(self) -> bool:
-        """True on the rank whose latent counts."""
+        """True on rank 0, whose latent is the result."""
         return self._layouts.world.rank == 0
 
     def agree_on_step(self, step: int) -> None:
-        """Agrees that all ranks end the same step. Raises RanksApart."""
+        """Raises RanksApart on all ranks unless all of them end the same step. Collective."""
         agree_on_call(self._layouts.world, False, -1 - step, 0)
 
     def leave(self, error: Exception | None) -> None:
-        """Ends the job on all ranks; raises `error`, or what another one ran into."""
+        """Ends the job on all ranks; raises `error`, or that of another rank (see agreement.leave). Collective."""
         leave(self._layouts.world, error)
 
     def end_round(self) -> None:
-        """Forgets which prompts were asked for: a sampler asks for its next ones."""
+        """Resets the counts of calls by prompt, before the sampler calls the model again."""
         self._asked.clear()
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +158,7 @@ class ModuleMeeting:
         return answer
 
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
-        """Computes by all ranks, or under a strategy of one device by the first, whose answer goes to all."""
+        """Computes a call on all ranks; under a strategy of one device, rank 0 computes and sends its answer to all."""
         forward, world = self._current(), self._layouts.world
         if forward.layout.strategy.world_size == world.world_size:
             self._is_apart = not call.inseparable
@@ -181,7 +181,7 @@ class ModuleMeeting:
         return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
 
     def _formed(self, parts: list[Tensor]) -> list[Tensor]:
-        """Returns tensors of the first rank's shapes and dtypes on every rank; on the first, `parts` themselves."""
+        """Returns empty tensors with the shapes and dtypes of rank 0's `parts`; on rank 0, `parts`. Collective."""
         words = torch.zeros(_FORM, dtype=torch.int64)
         words[0] = len(parts)
         for place, part in enumerate(parts):
@@ -198,7 +198,7 @@ class ModuleMeeting:
         return found
 
     def _take_first_ranks(self, args: tuple[Any, ...]) -> None:
-        """Agrees that all ranks make the same call, and gives them the first one's latent and sigma."""
+        """Checks that all ranks make the same call, and overwrites their latent and sigma with rank 0's. Collective."""
         if self._layouts.world.world_size == 1:
             return
         parts = [*_parts_of(args[0]), *(one for one in args[1:2] if isinstance(one, Tensor))]
@@ -222,7 +222,7 @@ class ModuleMeeting:
         mode = mode_of(foreign, kwargs, type(module).__name__, self._mode, self._has_blocks)
         rows = row_count(args[0])
         runs = len(options.get("cond_or_uncond") or ()) or 1
-        # What takes part may look at the rows of a prompt together.
+        # Foreign code may look at all rows of a prompt at once.
         unit = rows // runs if foreign.takes_part and rows % runs == 0 else 1
         constants = find_constants(getattr(self.guider, "conds", None))
         is_described = self._mode not in (ATTENTION, ROWS)
@@ -242,7 +242,7 @@ class ModuleMeeting:
         return self._cache
 
     def _numbered(self, call: ModuleCall) -> ModuleCall:
-        """Numbers the call by its prompts, and by how often this step has asked for those."""
+        """Adds the numbers of its prompts to the call, and how often they were called in this round."""
         uuids = call.kwargs[OPTIONS]["uuids"]
         prompts = tuple(self._prompts.setdefault(one, len(self._prompts)) for one in uuids)
         self._asked[prompts] += 1
@@ -250,5 +250,5 @@ class ModuleMeeting:
 
 
 def _parts_of(latent: Any) -> list[Tensor]:
-    """Returns a latent as a list, or the parts of one (video and sound)."""
+    """Returns the parts of a latent (video and sound) as a list, of one part for a tensor."""
     return [latent] if isinstance(latent, Tensor) else list(latent)

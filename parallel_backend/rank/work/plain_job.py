@@ -1,4 +1,4 @@
-"""A plain job of the commands, which needs no ComfyUI: Euler steps over a module that all ranks share out."""
+"""A plain job, which commands run without ComfyUI: Euler steps over a module that all ranks share out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .step_boundary import StepBoundary
 
 
 class PlainJob:
-    """One plain job on one rank; `request` and `answers` are what PatchFlow asks of a job."""
+    """One plain job on one rank, which is also the FlowJob of its PatchFlow."""
 
     def __init__(self, forward: ModuleForward, job: SampleRequest) -> None:
         self._forward, self._cfg = forward, job.cfg
@@ -42,14 +42,14 @@ class PlainJob:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Says how it ran, beside what its forward tells."""
+        """Notes for the user on how the job ran, in addition to those of its forward."""
         reason = "" if self._flow is None else self._flow.flow_blocked_by
         return (NO_FLOW.format(reason=reason),) if reason else ()
 
     @torch.inference_mode()
     def run(self, on_step: StepBoundary) -> Tensor:
-        """Runs all steps; returns the latent [B, C, H/8, W/8] float32, on every rank. May raise Cancelled, on all ranks
-        alike."""
+        """Runs all steps; returns the latent [B, C, H/8, W/8] float32 on every rank. Raises Cancelled on all ranks or
+        on none."""
         sigmas, history = Sigmas(self.request.sigmas, self._device), start_history(0, self._device)
         x = sigmas[0] * self.request.noise
         compute = self._forward if self._flow is None else self._flow.full_call
@@ -64,7 +64,7 @@ class PlainJob:
                 check_numbers(x, f"in one of the steps {i + 1} to {self._steps}")
                 break
             x, denoised = run(euler(x, sigmas, i, history), denoise)
-            # Alike on every rank: all go on or none.
+            # The latent is the same on every rank, so all raise or none.
             check_numbers(denoised, f"in step {i + 1} of {self._steps}")
             on_step(i, denoised)
         check_numbers.finish()
@@ -83,7 +83,7 @@ class PlainJob:
         return self._denoised(x, sigma, self._flow.answers(self._sides, x, sigma))
 
     def _velocities(self, x: Tensor, sigma: Tensor, compute: Callable[[ModuleCall], Any]) -> list[Tensor]:
-        """[B, C, h, w] float32 for each prompt, on every rank."""
+        """Returns [B, C, h, w] float32 for each prompt, on every rank."""
         rows = [Rows(x, sigma.expand(len(x)), prompt) for prompt in self._prompts]
         return answers_to(rows, self._forward.model.module, compute)
 

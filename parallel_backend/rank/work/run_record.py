@@ -1,4 +1,4 @@
-"""The record of a request that a rank ran, and what of its forward's doing people are told."""
+"""The record of a request that a rank ran, with notes for the user on what its forward did."""
 
 from __future__ import annotations
 

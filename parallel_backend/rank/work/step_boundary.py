@@ -16,13 +16,13 @@ from ...wire.heartbeat import heartbeat
 from ..outcome.progress import ProgressSender, RequestLink
 from .device import MemoryMeter
 
-# s; after a longer step the host waits for its device, so that a cancel need not wait for one step more.
+# s; after a longer step the host waits for its device, so that a cancel does not take one step more.
 LONGEST_LAG = 1.0
-MOST_TIMES = 200  # steps whose times a message to ComfyUI's process has room for, beside all else
+MOST_TIMES = 200  # steps whose times fit into a message to ComfyUI's process
 
 
 class _Moment:
-    """The moment at which a device has done what it was given so far."""
+    """The moment at which a device has finished all work submitted so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -35,7 +35,7 @@ class _Moment:
             self._event.synchronize()
 
     def seconds_since(self, earlier: _Moment) -> float:
-        """Of two that have passed."""
+        """Returns the seconds from `earlier` to this moment; both must have passed."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         return earlier._event.elapsed_time(self._event) / 1000
@@ -43,7 +43,7 @@ class _Moment:
 
 @dataclass
 class _Vote:
-    """What rank 0 knows, on its way to all ranks: whether to stop, and whether steps are too long for a lag."""
+    """Two flags of rank 0 on their way to all ranks: stop, and steps are too long for a lag."""
 
     flags: Tensor
     work: dist.Work | None
@@ -59,8 +59,8 @@ class _Vote:
 
 @dataclass
 class _Boundary:
-    """The end of a step that the host has given to its device. `vote` is None where patches flow on; `copies`: what to
-    show of it."""
+    """The end of a step that the host has submitted to its device. `vote`: None while patches flow; `copies`: the
+    tensors to send with the step's progress."""
 
     step: int
     strategy: int  # Progress.strategy
@@ -72,11 +72,11 @@ class _Boundary:
 class StepBoundary:
     """The `on_step(i, denoised)` of one request on one rank; raises Cancelled on all ranks at the same step.
 
-    Only rank 0 hears a cancel, so all ranks learn it together: a sum over the control group, which also keeps a fast
-    rank from leaving the request while a slow one is a step behind. `denoised`: [B, C, H/8, W/8], same on all ranks.
+    Only rank 0 receives a cancel. It tells all ranks by a sum over the control group, which also keeps a fast rank from
+    leaving the request while a slow one is a step behind. `denoised`: [B, C, H/8, W/8], the same on all ranks.
 
-    While a GPU computes a step, the host gives it the next one and only then looks at what became of the first: `lag`
-    steps late, unless steps are long. `finish` ends the request.
+    While a GPU computes a step, the host submits the next one, and only then looks at the outcome of the first: it is
+    `lag` steps late, unless steps are long. `finish` ends the request.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StepBoundary:
         meter: MemoryMeter | None = None,
         lag: int | None = None,
     ) -> None:
-        """`lag`: the most steps; as many as the device wants (host_copy.most_lag) unless told otherwise."""
+        """`lag`: the most steps that the host may be late; by default host_copy.most_lag of the device."""
         self._request = request
         self.progress = ProgressSender(request, steps, previews=previews, states=states)
         self._control = control
@@ -99,11 +99,11 @@ class StepBoundary:
         self._meter = meter
         self._step_started = _Moment(device)
         self._most_lag = most_lag(device) if lag is None else lag
-        self._lag = 0  # what all ranks have agreed on so far: the first step may be a long one
+        self._lag = 0  # the lag that all ranks have agreed on: none yet, as the first step may be long
         self._given: deque[_Boundary] = deque()
         self._asked: deque[tuple[_Moment, _Vote]] = deque()
         self._stopped = self._flows = False
-        self.strategy = 0  # the number of the one that the step ran under (Progress)
+        self.strategy = 0  # number of the strategy that the step ran under (see Progress)
         self.seconds: list[float] = []
 
     def __call__(self, i: int, denoised: Tensor) -> None:
@@ -113,13 +113,13 @@ class StepBoundary:
         heartbeat.step_given()
 
     def finish(self) -> None:
-        """Waits for the last steps; raises Cancelled on all ranks, or on none."""
+        """Waits for the last steps. Raises Cancelled on all ranks or on none."""
         self._most_lag = self._lag = 0
         self._raise_if_cancelled()
 
     @property
     def inside_seconds(self) -> tuple[float, ...]:
-        """Of the last steps of a request that has finished, as in RankRun."""
+        """Seconds in collectives of each of the last steps, after `finish`; () if patches flowed (see RankRun)."""
         if self._flows:
             return ()
         every = heartbeat.inside_seconds(len(self.seconds))
@@ -133,7 +133,7 @@ class StepBoundary:
             )
 
     def _settle(self) -> int:
-        """Looks at the boundaries that are further back than the lag; the step after which all stop, or 0."""
+        """Handles the boundaries that are older than the lag. Returns the step after which all ranks stop, or 0."""
         while len(self._given) > self._lag:
             boundary = self._given.popleft()
             boundary.passed.wait()
@@ -149,19 +149,19 @@ class StepBoundary:
         return 0
 
     def passed(self, i: int, denoised: Tensor) -> None:
-        """The same for a step of patches that flow on: nobody waits for the other ranks. Ranks without a sampler have
-        no latent and do not call it."""
+        """Ends a step of patches that flow on, without waiting for the other ranks. Ranks without a sampler have no
+        latent and do not call it."""
         copies = self.progress.copy(denoised)
         self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), None, copies))
         self._flows = True
-        self._lag = self._most_lag  # here a rank waits for itself alone
+        self._lag = self._most_lag  # here a rank waits only for its own device
         self._settle()
 
     def is_stopped(self, lag: int) -> bool:
-        """Whether the request was cancelled, as known `lag` questions ago, the same on all ranks.
+        """Returns True if the request was cancelled, as known `lag` calls ago; the same on all ranks.
 
-        Ranks of a pipeline are `lag` questions apart, so none has to wait for another here. The host may not run
-        further ahead of its device than that either.
+        Ranks of a pipeline are `lag` calls apart, so none waits for another here. The host does not run further ahead
+        of its device than that either.
         """
         if any(boundary.vote is not None for boundary in self._given):  # of the last whole step, on all ranks
             self._lag = 0
@@ -174,7 +174,7 @@ class StepBoundary:
         return self._stopped
 
     def is_cancelled(self) -> bool:
-        """True if this rank has heard that the request is to end."""
+        """Returns True if this rank has received a cancel of the request."""
         return self._request.is_cancelled()
 
     def _publish(self, steps: int) -> None:
@@ -187,7 +187,7 @@ class StepBoundary:
         self._step_started = passed
 
     def _vote(self) -> _Vote:
-        """Begins to tell all ranks what rank 0 knows now."""
+        """Starts to send rank 0's flags to all ranks."""
         flags = torch.zeros(2, dtype=torch.int32)
         if self._request.rank == 0:
             slow = not self.seconds or self.seconds[-1] > LONGEST_LAG

@@ -1,4 +1,4 @@
-"""A sampling job that tries strategies on its way: its forward changes between steps, on all ranks alike."""
+"""Tries several strategies within a sampling job: all ranks change the forward between the same two steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .step_boundary import StepBoundary
 
 
 class Switching:
-    """`current`: the forward of the strategy that the next step runs under.
+    """The trials of one job on one rank. `current`: the forward of the strategy that the next step runs under.
 
-    `make_forward` is collective. Rank 0's clock decides, and the others learn of it after each step until all is
-    settled.
+    `make_forward` is collective. Rank 0 decides by its clock and tells the other ranks after each step, until the
+    trials are settled.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Switching:
         self._started = time.perf_counter()
 
     def on_step(self, i: int, denoised: Tensor) -> None:
-        """The step boundary of the job; after it the next step may run under another strategy."""
+        """Ends a step of the job (see StepBoundary); the next one may run under another strategy."""
         number = self._trials.current
         self._take_time()
         self._on_step.strategy = number
@@ -51,17 +51,17 @@ class Switching:
         self._started = time.perf_counter()
 
     def with_trials(self, run: RankRun) -> RankRun:
-        """`run` as it was: by the strategy that it ended under."""
+        """Returns `run` with the strategy that the job ended under, and the results of the trials."""
         return replace(run, strategy=self._trials.strategy, trials=self._trials.results)
 
     def _take_time(self) -> None:
-        """Collective until all is settled."""
+        """Records the time of the step, and follows rank 0's decision. Collective until the trials are settled."""
         trials = self._trials
         if trials.is_settled:
             trials.took(time.perf_counter() - self._started)
             return
         if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)  # else the time would be the host's
+            torch.cuda.synchronize(self._world.device)  # otherwise this would measure the host only
         trials.took(time.perf_counter() - self._started)
         if self._world.control is not None:
             decided = torch.tensor([trials.current, int(trials.is_settled)], dtype=torch.int32)

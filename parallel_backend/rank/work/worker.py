@@ -56,11 +56,11 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 OnCompile = Callable[[], None]
 Held = TypeVar("Held")
 
-_GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load, the worst highest
+_GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load; a higher number is worse
 
 
 class RankWorker:
-    """The state that a rank keeps between requests: its place in the world, its models, the prompts it was sent."""
+    """Serves the requests of one rank, and keeps its process groups and models between them."""
 
     def __init__(self, setup: Setup) -> None:
         """Joins the process group; blocks until all ranks have."""
@@ -79,10 +79,10 @@ class RankWorker:
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
 
     def load(self, message: Load, tensors: Tensors) -> LoadInfo:
-        """Holds one more model on every rank or on none.
+        """Loads one more model, on every rank or on none.
 
-        All ranks agree on the outcome. Where one has no memory for it, all drop the models to keep, one after the
-        other, until it fits, unless the load yields to them.
+        All ranks agree on the outcome. If one runs out of memory, all drop the models to keep, one by one, until the
+        new one fits; but not if `message.yields`.
         """
         started, device = time.perf_counter(), self.world.device
         self.models.keep(message.keep)
@@ -97,7 +97,7 @@ class RankWorker:
         worst = self._agree(error)
         while worst == _NO_MEMORY and len(self.models) and not message.yields:
             held = error = None
-            self.models.drop_first()  # it was in the way
+            self.models.drop_first()  # to make room
             held, error = self._try_load(attempt)
             worst = self._agree(error)
         if worst != _GOOD or held is None:
@@ -110,11 +110,11 @@ class RankWorker:
         return held.info(time.perf_counter() - started, device)
 
     def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
-        """The model as this rank finds it: where the parent does, on the same computer. Collective elsewhere."""
+        """Returns `spec` with the path on this machine: unchanged on ComfyUI's computer. Collective elsewhere."""
         return spec
 
     def keep_models(self, message: KeepModels) -> RankModels:
-        """Drops all others."""
+        """Drops all other models; returns a report on those held."""
         self.models.keep(message.models)
         self._record_weights()
         return self.models.report()
@@ -151,7 +151,7 @@ class RankWorker:
     def run_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
     ) -> tuple[Tensors | None, RankRun | RankCall]:
-        """Runs a job that was shipped whole; its answer is one rank's, None on the others."""
+        """Runs a job of ComfyUI's process; returns (answer, record), with the answer on one rank, None on others."""
         held, placement = self.models.get(message.model), message.placement
         if not isinstance(held, HeldModel):
             found = self.modules.run(held, tensors, on_step)
@@ -201,14 +201,14 @@ class RankWorker:
         return calibrate(self.world, self._layouts.get(message.strategy), message)
 
     def move_out(self, message: MoveOut) -> None:
-        """Has one rank give back what a model takes of its device; every rank joins the agreement on that."""
+        """Moves a model off the device of one rank. Collective: every rank takes part in the agreement."""
         if message.rank == self.world.rank:
             self.models.of_file(message.model).move_out(self.world.device)
         self._move(torch.device("cpu"), is_waking=False)
         self._record_weights()
 
     def take_back(self) -> None:
-        """Takes back the weights that went by `move_out`, bit for bit."""
+        """Moves the weights that `move_out` moved back to the device, bit for bit. Collective."""
         self._move(self.world.device, is_waking=True)
         for _, held in self.models:
             held.moved_out = []
@@ -218,8 +218,8 @@ class RankWorker:
         self.meter.record_weights(self.models.chunks)
 
     def _move(self, device: torch.device, *, is_waking: bool) -> None:
-        """Moves what has been moved out, on every rank. Where one has no room, all drop a model after the other, and
-        the last one with the error."""
+        """Moves the chunks in `moved_out` to `device`, on every rank. If one runs out of memory, all ranks drop one
+        model after the other. If the last one does not fit, or on another error, drops all and raises the error."""
         error = self._try_move(device, is_waking)
         worst = self._agree(error)
         while worst == _NO_MEMORY and len(self.models) > 1:
@@ -244,7 +244,7 @@ class RankWorker:
         return None
 
     def _forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
-        """The forward of a held model under `placement`, kept. Collective where it is new."""
+        """Returns the cached forward of a held model under `placement`. Collective if it is new."""
         from ...engine.module_forward import make_module_forward
 
         if placement not in held.forwards:
@@ -254,7 +254,7 @@ class RankWorker:
         return held.forwards[placement]
 
     def _agree_on_kernel(self, dtype: torch.dtype, placement: Placement) -> None:
-        """Collective. A kernel that one rank lacks is refused by all: nobody is left waiting for that rank."""
+        """Raises an error on all ranks if one lacks the attention kernel, so that none waits for it. Collective."""
         from ...engine.attention.kernel_choice import kernel_for
 
         error, wish = None, placement.compute_options.attention
@@ -266,7 +266,7 @@ class RankWorker:
             raise error or PeerFailed("another process lacks the attention kernel")
 
     def _try_load(self, attempt: Callable[[], Held]) -> tuple[Held | None, Exception | None]:
-        """(model, None) or (None, error); a rank that fails must still take part in the agreement."""
+        """Returns (model, None) or (None, error): a rank that fails must still take part in the agreement."""
         try:
             heartbeat.point("load")
             heartbeat.loading(0.0)
@@ -298,17 +298,17 @@ class RankWorker:
 
 
 def _seen_from(setup: Setup) -> tuple[str, ...]:
-    """The devices of all ranks. Those of other machines cannot be looked at from here, and are taken to be of the kind
-    of this rank's own."""
+    """Returns the devices of all ranks. Those of other machines cannot be inspected from here, so they are assumed to
+    be of the same kind as this rank's own."""
     own = setup.devices[setup.rank]
     return tuple(name if machine_of(name) == machine_of(own) else own for name in setup.devices)
 
 
 def _watched(forward: ModuleForward, on_compile: OnCompile) -> ModuleForward:
-    """The forward, whose compiling is told and counted from here on."""
+    """Returns the forward; from now on `on_compile` is called before it compiles, and compilations are counted."""
     if forward.compiles:
         from ...engine.blocks.compile import compiler
 
         compiler().on_begin = on_compile
-        compiler().take()  # what a request did that failed or was cancelled
+        compiler().take()  # discards the counts of a request that failed or was cancelled
     return forward
