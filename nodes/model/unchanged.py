@@ -31,7 +31,8 @@ class SameNetwork:
             for name, value in module.__dict__.items()
             if isinstance(value, (list, dict, set)) and name not in NESTED and not is_note(name)
         )
-        self._containers = [(one, _contents(one)) for one in found]
+        self._leaves: list[Any] = []  # held, so that no new object gets the id of one
+        self._containers = [(one, _contents(one, self._leaves)) for one in found]
         self._weights = list(weights.values())
         self._places = [_place(weight) for weight in self._weights]
         self._views = _views(self._weights)
@@ -40,7 +41,7 @@ class SameNetwork:
     def still_holds(self) -> bool:
         return (
             self._modules.still_hold()
-            and all(_contents(one) == before for one, before in self._containers)
+            and all(_contents(one, []) == before for one, before in self._containers)
             and [_place(weight) for weight in self._weights] == self._places
             and all(
                 torch.equal(torch.cat(views), was)
@@ -49,13 +50,17 @@ class SameNetwork:
         )
 
 
-def _contents(value: Any) -> Any:
-    """Returns the ids of the objects in a container, which keeps them alive."""
+def _contents(value: Any, leaves: list[Any]) -> Any:
+    """Returns the ids of the objects in a container, and adds the objects to `leaves`."""
     if isinstance(value, dict):
-        return [(key, _contents(one)) for key, one in value.items()]
+        return [(key, _contents(one, leaves)) for key, one in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_contents(one) for one in value]
-    return set(map(id, value)) if isinstance(value, set) else id(value)
+        return [_contents(one, leaves) for one in value]
+    if isinstance(value, set):
+        leaves += value
+        return set(map(id, value))
+    leaves.append(value)
+    return id(value)
 
 
 def _place(weight: Tensor) -> int:

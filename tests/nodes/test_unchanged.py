@@ -12,6 +12,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer = nn.Linear(8, 8, bias=False)
         self.others: list[object] = []
+        self.functions = [lambda: 0]
         self.table = {"first": [1]}
 
     def forward(self, x):
@@ -41,6 +42,13 @@ def _replace_data(base: nn.Module) -> None:
     weight.data = weight.data.clone()
 
 
+def _replace_function(base: nn.Module) -> None:
+    """Python gives a new function the address of the one that went last."""
+    functions = base.diffusion_model[0].functions
+    functions.clear()
+    functions.append(lambda: 1)
+
+
 def _use_nan(base: nn.Module) -> None:
     base.diffusion_model[1].layer.weight.data[:] = torch.nan
 
@@ -56,6 +64,7 @@ CHANGES = {
     "one block more": lambda base: base.diffusion_model.append(Block()),
     "a hook": lambda base: base.diffusion_model[0].register_forward_hook(lambda *_: None),
     "a list": lambda base: base.diffusion_model[0].others.append(1.5),
+    "a function in the place of one that is gone": _replace_function,
     "a list in a dict": lambda base: base.diffusion_model[0].table["first"].append(2),
     "a weight, in place": _write_data,
     "a weight's memory": _replace_data,
