@@ -1,4 +1,4 @@
-"""`python -m parallel_backend <command>`: tools that need no ComfyUI: whether all is well, what is fastest."""
+"""`python -m parallel_backend <command>`: tools that run without ComfyUI, such as checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     except ParallelError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    except (
-        BrokenPipeError
-    ):  # `… | head` has read enough; what is still buffered must not be written at exit either
+    except BrokenPipeError:  # `… | head` has read enough; buffered output must not be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""The devices that a person means by `all`, `0,1,3` or `cpu:2`. Counts devices without creating a CUDA context."""
+"""Resolves what a person writes for `devices`, such as `all`, `0,1,3` or `cpu:2`, without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .errors import DeviceError
 
 # Several ranks on the CPU exist for tests, demos and machines without a GPU; more than this is a typing error.
 MAX_CPU_RANKS = 16
-_MOST_LETTERS = 1000  # far more than any list of devices takes, and few enough digits for Python to read
+_MOST_LETTERS = 1000  # far more than any list of devices needs, and few enough digits for int()
 
-_GPUS = r"(?:cuda:)?([0-9]+)(?:\s*-\s*(?:cuda:)?([0-9]+))?"  # one, or from one to another
+_GPUS = r"(?:cuda:)?([0-9]+)(?:\s*-\s*(?:cuda:)?([0-9]+))?"  # one index, or a range
 _BETWEEN = r"(?:\s*[,;]\s*|\s+)"
 
-# A device of another machine: its name there, the cluster, the machine.
+# A device of another machine: its local name, the cluster and the machine, as in cuda:0@NAME/MACHINE.
 _REMOTE = re.compile(r"(?:cuda|cpu):[0-9]+@([a-z0-9_.-]+)/([a-z0-9_.-]+)")
 _CLUSTER = "cluster:"
 _CLUSTER_IN = re.compile(r"cluster:(.*)|(?:cuda|cpu):[0-9]+@([^/]*)/")
@@ -25,39 +25,39 @@ _clusters: Clusters | None = None
 
 
 def use_only_cpu() -> None:
-    """From now on no GPU is used in this process: a person started ComfyUI with --cpu."""
+    """Makes this process use no GPU from now on: a person started ComfyUI with --cpu."""
     global _only_cpu
     _only_cpu = True
 
 
 class Clusters(Protocol):
-    """The clusters of which this process is the head."""
+    """The clusters whose head is this process."""
 
     def devices_of(self, cluster: str) -> tuple[str, ...]:
-        """Of all machines, machine by machine. Raises DeviceError where there are none."""
+        """Returns the devices of a cluster, machine by machine. Raises DeviceError if no machine has joined."""
 
     def memory_of(self, device: str) -> int:
-        """Bytes; 0 where nobody could tell."""
+        """Returns the device's memory in bytes; 0 if unknown."""
 
 
 def find_clusters_by(clusters: Clusters) -> None:
-    """From now on cluster:NAME is a set of devices."""
+    """Sets the object that resolves cluster:NAME from now on."""
     global _clusters
     _clusters = clusters
 
 
 def memory_elsewhere(device: str) -> int:
-    """Bytes of a device of another machine; 0 where nobody could tell."""
+    """Returns the memory in bytes of a device of another machine; 0 if unknown."""
     return 0 if _clusters is None else _clusters.memory_of(device)
 
 
 def resolve_devices(text: str) -> tuple[str, ...]:
-    """Device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
+    """Returns the device names in rank order, e.g. ("cuda:0", "cuda:1") or ("cpu:0", "cpu:1").
 
-    `all`: every GPU, or one CPU rank where there is none; `0,1,3`, also `0 1 3`, `0;1;3`, `cuda:0,1` and `0-3`: these
-    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`, by their names: these two, beside another group's;
-    `cluster:NAME`: those of other machines, machine by machine, such as cuda:0@NAME/MACHINE, or by these names. Raises
-    DeviceError naming what does not exist.
+    `all`: every GPU, or one CPU rank if there is no GPU; `0,1,3`, also `0 1 3`, `0;1;3`, `cuda:0,1` and `0-3`: these
+    GPUs; `cpu:2`: two ranks on the CPU; `cpu:2,cpu:3`: these two CPU ranks, so that another group can use the rest;
+    `cluster:NAME`: all devices of a cluster, machine by machine, with names such as cuda:0@NAME/MACHINE, which may also
+    be listed instead. Raises DeviceError naming what does not exist.
     """
     if len(text) > _MOST_LETTERS:
         raise _refuse(f"{text[:20] + '...'!r} has {len(text)} letters; write e.g. all, 0,1,3 or cpu:2.")
@@ -66,7 +66,7 @@ def resolve_devices(text: str) -> tuple[str, ...]:
         return _of_cluster(requested.removeprefix(_CLUSTER))
     if "@" in requested:
         return _remote(requested)
-    import torch  # late: commands that look at no devices run without it
+    import torch  # late: commands that use no devices run without torch
 
     gpus = 0 if _only_cpu else torch.cuda.device_count()
     if requested in ("", "all"):
@@ -104,15 +104,15 @@ def resolve_devices(text: str) -> tuple[str, ...]:
 
 
 def devices_of_a_run(text: str) -> tuple[str, ...]:
-    """resolve_devices for work. Raises DeviceError where `all` would quietly mean the CPU, beside an accelerator on
-    which ComfyUI computes and ranks cannot."""
+    """Returns resolve_devices(text) for a run. Raises DeviceError if `all` would silently mean the CPU although ComfyUI
+    computes on an accelerator that ranks cannot use."""
     found = resolve_devices(text)
     if text.strip().lower() not in ("", "all") or not is_cpu(found) or _only_cpu:
         return found
     import torch
 
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # macOS is told otherwise (sidecar/group/supervisor.py)
+    # macOS gets another error (sidecar/group/supervisor.py)
     if other is None or other.type in ("cuda", "mps"):
         return found
     raise _refuse(
@@ -123,7 +123,7 @@ def devices_of_a_run(text: str) -> tuple[str, ...]:
 
 
 def cluster_of(text: str) -> str:
-    """The cluster whose devices a person's text means; "" where it means those of this computer."""
+    """Returns the name of the cluster whose devices `text` names; "" if it names devices of this computer."""
     found = _CLUSTER_IN.match(text.strip().lower())
     return (found[1] or found[2] or "") if found else ""
 
@@ -151,12 +151,12 @@ def _remote(text: str) -> tuple[str, ...]:
 
 
 def machine_of(device: str) -> str:
-    """CLUSTER/MACHINE of a device of another machine; "" for one of this computer."""
+    """Returns CLUSTER/MACHINE for a device of another machine; "" for a device of this computer."""
     return device.partition("@")[2]
 
 
 def local_name(device: str) -> str:
-    """How a device is called on the machine that has it."""
+    """Returns the name of a device on its own machine."""
     return device.partition("@")[0]
 
 
@@ -169,7 +169,7 @@ def _cpu_ranks(text: str, indices: Sequence[int]) -> tuple[str, ...]:
 
 
 def name_devices(devices: Sequence[str]) -> str:
-    """The text that resolve_devices reads as these, which came from it."""
+    """Returns the text that resolve_devices resolves to `devices`."""
     if any(map(machine_of, devices)):
         return ",".join(devices)
     if is_cpu(devices):

@@ -10,7 +10,7 @@ class ParallelError(Exception):
     """Base of every error this pack raises on purpose."""
 
     def __init_subclass__(cls) -> None:
-        # ComfyUI names a pack's modules by the folder they lie in, and shows an error with its module's name.
+        # ComfyUI names a pack's modules by the pack's folder, and shows an error with its module's name.
         _, package, module = cls.__module__.rpartition("parallel_backend.")
         cls.__module__ = package + module
 
@@ -19,19 +19,19 @@ class PlatformError(ParallelError):
     """This operating system or installation cannot run the ranks (Windows and macOS: use WSL2 or Linux)."""
 
 
-# Failures of a rank, in one word for those who count: its process was ended by a signal, exited, or by the system for
-# memory; it gave no sign of life; its device or the link to its peers failed; its code raised; it closed its own link;
-# it is of another version.
+# Kinds of rank failure, for metrics and logs. signal: a signal ended the process; exit: it exited; out_of_memory: the
+# system ended it to free memory; hang: it gave no sign of life; device: its device or the link to its peers failed;
+# error: its code raised; link: it closed its control link; version: it runs another version of the pack.
 FAILURES = ("signal", "exit", "out_of_memory", "hang", "device", "error", "link", "version")
 
 
-Nearest = tuple[tuple[str, "int | bool | str"], ...]  # (input, value) of what must change
+Nearest = tuple[tuple[str, "int | bool | str"], ...]  # (input, new value) of each setting that must change
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what a person set, in words. `inputs`: those of Strategy Selector it lies in;
-    `nearest`: the changes that lead to the nearest settings that can run, empty where nobody knows."""
+    """One thing that is wrong in a person's settings. `message`: the text to show; `inputs`: the inputs of Strategy
+    Selector that cause it; `nearest`: the changes that give the nearest settings that can run, empty if unknown."""
 
     message: str
     inputs: tuple[str, ...] = ()
@@ -39,9 +39,9 @@ class Problem:
 
 
 class SettingsError(ParallelError):
-    """Settings of a person that cannot run. `problems`: each wrong thing, for those who show it where it was set."""
+    """A person's settings cannot run. `problems`: each thing that is wrong, so that it can be shown at its input."""
 
-    inputs: tuple[str, ...] = ()  # where it lies, unless told otherwise
+    inputs: tuple[str, ...] = ()  # the inputs at fault, unless the constructor gets others
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class SettingsError(ParallelError):
 
 
 class DeviceError(SettingsError):
-    """A device was named that does not exist, or is named twice. `device`: the one that a rank did not find, None where
-    the settings name them wrongly."""
+    """A device was named that does not exist, or was named twice. `device`: the one that a rank did not find; None if
+    the settings are at fault."""
 
     inputs = ("devices",)
 
@@ -91,11 +91,11 @@ class TransportError(ParallelError):
 
 
 class RankFailed(ParallelError):
-    """A rank died, stopped answering, or raised something unforeseen.
+    """A rank died, stopped answering, or raised an unexpected error.
 
-    `rank` is the one that failed first (not its victims), `cause` says how in words. `crashed`: its process, device or
-    link failed, which may go well the next time; False for an error that the code raised and would raise again.
-    `reason`: one of FAILURES. `rank` is None where all failed together and none is known to have been first.
+    `rank`: the one that failed first, not its victims; None if all failed and the first one is unknown. `cause`: the
+    failure in words. `crashed`: True if its process, device or link failed, so that a retry may succeed; False if its
+    code raised an error and would raise it again. `reason`: one of FAILURES.
     """
 
     def __init__(self, rank: int | None, cause: str, *, crashed: bool = False, reason: str = "error") -> None:
@@ -107,22 +107,22 @@ class RankFailed(ParallelError):
 
     @property
     def summary(self) -> str:
-        """The first line of `cause`: other lines are the traceback of a process."""
+        """The first line of `cause`; the other lines are a process's traceback."""
         return self.cause.split("\n", 1)[0]
 
     def device_of(self, devices: Sequence[str]) -> str | None:
-        """The device of the rank that failed first, among those of all ranks."""
+        """Returns the device of the rank that failed first. `devices`: the devices of all ranks, in rank order."""
         return None if self.rank is None else devices[self.rank]
 
     def who(self, device: str | None) -> str:
-        """In words. `device`: device_of."""
+        """Returns who failed, in words. `device`: the result of device_of."""
         return "all processes" if device is None else f"process {self.rank} on {device}"
 
 
-# Under which a rank reports that its device or the link to its peers failed.
+# The error name under which a rank reports that its device or the link to its peers failed.
 RANK_CRASHED = "RankCrashed"
 
-# Errors a rank may report over the link by name; anything else arrives as RankFailed.
+# Errors that a rank may report over the link by name; any other error arrives as RankFailed.
 _WIRE_ERRORS: dict[str, type[ParallelError]] = {
     error.__name__: error
     for error in (
@@ -139,7 +139,7 @@ _WIRE_ERRORS: dict[str, type[ParallelError]] = {
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """Name and message under which a rank reports `error`."""
+    """Returns the name and message under which a rank reports `error`."""
     name = type(error).__name__
     if name in _WIRE_ERRORS:
         return name, str(error)
@@ -147,7 +147,7 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 
 def from_wire(kind: str, message: str, rank: int, device: str | None = None) -> ParallelError:
-    """The error a rank reported, as the type the caller can catch; `device`: of a DeviceError."""
+    """Returns a rank's reported error as the type that callers catch. `device`: the device, for a DeviceError."""
     if kind == DeviceError.__name__:
         return DeviceError(message, device=device)
     if kind in _WIRE_ERRORS:

@@ -1,5 +1,5 @@
-"""The host memory that this process may use: the computer's, or what its control group and those around it leave; and
-pages of files that it gives back."""
+"""The host memory that this process may use, limited by the computer and by control groups; also drops mapped pages of
+files from this process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_UNLIMITED = 2**60  # bytes; a control group of version 1 without a limit says something larger
+_UNLIMITED = 2**60  # bytes; a version 1 control group without a limit reports a larger number
 
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes. `cgroups`: where the control groups are mounted; `own`: the file that names those of this process."""
+    """Returns the limit in bytes. `cgroups`: mount point of the control groups; `own`: file naming this process's."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits(cgroups, own)])
 
@@ -22,15 +22,15 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
     for file in _limit_files(cgroups, own):
         try:
             limit = int(file.read_text())
-        except (OSError, ValueError):  # none there, or `max`
+        except (OSError, ValueError):  # no such file, or `max`
             continue
         if limit < _UNLIMITED:
             yield limit
 
 
 def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
-    """A limit of a group holds for all groups inside it. A container often sees its own group as the mount itself,
-    under whatever path the kernel names, so that the mount is looked at in any case."""
+    """Lists the limit files of this process's groups and of all groups around them, as the limits of all apply. The
+    mount itself is included: a container often sees its own group there, under another path than the kernel names."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -51,22 +51,22 @@ def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
 def available_memory(
     total: int, *, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Bytes that could be had without swapping; within a container no more than what its limit `total` leaves."""
+    """Returns the bytes available without swapping; in a container at most what its limit `total` leaves."""
     found = _numbers(meminfo, ":").get("MemAvailable", 0) * 1024
     try:
         used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # not in a container, or an older kind of limit
+    except (OSError, ValueError):  # not in a container, or version 1 control groups
         return found
-    cached = _numbers(cgroup / "memory.stat", " ").get("file", 0)  # given back when it is needed
+    cached = _numbers(cgroup / "memory.stat", " ").get("file", 0)  # the kernel frees it on demand
     return min(found, max(0, total - used + cached))
 
 
 def give_back_pages(path: str, smaps: Path = Path("/proc/self/smaps")) -> None:
-    """Takes the pages of the file at `path` out of this process, which maps it: they stay in the page cache, and come
-    back when something reads them. A mapping that was written to keeps its pages, which the file has not."""
+    """Drops the pages of the mapped file at `path` from this process. They stay in the page cache and are mapped again
+    at the next read. A mapping that was written to keeps its pages, because the file does not have their data."""
     try:
         lines = smaps.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     libc, where = ctypes.CDLL(None, use_errno=True), ""
     for line in lines:
@@ -79,7 +79,7 @@ def give_back_pages(path: str, smaps: Path = Path("/proc/self/smaps")) -> None:
 
 
 def _numbers(table: Path, separator: str) -> dict[str, int]:
-    """The first number of each line, by the line's name."""
+    """Returns the first number of each line, by the name at the line's start."""
     found = {}
     try:
         for line in table.read_text().splitlines():

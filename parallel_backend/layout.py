@@ -13,11 +13,11 @@ from .strategy import DEGREES, ParallelStrategy
 AXES = tuple(name.removesuffix("_degree") for name in DEGREES)
 ROW_AXES = ("data", "cfg")
 SEQUENCE_AXES = ("ring", "ulysses")
-REPLICA_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ in these only hold the same weights
+REPLICA_AXES = (*ROW_AXES, *SEQUENCE_AXES)  # ranks that differ only on these hold the same weights
 
 
 class RankCoordinates(NamedTuple):
-    """A rank's coordinates in the layout of its strategy, in the order of AXES; the stage is that of PipeFusion."""
+    """A rank's coordinates in the layout of its strategy, in the order of AXES; `stage` is the PipeFusion stage."""
 
     data: int
     cfg: int
@@ -35,15 +35,15 @@ class RankCoordinates(NamedTuple):
         return cls(*reversed(found))
 
     def on(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Its coordinates on `axes` (AXES), in the order of the layout."""
+        """Returns the coordinates on `axes` (names from AXES), in the order of the layout."""
         return tuple(local for axis, local in zip(AXES, self, strict=True) if axis in axes)
 
     def row(self, strategy: ParallelStrategy) -> int:
-        """The number of the share of the rows that it computes."""
+        """Returns the index of this rank's share of the rows."""
         return self.data * strategy.cfg_degree + self.cfg
 
     def pipeline_shares(self, strategy: ParallelStrategy) -> list[list[float]]:
-        """device_shares of this rank's pipeline by stage and place in the sequence; empty for equal shares."""
+        """Returns the device_shares of this rank's pipeline as [stage][sequence rank]; empty for equal shares."""
         if not strategy.device_shares:
             return []
         inner = strategy.sequence_degree * strategy.tensor_degree
@@ -56,38 +56,39 @@ class RankCoordinates(NamedTuple):
         ]
 
     def stage_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
-        """The share of the model's blocks that each stage of this rank's pipeline takes."""
+        """Returns the relative share of the model's blocks for each stage of this rank's pipeline."""
         grid = self.pipeline_shares(strategy)
         return tuple(sum(stage) for stage in grid) or (1.0,) * strategy.pipefusion_degree
 
     def blocks(self, strategy: ParallelStrategy, count: int) -> range:
-        """Returns which of a model's `count` blocks its pipeline's stage computes; all without a pipeline."""
+        """Returns the indices of the model's `count` blocks that this rank's stage computes; all without a pipeline."""
         return stage_blocks(count, self.stage_shares(strategy))[self.stage]
 
     def sequence_shares(self, strategy: ParallelStrategy) -> tuple[float, ...]:
-        """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares.
+        """Returns the relative share of an image's tokens for each rank of a sequence axis; empty for equal shares.
 
-        Ranks that must hold the same tokens, those of other stages and of the tensor axis, take their sum.
+        Ranks that hold the same tokens (other stages, and the tensor axis) add up their shares.
         """
         return tuple(map(sum, zip(*self.pipeline_shares(strategy), strict=True)))
 
     def split_tokens(self, strategy: ParallelStrategy, total: int) -> tuple[int, ...]:
-        """`total` tokens over the sequence axis, by device_shares where there are any."""
+        """Splits `total` tokens over the sequence axis, in proportion to device_shares if there are any."""
         return split_sizes(total, strategy.sequence_degree, self.sequence_shares(strategy))
 
 
 def crosses_machines(strategy: ParallelStrategy, devices: Sequence[str]) -> bool:
-    """Whether ranks that exchange tokens or parts of layers in each block, many times a step, would sit on several
-    machines. CFG, data and PipeFusion exchange little, and are the outer axes. `devices`: one per rank."""
+    """Returns True if ranks that exchange data in every block (sequence and tensor axes) would be on several machines.
+    CFG, data and PipeFusion exchange little, and are the outer axes. `devices`: one per rank."""
     inner = strategy.sequence_degree * strategy.tensor_degree
     groups = (devices[first : first + inner] for first in range(0, strategy.world_size, inner))
     return any(len(set(map(machine_of, group))) > 1 for group in groups)
 
 
 def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tuple[int, ...]:
-    """Sizes of `parts` contiguous shares of `total`, as even as whole numbers allow; the first are the larger.
+    """Returns the sizes of `parts` contiguous shares of `total`, as equal as possible; the first are the larger.
 
-    With `weights`, in proportion to them (largest remainders), but at least 1 for each above 0 while there is enough.
+    With `weights`, the sizes are proportional to them (largest remainders), and every share with a weight above 0 gets
+    at least 1 if `total` suffices.
     """
     if not weights:
         return tuple(total // parts + (i < total % parts) for i in range(parts))
@@ -104,14 +105,14 @@ def split_sizes(total: int, parts: int, weights: tuple[float, ...] = ()) -> tupl
 
 
 def slice_of(sizes: tuple[int, ...], i: int) -> slice:
-    """The range of share `i`."""
+    """Returns the slice that share `i` covers."""
     begin = sum(sizes[:i])
     return slice(begin, begin + sizes[i])
 
 
 def stage_blocks(count: int, shares: tuple[float, ...]) -> tuple[range, ...]:
-    """Per stage its blocks, of `count`: a run of neighbours each, none empty. `shares`: how much each stage takes. Of
-    equal ones the last stages take the surplus, since the first one has work around its blocks."""
+    """Returns the block indices of each stage: contiguous ranges of `count` blocks, none empty. `shares`: the relative
+    share of each stage. With equal shares the last stages take the surplus: the first has work besides its blocks."""
     sizes = split_sizes(count, len(shares), shares)
     if len(set(shares)) == 1:
         sizes = sizes[::-1]

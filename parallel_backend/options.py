@@ -1,4 +1,4 @@
-"""Options of computing on ranks: compiled blocks, the kernel of attention, the step cache (docs/step-cache.md)."""
+"""Compute options of the ranks: compiled blocks, the attention kernel, the step cache (docs/step-cache.md)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from .errors import RequestError, StrategyError
 from .strategy import ParallelStrategy
 
 AUTO = "auto"
-COMPILE_MODES = (AUTO, "off", "blocks")  # auto: settled by planner/compile_choice.py before ranks see it
-# `torch` is scaled_dot_product_attention; the others are those of the packages that people install.
+COMPILE_MODES = (AUTO, "off", "blocks")  # planner/compile_choice.py resolves `auto` before ranks see it
+# `torch` is scaled_dot_product_attention; the names after it are kernels of packages that people install.
 ATTENTION_KERNELS = ("auto", "torch", "cudnn", "flash", "flash_3", "sage")
-# A variable with a backend of torch.compile in place of inductor: `aot_eager` and `eager` need no C++ compiler and show
-# whether a fault is inductor's. For tests, and for finding faults.
+# Environment variable: a torch.compile backend to use instead of inductor. `aot_eager` and `eager` need no C++ compiler
+# and show if a fault is inductor's. For tests and debugging.
 COMPILE_BACKEND = "PARALLEL_SAMPLING_COMPILE_BACKEND"
-# What a rank on the CPU may use of its cores while the others wait: what it would have had without them.
+# Environment variable: CPU threads of a rank while the others wait, as many as it would have without them.
 THREADS_ALONE = "PARALLEL_SAMPLING_THREADS_ALONE"
-# CUDA's own: kernels of streams that share a queue wait for each other. Each communicator of NCCL's has a stream, and a
-# stage of PipeFusion sends on one what another rank wants before it answers on the other. 8 are CUDA's default.
+# An environment variable of CUDA: kernels of streams that share a hardware queue wait for each other. Each NCCL
+# communicator has a stream, and a PipeFusion stage sends on one stream what another rank needs before it answers on
+# another stream. CUDA's default is 8.
 DEVICE_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 APPROXIMATE_KERNELS = ("sage",)  # it quantises queries, keys and values
-# What devices send each other for attention: as it is computed, or rounded to 8 bits (docs/rounded-exchange.md).
+# The dtype that devices send each other for attention: unchanged, or rounded to 8 bits (docs/rounded-exchange.md).
 SAME, ROUNDED = "same", "fp8"
 EXCHANGE_DTYPES = (SAME, ROUNDED)
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """`compile`: one of COMPILE_MODES; `attention`: one of ATTENTION_KERNELS; `exchange_dtype`: one of
-    EXCHANGE_DTYPES."""
+    """Compute options. `compile`: one of COMPILE_MODES; `attention`: one of ATTENTION_KERNELS; `exchange_dtype`: one
+    of EXCHANGE_DTYPES."""
 
     compile: str = "off"
     attention: str = "auto"
@@ -50,7 +51,7 @@ class ComputeOptions:
 
     @property
     def approximate_inputs(self) -> tuple[str, ...]:
-        """Returns what to do, input by input, so that nothing here makes a result approximate."""
+        """Advice for each input that makes results approximate, such as "set attention to auto"."""
         kernel = ("set attention to auto",) if self.attention in APPROXIMATE_KERNELS else ()
         exchange = ("set exchange_dtype to same",) if self.exchange_dtype != SAME else ()
         return kernel + exchange
@@ -61,8 +62,8 @@ DEFAULT_COMPUTE = ComputeOptions()
 
 @dataclass(frozen=True)
 class CompileStats:
-    """The work of compiling in a request, of one rank or of the one that did most: `graphs` new ones in `seconds`;
-    `uncompiled`: calls of blocks that ran as they are all the same."""
+    """The compile work of one request, on one rank or on the rank that did most. `graphs`: new graphs, compiled in
+    `seconds`; `uncompiled`: block calls that ran uncompiled although compiling was on."""
 
     graphs: int
     seconds: float
@@ -70,13 +71,13 @@ class CompileStats:
 
 
 STEP_CACHES = ("off", "first_block")
-# What users of First Block Cache in ComfyUI know for Flux dev at 28 steps (Comfy-WaveSpeed's README); diffusers' page
-# on ParaAttention has 0.08.
+# The value that First Block Cache's users in ComfyUI know for Flux dev at 28 steps (Comfy-WaveSpeed's README);
+# diffusers' page on ParaAttention uses 0.08.
 DEFAULT_THRESHOLD = 0.12
 
 
 def check_threshold(threshold: float) -> None:
-    """Raises RequestError for what no difference can be compared with."""
+    """Raises RequestError unless `threshold` is finite and at least 0."""
     if not (math.isfinite(threshold) and threshold >= 0):
         raise RequestError(
             f"cache_threshold is {threshold}; it must be 0 (no reuse) or above, 0.05 to 0.2 as a rule."
@@ -84,7 +85,7 @@ def check_threshold(threshold: float) -> None:
 
 
 def check_step_cache(threshold: float, strategy: ParallelStrategy) -> None:
-    """Raises StrategyError where the step cache is on and `strategy` has no moment at which it could decide."""
+    """Raises StrategyError if the step cache is on with PipeFusion, which never has all ranks at the same step."""
     if threshold > 0 and strategy.pipefusion_degree > 1:
         raise StrategyError(
             f"step_cache does not go with pipefusion_degree {strategy.pipefusion_degree}: patches of several steps are "

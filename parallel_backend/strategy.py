@@ -1,4 +1,4 @@
-"""ParallelStrategy: the one place that owns every degree, and the rules a strategy must keep."""
+"""ParallelStrategy, which owns every degree, and the rules that a strategy must keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .errors import Nearest, Problem, StrategyError
 
 ENGINES = ("auto", "native", "xfuser")
-MAX_SHARE = 1e15  # of a device: bytes of its memory serve too; sums of far larger numbers are no numbers
+MAX_SHARE = 1e15  # per device: shares may be bytes of memory; the sum of far larger numbers overflows
 DEGREES = (
     "data_degree",
     "cfg_degree",
@@ -19,8 +19,8 @@ DEGREES = (
     "ulysses_degree",
     "tensor_degree",
 )
-_NEAREST = (*DEGREES, "shard_weights", "offload_weights")  # that the nearest valid strategy may change
-# What a person reads in a report, in the order of the rank layout (slowest axis first).
+_NEAREST = (*DEGREES, "shard_weights", "offload_weights")  # fields that the nearest valid strategy may change
+# Labels in reports, in the order of the rank layout (slowest axis first).
 _LABELS = {
     "data_degree": "data",
     "cfg_degree": "CFG",
@@ -33,13 +33,13 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The facts of a model that rules need. `heads`: attention heads, 0 where nobody knows; `blocks`: all transformer
-    blocks; `splits_tokens`: the tokens of one image can be shared out, not only whole rows; `splits_queries`: where
-    they cannot, the queries of its attention can; `splits_layers`: so can each layer's heads and columns,
-    `splits_layers_unasked`: also where nobody asks for it; `pipelines`: its blocks can lie on different devices;
-    `uneven_heads`: ranks of Ulysses may take different numbers of heads; `sends_tokens`: two such ranks can send tokens
-    before they are projected; `band_rows`: what is shared out of an image are bands of its rows, each of as many of its
-    latent or more; else 0."""
+    """The facts about a model that the rules need. `heads`: attention heads, 0 if unknown; `blocks`: all transformer
+    blocks; `splits_tokens`: True if the tokens of one image can be split, not only whole rows; `splits_queries`: True
+    if only attention's queries can be; `splits_layers`: True if each layer's heads and columns can be split;
+    `splits_layers_unasked`: True if `auto` may choose that; `pipelines`: True if blocks can be on different devices;
+    `uneven_heads`: True if Ulysses ranks may take different numbers of heads; `sends_tokens`: True if two Ulysses ranks
+    can send tokens before they are projected; `band_rows`: if ranks compute bands of an image's rows, the least number
+    of latent rows in a band, else 0."""
 
     heads: int
     blocks: int
@@ -54,18 +54,18 @@ class ModelShape:
     band_rows: int = 0
 
     def takes_ulysses(self, degree: int) -> bool:
-        """Whether the heads can be shared out over as many ranks."""
+        """Returns True if the heads can be split over `degree` ranks."""
         if self.uneven_heads:
             return self.heads == 0 or degree <= self.heads
         return self.heads % degree == 0
 
     def describe(self, strategy: ParallelStrategy) -> str:
-        """A strategy in words, by what it shares out of this model."""
+        """Returns the strategy in words, naming what it splits of this model."""
         return strategy.describe(bands=self.band_rows > 0)
 
     def split_sequence(self, count: int) -> tuple[int, int]:
-        """(ulysses_degree, ring_degree) that occupy `count` devices, Ulysses as far as the heads go; (1, 1) where only
-        whole rows can be shared out."""
+        """Returns (ulysses_degree, ring_degree) for `count` devices, with the largest Ulysses degree that the heads
+        allow; (1, 1) if only whole rows can be split."""
         if not self.splits_tokens:
             return 1, 1
         ulysses = max(d for d in range(1, count + 1) if count % d == 0 and self.takes_ulysses(d))
@@ -79,12 +79,12 @@ class ParallelStrategy:
     Rank layout, slowest axis first: data, cfg, pipefusion, ring, ulysses, tensor; neighbours on the
     ulysses axis have adjacent ranks, because all-to-all wants the fastest links.
 
-    `num_pipeline_patch`: patches that PipeFusion cuts an image into, 0 for as many as it has stages; `warmup_steps`:
-    its exact steps before it goes on with keys and values of the step before; `shard_weights`: each rank keeps its
-    share of the weights and gathers a block when it needs it (FSDP), `offload_weights`: and keeps that share in host
-    memory; `device_shares`: how much of an image's tokens, or of the model's blocks, each rank takes, empty for equal;
-    `head_groups`: into how many groups of heads Ulysses takes attention apart, to exchange one while it attends to
-    another; `sends_tokens`: its two ranks exchange tokens before these are projected, not queries, keys and values.
+    `num_pipeline_patch`: patches per image under PipeFusion, 0 for one per stage; `warmup_steps`: exact PipeFusion
+    steps before it uses the keys and values of the previous step; `shard_weights`: True if each rank stores a shard of
+    the weights and gathers a block when needed (FSDP); `offload_weights`: True if those shards are in host memory;
+    `device_shares`: each rank's relative share of an image's tokens or of the model's blocks, empty for equal shares;
+    `head_groups`: groups of heads in Ulysses, one of which is exchanged while another is attended to;
+    `sends_tokens`: True if two Ulysses ranks exchange tokens before the projection instead of queries, keys and values.
     """
 
     data_degree: int = 1
@@ -124,22 +124,22 @@ class ParallelStrategy:
 
     @property
     def row_degree(self) -> int:
-        """Ranks groups that share out whole images (batch entries, cond and uncond)."""
+        """Number of rank groups that split whole images (batch entries, cond and uncond)."""
         return self.data_degree * self.cfg_degree
 
     @property
     def sequence_degree(self) -> int:
-        """Ranks that share out the tokens of one image."""
+        """Number of ranks that split the tokens of one image."""
         return self.ring_degree * self.ulysses_degree
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same part of the model, if they do not share it out, whatever each of them computes."""
+        """Number of ranks that hold the same part of the model, unless weights are sharded."""
         return self.row_degree * self.sequence_degree
 
     def describe(self, *, bands: bool = False) -> str:
-        """The strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` when nothing is split. `bands`: what the
-        sequence degrees share out are bands of an image's rows, `CFG 2 × bands 2`."""
+        """Returns the strategy in words, e.g. `CFG 2 × Ulysses 2`; `one device` if nothing is split. `bands`: True if
+        the sequence degrees split an image's rows into bands, which gives `CFG 2 × bands 2`."""
         labels, of = _LABELS, self
         if bands:
             labels = _LABELS | {"ulysses_degree": "bands"}
@@ -163,22 +163,22 @@ class ParallelStrategy:
 
     @property
     def plain_exchange(self) -> ParallelStrategy:
-        """The same split, with what Ulysses sends in one piece after it was projected."""
+        """The same split with Ulysses exchanging all heads at once, after the projection."""
         return self.replace(head_groups=1, sends_tokens=False)
 
     @property
     def pipeline_patches(self) -> int:
-        """Patches of an image under PipeFusion; fewer where an image has fewer tokens."""
+        """Number of patches of an image under PipeFusion; an image with fewer tokens has fewer."""
         return self.num_pipeline_patch or self.pipefusion_degree
 
     @property
     def exact(self) -> bool:
-        """PipeFusion computes with keys and values of the step before; all else gives one device's result."""
+        """True unless PipeFusion is used: it computes with the previous step's keys and values."""
         return self.pipefusion_degree == 1
 
     @property
     def canonical(self) -> ParallelStrategy:
-        """The same split, always spelt alike: without stages, patches and warm-up mean nothing."""
+        """The normal form: equal for equal splits. Without stages, the patch and warm-up fields mean nothing."""
         if self.pipefusion_degree == 1:
             return self.replace(num_pipeline_patch=0, warmup_steps=1)
         is_usual = self.num_pipeline_patch == self.pipefusion_degree
@@ -186,12 +186,12 @@ class ParallelStrategy:
 
     @property
     def shards(self) -> bool:
-        """Whether weights are shared out over the ranks that would otherwise hold the same; offload implies it."""
+        """True if weights are sharded over the ranks that would otherwise hold the same; offload implies it."""
         return self.shard_weights or self.offload_weights
 
     @property
     def weights(self) -> ParallelStrategy:
-        """The part of it that decides what weights a rank holds: strategies that agree in it share the loaded model."""
+        """The part that decides which weights a rank holds: strategies with an equal part share the loaded model."""
         if self.pipefusion_degree > 1:
             return self.replace(num_pipeline_patch=0, warmup_steps=1)
         shards = self.offload_weights or (self.shard_weights and self.replicas > 1)
@@ -212,9 +212,9 @@ class ParallelStrategy:
         *,
         as_set: ParallelStrategy | None = None,
     ) -> list[Problem]:
-        """Every rule this strategy breaks, in words, each with the nearest valid setting; empty when it can run.
+        """Returns every rule that this strategy breaks, with the nearest valid setting; empty if it can run.
 
-        `as_set`: by a person, where degrees have moved since."""
+        `as_set`: the strategy that the person set, if degrees were changed since."""
         own = as_set or self
         broken = list(self._broken(model, device_count, engine, own))
         if not broken:
@@ -224,8 +224,8 @@ class ParallelStrategy:
         return [Problem(_with_nearest(words, inputs, changes), inputs, changes) for words, inputs in broken]
 
     def nearest(self, model: ModelShape, device_count: int) -> ParallelStrategy:
-        """The strategy that keeps every rule, keeps as many devices busy as this one wants, and changes least. No
-        degree rises but Ring's, which takes what Ulysses cannot."""
+        """Returns the strategy that keeps every rule, uses as many devices as this one if it can, and changes least. No
+        degree rises except Ring's, which may take over from Ulysses."""
         base = self.replace(device_shares=())
         if self.pipefusion_degree > 1 and self.shards:
             base = base.replace(shard_weights=False, offload_weights=False)
@@ -252,7 +252,7 @@ class ParallelStrategy:
     def _broken(
         self, model: ModelShape, device_count: int, engine: str, own: ParallelStrategy
     ) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """(words, inputs) of each broken rule; {nearest} and {steps} stand for the nearest valid setting."""
+        """Yields (words, inputs) for each broken rule; {nearest} and {steps} stand for the nearest valid setting."""
         if self.world_size > device_count:
             split = tuple(name for name in DEGREES if getattr(own, name) > 1)
             yield (
@@ -320,7 +320,7 @@ class ParallelStrategy:
             yield f"engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}.", ("engine",)
 
     def _unknown_to(self, model: ModelShape) -> Iterator[tuple[str, ...]]:
-        """(words, inputs…) of each way to split that this model does not have."""
+        """Yields (words, inputs…) for each kind of split that this model does not support."""
         if self.sequence_degree > 1 and not (model.splits_tokens or model.splits_queries):
             inputs = [name for name in ("ring_degree", "ulysses_degree") if getattr(self, name) > 1]
             yield (
@@ -345,7 +345,7 @@ class ParallelStrategy:
             )
 
     def violations(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[str]:
-        """The same in words only."""
+        """Returns the messages of `problems`."""
         return [problem.message for problem in self.problems(model, device_count, engine)]
 
     def check(
@@ -356,7 +356,7 @@ class ParallelStrategy:
         *,
         as_set: ParallelStrategy | None = None,
     ) -> None:
-        """Raises StrategyError with every violated rule."""
+        """Raises StrategyError listing every broken rule."""
         found = self.problems(model, device_count, engine, as_set=as_set)
         if found:
             lines = "\n".join(f"- {problem.message}" for problem in found)
@@ -374,7 +374,7 @@ def _check_integer(name: str, value: object, least: int) -> None:
 
 
 def _with_nearest(words: str, inputs: tuple[str, ...], changes: Nearest) -> str:
-    """`words` with the changes for {nearest} and {steps}, those of `inputs` first."""
+    """Fills {nearest} and {steps} in `words` with the changes; changes of `inputs` come first."""
     ordered = sorted(changes, key=lambda change: change[0] not in inputs)
     setting = ", ".join(f"{name} {value}" for name, value in ordered)
     steps = ", ".join(f"{name} to {value}" for name, value in ordered)

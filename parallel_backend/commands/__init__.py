@@ -1,1 +1,1 @@
-"""Programs that a person starts: doctor, GPU check, bench, resend, cluster. They need no ComfyUI."""
+"""The command-line programs: doctor, GPU check, bench, resend, cluster. They need no ComfyUI."""

@@ -1,4 +1,4 @@
-"""`python -m parallel_backend cluster`: makes the secret files by which other machines lend their devices."""
+"""`python -m parallel_backend cluster`: makes the secret files with which other machines lend their devices."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Then restart ComfyUI, which listens from now on; in the graph: devices cluster:{
 
 
 def make(name: str, address: str, port: int) -> tuple[Path, Path]:
-    """Writes both secret files of a cluster: (the head's, the machines')."""
+    """Writes both secret files of a cluster and returns their paths: (the head's, the machines')."""
     head_key, head = make_certificate(f"{name} head")
     machine_key, machine = make_certificate(f"{name} machines")
     write_endpoint(head_file(name), Endpoint(name, HEAD, address, port, head_key, head, machine))

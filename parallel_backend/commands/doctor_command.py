@@ -1,4 +1,4 @@
-"""`python -m parallel_backend doctor`: examines installation and machine, and says what to do about what is wrong."""
+"""`python -m parallel_backend doctor`: examines the installation and the machine, and says how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .bench.command import DEFAULT_ROUNDS, say_progress
 if TYPE_CHECKING:
     from ..wire.checks.gpu_check import CheckSubject
 
-_WIDTHS = (80, 100)  # columns: a bug report shows as many without a scroll bar
+_WIDTHS = (80, 100)  # columns, least and most: a bug report shows 100 without a scroll bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="'0,1', 'all', 'cpu:2' or 'cluster:NAME'; all GPUs if not given, or two processes on the CPU",
     )
-    # Of who starts it with itself: ComfyUI's button. The ranks end with the doctor in the same way.
+    # The process that the doctor ends with: ComfyUI, if its button started it. The ranks end with the doctor likewise.
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     gpu = parser.add_argument_group("the GPU check (docs/gpu-check.md)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; 1 where something is broken, else 0. Raises DeviceError for devices that do not exist."""
+    """Prints the report; returns 1 if something is broken, else 0. Raises DeviceError for devices that do not exist."""
     if args.parent:
         from ..wire.parent_death import die_with_parent
 
@@ -86,7 +86,7 @@ def _refuse_cluster(devices: str) -> None:
 
 
 def _name_machines(devices: tuple[str, ...]) -> None:
-    """Beside the report, which can be shown to others and so only has numbers."""
+    """Prints the machines' names to stderr; the report only has numbers, so that it can be shown to others."""
     from .doctor.devices import numbered
 
     for machine, called in numbered(devices).items():
@@ -94,7 +94,7 @@ def _name_machines(devices: tuple[str, ...]) -> None:
 
 
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
-    """Prints a line per check as it goes, and writes the report after each: one that is killed leaves what it knew."""
+    """Prints a line per check and writes the report after each, so that a killed run leaves the results so far."""
     from ..errors import RequestError
     from .bench.shared import check_path
     from .gpu_check.report import FILES, GpuReport
@@ -134,7 +134,7 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
 
 
 def _share(subject: CheckSubject, path: Path) -> None:
-    """Measures one device and all strategies that occupy every device, on the pictures of the check."""
+    """Measures one device and all strategies that use every device, with the picture size of the check."""
     from ..devices import name_devices
     from .bench.measure import measure
     from .bench.shared import share
@@ -154,7 +154,7 @@ def _share(subject: CheckSubject, path: Path) -> None:
 
 
 def _gpus_or_cpu() -> tuple[str, ...]:
-    """All GPUs, one too; else two ranks on the CPU."""
+    """Returns all GPUs, even if there is only one, or two ranks on the CPU if there is none."""
     from ..devices import is_cpu, resolve_devices
 
     found = resolve_devices("all")
@@ -162,6 +162,6 @@ def _gpus_or_cpu() -> tuple[str, ...]:
 
 
 def _tell_parent(text: str) -> None:
-    """A line of JSON before the report's."""
+    """Prints the phase as a line of JSON, before the line of the report."""
     sys.stdout.write(json.dumps({"phase": text}) + "\n")
     sys.stdout.flush()

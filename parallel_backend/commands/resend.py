@@ -1,4 +1,4 @@
-"""`python -m parallel_backend resend`: sends again what a ComfyUI had accepted and not run when it ended, once each."""
+"""`python -m parallel_backend resend`: resends, each once, the prompts that a ComfyUI had not run when it ended."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..errors import RequestError
 from ..observability.logs.queue_log import VARIABLE, Entry, QueueLogFile
 
 _TIMEOUT = 150.0  # s; ComfyUI validates a prompt before it answers, and the front door waits 120
-_COOKIE = "COMFYUI"  # by which the front door keeps a session with one ComfyUI
-_LONGEST_WAIT = 120.0  # s, of what a limit asks for
+_COOKIE = "COMFYUI"  # with this cookie the front door keeps a session on one ComfyUI
+_LONGEST_WAIT = 120.0  # s; upper bound for the Retry-After of an answer 429
 
 
 class _Unreachable(Exception):
-    """No ComfyUI has answered. `accepted`: one may have what was sent nevertheless."""
+    """No ComfyUI has answered. `accepted`: True if one may have received the request nevertheless."""
 
     def __init__(self, why: str, *, accepted: bool) -> None:
         super().__init__(why)
@@ -41,14 +41,14 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Target:
-    """A ComfyUI, or the front door of several."""
+    """A ComfyUI, or the front door of several. `token`: the front door's, "" for none; `trust`: for its certificate."""
 
     url: str
     token: str
     trust: ssl.SSLContext | None
 
     def ask(self, path: str, session: str, body: dict[str, Any] | None = None) -> _Answer:
-        """Raises _Unreachable."""
+        """Sends a GET, or a POST of `body`, and returns the answer. Raises _Unreachable if no ComfyUI answers."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         if self.token:
@@ -79,11 +79,11 @@ class _Target:
         )
 
     def new_session(self) -> str:
-        """With the ComfyUI that has least to do, where a front door chooses."""
+        """Returns the cookie of a new session; a front door chooses the ComfyUI that has least to do."""
         return self._look("/queue", "").session
 
     def knows(self, prompt_id: str, session: str) -> bool:
-        """Whether the prompt waits, runs or has ended there."""
+        """Returns True if the prompt waits, runs or has ended at the session's ComfyUI."""
         queue = self._look("/queue", session).body
         items = [*queue.get("queue_running", ()), *queue.get("queue_pending", ())]
         if any(item[1] == prompt_id for item in items):
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when nothing is left, 1 when something is. Raises RequestError for files and addresses that make no sense."""
+    """Sends or lists the open prompts; returns 1 if some are left. Raises RequestError for a bad file or address."""
     target = None
     if args.to is not None:
         if not args.to.startswith(("http://", "https://")):
@@ -143,7 +143,7 @@ def _list(log: QueueLogFile) -> int:
 
 
 def _send_all(log: QueueLogFile, target: _Target, sent: set[str]) -> int:
-    """Sends what is open, noting in the log before and after each; how many are left. `sent`: in this run, by id."""
+    """Sends and logs the open prompts, and returns the number of those left. `sent`: ids already sent in this run."""
     left = 0
     for entry in log.read_open().values():
         try:
@@ -160,7 +160,7 @@ def _send_all(log: QueueLogFile, target: _Target, sent: set[str]) -> int:
 
 
 def _send(log: QueueLogFile, target: _Target, entry: Entry) -> bool:
-    """Whether the target has the prompt now; one that it had before is not sent again."""
+    """Sends the prompt unless the target already has it. Returns True if the target has it now."""
     if entry.sending is not None and target.knows(entry.prompt_id, entry.sending):
         return True
     session = target.new_session()

@@ -1,1 +1,1 @@
-"""This machine: cards, links, the paths between them, shares of devices, and the folder that keeps what it showed."""
+"""This machine: GPU models, the links between devices, shares of work, and the cache folder for measurements."""

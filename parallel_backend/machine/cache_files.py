@@ -1,7 +1,7 @@
-"""The user's cache folder, and JSON files in it that several processes write: one at a time, and each file whole.
+"""The user's cache folder and its JSON files: several processes write a file in turn, and readers see a whole file.
 
-What is there is a convenience: a file that is damaged, of another format or unreadable counts as empty, and a disk that
-cannot be written to is no error.
+The cache is a convenience: a file that is damaged, unreadable or of another format counts as empty, and it is no error
+if the disk cannot be written to.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ FOLDER = "comfyui-parallel-sampling"
 VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
 _POLL = 0.003  # s
-MAX_BYTES = 8 * 1024**2  # of a file; the largest that the pack writes is a tenth of it
+MAX_BYTES = 8 * 1024**2  # per file; the largest one that the pack writes is a tenth of this
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of measurements: $XDG_CACHE_HOME, else ~/.cache (XDG Base Directory); None for nowhere.
+    """Returns the folder of measurements: VARIABLE, else FOLDER in $XDG_CACHE_HOME or ~/.cache (XDG Base Directory).
 
-    Nowhere is without a home, or where VARIABLE is `off`; any other value of it is the folder itself.
+    Returns None, so that nothing is stored, if VARIABLE is `off` or there is no home folder.
     """
     if chosen := environ.get(VARIABLE, ""):
         return None if chosen.lower() == "off" else Path(chosen)
     base = environ.get("XDG_CACHE_HOME", "")
-    if base and Path(base).is_absolute():  # the specification has a relative one ignored
+    if base and Path(base).is_absolute():  # the XDG specification says to ignore a relative path
         return Path(base, FOLDER)
     home = environ.get("HOME", "")
     return Path(home, ".cache", FOLDER) if home else None
@@ -45,8 +45,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an advisory lock while the block runs, so that no other process's update is lost. Raises OSError."""
-    import fcntl  # not on Windows, where ranks do not run but this module must load
+    """Holds an advisory lock on `path` inside the block, so that no other process's update is lost. Raises OSError."""
+    import fcntl  # missing on Windows, where ranks do not run but this module must be importable
 
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -65,8 +65,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class CacheFile:
-    """One JSON file of the cache folder, for any number of processes at once. `path`: None where nothing is to be kept;
-    `format`: the number of its layout; a file of another one is written over."""
+    """One JSON file of the cache folder, for any number of processes at once. `path`: None if nothing is to be stored;
+    `format`: version of the layout; a file with another one is overwritten."""
 
     def __init__(self, name: str, format: int, folder: Path | None) -> None:
         folder = folder or cache_folder()
@@ -74,7 +74,7 @@ class CacheFile:
         self._format = format
 
     def read_bytes(self) -> bytes:
-        """Returns what the file has, for read_frame; nothing where it cannot be read."""
+        """Returns the contents of the file, for read_frame; empty if it cannot be read."""
         if self.path is None:
             return b""
         try:
@@ -84,8 +84,8 @@ class CacheFile:
             return b""
 
     def replace(self, make_fields: Callable[[], dict[str, object]]) -> bool:
-        """Writes a new file, of fields that are made while no other process writes. Returns True if it reached the
-        disk, and never raises for the disk's sake."""
+        """Writes a new file from `make_fields`, which is called while no other process writes. Returns True if the file
+        was written; an error of the disk gives False."""
         if self.path is None:
             return False
         try:
@@ -100,7 +100,7 @@ class CacheFile:
 
 
 def read_frame(data: bytes, format: int) -> dict[str, object]:
-    """Returns the fields of a file of that format; none where it is damaged, or of another one."""
+    """Returns the fields of a file with this format; empty if it is damaged or has another format."""
     try:
         frame = parse(data.decode()) if len(data) <= MAX_BYTES else None
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def read_frame(data: bytes, format: int) -> dict[str, object]:
 
 
 def read_entries(entries: object, kind: type[Entry]) -> Iterator[Entry]:
-    """Yields the entries of a field one by one, so that one which this version does not know costs only itself."""
+    """Yields the entries of a field; skips those that this version cannot read."""
     for entry in entries if isinstance(entries, list) else []:
         try:
             yield from_json(entry, kind, kind.__name__)
@@ -118,7 +118,7 @@ def read_entries(entries: object, kind: type[Entry]) -> Iterator[Entry]:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Writes a whole file or none: readers see the old one until the new one is complete."""
+    """Writes the file as a whole: readers see the old one until the new one is complete."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:

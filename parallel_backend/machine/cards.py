@@ -1,6 +1,6 @@
-"""Cards as data, from the makers' data sheets.
+"""A table of GPU models, from the makers' data sheets.
 
-Peak rates are dense bf16 tensor throughput with fp32 accumulation, without sparsity; memory in GB of 1e9 bytes.
+Peak rates are dense bf16 tensor throughput with fp32 accumulation, without sparsity. Memory is in GB of 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..errors import RequestError
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU model. `tflops`: dense bf16; `memory`: GB; `bandwidth` of it: GB/s."""
+    """One GPU model. `tflops`: dense bf16; `memory`: GB; `bandwidth`: of the memory, GB/s."""
 
     name: str
     tflops: float
@@ -58,13 +58,13 @@ CARDS = _cards(
 )
 # Words that the driver or a person puts before or after the card's own name.
 _MAKERS = {"nvidia", "amd", "geforce", "quadro", "tesla", "instinct"}
-# A card that is sold in two kinds under one name: (its name, a word that tells the other kind) -> that kind.
+# Cards that are sold in two variants under one name: (the name, a word that marks the other variant) -> that variant.
 _KINDS = {("h100", "pcie"): "h100-pcie", ("a100", "40gb"): "a100-40gb"}
 _OTHER_CARDS = {"laptop", "mobile", "maxq"}
 
 
 def find_card(name: str) -> Card:
-    """The card called `name`, as a person or the driver writes it. Raises RequestError naming the known ones."""
+    """Returns the card with this name, as users or drivers write it. Raises RequestError with the known names."""
     words = [w for w in re.split(r"[^a-z0-9.]+", name.lower()) if w and w not in _MAKERS]
     spelt = {re.sub(r"[^a-z0-9]", "", key): key for key in CARDS}
     spelt |= {key.removeprefix("rtx"): spelt[key] for key in list(spelt)}

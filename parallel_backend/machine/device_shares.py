@@ -1,4 +1,4 @@
-"""The share of the work that each selected device takes, from what a person wrote: nothing, `memory`, or numbers."""
+"""The share of the work that each selected device takes, read from the user's text: nothing, `memory`, or numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .probe import visible_topology
 from .topology import Topology
 
 BY_MEMORY = "memory"
-INPUT = ("device_shares",)  # of Strategy Selector, where it was written
+INPUT = ("device_shares",)  # the input of Strategy Selector that errors refer to
 
 
 def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None = None) -> tuple[float, ...]:
-    """One share per device of `devices` (names as resolve_devices gives them); empty for equal shares.
+    """Returns one share per device of `devices` (names from resolve_devices); empty for equal shares.
 
-    ``: equal; `memory`: by the size of each device's memory; `24,16` or `3:2`: these. `topology`: the visible devices,
-    for tests. Raises StrategyError naming what does not fit.
+    `text`: empty for equal shares; `memory`: in proportion to each device's memory; `24,16` or `3:2`: these numbers.
+    `topology`: the visible devices, for tests. Raises StrategyError with what is wrong in `text`.
     """
     requested = text.strip().lower()
     if not requested:
@@ -43,7 +43,7 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
 
 
 def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -> str | None:
-    """A remark for a person whose devices differ in memory by more than a tenth and share evenly; None otherwise."""
+    """Returns a remark for the user if devices with equal shares differ in memory by more than a tenth, else None."""
     if len(devices) < 2 or is_cpu(devices):
         return None
     by_name = _memory(topology or visible_topology())
@@ -57,7 +57,7 @@ def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -
 
 
 def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:
-    """Bytes of memory of each device; 0 where nobody could tell."""
+    """Returns the bytes of memory of each device, 0 if unknown."""
     by_name = _memory(topology or visible_topology())
     return tuple(by_name.get(name) or memory_elsewhere(name) for name in devices)
 

@@ -1,4 +1,4 @@
-"""The machine and the software that a measurement belongs to: a digest that changes when a time could."""
+"""The machine and the software that a measurement belongs to, as a digest that changes if the speed could change."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from .topology import Topology
 
 PACKAGES = ("torch", "diffusers", "xfuser", "flash-attn", "flash_attn_3", "sageattention", "triton")
-# What a person can set that changes how fast the ranks are.
+# Environment variables that change the speed of ranks.
 VARIABLES = (
     "OMP_NUM_THREADS",
     "NCCL_P2P_DISABLE",
     "NCCL_P2P_LEVEL",
     "NCCL_SHM_DISABLE",
 )
-_LENGTH = 16  # hex digits: 64 bits tell a user's machines apart
+_LENGTH = 16  # hex digits: 64 bits are enough to distinguish a user's machines
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """`hardware`, `software`: lines that a person may read, with nothing that names a person or a machine."""
+    """A machine and its software. `hardware`, `software`: readable lines without names of people or machines."""
 
     hardware: tuple[str, ...]
     software: tuple[str, ...]
@@ -39,11 +39,11 @@ class Fingerprint:
 def take_fingerprint(
     topology: Topology, environ: Mapping[str, str] = os.environ, cpu: Sequence[str] | None = None
 ) -> Fingerprint:
-    """This machine's, from its devices (`topology`), the installed packages and the environment.
+    """Returns the fingerprint of this machine, from its devices (`topology`), the packages and the environment.
 
-    `cpu`: lines that stand for the processor, for tests; it counts only where ranks compute on it.
+    `cpu`: lines that describe the processor, for tests. The processor is only included if there is no GPU.
     """
-    from ..wire.protocol import VERSION  # with torch, which the doctor may find missing
+    from ..wire.protocol import VERSION  # imports torch, which may be missing when the doctor runs
 
     # A GPU's UUID is its serial number, so only its digest is kept.
     hardware = tuple(
@@ -63,7 +63,7 @@ def take_fingerprint(
 
 @functools.cache
 def installed_version(package: str) -> str:
-    """The version of an installed package, without importing it; empty where it is not installed."""
+    """Returns the version of a package without importing it; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -71,7 +71,7 @@ def installed_version(package: str) -> str:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the kernel writes it."""
+    """Returns the processor's name from /proc/cpuinfo, or its architecture if that has none."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -81,21 +81,21 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_ids(devices: Sequence[str], topology: Topology) -> tuple[str, ...]:
-    """Names that tell the devices of a group apart from others: UUIDs of GPUs, where known, else their names.
+    """Returns an id for each device: the UUID of a GPU if known, else its name.
 
-    `devices`: names in rank order, such as cuda:1; `topology`: what this process can see (Topology.visible).
+    `devices`: names in rank order, such as cuda:1; `topology`: the devices that this process sees (Topology.visible).
     """
     uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(topology.devices)}
     return tuple(uuids.get(name, name) for name in devices)
 
 
 def device_key(uuids: Sequence[str]) -> str:
-    """Stands for these devices in this order, without telling which they are."""
+    """Returns a digest of these devices in this order, from which their UUIDs cannot be read."""
     return hashed(*uuids)
 
 

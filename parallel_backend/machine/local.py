@@ -1,4 +1,4 @@
-"""The devices of this computer that a plan may use, and the order in which ranks should sit on them."""
+"""The devices of this computer that a plan may use, and their best order for ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .fingerprint import device_ids
 from .probe import visible_topology
 from .topology import PATHS, Topology
 
-# ComfyUI's flags for little memory, and what `auto` makes of them: weights shared out over the devices, or in the
-# computer's memory as well.
+# ComfyUI's flags for little memory. Mode auto then shards the weights over the devices, or also offloads them to host
+# memory.
 LOWVRAM, NOVRAM = "--lowvram", "--novram"
 NO_GPUS = Topology((), source="none")
 
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """`devices`: by name, one per rank in rank order; `failing`: selected too, and left out because ranks failed there;
-    `memory_flag`: one of ComfyUI's that asks `auto` to save devices' memory before time, or empty."""
+    """The selected devices. `devices`: names, one per rank in rank order; `failing`: selected devices that are left out
+    because ranks failed there; `memory_flag`: LOWVRAM, NOVRAM or empty: makes mode auto save memory from the start."""
 
     devices: tuple[str, ...]
     failing: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class LocalMachine:
 
 
 def topology_of(devices: tuple[str, ...], visible: Topology) -> Topology:
-    """Of these devices alone, as far as this process can see them."""
+    """Returns the topology of those of these devices that are among `visible`."""
     if is_cpu(devices):
         return NO_GPUS
     known = {device.uuid for device in visible.devices}
@@ -38,7 +38,7 @@ def topology_of(devices: tuple[str, ...], visible: Topology) -> Topology:
 
 
 def order_devices(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """The same devices with well-joined ones next to each other, where ranks exchange most."""
+    """Returns the devices with well-connected ones next to each other, because neighbouring ranks exchange the most."""
     if is_cpu(devices) or len(devices) < 3:
         return devices
     visible = visible_topology()
@@ -50,7 +50,7 @@ def order_devices(devices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def neighbours_first(topology: Topology) -> tuple[str, ...]:
-    """UUIDs ordered so that well-joined devices follow each other: the order in which ranks should sit on them."""
+    """Returns the UUIDs in an order in which well-connected devices follow each other."""
     left = [d.uuid for d in topology.devices]
     order: list[str] = []
     while left:
@@ -68,7 +68,7 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
 
 
 def largest_joinable_count(topology: Topology, count: int) -> int:
-    """How many of the first `count` devices NCCL can join: at most one MIG slice of each GPU. `topology`: of these."""
+    """Returns how many of the first `count` devices of `topology` NCCL can join: at most one MIG slice of each GPU."""
     parents: set[str] = set()
     for number, device in enumerate(topology.devices[:count]):
         if device.is_mig and device.parent in parents:

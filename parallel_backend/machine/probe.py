@@ -1,4 +1,4 @@
-"""Asks for this machine's GPUs and their paths: NVML (nvidia-ml-py) first, else torch; creates no CUDA context."""
+"""Reads this machine's GPUs and their paths from NVML (nvidia-ml-py), else from torch. Creates no CUDA context."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 1.0, 4: 2.0, 5: 4.0, 6: 8.0}
 _NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 14.0, 6: 25.0, 7: 50.0}
 
 
-# nvidia-ml-py, or what a test puts in its place; its handles are its own business.
+# The module nvidia-ml-py, or a test's replacement. Its handles are opaque.
 Nvml = ModuleType | Any
 _NvLinks = tuple[int, list[str], bool]
 
 
 def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topology:
-    """This machine's devices: through NVML, else torch (ROCm), else none. Creates no CUDA context.
+    """Returns this machine's devices from NVML, else from torch (ROCm), else none. Creates no CUDA context.
 
-    `nvml`: a module with nvidia-ml-py's functions, for tests. Never raises for a missing driver or library.
+    `nvml`: a module with nvidia-ml-py's functions, for tests. A missing driver or library is no error.
     """
     if nvml is None:
         try:
@@ -53,28 +53,28 @@ def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topolo
 
 @functools.cache
 def visible_topology() -> Topology:
-    """As read_visible, asked for once: devices do not change while a process lives, NVML takes a while, and every job
-    comes by here."""
+    """Returns read_visible(), read once per process: devices do not change while it lives, NVML is slow, and every job
+    needs them."""
     return read_visible()
 
 
 def read_visible(nvml: Nvml = None) -> Topology:
-    """The devices that torch numbers, in its order. By their UUIDs as torch has them where it runs CUDA already, or
-    cards differ: how CUDA orders those is nowhere promised, and the environment may have changed since it looked.
-    `nvml`: as of read_topology."""
+    """Returns the devices that torch numbers, in torch's order. The order is read from torch's UUIDs in two cases: if
+    torch already runs CUDA, since the environment may have changed; or if the cards differ, since CUDA does not promise
+    their order. `nvml`: see read_topology."""
     import torch
 
     found = read_topology(nvml)
     if found.source == "nvml" and (torch.cuda.is_initialized() or found.mixed):
         uuids = _uuids_of_torch()
         if uuids and len(set(uuids)) == len(uuids):
-            with suppress(DeviceError):  # of MIG slices some versions of CUDA tell the whole GPU's
+            with suppress(DeviceError):  # some versions of CUDA report the whole GPU's UUID for a MIG slice
                 return found.select(uuids)
     return found.visible()
 
 
 def _uuids_of_torch() -> tuple[str, ...]:
-    """In the order of device numbers; empty where torch cannot tell, or a person wants no GPU."""
+    """Returns UUIDs in the order of device numbers; empty if torch does not know them or GPUs are switched off."""
     import torch
 
     found = resolve_devices("all")
@@ -82,18 +82,18 @@ def _uuids_of_torch() -> tuple[str, ...]:
         return ()
     try:
         return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(len(found)))
-    except (AttributeError, RuntimeError, AssertionError):  # a torch too old, a driver that fails, a fork
+    except (AttributeError, RuntimeError, AssertionError):  # old torch, failing driver, or a fork
         return ()
 
 
 def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
-    """The machine's topology from an initialised `nvml`."""
+    """Returns the machine's topology from an initialised `nvml`."""
     handles, boards, notes = [], [], []
     for i in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(i)
             board = _device(nvml, i, handle, sys_root)
-        except nvml.NVMLError as error:  # one that fell off the bus hides no other
+        except nvml.NVMLError as error:  # a GPU that fell off the bus must not hide the others
             notes.append(f"GPU {i} does not answer ({error}), so it is left out.")
             continue
         handles.append(handle)
@@ -135,7 +135,7 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
 
 def _device(nvml: Nvml, index: int, handle: Any, sys_root: Path) -> Device:
     bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
-    # Not told of a GPU in MIG mode but to root, nor where GPU and CPU share one memory.
+    # Unknown for a GPU in MIG mode (except to root), and for a GPU that shares its memory with the CPU.
     memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
     generation = ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle, default=0)
     width = ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle, default=0)
@@ -153,7 +153,7 @@ def _device(nvml: Nvml, index: int, handle: Any, sys_root: Path) -> Device:
 
 
 def _numa(nvml: Nvml, handle: Any, bus: str, sys_root: Path) -> int | None:
-    """The kernel's NUMA node of the slot; -1 there means that it does not know."""
+    """Returns the NUMA node of the slot from the kernel, None if unknown (-1 in the kernel's file)."""
     file = sys_root / "bus/pci/devices" / bus / "numa_node"
     try:
         node = int(file.read_text())
@@ -163,7 +163,7 @@ def _numa(nvml: Nvml, handle: Any, bus: str, sys_root: Path) -> int | None:
 
 
 def _nvlinks(nvml: Nvml, handle: Any) -> _NvLinks:
-    """(version, bus id of the other end per active link, whether links end in a switch)."""
+    """Returns (version, bus id of the other end per active link, True if links end in a switch)."""
     version, ends, switch = 0, [], False
     for link in range(_MAX_LINKS):
         if not ask(nvml, "nvmlDeviceGetNvLinkState", handle, link, default=0):
@@ -177,7 +177,7 @@ def _nvlinks(nvml: Nvml, handle: Any) -> _NvLinks:
 
 
 def _slices(nvml: Nvml, handle: Any, board: Device) -> list[Device] | None:
-    """The MIG slices of a GPU in MIG mode, None of any other."""
+    """Returns the MIG slices of a GPU in MIG mode, None for any other GPU."""
     current, _ = ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))
     if not current:
         return None
@@ -219,7 +219,7 @@ def _pair(
 
 
 def ask(nvml: Nvml, function: str, *args: object, default: Any) -> Any:
-    """NVML's answer, or `default` where this driver, library or card does not know the question."""
+    """Returns NVML's answer, or `default` if this driver, library or card does not support the call."""
     try:
         return getattr(nvml, function)(*args)
     except (AttributeError, nvml.NVMLError):
@@ -231,14 +231,14 @@ def _text(value: bytes | str) -> str:
 
 
 def _bus(value: bytes | str) -> str:
-    """NVML writes 00000000:3B:00.0, the kernel 0000:3b:00.0."""
+    """Converts NVML's bus id 00000000:3B:00.0 to the kernel's 0000:3b:00.0."""
     text = _text(value).lower()
     domain, _, rest = text.partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def _from_torch(why: str) -> Topology:
-    """Devices as torch numbers them. On ROCm torch also says which have peer access. Properties need no context."""
+    """Returns the devices in torch's order, on ROCm with their peer access. Reading properties needs no context."""
     import torch
 
     if is_cpu(resolve_devices("all")) or not torch.cuda.is_available():

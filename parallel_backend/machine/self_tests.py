@@ -1,4 +1,4 @@
-"""Outcomes of self-tests of ComfyUI's modules, kept beside the measurements: one file for all ComfyUIs of a user."""
+"""Stores outcomes of self-tests of ComfyUI's modules in the cache folder: one file for all ComfyUIs of a user."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from ..wire.checks.self_test import SelfTest
 from ..wire.strict_json import to_json
 from .cache_files import CacheFile, read_entries, read_frame
 
-FORMAT = 1  # to be raised where the ranks come to share out tokens in another way: all is tested anew then
+FORMAT = 1  # raise it if ranks share out tokens in another way: then everything is tested again
 NAME = "self-tests.json"
-MAX_OUTCOMES = 200  # a person's versions of ComfyUI, with some classes each; the oldest are forgotten first
+MAX_OUTCOMES = 200  # enough for several versions of ComfyUI, some classes each; the oldest are dropped first
 
 
 @dataclass(frozen=True)
 class StoredSelfTest:
-    """`digest`: of the class's sources (models/comfyui/proof.entry_digest)."""
+    """One outcome. `digest`: of the class's table entry and sources (entry_digest in models/proof/states.py)."""
 
     digest: str
     test: SelfTest
 
 
 class SelfTestStore(CacheFile):
-    """The outcomes on disk."""
+    """The file of outcomes."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__(NAME, FORMAT, folder)
 
     def find(self, class_name: str, digest: str) -> SelfTest | None:
-        """What a test of that class in those sources found."""
+        """Returns the outcome of a test of that class with that digest, None if it was not tested."""
         for outcome in self._read():
             if (outcome.test.class_name, outcome.digest) == (class_name, digest):
                 return outcome.test
         return None
 
     def keep(self, digest: str, test: SelfTest) -> bool:
-        """Returns True if it reached the disk."""
+        """Stores an outcome and returns True if it was written to disk."""
         found = (test.class_name, digest)
 
         def with_this_one() -> dict[str, object]:

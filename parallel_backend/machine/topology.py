@@ -1,7 +1,6 @@
-"""The GPUs of a machine and the path between each pair, as frozen facts; probe.py asks the drivers for them.
+"""The GPUs of a machine and the path between each pair, as frozen dataclasses; probe.py reads them from the drivers.
 
-Devices are matched by UUID, so that neither the
-order nor the spelling of CUDA_VISIBLE_DEVICES matters.
+Devices are matched by UUID, so that neither the order nor the spelling of CUDA_VISIBLE_DEVICES matters.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ PATHS = ("NVSWITCH", "NVLINK", "same board", "PIX", "PXB", "PHB", "NODE", "SYS",
 class Device:
     """One GPU or MIG slice. `memory`: bytes; `capability`: CUDA's, (0, 0) if unknown; `pcie`: GB/s one way, nominal.
 
-    `index`: place in NVML's order (by PCI bus); `parent`: the GPU's UUID of a MIG slice; `exclusive`: its compute mode
-    keeps a second process out.
+    `index`: place in NVML's order (by PCI bus); `parent`: for a MIG slice, the UUID of its GPU; `exclusive`: True if
+    its compute mode admits only one process.
     """
 
     index: int
@@ -44,7 +43,7 @@ class Device:
 class Pair:
     """The path between two devices. `path`: NVLINK, NVSWITCH, or how PCIe joins them (PIX, PXB, PHB, NODE, SYS), MIG.
 
-    `peer`: one can read the other's memory; None if nobody could say. `rate`: GB/s one way, nominal.
+    `peer`: True if one can read the other's memory, None if unknown; `rate`: GB/s one way, nominal.
     """
 
     path: str
@@ -63,14 +62,15 @@ class Topology:
     notes: tuple[str, ...] = ()
 
     def pair(self, a: str, b: str) -> Pair:
-        """The path between two UUIDs, in either order."""
+        """Returns the path between two UUIDs, in either order. Raises DeviceError if it is unknown."""
         for one, other, pair in self.pairs:
             if {one, other} == {a, b}:
                 return pair
         raise DeviceError(f"No path is known between {a} and {b}.")
 
     def select(self, uuids: Sequence[str]) -> Topology:
-        """Only these devices, in this order; UUIDs with or without GPU-/MIG- in front, or an unambiguous beginning."""
+        """Returns the topology of these devices, in this order. Takes UUIDs with or without GPU-/MIG- in front, or an
+        unambiguous beginning; raises DeviceError for others."""
         chosen = tuple(self._find(uuid) for uuid in uuids)
         kept = tuple(
             (a.uuid, b.uuid, self.pair(a.uuid, b.uuid)) for i, a in enumerate(chosen) for b in chosen[i + 1 :]
@@ -78,11 +78,11 @@ class Topology:
         return replace(self, devices=chosen, pairs=kept)
 
     def visible(self, environ: Mapping[str, str] = os.environ) -> Topology:
-        """The devices that CUDA shows to a process with this environment, in CUDA's order.
+        """Returns the devices that CUDA shows to a process with this environment, in CUDA's order.
 
-        CUDA's default order puts the fastest device first and leaves the rest as it likes: for cards that differ,
-        the order is noted as uncertain unless CUDA_DEVICE_ORDER is PCI_BUS_ID; `select` the UUIDs that torch reports.
-        What torch has told is what it sees already.
+        CUDA's default order puts the fastest device first and promises nothing for the rest. If the cards differ and
+        CUDA_DEVICE_ORDER is not PCI_BUS_ID, a note says that the order is uncertain; `select` the UUIDs that torch
+        reports instead. A topology from torch is returned unchanged: torch only sees visible devices.
         """
         if self.source == "torch":
             return self
@@ -127,7 +127,7 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """The group's slowest path, which decides what sequence parallelism gains: one of the words of Pair.path."""
+        """The slowest path, which limits sequence parallelism: a Pair.path, perhaps with "without peer access"."""
         if not self.devices:
             return "gloo on CPU"
         if len(self.devices) == 1:
@@ -138,7 +138,7 @@ class Topology:
         return slowest.path if slowest.peer is not False else f"{slowest.path} without peer access"
 
     def describe(self) -> str:
-        """One sentence for a person."""
+        """Returns one sentence for the user."""
         if not self.devices:
             return "No GPU: processes run on the CPU over gloo."
         counts: dict[str, int] = {}
@@ -155,7 +155,7 @@ class Topology:
 
 
 def _named(requested: str, ordered: list[Device], note: str) -> tuple[list[str], str]:
-    """UUIDs named by CUDA_VISIBLE_DEVICES; like CUDA, what follows an unknown entry does not count."""
+    """Returns the UUIDs in CUDA_VISIBLE_DEVICES; like CUDA, ignores everything from the first unknown entry on."""
     names: list[str] = []
     for entry in (part.strip() for part in requested.split(",")):
         if entry.isdigit():

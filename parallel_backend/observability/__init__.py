@@ -1,1 +1,1 @@
-"""All that people see while it runs: metrics, panel, toasts, logs, gauges, and the preview of a plan."""
+"""Shows people what happens: metrics, panel, toasts, logs, gauges, and the preview of a plan."""

@@ -1,4 +1,4 @@
-"""Devices of a cluster for a command: this process is the cluster's head for as long as the command takes."""
+"""Resolves devices for a command: this process is the head of a cluster while the command runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..wire import deadlines
 
 
 def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...]:
-    """As resolve_devices; waits for a cluster's machines, which is told. Of `cluster:NAME` the devices of all that join
-    until nobody else does. Raises DeviceError."""
+    """Returns resolve_devices(text) after waiting for the cluster's machines; reports the wait with `say`. For
+    `cluster:NAME`, waits until no more machines join. Raises DeviceError."""
     cluster = cluster_of(text)
     if not cluster:
         return resolve_devices(text)

@@ -1,4 +1,4 @@
-"""The devices that a person may choose: name, memory, and who uses each; for the picker and the status panel."""
+"""The devices that a person may choose, with name, memory and users, for the picker and the status panel."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .panel import Shown, group_words
 
 _AT_WORK = (State.STARTING.value, State.RUNNING.value)
 _THERE = (*_AT_WORK, State.READY.value, State.ASLEEP.value)
-_SMALL = 64 * 2**20  # bytes of another program that are not worth a word: a desktop's, say
+_SMALL = 64 * 2**20  # bytes: a program that uses less, such as a desktop, is not listed
 NO_GPU = "No usable GPU. On the CPU you can see how it works; it will not be faster."
 
 
 def local_devices(chosen: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Every GPU; without one a rank for each core of the CPU, and those `chosen` beside them."""
+    """Returns every GPU; without a GPU one rank for each core of the CPU, and the CPU ranks in `chosen`."""
     found = resolve_devices("all")
     if not is_cpu(found):
         return found
@@ -36,7 +36,7 @@ def local_devices(chosen: tuple[str, ...] = ()) -> tuple[str, ...]:
 def list_devices(
     devices: tuple[str, ...], groups: Iterable[GroupStatus], gauges: DeviceGauges, proc: Path = Path("/proc")
 ) -> list[Shown]:
-    """[{"device", "name", "total_bytes", "free_bytes", "users": in words, "busy": somebody computes there now}, …]"""
+    """Lists {"device", "name", "total_bytes", "free_bytes", "users": in words, "busy": True if it is in use now}."""
     groups = [group for group in groups if group.state in _THERE]
     read, running = gauges.read(devices), gauges.processes(devices)
     own = {rank.pid for group in groups for rank in group.ranks} | {os.getpid()}
@@ -62,7 +62,7 @@ def list_devices(
 
 
 def list_clusters() -> list[Shown]:
-    """[{"devices": the text that selects it, "words", "there": a machine has joined}, …]"""
+    """Lists {"devices": the text that selects the cluster, "words", "there": True if a machine has joined}."""
     return [
         {"devices": f"cluster:{name}", "words": _cluster_words(devices), "there": bool(devices)}
         for name, devices in clusters.served().items()
@@ -70,12 +70,12 @@ def list_clusters() -> list[Shown]:
 
 
 def machine_words() -> str:
-    """The GPUs of this machine and the links between them, in a sentence."""
+    """Returns a sentence on the GPUs of this machine and the links between them."""
     return NO_GPU if is_cpu(resolve_devices("all")) else visible_topology().describe()
 
 
 def selected(text: str) -> tuple[str, ...]:
-    """The devices that it means; none where it means nothing."""
+    """Returns the devices that `text` selects; empty if it is invalid."""
     try:
         return resolve_devices(text)
     except DeviceError:
@@ -93,7 +93,7 @@ def _programs(running: Mapping[int, int], own: set[int | None], proc: Path) -> l
 def _name_of(pid: int, proc: Path) -> str:
     try:
         return f"{(proc / str(pid) / 'comm').read_text().strip()} (process {pid})"
-    except OSError:  # of another user, or outside of this container
+    except OSError:  # another user's process, or one outside this container
         return f"process {pid}"
 
 

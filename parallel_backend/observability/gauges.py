@@ -1,4 +1,4 @@
-"""Readings of each device at this moment: memory, utilisation, temperature, power; NVML answers, no CUDA context."""
+"""Current readings of each device: memory, utilisation, temperature, power. Uses NVML, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TEMPERATURE_OF_GPU = 0  # nvml.h: NVML_TEMPERATURE_GPU
 
 @dataclass(frozen=True)
 class Gauge:
-    """One device. Bytes, 0 where unknown; `utilisation` 0 to 1, `temperature` in °C, power in W: None where nobody
-    measures it. `shared`: other devices of that name are this very one (ranks on the CPU)."""
+    """The readings of one device. Bytes, 0 if unknown; `utilisation`: 0 to 1, `temperature`: °C, `power`,
+    `power_limit`: W, None if not measured. `shared`: True if several names mean this device (ranks on the CPU)."""
 
     name: str
     total_bytes: int
@@ -34,19 +34,19 @@ class Gauge:
 
 
 class DeviceGauges:
-    """Reads gauges; keeps NVML open from the first reading of a GPU to `close`.
+    """Reads gauges. NVML stays open from the first reading of a GPU until `close`.
 
-    `nvml`: a module with nvidia-ml-py's functions, `topology`: the devices that torch numbers, both for tests.
+    `nvml`: a module with nvidia-ml-py's functions; `topology`: the devices that torch numbers. Both are for tests.
     """
 
     def __init__(self, nvml: ModuleType | None = None, topology: Topology | None = None) -> None:
         self._given = nvml
         self._topology = topology
         self._nvml: ModuleType | None = None
-        self._silent = False  # NVML does not answer, and has said so
+        self._silent = False  # NVML failed to open, and the log says so
 
     def read(self, devices: tuple[str, ...]) -> dict[str, Gauge]:
-        """By device name; those that nobody knows are left out. Never raises for a driver."""
+        """Returns the readings by device name, without unknown devices. Raises no driver errors."""
         found: dict[str, Gauge] = {}
         local_cpus = [device for device in devices if is_cpu((device,)) and not machine_of(device)]
         if local_cpus:
@@ -59,7 +59,7 @@ class DeviceGauges:
         return found
 
     def processes(self, devices: tuple[str, ...]) -> dict[str, dict[int, int]]:
-        """By device the processes that use it, with their bytes, 0 where unknown; only what NVML tells."""
+        """Returns {device: {pid: bytes, 0 if unknown}} for the processes that NVML reports."""
         found: dict[str, dict[int, int]] = {}
         nvml = None if is_cpu(devices) else self._open()
         if nvml is None:
@@ -113,7 +113,7 @@ class DeviceGauges:
 
 
 def read_free_bytes(device: str) -> int:
-    """Returns the free bytes of one device, 0 where nobody knows them."""
+    """Returns the free bytes of one device, 0 if unknown."""
     gauges = DeviceGauges()
     try:
         gauge = gauges.read((device,)).get(device)

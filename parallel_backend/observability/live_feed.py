@@ -1,4 +1,4 @@
-"""Sends a picture of something to those who look at it: soon after it changed, once a second, and never to nobody."""
+"""Sends messages to the pages that watch something: soon after a change, else once a second, none without watchers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_CLIENTS = 64  # who look at the same time; more are refused
+MOST_CLIENTS = 64  # watching at the same time; more are refused
 
 
 class LiveSender(Generic[T]):
-    """Has one thread while somebody looks, and none otherwise.
+    """Sends messages to watching clients, from one thread that exists only while a client watches.
 
-    `compose()` makes the message; `send(message, client)` says whether that client is still there. A client gets what
-    it has not got already: at most every `gap` seconds after `changed`, and every `period` seconds. `left()` is called
-    when the last one has gone.
+    `compose()` makes the message; `send(message, client)` returns True if the client still exists. A client gets a
+    message only if it differs from its last one: at most every `gap` seconds after `changed`, else every `period`
+    seconds. `left()` is called when the last client has left.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class LiveSender(Generic[T]):
         self._compose, self._send, self._left = compose, send, left
         self._gap, self._period = gap, period
         self._lock = threading.Condition()
-        self._leases: dict[str, float] = {}  # client: time.monotonic() until which it looks
-        self._sent: dict[str, T] = {}  # what it got last
+        self._leases: dict[str, float] = {}  # client: the time.monotonic() at which its watch ends
+        self._sent: dict[str, T] = {}  # client: its last message
         self._changed = False
         self._thread: threading.Thread | None = None
 
     def watch(self, client: str, seconds: float, *, anew: bool = False) -> bool:
-        """`client` looks for the next `seconds`, and gets a message at once if it did not look before, or has lost what
-        it got (`anew`). False: too many look already."""
+        """Registers `client` for the next `seconds`. It gets a message at once if it is new, or if it has lost its last
+        message (`anew`). Returns False if too many clients watch."""
         with self._lock:
             if client not in self._leases and len(self._leases) >= MOST_CLIENTS:
                 return False
@@ -57,13 +57,13 @@ class LiveSender(Generic[T]):
             return True
 
     def leave(self, client: str) -> None:
-        """`client` does not look any more."""
+        """Removes `client`."""
         with self._lock:
             self._forget(client)
             self._lock.notify()
 
     def close(self) -> None:
-        """Nobody looks any more; returns when no message is on its way."""
+        """Removes all clients; returns when no message is being sent."""
         with self._lock:
             self._leases.clear()
             self._sent.clear()
@@ -73,7 +73,7 @@ class LiveSender(Generic[T]):
             thread.join()
 
     def changed(self) -> None:
-        """Something happened that a message may show. Any thread; costs next to nothing while nobody looks."""
+        """Notes a change that messages may show. Thread-safe; almost free if no client watches."""
         if self._leases:
             with self._lock:
                 self._changed = True
@@ -92,13 +92,13 @@ class LiveSender(Generic[T]):
                 for client in clients:
                     self._deliver(client, message)
                 failing = False
-            except Exception:  # what cannot be made now may be made the next time
-                if not failing:  # else the log has it already
+            except Exception:  # the next message may succeed
+                if not failing:  # log only the first failure in a row
                     log.exception("parallel sampling: what the page shows could not be sent")
                 failing = True
 
     def _wait(self, last: float) -> tuple[str, ...] | None:
-        """The clients, once they are due for a message; None when there are none, which ends the thread."""
+        """Returns the clients when a message is due; None if there are none, which ends the thread."""
         with self._lock:
             while True:
                 now = time.monotonic()

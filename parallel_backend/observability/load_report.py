@@ -1,4 +1,4 @@
-"""What a load balancer learns of this ComfyUI: how much waits, what its ranks do, and whether it takes prompts."""
+"""The report on this ComfyUI for a load balancer: queue length, state of the ranks, and if it takes prompts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..sidecar.group.lease import State
 from ..sidecar.status import GroupStatus
 from .gauges import Gauge
 
-FOR = ("prompts", "pages")  # what HAProxy would send: prompts, or everything else
+FOR = ("prompts", "pages")  # what HAProxy wants to send: prompts, or everything else
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """`waiting`: prompts in ComfyUI's queue, the one that runs included; `gauges`: of each device; `draining`: an
-    operator wants it empty."""
+    """The load of this ComfyUI. `waiting`: prompts in ComfyUI's queue, with the running one; `gauges`: readings by
+    device; `draining`: True if an operator wants it empty."""
 
     waiting: int
     groups: tuple[GroupStatus, ...]
@@ -24,7 +24,7 @@ class LoadReport:
 
     @property
     def refusal(self) -> str:
-        """Why it takes no prompts, in a word; "" where it does."""
+        """The reason why it takes no prompts, in one word; "" if it takes them."""
         if self.draining:
             return "draining"
         broken = any(group.state == State.BROKEN.value for group in self.groups)
@@ -32,21 +32,21 @@ class LoadReport:
 
     @property
     def weight(self) -> int:
-        """Percent of a ComfyUI's prompts that has nothing to do; 0 where it takes none.
+        """The weight for load balancing, in percent of that of an idle ComfyUI; 0 if it takes no prompts.
 
-        By the queue alone: little free memory may mean that the model is there already. In proportion, and not only the
-        shortest, because all front doors look at once, and between two looks many prompts come.
+        It depends on the queue alone: little free memory may mean that the model is already loaded. It is proportional,
+        because all front doors read it at once: many prompts arrive before the next read.
         """
         return 0 if self.refusal else max(1, round(100 / (1 + self.waiting)))
 
     def agent_line(self, requested: str) -> str:
-        """The answer to an agent-check of HAProxy (its manual, 5.2), for one of FOR."""
+        """Returns the answer to HAProxy's agent-check (its manual, 5.2). `requested`: one of FOR."""
         if requested == "prompts" and self.refusal:
             return f"down #{self.refusal}"
-        return f"up {self.weight}%"  # of pages, at 0 %, those stay that are here already
+        return f"up {self.weight}%"  # for pages, 0 % still serves those who are connected already
 
     def as_json(self) -> dict[str, object]:
-        """For people and programs."""
+        """Returns the report for people and programs."""
         return {
             "takes_prompts": not self.refusal,
             "refusal": self.refusal,

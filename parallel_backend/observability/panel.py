@@ -1,4 +1,4 @@
-"""The status panel of groups of ranks: words, numbers, and which buttons make sense."""
+"""The status panel of rank groups: states in words, numbers, and which buttons are useful now."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BUSY = "a prompt is using the processes; cancel it first"
 FAILED_TOO_OFTEN = "they failed too often; press Allow restarts first"
 NO_RANKS = "there are no processes; they start with the next prompt, or by Start"
 _BUSY = (State.STARTING.value, State.RUNNING.value)
-_COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # whose steps are
+_COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # phases that count steps
 _WARM = (State.READY.value, State.ASLEEP.value)
 
-Shown = dict[str, object]  # what json.dumps takes
+Shown = dict[str, object]  # an object for json.dumps
 
 
 def show_groups(
     groups: Iterable[GroupStatus], gauges: Mapping[str, Gauge], left_out: tuple[str, ...] = ()
 ) -> Shown:
-    """{"groups": [...], "left_out": [...]}: `left_out` are the devices that `auto` goes without."""
+    """Returns {"groups": [...], "left_out": [...]}. `left_out`: the devices that `auto` does not use."""
     return {
         "groups": [_show_group(group, gauges, left_out) for group in groups],
         "left_out": list(left_out),
@@ -32,7 +32,7 @@ def show_groups(
 
 
 def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
-    """A bar for each rank of the groups that are busy."""
+    """Returns a progress bar for each rank of the busy groups."""
     return [
         {**shown, "words": shown["words"] or group_words(group)}
         for group in groups
@@ -42,7 +42,7 @@ def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
 
 
 def group_words(status: GroupStatus) -> str:
-    """The state in words, such as "sampling 12/28"."""
+    """Returns the state in words, such as "step 12 of 28 · about 40 s left"."""
     if status.state == State.RUNNING.value:
         kind = status.phase and status.phase.kind
         if kind is PhaseKind.LOADING and status.ranks:
@@ -62,7 +62,7 @@ def group_words(status: GroupStatus) -> str:
 
 
 def why_not(status: GroupStatus, left_out: tuple[str, ...] = ()) -> dict[str, str]:
-    """For each button why it would do nothing now, "" where it makes sense."""
+    """Returns for each button why it would do nothing now; "" if it would do something."""
     state = status.state
     if state in _BUSY:
         return dict.fromkeys(("sleep", "wake", "restart", "stop", "reset"), BUSY)
@@ -107,7 +107,7 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
 
 
 def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
-    """Those of the group; for each device one that holds nothing, while there are none or what is left has ended."""
+    """Returns the group's ranks, or an empty rank for each device if there are none or they have ended."""
     if status.ranks and status.state in (*_BUSY, *_WARM):
         return status.ranks
     return tuple(
@@ -131,8 +131,8 @@ def _with_time(words: str, left: str) -> str:
 
 
 def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
-    """{"device", "words", "progress", "left"}; `progress` 0 to 1, None where there is nothing to count; `left`: the
-    time that it still needs, in words, "" where nobody knows."""
+    """Returns {"device", "words", "progress", "left"}. `progress`: 0 to 1, None if nothing is counted; `left`: the
+    remaining time in words, "" if unknown."""
     words, progress = "", None
     kind = status.phase and status.phase.kind
     if status.state == State.RUNNING.value and rank.pid is not None:

@@ -1,4 +1,4 @@
-"""Counts what a prompt had the devices for: its texts, loading, sampling, pictures to encode and to decode."""
+"""Counts the device time of each prompt by phase: text encoding, VAE encoding, loading, sampling, VAE decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from ..sidecar.group.events import Event, RequestEnded
 
 MOST_PROMPTS = 32  # the latest ones
-# In the order of a prompt, by the request that they are.
+# By request kind, in the order of a prompt.
 _PHASES = {
     "text": "text {time} s ({share})",
     "encode": "encoding {time} s ({share})",
@@ -15,11 +15,11 @@ _PHASES = {
     "sample": "sampling {time} s ({share})",
     "decode": "decoding {time} s ({share})",
 }
-_ALONE = {"load", "sample"}  # of which reports have lines of their own
+_ALONE = {"load", "sample"}  # reports have separate lines for these
 
 
 class PromptPhases:
-    """Seconds by phase of the latest prompts. Any thread."""
+    """The seconds by phase of the latest prompts. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class PromptPhases:
         self._gains: dict[str, float] = {}
 
     def on_event(self, event: Event) -> None:
-        """Counts a request that has ended well. What it loaded is a phase of its own."""
+        """Adds a request that has succeeded. Its load counts as a phase of its own."""
         if not isinstance(event, RequestEnded) or not event.prompt_id or event.result != "done":
             return
         if event.request not in _PHASES:
@@ -44,13 +44,13 @@ class PromptPhases:
                 self._gains.pop(oldest, None)
 
     def add_gain(self, prompt_id: str, seconds: float) -> None:
-        """Counts by how much the steps of a sampler, or pictures of a VAE, took less than on one device."""
+        """Adds the seconds that a sampler's steps or a VAE's pictures took less than on one device."""
         with self._lock:
             if prompt_id in self._seconds:
                 self._gains[prompt_id] = self._gains.get(prompt_id, 0.0) + seconds
 
     def spent(self, prompt_id: str) -> dict[str, float]:
-        """Seconds by phase (text, encode, load, sample, decode), in that order; {} where the prompt only sampled."""
+        """Returns seconds by phase, in order: text, encode, load, sample, decode; {} if the prompt only sampled."""
         with self._lock:
             spent = self._seconds.get(prompt_id, {})
             if not spent.keys() - _ALONE:
@@ -58,15 +58,15 @@ class PromptPhases:
             return {phase: spent[phase] for phase in _PHASES if spent.get(phase)}
 
     def with_and_without_gain(self, prompt_id: str) -> tuple[float, float]:
-        """Seconds of a prompt until now, and those that it would have taken with what was timed there on one device;
-        (0, 0) where it only sampled, or nobody knows what one device takes."""
+        """Returns (a prompt's seconds so far, those it would have taken if the measured parts ran on one device);
+        (0, 0) if it only sampled, or if no time on one device is known."""
         whole = sum(self.spent(prompt_id).values())
         with self._lock:
             gain = self._gains.get(prompt_id, 0.0)
         return (whole, whole + gain) if whole and gain else (0.0, 0.0)
 
     def in_words(self, prompt_id: str) -> list[str]:
-        """A line on the phases of a prompt until now, with their shares; none where it only sampled."""
+        """Returns a line on the phases of a prompt so far, with their shares; empty if it only sampled."""
         spent = self.spent(prompt_id)
         whole = sum(spent.values())
         if not whole:

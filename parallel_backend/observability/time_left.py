@@ -1,4 +1,4 @@
-"""How long the ranks will still need, as a person says it: estimated from what is behind them."""
+"""Estimates the time that ranks still need, in words, from their progress so far."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..sidecar.group.phases import PhaseKind
 from ..sidecar.status import GroupStatus
 
 FIRST_START = (
-    "about 10 s, once"  # a start takes 1 s where ComfyUI's libraries are in the page cache, else that
+    "about 10 s, once"  # a start takes 1 s if ComfyUI's libraries are in the page cache, else this long
 )
-LEAST_LOADED = 0.05  # of a file; before it nobody knows how fast the disk is
+LEAST_LOADED = 0.05  # share of a file; before it the disk's speed is unknown
 _MINUTE, _HOUR = 60, 3600
-_LATEST = 9  # steps that tell how fast the next ones will be
+_LATEST = 9  # steps used to predict the time of the next ones
 
 
 def time_left(status: GroupStatus, loaded: float, step: int) -> str:
-    """Says how long a rank still needs that has `loaded` 0 to 1 of its file and done `step` steps; "" where nobody can
-    know."""
+    """Returns the time that a rank still needs, in words; "" if unknown. `loaded`: share of its file, 0 to 1; `step`:
+    finished steps."""
     if status.state == State.STARTING.value:
         return FIRST_START
     if status.state != State.RUNNING.value or status.phase is None:
@@ -34,7 +34,7 @@ def time_left(status: GroupStatus, loaded: float, step: int) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Rounds up, the more the longer it takes: `about 4 s left`, `about 25 s left`, `about 3 min left`."""
+    """Rounds up, more for longer times: `about 4 s left`, `about 25 s left`, `about 3 min left`."""
     if seconds <= 10:
         return f"about {max(1, round(seconds))} s left"
     if seconds <= _MINUTE:
@@ -45,5 +45,5 @@ def in_words(seconds: float) -> str:
 
 
 def in_gb(size: int) -> str:
-    """Says a file's size as shops and download pages do, in GB of 10^9 bytes."""
+    """Formats a file's size as download pages do, in GB of 10^9 bytes."""
     return f"{size / 1e9:.0f} GB" if size >= 10e9 else f"{size / 1e9:.1f} GB"

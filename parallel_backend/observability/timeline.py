@@ -1,9 +1,9 @@
-"""Where the time of a run's steps went on each device: computing, sending, waiting for another device.
+"""Splits the time of a run's steps on each device into computing, sending, and waiting for another device.
 
-A rank's own clock, or its device's, takes the time that it is inside collectives (wire/heartbeat.py). None ends before
-the last rank is there, so the rank that spent the least in them waited for nobody: that is what sending takes,
-and what the others spent beyond it is waiting for it. With groups of ranks in a strategy this is an estimate from below
-of what sending takes.
+Each rank measures its time inside collectives, with its own or its device's clock (wire/heartbeat.py). No collective
+ends before the last rank has joined it. So the rank with the least time in them waited for no other: its time is what
+sending takes, and the extra time of the others is waiting. If a strategy has several groups of ranks, this
+underestimates sending.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import astuple, dataclass, replace
 
 from ..requests import RunInfo
 
-SHOWN = 60  # steps that a picture has room for
-WORTH_TELLING = 0.1  # of a step: the wait for a slower device that is named
+SHOWN = 60  # steps that fit in a picture
+WORTH_TELLING = 0.1  # share of a step: from it on, the report names the device that the others wait for
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Spent:
 
 
 def joined(runs: Sequence[RunInfo]) -> RunInfo:
-    """The latest of these runs; in ComfyUI's loop, where each model call is one, with the like ones before it."""
+    """Returns the latest run; in ComfyUI's loop, where each model call is a run, merged with similar ones before it."""
     last = runs[-1]
     comparable: list[RunInfo] = []
     for run in reversed(runs):
@@ -46,8 +46,8 @@ def joined(runs: Sequence[RunInfo]) -> RunInfo:
 
 
 def timeline(info: RunInfo) -> tuple[tuple[Spent, ...], ...]:
-    """By rank, then by step, of the steps that were timed on all ranks: the last ones of the run. Empty where a rank
-    told no times, or there is one rank."""
+    """Returns, by rank, the run's last steps that all ranks timed. Empty if a rank reported no times, or if there is
+    only one rank."""
     inside = info.inside_seconds
     steps = min(map(len, inside), default=0)
     if len(inside) < 2 or not steps or any(len(times) != steps for times in inside):
@@ -66,7 +66,7 @@ def timeline(info: RunInfo) -> tuple[tuple[Spent, ...], ...]:
 def rows_of_timeline(
     ranks: Sequence[Sequence[Spent]], devices: Sequence[str]
 ) -> dict[str, list[dict[str, object]]]:
-    """For web/lib/timeline.js: the last steps of each rank, seconds of [computing, sending, waiting]."""
+    """Returns the data of web/lib/timeline.js: each rank's last steps, as seconds of [computing, sending, waiting]."""
     return {
         "ranks": [
             {
@@ -79,7 +79,7 @@ def rows_of_timeline(
 
 
 def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[str]:
-    """Lines for the report: shares of all steps, and for whom the others wait; none without times."""
+    """Returns report lines: shares of all steps, and the device that the others wait for; empty without times."""
     if not ranks:
         return []
     computing, sending, waiting = (

@@ -1,4 +1,4 @@
-"""Notifications that a person gets without looking for them: ranks started, failed too often, devices left out."""
+"""Notifications on ComfyUI's page: ranks started, failed too often, or devices left out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BRIEF, _LONGER = 4000, 15_000  # ms
 
 @dataclass(frozen=True)
 class Toast:
-    """As ComfyUI's page shows it. `severity`: success, warn or error; `life`: ms, None until it is dismissed or its
-    cause is gone; `about`: the page takes away what it shows about the same."""
+    """A notification. `severity`: success, warn or error; `life`: milliseconds, None until it is dismissed or its cause
+    is gone; `about`: its topic: the page first removes an older toast with the same one."""
 
     severity: str
     summary: str
@@ -25,12 +25,12 @@ class Toast:
 
 
 class Notifier:
-    """Turns what happens (`on_event` is a listener of sidecar/group/events.py) into toasts, handed to `show`."""
+    """Turns events (`on_event` is a listener of sidecar/group/events.py) into toasts, and passes them to `show`."""
 
     def __init__(self, show: Callable[[Toast], None], failing: FailingDevices = FAILING) -> None:
         self._show = show
         self._failing = failing
-        self._left_out: frozenset[str] = frozenset()  # devices that were told of
+        self._left_out: frozenset[str] = frozenset()  # devices that a toast has named
         self._lock = threading.Lock()
 
     def on_event(self, event: Event) -> None:

@@ -1,1 +1,1 @@
-"""Decides which strategy runs: rules, memory, measurements, trials."""
+"""Decides which strategy a job runs under, by rules, memory, measurements and trials."""

@@ -1,4 +1,4 @@
-"""The strategies that a job may run under: all that are valid, in the order of the rule, and which one is chosen."""
+"""The strategies that a job may run under: lists all valid ones, orders them by the rule, and chooses one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..strategy import ParallelStrategy
 from .workload.workload import Job
 
 APPROXIMATION = ("never", "if_needed", "allowed")
-# What was measured must be this many times as fast as the rule's to take its place.
+# A measured strategy must be this many times as fast as the rule's choice to replace it.
 MEASURED_GAIN = 1.02
-# Of a step's FLOPs, that attention must take for `auto` to share out nothing but its queries: two devices then save a
-# sixth at most. With less, what is gathered and what all devices do alike leave nothing to gain.
+# The share of a step's FLOPs that attention must take before `auto` splits only its queries: two devices then save at
+# most a sixth. With less, the gathers and the work that all devices repeat leave no gain.
 LEAST_ATTENTION = 1 / 3
 HEAD_GROUPS = (2, 4)
 Describe = Callable[[ParallelStrategy], str]
-SHOWN = 8  # rows of a table that still fits under a node
+SHOWN = 8  # rows of a table that fits under a node
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy for a job. `memory_bytes`: predicted, of the fullest device; `step_s`: measured before, None where
-    it was not; `permitted`: False for an approximate one that was not asked for."""
+    """One strategy for a job. `memory_bytes`: predicted for the fullest device; `step_s`: measured seconds of a step,
+    None if unmeasured; `permitted`: False if the settings exclude it, for example because it is approximate."""
 
     strategy: ParallelStrategy
     memory_bytes: float
@@ -35,9 +35,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All candidates, the chosen one first, and why where it is not the rule's; none where the rule must decide.
+    """All candidates, the chosen one first; empty if the rule must decide. `reason`: why the chosen one differs from
+    the rule's choice, or "".
 
-    Order of the others: those that fit and are permitted first, measured ones by their time, then by the rule.
+    Order of the others: those that fit first, then those that are permitted, then by measured time, then by the rule.
     """
 
     ranked: tuple[Candidate, ...] = ()
@@ -49,7 +50,7 @@ class Ranking:
 
 
 def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple[ParallelStrategy, ...]:
-    """Every valid strategy on 1 to `count` devices: degrees that divide heads, blocks and rows as they must."""
+    """Lists every valid strategy on 1 to `count` devices: degrees must suit the model's heads, blocks and rows."""
     found = []
     family, shape = job.model.family, job.model.shape
     for cfg in (1, 2) if job.has_cfg else (1,):
@@ -79,8 +80,8 @@ def enumerate_candidates(job: Job, count: int, *, sharded: bool = True) -> tuple
 
 
 def by_exchange(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy, ...]:
-    """Returns `strategy` with Ulysses's exchanges beside its attention, in the numbers of groups worth trying, and with
-    tokens sent before they are projected."""
+    """Returns variants of `strategy` that overlap Ulysses's exchanges with attention, with each number of head groups
+    worth trying, and one that sends tokens before they are projected."""
     shape, degree = job.model.shape, strategy.ulysses_degree
     if degree == 1 or strategy != strategy.plain_exchange or not shape.splits_tokens or shape.band_rows:
         return ()
@@ -90,12 +91,12 @@ def by_exchange(strategy: ParallelStrategy, job: Job) -> tuple[ParallelStrategy,
 
 
 def queries_pay(job: Job) -> bool:
-    """Whether attention alone is shared out by itself where tokens cannot be."""
+    """Returns True if attention is so much of the work that splitting only its queries gains."""
     return job.model.shape.splits_queries and job.attention_share >= LEAST_ATTENTION
 
 
 def rule_key(strategy: ParallelStrategy) -> tuple[int, ...]:
-    """Orders by the rule: all devices, then CFG, then Ulysses, then Ring; exact, unsharded and unsplit layers first."""
+    """Returns the rule's sort key, larger is better: all devices, exact, CFG, unsharded, Ulysses, Ring, then data."""
     return (
         strategy.world_size,
         strategy.exact,
@@ -115,10 +116,10 @@ def rank_candidates(
     approximation: str = "if_needed",
     describe: Describe = ParallelStrategy.describe,
 ) -> Ranking:
-    """The rule's candidate first, or the fastest where that was measured to be faster. When nothing fits, the smallest.
+    """Ranks the rule's candidate first, or the fastest measured one; if nothing fits, the smallest.
 
-    `approximation`: PipeFusion never, only when nothing exact fits, or also where it was measured to be faster. Raises
-    StrategyError when no candidate is given or none is permitted.
+    `approximation`: when PipeFusion may be chosen: "never", "if_needed" (nothing exact fits), or "allowed" (also if it
+    was measured to be faster). Raises StrategyError if no candidate is given or none is permitted.
     """
     entries = list(candidates)
     if not entries:
@@ -155,7 +156,7 @@ def rank_candidates(
 
 
 def _fastest(pool: list[Candidate]) -> tuple[Candidate, Candidate]:
-    """(the chosen one, the rule's). What was not seen is no slower: only where the rule's was, another can be ahead."""
+    """Returns (the chosen one, the rule's choice). Another one can only win if both were measured."""
     rule = max(pool, key=lambda e: rule_key(e.strategy))
     timed = [e for e in pool if e.step_s is not None]
     if rule.step_s is None or not timed:
@@ -174,7 +175,7 @@ def _measured(chosen: Candidate, rule: Candidate, pool: list[Candidate], describ
 
 
 def table(candidates: Iterable[Candidate], chosen: ParallelStrategy) -> tuple[Candidate, ...]:
-    """At most SHOWN rows worth showing: the chosen one first, one device always among them."""
+    """Returns at most SHOWN rows for display, the chosen strategy first and one device always included."""
     every = list(candidates)
     own = [c for c in every if c.strategy == chosen.canonical]
     rest = [c for c in every if c.strategy != chosen.canonical]

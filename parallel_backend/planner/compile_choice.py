@@ -1,8 +1,8 @@
-"""Whether `compile: auto` compiles a job's blocks: on GPUs new enough, once that wins back what compiling takes.
+"""Decides if `compile: auto` compiles a job's blocks: on recent GPUs, as soon as it would have paid for itself.
 
-What was compiled serves the next prompts too, but nobody knows how many come. So a process compiles as soon as it would
-have paid: when the time that compiled blocks would have saved, in this job and in those before it that ran uncompiled,
-reaches the time to compile. At worst that costs twice what knowing would have (the ski rental problem).
+Compiled blocks serve later prompts as well, but the number of those is unknown. So a process adds up the time that
+compiled blocks would have saved in this job and in earlier uncompiled ones, and compiles once that reaches the time to
+compile. At worst this costs twice as much as knowing the future (the ski rental problem).
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from .history import MeasurementHistory
 from .step_bounds import lower_bound
 from .workload.workload import Job
 
-# s for the two kinds of a Flux model's blocks with nothing cached. An assumption, on the careful side: not measured on
-# a GPU.
+# Seconds for the two kinds of a Flux model's blocks with an empty cache. A cautious assumption, not measured on a GPU.
 COMPILE_SECONDS = 60.0
-# Share of a step that compiled blocks save, by launching fewer kernels and reading activations less often: an
-# assumption too, until the job was measured both ways. The step is the card's bound until one was measured.
+# Share of a step that compiled blocks save by launching fewer kernels and reading activations less often. An
+# assumption until the job was measured both ways. The step time is the card's bound until one was measured.
 SAVED_SHARE = 0.2
-LEAST = (8, 0)  # compute capability; Triton's kernels for older cards gain little
+LEAST = (8, 0)  # compute capability; Triton's kernels gain little on older cards
 
 
 class CompileChoice:
-    """Settles `auto` for the jobs of one process, and remembers what not compiling has cost."""
+    """Resolves `auto` for the jobs of one process, and records the time that not compiling has cost."""
 
     def __init__(self) -> None:
-        self._missed: dict[str, float] = {}  # s by model
+        self._missed: dict[str, float] = {}  # seconds, by model key
         self._lock = threading.Lock()
 
     def settle(
         self, job: Job, devices: tuple[str, ...], topology: Topology, seen: MeasurementHistory | None = None
     ) -> tuple[Job, str]:
-        """(the job with its blocks compiled or as they are, why). `topology`, `seen`: of `devices`. No words where
-        nothing was to be settled."""
+        """Returns (the job with blocks compiled or not, the reason). `topology`, `seen`: the topology and history of
+        `devices`. The reason is empty if there was nothing to decide."""
         model = job.model
         if model.compute_options.compile != AUTO:
             return job, ""
         off = replace(job, model=model.uncompiled)
         if is_cpu(devices):
-            return off, ""  # it gains little there, so it is no question
+            return off, ""  # compiling gains little on a CPU, which needs no explanation
         if not model.shape.splits_tokens or model.shape.band_rows:
-            return off, ""  # nobody knows its blocks
+            return off, ""  # its blocks are unknown
         reason = _why_never(devices, topology)
         if reason is not None:
             return off, f"compile: auto left the blocks as they are: {reason}"
@@ -81,8 +80,8 @@ def _why_never(devices: tuple[str, ...], topology: Topology) -> str | None:
 
 
 def _saved(off: Job, on: Job, topology: Topology, seen: MeasurementHistory | None) -> tuple[float, str]:
-    """Seconds of all steps that compiled blocks save, and how far that is known. Raises RequestError for an unknown
-    card."""
+    """Returns (seconds that compiled blocks save over all steps, the verb for a report, by how sure that is). Raises
+    RequestError for an unknown card."""
     before, after = ({}, {}) if seen is None else (seen.steps_of(off), seen.steps_of(on))
     if both := before.keys() & after.keys():
         best = min(both, key=lambda s: min(before[s], after[s]))
@@ -91,5 +90,5 @@ def _saved(off: Job, on: Job, topology: Topology, seen: MeasurementHistory | Non
         return SAVED_SHARE * off.steps * min(before.values()), "should save"
     cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
     fastest = max(cards, key=lambda card: card.tflops)
-    least = lower_bound(off, ParallelStrategy(), fastest) / len(cards)  # shared out without loss
+    least = lower_bound(off, ParallelStrategy(), fastest) / len(cards)  # a split without loss
     return SAVED_SHARE * off.steps * least, "should save"

@@ -1,4 +1,4 @@
-"""The measurement history of a set of devices: records runs on them, and reads what was measured before."""
+"""The measurement history of a set of devices: records runs on them, and reads earlier measurements."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .store import MeasurementStore
 from .workload.workload import Job
 
 log = logging.getLogger(__name__)
-# Of this process. JOBS: since one tried strategies on its way.
+# Both last as long as this process. JOBS: number of jobs of a kind since one that tried strategies.
 GIVEN_UP: set[RunKind] = set()
 JOBS: Counter[RunKind] = Counter()
 
 
 class MeasurementHistory:
-    """`devices`: names in rank order; `visible`: what this process can see. `ids`: what tells these devices from
-    others, of which only digests are kept; `topology`: of them alone."""
+    """The measurements of one set of devices. `devices`: names in rank order; `visible`: all devices that this process
+    can see. `ids`: names that identify these devices, stored only as digests; `topology`: of these devices alone."""
 
     def __init__(self, devices: tuple[str, ...], visible: Topology | None = None) -> None:
         visible = visible_topology() if visible is None else visible
@@ -42,12 +42,12 @@ class MeasurementHistory:
         return self.store.read()
 
     def record(self, job: Job, info: RunInfo) -> bool:
-        """Keeps the median warm step of a run on the first of these devices; whether it reached the disk.
+        """Stores the median warm step of a run on the first of these devices. Returns True if it reached the disk.
 
-        Of a run that tried strategies, that of each; those that did not come to a timed step are given up for as long
-        as this process lives. A run whose blocks were not compiled after all counts as uncompiled.
+        If the run tried strategies, stores the median of each one. A strategy without a timed step is not tried again
+        in this process. A run whose blocks were not compiled counts as uncompiled, whatever was requested.
         """
-        if info.reused_calls:  # steps that skip blocks tell nothing of those that do not
+        if info.reused_calls:  # steps that skip blocks say nothing about steps that do not
             return False
         if info.compiled is None:
             job = replace(job, model=job.model.uncompiled)
@@ -71,39 +71,39 @@ class MeasurementHistory:
         return bool(found) and self.store.update(with_found)
 
     def keep_link(self, bytes_per_second: float, latency_s: float) -> bool:
-        """Keeps what these devices were measured to exchange; whether it reached the disk."""
+        """Stores the measured link of these devices. Returns True if it reached the disk."""
         link = LinkRate(device_key(self.ids), bytes_per_second, latency_s, time.time())
         return self.store.update(lambda known: keep_link(known, link))
 
     def link(self, count: int) -> LinkRate | None:
-        """Returns what the first `count` of these devices were measured to exchange, None where nobody did."""
+        """Returns the measured link of the first `count` of these devices, None if it was never measured."""
         key = device_key(self.ids[:count])
         return next((link for link in self.read().links if link.devices == key), None)
 
     def steps(self, job: Job, engine: str) -> Mapping[ParallelStrategy, float]:
-        """Seconds of a step of `job` by strategy; of uncompiled blocks where none was seen compiled."""
+        """Returns the seconds of a step of `job` by strategy; of uncompiled blocks if it was not measured compiled."""
         return self.steps_of(job, engine) or self.steps_of(replace(job, model=job.model.uncompiled), engine)
 
     def steps_of(self, job: Job, engine: str = "native") -> Mapping[ParallelStrategy, float]:
-        """The same of blocks just as `job` has them."""
+        """Returns the seconds of a step by strategy, with blocks compiled or not as `job` says."""
         return measured(self.read(), job, self.ids, time.time(), engine=engine)
 
     def gave_up(self, job: Job, strategy: ParallelStrategy, engine: str) -> bool:
-        """Whether a trial of `strategy` came to nothing while this process lives: it crashed, or was far behind."""
+        """Returns True if a trial of `strategy` failed in this process: it crashed, or was far behind."""
         return any(kind in GIVEN_UP for kind in self._kinds(job, strategy, engine))
 
     def jobs_before(self, job: Job, strategy: ParallelStrategy, engine: str) -> int:
-        """How many like `job` ran under `strategy` in this process since one of them tried others."""
+        """Counts the jobs like `job` that ran under `strategy` in this process since one of them tried strategies."""
         return sum(JOBS[kind] for kind in self._kinds(job, strategy, engine))
 
     def _kinds(self, job: Job, strategy: ParallelStrategy, engine: str) -> set[RunKind]:
-        """With blocks compiled, as the job may want them, and as they are."""
+        """Returns the run kinds with blocks compiled as `job` says, and uncompiled."""
         models = (job.model, job.model.uncompiled)
         return {RunKind.of(replace(job, model=m), strategy, engine, self.ids) for m in models}
 
 
 def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:
-    """None where it cannot be opened, which is never the reason why a picture is not made."""
+    """Returns the history, or None if it cannot be opened: a failure here must not stop a job."""
     try:
         return MeasurementHistory(devices)
     except Exception:
@@ -112,8 +112,8 @@ def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:
 
 
 def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: float) -> None:
-    """Keeps the link by MeasurementHistory.keep_link; an examination never fails by it, so what goes wrong is
-    logged."""
+    """Stores a measured link, see MeasurementHistory.keep_link. Failures are logged, so that the measuring command does
+    not fail."""
     try:
         MeasurementHistory(devices).keep_link(bytes_per_second, latency_s)
     except Exception:
@@ -121,7 +121,7 @@ def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: fl
 
 
 def record_run(devices: tuple[str, ...], job: Job, info: RunInfo) -> None:
-    """MeasurementHistory.record, which never costs a finished picture: whatever fails is only logged."""
+    """Stores a run, see MeasurementHistory.record. Failures are logged, so that a finished image is not lost."""
     try:
         MeasurementHistory(devices).record(job, info)
     except Exception:

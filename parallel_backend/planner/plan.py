@@ -1,4 +1,4 @@
-"""The execution plan of a job: a person's settings, what was measured before, what fits, and what the job tries."""
+"""The execution plan of a job, from a person's settings, measurements, memory, and trials within the job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .workload.fit import Capacity, MemoryCheck, check_capacity, fits
 from .workload.rank_memory import fullest_rank
 from .workload.workload import Job, JobModel
 
-# Share of a card's memory that `auto` plans with; the rest is fragmentation and the desktop.
+# Share of a card's memory that `auto` plans with; the rest covers fragmentation and the desktop.
 USABLE_MEMORY = 0.94
 _SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def job_from_request(model: JobModel, request: SampleRequest) -> Job:
-    """The job of a plain request."""
+    """Returns the job of a SampleRequest."""
     return job_from_latent(
         model,
         request.noise.shape,
@@ -50,8 +50,8 @@ def job_from_latent(
     steps: int,
     references: Sequence[Sequence[int]] = (),
 ) -> Job:
-    """The job of denoising latents of images [B, C, h, w], videos [B, C, T, h, w] or sound [B, C, L], which counts as
-    one line. `text`: tokens of the prompt; `references`: shapes of the latents that the model gets beside."""
+    """Returns the job of denoising latents of images [B, C, h, w], videos [B, C, T, h, w] or sound [B, C, L], treated
+    as one row. `text`: tokens of the prompt; `references`: shapes of the reference latents that the model also gets."""
     width, height, frames = _size(model, latent_shape)
     return Job(
         model,
@@ -67,7 +67,7 @@ def job_from_latent(
 
 
 def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
-    """(width, height in pixels, frames of the latent)"""
+    """Returns (width and height in pixels, latent frames)."""
     _, _, *sides = latent_shape
     *frames, height, width = (1, *sides) if len(sides) == 1 else sides
     pixels = model.family.latent_pixels
@@ -75,8 +75,8 @@ def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def find_machine(devices: str, *, in_order: bool = False, memory_flag: str = "") -> LocalMachine:
-    """The devices of a setting in rank order: as they are listed if they are to stay `in_order`, else with well-joined
-    ones next to each other and without those that fail. Raises DeviceError. `memory_flag`: as in LocalMachine."""
+    """Returns the selected devices in rank order. `in_order`: True keeps the listed order; else well-connected devices
+    are adjacent and failing ones left out. `memory_flag`: as in LocalMachine. Raises DeviceError."""
     named = devices_of_a_run(devices)
     if in_order:
         return LocalMachine(named, memory_flag=memory_flag)
@@ -93,10 +93,10 @@ def plan_execution(
     *,
     tries: bool = False,
 ) -> Plan:
-    """The plan for `job`. Raises StrategyError before anything is started.
+    """Returns the plan for `job`. Raises StrategyError before any rank is started.
 
-    `history`: of the machine's devices; without one the rule decides. `tries`: the job may try other strategies on its
-    way.
+    `history`: of the machine's devices; None lets the rule decide. `tries`: True if the job may try other strategies
+    while it runs.
     """
     engine = "xfuser" if settings.engine == "xfuser" else "native"
     measured = _measured(job, history, engine)
@@ -124,7 +124,7 @@ def plan_execution(
     if settings.compared:
         plan = replace(plan, devices=_compared_devices(plan.check, selected))
     plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
-    if history is not None and not is_cpu(plan.devices):  # processes on a CPU share its cores, not only links
+    if history is not None and not is_cpu(plan.devices):  # CPU ranks share cores, so a link says too little
         plan = replace(plan, link=history.link(plan.strategy.world_size))
     tries = tries and automatic and not settings.compared
     if tries and history is not None and history.store.path is not None:
@@ -136,8 +136,8 @@ def plan_execution(
 def _candidates(
     job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
 ) -> Iterator[Candidate]:
-    """Every strategy that this version runs on some of `devices`, with what is known of it; with other exchanges only
-    where that was measured."""
+    """Yields every strategy that this version runs on some of `devices`, with its memory and measured time. Variants of
+    Ulysses's exchange are included only if measured."""
     capacity_of = functools.cache(Capacity.of)
     by_exchange = (strategy for strategy in measured if strategy != strategy.plain_exchange)
     for strategy in (*enumerate_candidates(job, len(devices)), *by_exchange):
@@ -147,14 +147,14 @@ def _candidates(
         check = MemoryCheck(job, strategy, devices[: strategy.world_size])
         memory = fullest_rank(check.memories).private_bytes
         seconds = measured.get(strategy)
-        # What was seen to run fits, whatever was foreseen; patches that it may have gone without are no part of a kind.
+        # A measured strategy fits, whatever was predicted. With patches it may not: measurements do not record them.
         seen = seconds is not None and not job.patch_bytes
         has_room = seen or fits(check, capacity_of(check.devices), share=USABLE_MEMORY)
         yield Candidate(strategy, memory, has_room, seconds)
 
 
 def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:
-    """The plan whose first steps run under `first`, for which the rule's strategy was put off."""
+    """Returns the plan with `first` as its first strategy; the job tries the rule's strategy later."""
     if first == plan.strategy:
         return plan
     describe = plan.job.model.shape.describe
@@ -166,7 +166,7 @@ def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:
 
 
 def _split(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """Those that one device can be compared with. Raises StrategyError when there is none."""
+    """Returns the strategies on more than one device, for a comparison. Raises StrategyError if there are none."""
     found = [candidate for candidate in candidates if candidate.strategy.world_size > 1]
     if not found:
         selected = "1 device is" if count == 1 else f"{count} devices are"
@@ -180,7 +180,7 @@ def _split(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
 
 
 def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str, ...]:
-    """One rank on each, for both sides of a comparison; raises StrategyError, before the first of them starts, when one
+    """Returns one device per rank for both sides of a comparison. Raises StrategyError before any rank starts if one
     device cannot hold the job."""
     if check.strategy.world_size == 1:
         return devices
@@ -194,7 +194,7 @@ def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str
 
 
 def _measured(job: Job, history: MeasurementHistory | None, engine: str) -> Mapping[ParallelStrategy, float]:
-    """Seconds of a step by strategy. Measurements are never the reason why a picture is not made."""
+    """Returns the seconds of a step by strategy; empty on any error, which must not stop a job."""
     if history is None:
         return {}
     try:
@@ -207,14 +207,14 @@ def _measured(job: Job, history: MeasurementHistory | None, engine: str) -> Mapp
 def _by_hand(
     plan: Plan, measured: Mapping[ParallelStrategy, float], known: Iterable[Candidate]
 ) -> tuple[Candidate, ...]:
-    """What is known of a strategy that was set by hand, and of those that could take its place."""
+    """Returns the candidates for a strategy set by hand: that one first, then those that could replace it."""
     chosen = plan.strategy.canonical
     others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
     return Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
 
 
 def _economical(plan: Plan, flag: str) -> Plan:
-    """With weights shared out, or in host memory as well, where ComfyUI was started to save memory."""
+    """Shards or offloads the weights if ComfyUI was started with a flag to save memory."""
     if flag == NOVRAM:
         return _offloaded(plan, f"ComfyUI runs with {flag}")
     if flag != LOWVRAM or not _copies(plan.strategy) or is_cpu(plan.devices):
@@ -224,7 +224,7 @@ def _economical(plan: Plan, flag: str) -> Plan:
 
 
 def _offloaded(plan: Plan, because: str) -> Plan:
-    """With the weights in host memory, where it fits so."""
+    """Returns the plan with weights in host memory, or unchanged if it does not fit that way."""
     strategy = plan.strategy
     if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
         return plan
@@ -234,5 +234,5 @@ def _offloaded(plan: Plan, because: str) -> Plan:
 
 
 def _copies(strategy: ParallelStrategy) -> int:
-    """The number of devices that hold what another one holds too, and could share out; a pipeline's stage is whole."""
+    """Returns how many extra copies of a device's weights exist, which sharding could avoid; 0 with PipeFusion."""
     return 0 if strategy.pipefusion_degree > 1 else strategy.replicas - 1

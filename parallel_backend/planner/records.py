@@ -11,15 +11,15 @@ from ..strategy import ParallelStrategy
 from .workload.workload import Job
 
 MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
-MAX_RUNS = 20  # the median of as many is steady, and follows a change within ten runs
-MAX_LINKS = 20  # groups of devices that a person had examined
-MAX_KINDS = 400  # a person's models, sizes and strategies; the oldest are forgotten first
+MAX_RUNS = 20  # the median of this many is steady, and follows a change within ten runs
+MAX_LINKS = 20  # groups of devices whose link was measured
+MAX_KINDS = 400  # combinations of a person's models, sizes and strategies; the oldest are dropped first
 
 
 @dataclass(frozen=True)
 class RunKind:
-    """Runs whose step times can be compared: of one model (JobModel.key), one size of job (as in Job), one strategy and
-    engine. `devices`: device_key() of those in use."""
+    """A kind of runs whose step times can be compared: one model (JobModel.key), one job size (as in Job), one strategy
+    and engine. `devices`: device_key() of the devices in use."""
 
     model: str
     width: int
@@ -54,7 +54,7 @@ class RunKind:
 
 @dataclass(frozen=True)
 class Observed:
-    """The latest runs of one kind, oldest first. `seconds`: the median warm step of each; `at`: when, Unix time."""
+    """The latest runs of one kind, oldest first. `seconds`: each run's median warm step; `at`: its Unix time."""
 
     kind: RunKind
     seconds: tuple[float, ...]
@@ -63,9 +63,9 @@ class Observed:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The rate at which processes on some devices exchange when all do at once. `devices`: device_key() of them in rank
-    order; `bytes_per_second`: that leave the slowest one; `latency_s`: of a collective of one number; `at`: when, Unix
-    time."""
+    """The exchange rate of some devices when all exchange at once. `devices`: device_key() in rank order;
+    `bytes_per_second`: sent by the slowest device; `latency_s`: of a collective of one number; `at`: Unix time of the
+    measurement."""
 
     devices: str
     bytes_per_second: float
@@ -75,19 +75,19 @@ class LinkRate:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything that is kept of one fingerprint. `links`: one of each group of devices, the oldest first."""
+    """All stored measurements of one fingerprint. `links`: one for each group of devices, oldest first."""
 
     observed: tuple[Observed, ...] = ()
     links: tuple[LinkRate, ...] = ()
 
 
 def warm_step(step_seconds: Sequence[float]) -> float | None:
-    """The median step without the first, which warms up; None where no other was made."""
+    """Returns the median step without the first, which warms up; None if there was no other."""
     return median(step_seconds[1:]) if len(step_seconds) > 1 else None
 
 
 def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Measurements:
-    """`known` and one more run of `kind`, whose median warm step took `seconds`; the old is left out."""
+    """Returns `known` with one more run of `kind`, whose median warm step took `seconds`; drops old runs."""
     if not 0 < seconds < float("inf"):
         return known
     before = next((o for o in known.observed if o.kind == kind), Observed(kind, (), ()))
@@ -100,7 +100,7 @@ def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Me
 
 
 def keep_link(known: Measurements, link: LinkRate) -> Measurements:
-    """Returns `known` with the link in place of what was kept of its devices."""
+    """Returns `known` with `link` in place of the stored link of the same devices."""
     others = [one for one in known.links if one.devices != link.devices]
     return replace(known, links=tuple([*others, link][-MAX_LINKS:]))
 
@@ -108,9 +108,9 @@ def keep_link(known: Measurements, link: LinkRate) -> Measurements:
 def measured(
     known: Measurements, job: Job, devices: Sequence[str], now: float, *, engine: str = "native"
 ) -> dict[ParallelStrategy, float]:
-    """Seconds of a step of `job` under every strategy seen before on the first of `devices`, the median of its runs.
+    """Returns the median seconds of a step of `job` by strategy, of all that ran before on the first of `devices`.
 
-    Uneven shares and offloaded weights are no candidates of `auto`.
+    Leaves out uneven shares and offloaded weights: `auto` does not rank them.
     """
     found = {}
     for o in known.observed:
@@ -128,7 +128,7 @@ def measured(
 
 
 def median_of(known: Measurements, kind: RunKind, now: float) -> float | None:
-    """Returns the median of the recent runs of one kind, None without one."""
+    """Returns the median of the recent runs of one kind, None if there is none."""
     observed = next((o for o in known.observed if o.kind == kind), None)
     return None if observed is None else _median(observed, now)
 
@@ -139,5 +139,5 @@ def _median(observed: Observed, now: float) -> float | None:
 
 
 def _is_recent(then: float, now: float) -> bool:
-    # A clock that was set back makes a time lie in the future; a day of that is forgiven.
+    # If the clock was set back, a stored time lies in the future; up to a day of that is accepted.
     return -86400.0 < now - then < MAX_AGE_S

@@ -1,4 +1,4 @@
-"""From settings to the plan of a job, and why: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
+"""Resolves settings to a job's plan, with reasons: by hand, by measurements, else "CFG, then Ulysses, then Ring"."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MODES = ("auto", "manual")
 class StrategySettings:
     """The settings of StrategySelector.
 
-    `devices` as in devices.resolve_devices; `strategy` counts in `manual`; `device_shares` as in
-    device_shares.read_shares, in both modes; `approximation` as in candidates.rank_candidates, in `auto`.
-    `compared`: a run of a comparison with one device. `auto` then splits the job and tries nothing on the way; one
-    device set by hand is the first of a group whose others wait.
+    `devices`: as in devices.resolve_devices; `strategy`: used in `manual`; `device_shares`: as in
+    device_shares.read_shares, in both modes; `approximation`: as in candidates.rank_candidates, in `auto`.
+    `compared`: True for a run of a comparison with one device. `auto` then must split the job and tries no strategies;
+    one device set by hand is the first of a group whose other ranks wait.
     """
 
     mode: str = "auto"
@@ -39,7 +39,7 @@ class StrategySettings:
 
     @property
     def fixes_order(self) -> bool:
-        """True if each place in a list of devices means a device."""
+        """True if the order of the listed devices must be kept."""
         return self.mode == "manual" or bool(self.device_shares)
 
     def __post_init__(self) -> None:
@@ -51,10 +51,10 @@ class StrategySettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job runs as. `devices`: one per rank, in rank order; `engine`: as requested; `reason`: why this strategy,
-    in words; `notes`: what was resolved on the way; `memory`: predicted, of the fullest rank, once it was checked;
-    `candidates`: all that were ranked; `trials`: other strategies that the job tries on its way; `job`: with its
-    options settled (compile); `link`: what all of `devices` were measured to exchange, None where nobody did."""
+    """How a job will run. `devices`: one per rank, in rank order; `engine`: as requested; `reason`: why this strategy,
+    in words; `notes`: what was changed or noticed; `memory`: predicted for the fullest rank, set once it was checked;
+    `candidates`: all that were ranked; `trials`: other strategies that the job tries while it runs; `job`: with its
+    options resolved (compile); `link`: the measured link of `devices`, None if it was never measured."""
 
     job: Job
     devices: tuple[str, ...]
@@ -72,17 +72,17 @@ class Plan:
         return replace(self, notes=(*self.notes, *words))
 
     def under(self, strategy: ParallelStrategy) -> Plan:
-        """The same job under another strategy."""
+        """Returns the plan with another strategy."""
         return replace(self, strategy=strategy)
 
     @property
     def summary(self) -> tuple[ParallelStrategy, str, str, tuple[str, ...]]:
-        """What a report tells of it."""
+        """The facts that a report shows."""
         return self.strategy, self.engine, self.reason, self.notes
 
     @cached_property
     def check(self) -> MemoryCheck:
-        """Its memory, to be checked against that of its devices."""
+        """The plan's memory, to compare with the memory of its devices."""
         return MemoryCheck(self.job, self.strategy, self.devices)
 
 
@@ -93,11 +93,10 @@ def resolve_strategy(
     ranking: Ranking | None = None,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan for `job` on the first of `devices`, with its memory unchecked. Raises StrategyError with every rule
-    that a strategy set by hand breaks.
+    """Returns the plan for `job` on the first of `devices`, with its memory unchecked. Raises StrategyError with every
+    rule that a strategy set by hand breaks.
 
-    `ranking`: what fits and what was measured of this job; where it says nothing `auto` follows the rule. `notes`: the
-    plan's first ones.
+    `ranking`: the job's candidates; if it is empty or None, `auto` follows the rule. `notes`: the plan's first notes.
     """
     shares, describe = read_shares(settings.device_shares, devices), job.model.shape.describe
     plan = Plan(job, devices, settings.strategy, settings.engine, notes=notes)
@@ -153,7 +152,7 @@ def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
 
 
 def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
-    """For a model whose tokens stay together: each device takes whole rows, as far as there are any."""
+    """Applies the rule to a model whose tokens stay together: each device takes whole rows, if there are enough."""
     ways = [
         ParallelStrategy(cfg_degree=cfg, data_degree=max(1, min(job.batch, count // cfg)))
         for cfg in ((2, 1) if job.has_cfg else (1,))
@@ -175,7 +174,7 @@ def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
 
 
 def _resolve_weights(plan: Plan) -> Plan:
-    """Ways to hold the weights that do not go together: the one that saves more stays."""
+    """Resolves ways to hold weights that exclude each other: the one that saves more memory stays."""
     strategy = plan.strategy
     if strategy.pipefusion_degree > 1 and strategy.shards:
         strategy = strategy.replace(shard_weights=False, offload_weights=False)
@@ -194,7 +193,7 @@ def _resolve_weights(plan: Plan) -> Plan:
 
 
 def _with_shares(plan: Plan, shares: tuple[float, ...]) -> Plan:
-    """`shares` name a share for each selected device; the strategy may use fewer."""
+    """Adds `shares` to the strategy: one for each selected device, of which the strategy may use fewer."""
     strategy = plan.strategy.replace(device_shares=shares[: plan.strategy.world_size])
     if not strategy.device_shares or strategy.sequence_degree * strategy.pipefusion_degree > 1:
         return plan.under(strategy)
@@ -208,7 +207,7 @@ def _with_shares(plan: Plan, shares: tuple[float, ...]) -> Plan:
 
 
 def _remark(plan: Plan) -> Plan:
-    """Notes what a strategy that can run will do worse than its owner may think."""
+    """Adds notes on how a valid strategy will be slower than expected."""
     strategy = plan.strategy
     if strategy.pipefusion_degree > strategy.pipeline_patches:
         plan = plan.note(
@@ -228,7 +227,7 @@ def _remark(plan: Plan) -> Plan:
 
 
 def _resolve_conflicts(plan: Plan) -> Plan:
-    """Moves degrees that this request gives nothing to do to the sequence, so that no device idles."""
+    """Moves degrees that have no work in this request to the sequence axes, so that no device idles."""
     job, shape = plan.job, plan.job.model.shape
     images = "1 image" if job.batch == 1 else f"{job.batch} images"
     no_cfg = plan.strategy.cfg_degree > 1 and not job.has_cfg

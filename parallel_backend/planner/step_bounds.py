@@ -1,7 +1,7 @@
-"""The sheet of a strategy: FLOPs and bytes of a device in one step, and the time that no step can go below.
+"""Bounds of a strategy's step: the FLOPs and bytes of one device, and the time that no step can go below.
 
-Pure arithmetic on the sizes of a job and on data sheets; nothing is fitted to measurements, and nothing here is a
-prediction of a time. Nothing here imports torch.
+Pure arithmetic on a job's sizes and on data sheets: nothing is fitted to measurements or predicts a time. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ ACTIVATION_BYTES = 2  # bf16 activations
 
 
 def ulysses_bytes(tokens: float, ranks: int, tensors: int = 4) -> float:
-    """Returns what one of so many ranks sends for one attention of one row, for each number of a token's width and each
-    of its bytes: q, k, v and the output, of which each rank keeps its share (DeepSpeed-Ulysses §3.2)."""
+    """Returns what one of `ranks` ranks sends in the attention of one row, to multiply by the width of a token and the
+    bytes of a number: q, k, v and the output without the part that it keeps (DeepSpeed-Ulysses §3.2)."""
     return tensors * tokens / ranks * (ranks - 1) / ranks
 
 
 def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
-    """From one device in one step (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
+    """Returns what one device sends in one step (DeepSpeed-Ulysses §3.2; Megatron-LM §3; PipeFusion §4)."""
     s, f = strategy, job.model.family
     rows = -(-job.rows // s.row_degree)
     ulysses, ring, tensor = s.ulysses_degree, s.ring_degree, s.tensor_degree
@@ -28,12 +28,12 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
     sent = 0.0
     queries = s.sequence_degree > 1 and not job.model.shape.splits_tokens
     for blocks in f.blocks if not job.model.shape.band_rows else ():  # bands: not counted
-        if queries:  # what attention answers to a device's share goes to all others
+        if queries:  # each device sends attention's output for its share to all others
             sent += blocks.count * rows * f.hidden * ACTIVATION_BYTES * tokens * (s.sequence_degree - 1)
             continue
         moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
         layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
-        # Two may send a token once in place of half its q, k and v (engine/attention/projections.py).
+        # Two ranks may send a token once instead of half its q, k and v (engine/attention/projections.py).
         sent += layer * ulysses_bytes(moved / ring, ulysses, 3 if s.sends_tokens else 4)
         # k and v of 1/R of the tokens, for 1/U of the heads, passed on R - 1 times.
         sent += 2 * layer * (moved / ring) * (ring - 1) / ulysses
@@ -53,34 +53,33 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
 def step_by_links(
     job: Job, strategy: ParallelStrategy, one_device_s: float, bytes_per_second: float, latency_s: float
 ) -> float:
-    """Returns the seconds of a step by what it takes on one device and what the links carry: the busiest device's share
-    of the arithmetic, and exchanges of which nothing is hidden. They are shown beside what was measured; nothing is
-    chosen by them."""
+    """Returns the seconds of a step computed from one device's step time and the links: the busiest device's share of
+    the arithmetic plus all exchanges, with no overlap. For display beside measurements; no choice depends on it."""
     exchanges = 2 * job.model.family.block_count if strategy.sequence_degree > 1 else 1
     sent_s = bytes_sent(job, strategy) / bytes_per_second + exchanges * latency_s
     return one_device_s * compute_share(job, strategy) + sent_s
 
 
 def compute_share(job: Job, strategy: ParallelStrategy) -> float:
-    """Share of the one-GPU arithmetic that the busiest rank does, with what does not divide rounded up."""
+    """Returns the share of one GPU's arithmetic that the busiest rank does; uneven splits are rounded up."""
     s, f = strategy, job.model.family
     rows = -(-job.rows // s.row_degree) / job.rows
-    if s.sequence_degree > 1 and not job.model.shape.splits_tokens:  # of attention alone
+    if s.sequence_degree > 1 and not job.model.shape.splits_tokens:  # only attention's queries are split
         return rows * (1 - job.attention_share * (1 - 1 / s.sequence_degree))
     tokens = int(job.most_bands) if job.model.shape.band_rows else job.image_tokens + job.text_tokens
     sequence = -(-tokens // s.sequence_degree) / tokens
     parts = s.ulysses_degree * s.tensor_degree
-    # Heads that do not divide are padded; where nobody knows how many there are, they divide.
+    # Heads that do not divide are padded; an unknown number of heads is taken to divide.
     heads = -(-f.heads // parts) * parts / f.heads if f.heads else 1.0
     stage = -(-f.block_count // s.pipefusion_degree) / f.block_count if f.block_count else 1.0
     return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
 
 
 def lower_bound(job: Job, strategy: ParallelStrategy, card: Card) -> float:
-    """Seconds below which no step can go: the busiest device computes its share at the card's peak rate and reads its
+    """Returns the least seconds of a step: the busiest device computes its share at the card's peak rate and reads its
     weights at the same time.
 
-    Weights of a byte each may be multiplied at twice the rate of bf16.
+    One-byte weights may be multiplied at twice the rate of bf16.
     """
     peak = card.tflops * 1e12 * (2 if job.model.weight_bytes <= 1.01 * job.model.family.parameters else 1)
     computing = job.flop * compute_share(job, strategy) / peak

@@ -1,6 +1,6 @@
-"""Keeps measurements on disk between runs: one JSON file per fingerprint in the user's cache folder.
+"""Stores measurements between runs: one JSON file per fingerprint in the user's cache folder.
 
-Nothing in it names a person, a machine, a file or a prompt.
+The file identifies no person, machine, file or prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..machine.fingerprint import Fingerprint
 from ..wire.strict_json import to_json
 from .records import LinkRate, Measurements, Observed
 
-FORMAT = 4  # of other versions nothing is read, and the next run writes over them
+FORMAT = 4  # files of other versions are not read, and the next run overwrites them
 
 
 class MeasurementStore(CacheFile):
@@ -26,11 +26,11 @@ class MeasurementStore(CacheFile):
         self._fingerprint = fingerprint
 
     def read(self) -> Measurements:
-        """The measurements that are kept; empty where there is nothing, or nothing that can be read."""
+        """Returns the stored measurements; empty if there are none or they cannot be read."""
         return _decode(self.read_bytes())
 
     def update(self, change: Callable[[Measurements], Measurements]) -> bool:
-        """Replaces what is kept by `change` of it; whether that reached the disk. Never raises for the disk's sake."""
+        """Stores `change` of the stored measurements. Returns True if that reached the disk; raises no disk errors."""
         return self.replace(lambda: self._fields(change(self.read())))
 
     def _fields(self, known: Measurements) -> dict[str, object]:

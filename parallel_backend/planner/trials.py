@@ -1,4 +1,4 @@
-"""Which strategies a job tries on its way, the most promising first: arithmetic and bytes, never a predicted time."""
+"""Chooses the strategies that a job tries, the most promising first, by arithmetic and bytes, not predicted times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .step_bounds import bytes_sent, compute_share, lower_bound
 from .workload.workload import Job
 
 ONE_DEVICE = ParallelStrategy()
-# What sends more than the first strategy is taken to be so many times as slow. An assumption; it prices a trial only.
+# A strategy that sends more than the first is taken to be this many times as slow: an assumption, to price a trial.
 SENDS_MORE = 1.1
 
 
@@ -28,19 +28,19 @@ def plan_trials(
     history: MeasurementHistory,
     engine: str,
 ) -> tuple[ParallelStrategy, TrialPlan]:
-    """The strategy that a job begins with for which `rule` was chosen, and those to try then: exact, with the same
-    weights on each device, on all of `rule`'s devices or on one, not measured yet, and within memory; and `rule`
-    with its exchanges otherwise. One device is always among them.
+    """Returns (the strategy to begin with, the strategies to try next), given the chosen strategy `rule`. Those to try
+    are exact, keep each device's weights, run on all of `rule`'s devices or on one, are unmeasured, and fit in memory.
+    Variants of `rule`'s exchange are among them. One device is never crowded out by others.
 
-    Neighbours in the rank layout that split rows alike are one strategy under two names; one of them is tried. The
-    trials may lose a share of this job, and of like jobs since the last one that tried anything.
+    Strategies that split rows in the same way under different names count as one. The trials may lose a share of this
+    job's time and of that of similar jobs since the last one that tried strategies.
     """
     if rule.world_size == 1 or not rule.exact or rule.device_shares or job.step_cache:
-        return rule, NO_TRIALS  # a step whose calls a cache answered tells nothing of a strategy
+        return rule, NO_TRIALS  # steps in which a cache answers say nothing about a strategy
     others: dict[tuple[object, ...], ParallelStrategy] = {}
     entries = list(candidates)
     measured = {candidate.strategy for candidate in entries if candidate.step_s is not None}
-    on_cpu = is_cpu(history.devices)  # where exchanges have nothing of their own to run on
+    on_cpu = is_cpu(history.devices)  # CPU exchanges cannot overlap with attention: they use the same cores
     exchanged = [
         replace(own, strategy=strategy, step_s=None)
         for own in entries
@@ -55,7 +55,7 @@ def plan_trials(
             continue
         named = others.setdefault(_form(strategy), strategy)
         others[_form(strategy)] = max(named, strategy, key=rule_key)
-    # Of the arithmetic, what a step waits for: all of it where ranks share the cores of a CPU.
+    # The arithmetic that a step waits for: that of all ranks if they share the cores of a CPU.
     busy = {s: compute_share(job, s) * (s.world_size if on_cpu else 1) for s in (rule, *others.values())}
     first = rule if rule in measured else _begin_with(rule, busy)
     others.pop(_form(first), None)
@@ -70,7 +70,7 @@ def plan_trials(
             s,
             prices[s],
             0.0 if card is None else lower_bound(job, s, card),
-            # Other exchanges meet over the same communicators, in blocks compiled for the same tokens.
+            # Variants of the exchange use the same communicators, and blocks compiled for the same tokens.
             0.0 if s.plain_exchange == first.plain_exchange else switch_s,
         )
         for s in ordered
@@ -81,14 +81,14 @@ def plan_trials(
 
 
 def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) -> ParallelStrategy:
-    """Where `rule` splits tokens, one that splits none if no device computes more then: whole images on each device
-    where they come out even, and one device where ranks share the cores of a CPU."""
+    """Returns a strategy that does not split tokens if it gives no device more to compute than `rule`, else `rule`:
+    whole images on each device if they divide evenly, or one device if ranks share a CPU's cores."""
     apart = [s for s in busy if s.sequence_degree == 1 and busy[s] <= busy[rule]]
     return max(apart, key=rule_key, default=rule) if rule.sequence_degree > 1 else rule
 
 
 def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
-    """Images and prompts are rows alike, so strategies that differ only in what they call them compute the same."""
+    """Returns a key that is equal for equal computations: data and CFG degrees both split rows."""
     return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
 
 
@@ -97,7 +97,7 @@ def _sending(job: Job, strategy: ParallelStrategy, first: ParallelStrategy) -> f
 
 
 def _fastest_card(topology: Topology) -> Card | None:
-    """Of the devices, for bounds that hold on each; None for a CPU, or where one has no data sheet."""
+    """Returns the fastest card, whose bounds hold on each device; None for a CPU or an unknown card."""
     try:
         cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
     except RequestError:

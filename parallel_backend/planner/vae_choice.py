@@ -1,4 +1,4 @@
-"""Chooses by measured times whether the rows of a VAE's pictures are shared out, or one device computes all of them."""
+"""Chooses by measured times between all devices, which split a VAE's picture by rows, and one device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..strategy import ParallelStrategy
 from .history import MeasurementHistory
 from .records import RunKind, median_of, record
 
-# s that a picture may be expected to take on one device for `auto` to try it there; the second of two tries is timed.
+# `auto` tries one device if a picture is expected to take at most this many seconds there; the second try is timed.
 LONGEST_TRY = 10.0
 _ONE = ParallelStrategy()
-# Of this process. _WARM: whose first call, which pays for what is done once, it has seen.
+# Both last as long as this process. _WARM: kinds whose first call, with its one-time costs, is over.
 _WARM: set[RunKind] = set()
 _GIVEN_UP: set[RunKind] = set()
 
 
 class VaeChoice:
-    """Chooses for pictures of one size. `history`: of the devices, None where it cannot be opened; `network`: in words
-    that tell it from others; `size`: of one picture's latent or pixels [C, (t,) h, w]; `tries`: True if one device may
-    be tried."""
+    """Chooses for pictures of one size. `history`: of the devices, None if it cannot be opened; `network`: text that
+    identifies the VAE; `size`: one picture's latent or pixels [C, (t,) h, w]; `tries`: True if one device may be
+    tried."""
 
     def __init__(
         self, history: MeasurementHistory | None, network: str, size: tuple[int, ...], *, tries: bool
@@ -29,16 +29,16 @@ class VaeChoice:
 
     @property
     def shared_seconds(self) -> float | None:
-        """Seconds of one picture over all devices, None where nobody timed one."""
+        """Seconds of one picture over all devices, None if unmeasured."""
         return self._seconds(is_alone=False)
 
     @property
     def alone_seconds(self) -> float | None:
-        """Seconds of one picture on one device, None where nobody timed one."""
+        """Seconds of one picture on one device, None if unmeasured."""
         return self._seconds(is_alone=True)
 
     def is_alone(self) -> bool:
-        """Returns True if one device shall compute: it is faster, or is to be tried."""
+        """Returns True if one device should compute: it is faster, or is to be tried."""
         shared, alone = self.shared_seconds, self.alone_seconds
         if self._history is None or shared is None or self._kind(is_alone=True) in _GIVEN_UP:
             return False
@@ -47,7 +47,7 @@ class VaeChoice:
         return self._tries and shared * len(self._history.devices) <= LONGEST_TRY
 
     def record(self, seconds: float, *, is_alone: bool) -> None:
-        """Keeps the time of a picture, unless it is the first of its kind in this process."""
+        """Stores the time of a picture, unless it is the first of its kind in this process."""
         if self._history is None:
             return
         kind = self._kind(is_alone=is_alone)
@@ -56,7 +56,7 @@ class VaeChoice:
         _WARM.add(kind)
 
     def give_up(self) -> None:
-        """Notes that one device had no memory for it; this process does not try it again."""
+        """Records that one device had too little memory; this process does not try it again."""
         if self._history is not None:
             _GIVEN_UP.add(self._kind(is_alone=True))
 

@@ -1,1 +1,1 @@
-"""The traffic between ComfyUI's process and the ranks: messages, payloads, the link, the heartbeat."""
+"""Carries messages between ComfyUI's process and the ranks: protocol, payloads, link, heartbeat."""

@@ -1,7 +1,7 @@
-"""What CUDA, its driver, NCCL and Triton say when something is wrong with them, as cause and remedy in a user's words.
+"""Translates errors of CUDA, its driver, NCCL and Triton into a cause and a remedy in a user's words.
 
-Their words are read in issues of pytorch, vLLM, SGLang, NCCL and others, and in CUDA's list of its errors. Both ends
-need them: a rank reports an error that torch raises; what ends its process tells the one that started it.
+The messages come from issues of pytorch, vLLM, SGLang, NCCL and others, and from CUDA's list of errors. Ranks use this
+for errors that torch raises; the process that started a rank uses it for what ended the rank.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# How libraries begin an error of a device. Before torch 2.8 all of them are plain RuntimeErrors, Triton's still is.
+# How libraries begin a device's error. Before torch 2.8 all are plain RuntimeErrors, and Triton's still are.
 DEVICE_ERROR = re.compile(
     r"(CUDA|HIP|NCCL|CUDA driver|HIP driver) error|Triton Error \[|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
 )
@@ -18,7 +18,7 @@ _IN_ENVIRONMENT = "in the environment that ComfyUI starts in"
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """`pattern`: of what a library says; `repeats`: another try meets it again, whatever the device does."""
+    """A known fault. `pattern`: matches the library's message; `repeats`: True if a retry fails in the same way."""
 
     pattern: str
     cause: str
@@ -130,5 +130,5 @@ _FAULTS = (
 
 
 def known_fault(text: str) -> DeviceFault | None:
-    """The one that a library speaks of in `text`, the most telling first."""
+    """Returns the fault that a library's message `text` names, the most specific first; None if unknown."""
     return next((fault for fault in _FAULTS if re.search(fault.pattern, text)), None)

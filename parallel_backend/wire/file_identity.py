@@ -1,4 +1,4 @@
-"""The identity of a model file: what tells whether a path still leads to the file that a job began with."""
+"""The identity of a model file, to check that a path still leads to the file that a job began with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-_MOST_READ = 100 * 1000**2  # bytes, the most that a safetensors header may have
+_MOST_READ = 100 * 1000**2  # bytes, the largest safetensors header
 _PREFIX = struct.Struct("<Q")  # the length of a safetensors header
-_FIRST = 1 << 16  # bytes that are read of a file in another format
+_FIRST = 1 << 16  # bytes to read of a file in another format
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """A file as it was at one moment. `device`, `inode`: where it lies; `size`: bytes; `mtime_ns`: when it was written
-    last, in ns; `header`: SHA-256 of its first bytes, a safetensors header whole."""
+    """The state of a file at one moment. `device`, `inode`: its place on the disk; `size`: bytes; `mtime_ns`: time of
+    the last change, in ns; `header`: SHA-256 of its first bytes, which are the whole header of a safetensors file."""
 
     device: int
     inode: int
@@ -34,7 +34,7 @@ class FileIdentity:
 
 
 def read_identity(path: str | Path) -> FileIdentity:
-    """Reads the header of the file at `path`. Raises CheckpointError where there is none that can be read."""
+    """Returns the identity of the file at `path`. Raises CheckpointError if it cannot be read or is no regular file."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
@@ -52,7 +52,7 @@ def _read_header(prefix: bytes, read: Callable[[int], bytes], size: int) -> byte
 
 
 def check_same(path: str | Path, pinned: FileIdentity) -> None:
-    """Raises CheckpointError where the devices must read a job's file and the path leads to another one."""
+    """Raises CheckpointError if `path` no longer leads to a job's file, when the devices must read it again."""
     if change := describe_change(path, pinned):
         raise CheckpointError(
             f"{change}, and the devices have to read it: the job ends here rather than go on with other weights. Run "
@@ -66,7 +66,7 @@ def describe_change(path: str | Path, pinned: FileIdentity) -> str:
 
 
 def result_note(path: str | Path, pinned: FileIdentity) -> str:
-    """Says what a change of the file means for the result of a job that ran; "" if there was none."""
+    """Says what a change of the file means for the result of a finished job; "" if there was none."""
     change, in_place = _compare(path, pinned)
     if not change:
         return ""
@@ -76,7 +76,7 @@ def result_note(path: str | Path, pinned: FileIdentity) -> str:
 
 
 def _compare(path: str | Path, pinned: FileIdentity) -> tuple[str, bool]:
-    """(the change in words, True if the file that the devices have mapped was written to)."""
+    """Returns (the change in words, True if the file that the devices have mapped was written to)."""
     name = Path(path).name
     try:
         found = read_identity(path)

@@ -1,12 +1,12 @@
-"""Heartbeats: the place and the memory of each rank, on a page of memory that the parent reads unasked.
+"""Heartbeats: the place and memory of each rank, on a page of shared memory that the parent reads at any time.
 
-A rank that hangs answers no question, so it writes down each collective as it enters and leaves it, in memory that it
-shares with the supervisor. When a deadline passes, the parent follows who waits for whom to the rank that keeps the
-others waiting. A busy rank answers none either, so its progress and its memory stand there too. A beat costs about a
-microsecond.
+A rank that hangs cannot answer, so it records each collective as it enters and leaves it. When a deadline passes, the
+parent follows who waits for whom to the rank that keeps the others waiting. A busy rank cannot answer either, so the
+page also has its progress and its memory. A beat costs about a microsecond.
 
-On a GPU the host enters and leaves a collective long before its device does, alike on all ranks when one device hangs.
-There events in the device's stream tell where it is, and a thread that looks at them writes that down (`follow`).
+On a GPU the host enters and leaves a collective long before its device does. If one device hangs, all hosts look the
+same. So on a GPU, events in the device's stream tell where the device is, and a thread polls and records them
+(`follow`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-MOST_RANKS = 64  # bits of `waits_for`
+MOST_RANKS = 64  # bits in `waits_for`
 PAGE_BYTES = 4096
 
-# What a rank may be in, by its place on the page; "" is nothing yet.
+# What a rank may be inside of, by its code on the page; "" means nothing yet.
 COLLECTIVES = (
     "",
     "an all-to-all",
@@ -45,12 +45,12 @@ COLLECTIVES = (
     "the wait for the next model call",
     "the wait for a layer",
 )
-# Over the control group, which holds up the host itself on every device.
+# These use the control group, which blocks the host itself on every device.
 _ON_THE_HOST = frozenset(name for name in COLLECTIVES if name.startswith(("the agreement", "the wait")))
-STARTED = 0.001  # of a load: what it needs is imported; less is none at all
-LOOK = 0.05  # s between two looks at a device's events
+STARTED = 0.001  # of a load: imports are done and reading starts; less means that nothing is read yet
+LOOK = 0.05  # seconds between two polls of a device's events
 _CODES = {name: code for code, name in enumerate(COLLECTIVES)}
-# As in RankBeat; `loaded` in thousandths.
+# The fields of RankBeat; `loaded` in thousandths.
 _BEAT = struct.Struct("<BBHIQQdQQQ")
 BEAT_BYTES = _BEAT.size
 assert BEAT_BYTES * MOST_RANKS <= PAGE_BYTES
@@ -58,9 +58,9 @@ assert BEAT_BYTES * MOST_RANKS <= PAGE_BYTES
 
 @dataclass(frozen=True)
 class RankBeat:
-    """The last that a rank wrote down. `step`: steps done in this request; `entered`: collectives so far; `waits_for`:
-    the ranks of the collective, itself among them; `since`: time.monotonic() of the machine; `loaded`: how much of the
-    model that it loads is there, 0 to 1; bytes on its device for weights and beside them, and sent to other ranks."""
+    """A rank's latest record. `step`: finished steps of the request; `entered`: collectives so far; `waits_for`: the
+    ranks of the collective, with its own; `since`: the machine's time.monotonic() at the record; `loaded`: share of the
+    model that is loaded, 0 to 1; bytes on its device for weights and for other data, and bytes sent to other ranks."""
 
     inside: bool
     collective: str
@@ -76,11 +76,11 @@ class RankBeat:
 
 @dataclass
 class _Place:
-    """What the host, or its device, is in or was in last: a collective's code and the bits of its ranks."""
+    """The current or last collective of the host, or of its device: the collective's code and the bits of its ranks."""
 
     collective: tuple[int, int] = (0, 0)
     inside: bool = False
-    entered: int = 0  # so far
+    entered: int = 0  # collectives so far
 
 
 class DeviceEvent(Protocol):
@@ -89,28 +89,28 @@ class DeviceEvent(Protocol):
     def record(self) -> None: ...
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Returns True if the device has passed this mark."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds of the device from this mark to a later one; it has passed both."""
+        """Returns the device's milliseconds from this mark to a later one; it must have passed both."""
 
 
 class Heartbeat:
-    """This process's own beats; kept to itself until `share`. `observer` sees each collective before it is entered."""
+    """Records this process's beats, in private memory until `share`. `observer`: called before each collective."""
 
     def __init__(self) -> None:
         self._page: mmap.mmap | bytearray = bytearray(PAGE_BYTES)
         self._offset = 0
-        self._asked = (0, 0)  # collective and ranks of `inside`
+        self._asked = (0, 0)  # collective code and rank bits of the last `inside`
         self._host, self._device = _Place(), _Place()
         self._make_event: Callable[[], DeviceEvent] | None = None
-        # Marks that the device has not passed: the collective and ranks that it enters there, or None where it leaves,
-        # and the step that this belongs to.
+        # Marks that the device has not passed yet: (event, collective and ranks that it enters there or None if it
+        # leaves, the step that this belongs to).
         self._ahead: deque[tuple[DeviceEvent, tuple[int, int] | None, int]] = deque()
-        self._looking = threading.Lock()  # `look` is for any thread
-        self._entered = 0.0  # time.perf_counter() of the host
+        self._looking = threading.Lock()  # any thread may call `look`
+        self._entered = 0.0  # the host's time.perf_counter()
         self._entered_on_device: DeviceEvent
-        self._given = 0  # steps of the request whose work is behind the host, however far its device is
+        self._given = 0  # steps of the request that the host has submitted, however far its device is
         self._inside_s: defaultdict[int, float] = defaultdict(float)  # by step
         self._step = 0
         self._loaded = 0
@@ -118,21 +118,21 @@ class Heartbeat:
         self.observer: Callable[[str, int], None] | None = None
 
     def share(self, descriptor: int, rank: int) -> None:
-        """Goes on in the page that was inherited under `descriptor`, which is closed."""
+        """Uses the inherited page under `descriptor` from now on, and closes the descriptor."""
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         os.close(descriptor)
         self._offset = rank * _BEAT.size
 
     def follow(self, make_event: Callable[[], DeviceEvent], choose_device: Callable[[], None]) -> None:
-        """From now on, collectives are entered and left where a device does so. Starts a thread, which begins with
-        `choose_device()`: CUDA gives each thread the first device, and whatever is asked there takes memory of it."""
+        """Records collectives when the device enters and leaves them, from now on. Starts a thread that first calls
+        `choose_device()`: CUDA gives each new thread the first device, and any call there takes memory of it."""
         self._make_event = make_event
         threading.Thread(
             target=self._look_for_ever, args=(choose_device,), name="heartbeat", daemon=True
         ).start()
 
     def look(self) -> None:
-        """Writes down how far the device is."""
+        """Records how far the device is."""
         with self._looking:
             while self._ahead and self._ahead[0][0].query():
                 event, entered, step = self._ahead.popleft()
@@ -143,18 +143,18 @@ class Heartbeat:
                     self._entered_on_device = event
 
     def begin(self) -> None:
-        """A request begins: its steps are counted, and timed, from none."""
+        """Starts a request: its steps are counted and timed from zero."""
         self._given = 0
         self._inside_s.clear()
         self.steps_done(0)
 
     def step_given(self) -> None:
-        """The host has given all of a step to its device; collectives belong to the next one from now on."""
+        """Notes that the host has submitted a whole step to its device; later collectives belong to the next step."""
         self._given += 1
 
     def inside_seconds(self, steps: int) -> tuple[float, ...]:
-        """Seconds of each of the request's first `steps` steps that this rank, or its device, was in collectives: while
-        they sent, or while other ranks were not there yet. Its device has done them all."""
+        """Returns the seconds in collectives, of this rank or its device, in each of the request's first `steps` steps:
+        time to send, and time to wait for other ranks. The device must have finished these steps."""
         if self._make_event is not None:
             self.look()
         return tuple(self._inside_s[step] for step in range(steps))
@@ -165,34 +165,34 @@ class Heartbeat:
             time.sleep(LOOK)
             try:
                 self.look()
-            except RuntimeError:  # the device failed, of which the host hears as well
+            except RuntimeError:  # the device failed, and the host gets an error as well
                 return
 
     def steps_done(self, count: int) -> None:
-        """Writes down that `count` steps of the request that runs are behind this rank; 0 as it begins."""
+        """Records that this rank has finished `count` steps of the running request; 0 at its start."""
         self._step = count
         self._write()
         if self.observer is not None and count:
             self.observer("step", count)
 
     def loading(self, part: float) -> None:
-        """Writes down how much of the model that this rank loads is there, 0 to 1: 0 while it imports what it needs to
-        load, from STARTED on while it reads."""
+        """Records the share of the model that this rank has loaded, 0 to 1: 0 during imports, STARTED or more while it
+        reads."""
         self._loaded = int(1000 * min(max(part, 0.0), 1.0))
         self._write()
 
     def holds(self, weight_bytes: int, working_bytes: int, sent_bytes: int) -> None:
-        """Writes down the bytes on this rank's device, and those sent to others since it began."""
+        """Records the bytes on this rank's device, and the bytes sent to others since the rank started."""
         self._holds = (weight_bytes, working_bytes, sent_bytes)
         self._write()
 
     def point(self, name: str) -> None:
-        """A place that is no collective, for the observer alone."""
+        """Reports a place that is no collective to the observer."""
         if self.observer is not None:
             self.observer(name, self._step)
 
     def inside(self, collective: str, ranks: tuple[int, ...] | range) -> Heartbeat:
-        """`with inside(...):` around what blocks; not nested."""
+        """Returns a context manager for code that blocks in `collective` with `ranks`; not nested."""
         if self.observer is not None:
             self.observer(collective, self._step)
         self._asked = (_CODES[collective], _bits(ranks))
@@ -222,7 +222,7 @@ class Heartbeat:
         self._ahead.append((event, entered, self._given))
 
     def _go(self, place: _Place, entered: tuple[int, int] | None) -> None:
-        """Into a collective, or out of it."""
+        """Enters a collective, or leaves it if `entered` is None."""
         place.inside = entered is not None
         if entered is not None:
             place.collective = entered
@@ -230,7 +230,7 @@ class Heartbeat:
         self._write()
 
     def _write(self) -> None:
-        """Where the host waits, its device has often got less far, and that is what others wait for."""
+        """Writes the beat: the device's collective if it is in one, since others wait for the device, not its host."""
         shown = self._device if self._device.inside or not self._host.entered else self._host
         collective, ranks = shown.collective
         _BEAT.pack_into(
@@ -256,7 +256,7 @@ heartbeat = Heartbeat()  # a process is one rank
 
 
 class Page:
-    """The page of a group as its parent sees it; owns the descriptor that the ranks inherit, until `close`."""
+    """The page of a group on the parent's side; owns the descriptor that the ranks inherit, until `close`."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("parallel-backend-heartbeat", os.MFD_CLOEXEC)
@@ -264,7 +264,7 @@ class Page:
         self._page = mmap.mmap(self.descriptor, PAGE_BYTES)
 
     def read(self, rank: int) -> RankBeat:
-        """Whatever a rank wrote there is read as numbers; an unknown collective is none."""
+        """Returns a rank's beat. Any content is read as numbers; an unknown collective becomes ""."""
         inside, code, loaded, step, entered, ranks, since, *holds = _BEAT.unpack_from(
             self._page, rank * _BEAT.size
         )
@@ -282,12 +282,12 @@ class Page:
         )
 
     def copy_out(self, rank: int) -> bytes:
-        """What a rank wrote down, for the head of a cluster: its time as an age."""
+        """Returns a rank's record as bytes for the head of a cluster, with its time as an age."""
         *beat, since, weights, working, sent = _BEAT.unpack_from(self._page, rank * _BEAT.size)
         return _BEAT.pack(*beat, time.monotonic() - since, weights, working, sent)
 
     def copy_in(self, rank: int, beat: bytes) -> None:
-        """Writes down what `copy_out` of another machine gave. Raises struct.error for another size."""
+        """Writes a record that `copy_out` returned on another machine. Raises struct.error for a wrong size."""
         *before, age, weights, working, sent = _BEAT.unpack(beat)
         since = time.monotonic() - max(age, 0.0)
         _BEAT.pack_into(self._page, rank * _BEAT.size, *before, since, weights, working, sent)
@@ -298,12 +298,12 @@ class Page:
 
 
 def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = None) -> int | None:
-    """The rank that keeps the others waiting: from a rank in a collective to one that has not joined it, and on.
+    """Returns the rank that keeps the others waiting: follows ranks in collectives to ranks that have not joined them.
 
-    `silent`: the ranks that still owe an answer, by default all; those that gave theirs are in no collective either.
+    `silent`: the ranks that still owe an answer, by default all; ranks that answered are in no collective.
 
-    Where all are in the same one, or wait for each other in a circle, or none is in any, the one that has entered the
-    fewest. None where several have: to blame one of them would be to guess.
+    If all are in the same collective, wait in a circle, or are in none, returns the rank that entered the fewest
+    collectives; None if several did, because blaming one of them would be a guess.
     """
     ranks = range(len(beats)) if silent is None else sorted(silent)
     for start in ranks:
@@ -311,7 +311,7 @@ def find_laggard(beats: Sequence[RankBeat], silent: Collection[int] | None = Non
         while beats[rank].inside and rank not in seen:
             seen.add(rank)
             absent = [r for r in sorted(beats[rank].waits_for) if r in ranks and not _meet(beats, rank, r)]
-            # One in no collective at all is the end of the chain.
+            # A rank in no collective ends the chain.
             rank = min(absent, key=lambda r: (beats[r].inside, r), default=rank)
         if rank != start and not beats[rank].inside:
             return rank
@@ -326,7 +326,7 @@ def _meet(beats: Sequence[RankBeat], one: int, other: int) -> bool:
 
 
 def in_words(beats: Sequence[RankBeat], rank: int) -> str:
-    """The place of `rank` and who waits for it, for an error message; empty when it wrote nothing down."""
+    """Returns where `rank` is and who waits for it, for an error message; empty if it has recorded no collective."""
     beat = beats[rank]
     if not beat.collective:
         return ""

@@ -1,4 +1,4 @@
-"""Requests as named tensors and back, and the shape rules that a call of a module must keep."""
+"""Converts requests to named tensors and back, and checks the shapes of a module call's inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:
-    """The tensors of a sampling job; the numbers travel in protocol.Sample."""
+    """Returns the tensors of a sampling job; its numbers travel in protocol.Sample."""
     tensors = {"noise": request.noise, "sigmas": request.sigmas}
     tensors |= conditioning_tensors(request.positive, "positive")
     if request.negative is not None:
@@ -26,7 +26,7 @@ def sample_tensors(request: SampleRequest) -> Tensors:
 
 
 def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
-    """The sampling job that `sample_tensors` took apart. Raises TransportError for missing or unknown tensors."""
+    """Rebuilds the job that `sample_tensors` packed. Raises TransportError for missing or unknown tensors."""
     left = dict(tensors)
     request = SampleRequest(
         noise=_take(left, "noise"),
@@ -41,7 +41,7 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
 
 
 def state_tensors(state: LoopState) -> Tensors:
-    """A loop's state, numbers and all."""
+    """Returns a loop's state as tensors, including its numbers."""
     return {
         "state.answers": state.answers,
         "state.at": torch.tensor([state.step, state.first]),
@@ -49,8 +49,8 @@ def state_tensors(state: LoopState) -> Tensors:
 
 
 def take_state(tensors: Tensors) -> LoopState | None:
-    """Takes what `state_tensors` made out of `tensors`; None where there is none. Raises TransportError for part of
-    one, or one of the wrong dtypes."""
+    """Removes the state that `state_tensors` packed from `tensors` and returns it; None if there is none. Raises
+    TransportError if it is incomplete or has wrong shapes or dtypes."""
     if "state.answers" not in tensors:
         return None
     answers, at = (_take(tensors, f"state.{name}") for name in ("answers", "at"))
@@ -68,9 +68,8 @@ def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:
 
 
 def check_module_inputs(latent: object, context: object, shapes: InputShapes) -> None:
-    """Raises RequestError for a prompt or a latent that was made for another model. What stands beside the latent in
-    its channels varies, so it may have more of them than the model's latents; nothing is compared where the prompt's
-    width is not known."""
+    """Raises RequestError for a prompt or a latent that was made for another model. A latent may have more channels
+    than the model's, because other inputs can be joined to it. Checks nothing if the prompt's width is unknown."""
     if not shapes.context:
         return
     if isinstance(context, torch.Tensor) and context.numel() and context.shape[-1] != shapes.context:

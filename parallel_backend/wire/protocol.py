@@ -1,8 +1,8 @@
 """The closed set of messages between ComfyUI's process and a rank, and their strict JSON form.
 
-One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` numbers the starts of a group,
-`request` the requests within it, so that a late message of an earlier one is recognised and dropped. Tensors are
-a sealed memfd beside the datagram (transport.py).
+One datagram holds one envelope: {"version", "epoch", "request", "op", "body"}. `epoch` counts the starts of a group,
+`request` the requests since then, so that late messages of earlier ones are recognised and dropped. Tensors are sent in
+a sealed memfd with the datagram (transport.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 23
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
-ALL_RANKS = -1  # `rank` of what no single one computes
+ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
-SHARED_STORE = "torchrun:"  # before the prefix of a group's own part of torchrun's store
+SHARED_STORE = "torchrun:"  # begins a rendezvous in torchrun's store; the group's own prefix follows
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Rank to parent, first message: what runs at the other end. `protocol`: VERSION of the rank's code."""
+    """Rank to parent, first message: the rank's versions. `protocol`: VERSION of the rank's code."""
 
     protocol: int
     python: str
@@ -37,9 +37,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: who you are. `rendezvous`: path of the FileStore, or SHARED_STORE and a prefix of their own in
-    torchrun's store where ranks sit on several machines; `devices`: all of them, in rank order;
-    `deterministic`: as torch is set in the parent (ComfyUI's --deterministic)."""
+    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, or, for ranks on several machines,
+    SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in rank order;
+    `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
 
     rank: int
     world_size: int
@@ -51,12 +51,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Load:
-    """Parent to all ranks: hold a model under the number `model`: that of a file (`spec`), each rank the part of it
-    that `strategy.weights` gives it; or, where spec is None, the text encoder or half a VAE in the payload
-    (job/payload.py). `keep`: the models to hold beside it; others go before the load, these only where memory ends, the
-    first one first. `yields`: where memory ends they stay, and the load fails. `content`: for ranks of other machines,
-    which look for the file in their own folders. Of what is in the payload, `rank`: the one that computes it, ALL_RANKS
-    where all of them do; `comfyui`: whose module it is."""
+    """Parent to all ranks: load a model and hold it under the number `model`. `spec`: the file, of which each rank
+    loads the part that `strategy.weights` gives it; None if the payload has a text encoder or half a VAE
+    (job/payload.py). `keep`: models to hold besides it. Others are dropped before the load; these only if memory runs
+    out, in this order. `yields`: True if the load then fails instead. `content`: lets ranks on other machines find the
+    file in their own folders. For a model in the payload, `rank`: the rank that computes it, or ALL_RANKS if all do;
+    `comfyui`: the ComfyUI whose module it is."""
 
     spec: ModelSpec | None
     strategy: ParallelStrategy
@@ -70,23 +70,23 @@ class Load:
 
 @dataclass(frozen=True)
 class KeepModels:
-    """Parent to all ranks: hold these models and no others, and give back what torch keeps of devices beside them; what
-    is held then is in the answer."""
+    """Parent to all ranks: hold these models and no others, and free the device memory that torch caches. The answer
+    lists the models that are held then."""
 
     models: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Parent to all ranks: import what loading this model will need. Nothing is read or held."""
+    """Parent to all ranks: import what loading this model needs, but read and hold nothing."""
 
     spec: ModelSpec
 
 
 @dataclass(frozen=True)
 class RankModels:
-    """The numbers of all that one rank holds. `free_bytes`, `total_bytes`: of its accelerator, which all programs
-    share; 0 on the CPU."""
+    """The numbers of all models that a rank holds. `free_bytes`, `total_bytes`: memory of its accelerator, which other
+    programs share; 0 on the CPU."""
 
     models: tuple[int, ...]
     free_bytes: int = 0
@@ -95,8 +95,8 @@ class RankModels:
 
 @dataclass(frozen=True)
 class Sample:
-    """Parent to all ranks: a plain sampling job; its tensors are in the payload. `previews`: send denoised latents;
-    `model`: the number of a held one."""
+    """Parent to all ranks: run a plain sampling job; its tensors are in the payload. `previews`: True to send denoised
+    latents; `model`: the number of a held model."""
 
     placement: Placement
     cfg: float
@@ -106,10 +106,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunJob:
-    """Parent to all ranks: a job as ComfyUI's process has it, whole (job/payload.py), over the model under this number;
-    of so many steps, with what earlier model calls gave where it is resumed. `placement`: None over a text encoder or
-    VAE, which is placed as it was loaded; `states`: send the loop's states; `trials`: the strategies that it tries on
-    its way. Others as in Sample."""
+    """Parent to all ranks: run a job shipped whole from ComfyUI's process (job/payload.py) on model number `model`, for
+    `steps` steps. If it is resumed, the payload has the earlier calls' answers. `placement`: None for a text encoder or
+    VAE, whose placement is set at its load; `states`: True to send the loop's states; `trials`: strategies to try while
+    it runs. Others as in Sample."""
 
     placement: Placement | None
     steps: int
@@ -121,9 +121,9 @@ class RunJob:
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Parent to all ranks: measure the links over the groups of `strategy`, in about `budget_s` seconds.
+    """Parent to all ranks: measure the links in the groups of `strategy`, in about `budget_s` seconds.
 
-    `thorough`: also each pair of ranks alone, whether what arrives is what was sent, and the attention kernel.
+    `thorough`: True to also measure each pair of ranks, compare received with sent data, and test the attention kernel.
     """
 
     strategy: ParallelStrategy
@@ -133,8 +133,8 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class MoveOut:
-    """Parent to all ranks: `rank` gives back the memory that the model under the number `model` takes of its device.
-    Weights that are not the file's go to host memory, and the others are read again."""
+    """Parent to all ranks: `rank` frees the device memory of model number `model`. Weights that differ from the file's
+    go to host memory, and the others are read again later."""
 
     rank: int
     model: int
@@ -142,7 +142,7 @@ class MoveOut:
 
 @dataclass(frozen=True)
 class TakeBack:
-    """Parent to all ranks: take back what MoveOut moved, of all models that have room on the device."""
+    """Parent to all ranks: undo MoveOut for all models that fit on the device."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Cancel:
 @dataclass(frozen=True)
 class Progress:
     """Rank 0 to parent: `step` (1-based) of `steps` took `seconds`; the payload, if any, has the denoised preview
-    or the sampler's state. `strategy`: the number of the one it ran under, 0 for the placement's (RunJob.trials)."""
+    or the sampler's state. `strategy`: index of the step's strategy, 0 for the placement's (RunJob.trials)."""
 
     step: int
     steps: int
@@ -163,14 +163,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Compiling:
-    """Rank to parent: it begins to compile a part of the model for the request that runs."""
+    """Rank to parent: it starts to compile a part of the model for the running request."""
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """The record of a request that one rank ran. `seconds`: from the decoded request to its end; `bytes_sent`:
-    collective payload; `exact`: it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`,
-    `trials`: as in RunInfo; `inside_seconds`: of this rank alone."""
+    """One rank's record of a request. `seconds`: from the decoded request to its end; `bytes_sent`: in collectives;
+    `exact`: True if it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`, `trials`:
+    as in RunInfo; `inside_seconds`: of this rank alone."""
 
     engine: str
     strategy: ParallelStrategy
@@ -188,9 +188,9 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RankCall:
-    """The record of a job over a text encoder or VAE on one rank. `bytes_sent`: collective payload. Of a VAE, `parts`:
-    the rows of each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use before, 0 on
-    the CPU."""
+    """One rank's record of a job on a text encoder or VAE. `bytes_sent`: in collectives. For a VAE, `parts`: rows of
+    each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use before, 0 on the
+    CPU."""
 
     seconds: float
     bytes_sent: int
@@ -200,9 +200,9 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Done:
-    """Rank to parent, terminal: the request ended well, or the process group stands. Rank 0's carries the result
+    """Rank to parent, terminal: the request succeeded, or the process group is ready. Rank 0's carries the result
     tensors.
-    `models`: where the request may have changed which ones are held."""
+    `models`: set if the request may have changed which models are held."""
 
     load: LoadInfo | None = None
     models: RankModels | None = None
@@ -216,7 +216,7 @@ class Failed:
     """Rank to parent, terminal: the request ended with an error.
 
     `kind`: name of an error in errors.py, "RankFailed", or PEER_FAILED; `detail`: the last traceback lines; `device`:
-    of a DeviceError.
+    the device, for a DeviceError.
     """
 
     kind: str
@@ -225,7 +225,7 @@ class Failed:
     device: str | None = None
 
 
-# `kind` of a rank that did its part but gave it up because another rank could not do its own.
+# `kind` of a rank that stopped its own part because another rank could not do its part.
 PEER_FAILED = "PeerFailed"
 
 Message = (
@@ -246,7 +246,7 @@ Message = (
     | Failed
 )
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
-# How many payloads (file descriptors) may come with each message; none where it is not listed.
+# How many payloads (file descriptors) each message may have; messages not listed have none.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
     **dict.fromkeys((Sample, RunJob), (1,)),
     **dict.fromkeys((Load, Progress, Done), (0, 1)),
@@ -255,7 +255,7 @@ _PAYLOADS: dict[type, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message and what it belongs to."""
+    """One message, with the group start and the request that it belongs to."""
 
     epoch: int
     request: int
@@ -263,7 +263,7 @@ class Envelope:
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The datagram of `envelope`; raises TransportError when it is over MAX_MESSAGE_BYTES."""
+    """Returns the datagram of `envelope`. Raises TransportError if it is over MAX_MESSAGE_BYTES."""
     frame = {
         "version": VERSION,
         "epoch": envelope.epoch,
@@ -281,7 +281,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(data: bytes, payloads: int = 0) -> Envelope:
-    """The envelope in a datagram that came with `payloads` descriptors; raises TransportError on any deviation."""
+    """Returns the envelope in a datagram with `payloads` descriptors. Raises TransportError on any deviation."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise TransportError(f"a message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:

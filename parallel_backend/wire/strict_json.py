@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON and back, strictly: whatever deviates from the declared types is refused by its place."""
+"""Converts frozen dataclasses to JSON and back; an error names the field that deviates from its declared type."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..errors import ParallelError, TransportError
 
 T = typing.TypeVar("T")
 
-# A float can hold what lies between, an integer as well.
+# The range of a float; integers must be in it as well.
 _LEAST, _MOST = -sys.float_info.max, sys.float_info.max
 
 
 def parse(text: str) -> object:
-    """json.loads that refuses what would read differently elsewhere: repeated fields, NaN. Raises ValueError."""
+    """Parses JSON, but refuses what other parsers read differently: repeated fields, NaN. Raises ValueError."""
     return json.loads(text, object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
 
 
 def to_json(value: object) -> object:
-    """`value` (a dataclass, a tuple of them, or plain) as what json.dumps takes."""
+    """Converts `value` (a dataclass, a tuple of them, or a plain value) to what json.dumps takes."""
     if is_dataclass(value) and not isinstance(value, type):
         types_of = _field_types(type(value))
         return {f.name: _coerced(getattr(value, f.name), types_of[f.name]) for f in fields(value)}
@@ -33,15 +33,15 @@ def to_json(value: object) -> object:
 
 
 def _coerced(value: object, kind: object) -> object:
-    # A caller may write cfg=4: a float field goes out as a float, since the other side takes nothing else.
+    # A caller may write cfg=4: a float field must be sent as a float, since the other side accepts nothing else.
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return to_json(value)
 
 
 def from_json(value: object, kind: type[T], where: str) -> T:
-    """`value` as `kind`: int, float, str, bool, None, a union of those, tuple[kind, ...] or a dataclass of them."""
-    return typing.cast(T, _read(value, kind, where))  # types of fields are only known as they are read
+    """Reads `value` as `kind`: int, float, str, bool, an optional one, tuple[kind, ...] or a dataclass of those."""
+    return typing.cast(T, _read(value, kind, where))  # field types are only known at run time
 
 
 def _read(value: object, kind: object, where: str) -> object:
@@ -58,7 +58,7 @@ def _read(value: object, kind: object, where: str) -> object:
     assert isinstance(kind, type), f"{where} has a type that JSON cannot carry: {kind}"
     if is_dataclass(kind):
         return _read_dataclass(value, kind, where)
-    if type(value) is not kind:  # exact: True is no int, 1 no float
+    if type(value) is not kind:  # exact comparison: True is no int, 1 no float
         raise TransportError(f"{where}: expected {kind.__name__}, found {shown(value)}")
     if isinstance(value, (int, float)) and not _LEAST <= value <= _MOST:  # 1e999 reads as infinite
         raise TransportError(f"{where}: {shown(value)} is no number that fits")
@@ -72,11 +72,11 @@ def _read_dataclass(value: object, kind: type, where: str) -> object:
     arguments = {name: _read(value[name], of, f"{where}.{name}") for name, of in types_of.items()}
     try:
         return kind(**arguments)
-    except ParallelError as error:  # a dataclass that checks itself, such as ParallelStrategy
+    except ParallelError as error:  # a dataclass that validates itself, such as ParallelStrategy
         raise TransportError(f"{where}: {error}") from None
 
 
-@functools.cache  # each message of a model call asks for some fifty
+@functools.cache  # each message of a model call needs about fifty
 def _form(kind: object) -> tuple[object, tuple[object, ...]]:
     return typing.get_origin(kind), typing.get_args(kind)
 
@@ -88,7 +88,7 @@ def _field_types(kind: type) -> dict[str, object]:
 
 
 def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """For json.loads: a field that appears twice would read differently on each side."""
+    """Hook for json.loads: refuses a field that appears twice, which parsers read differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a field appears twice")
@@ -100,6 +100,6 @@ def _refuse_constant(text: str) -> object:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to a line."""
+    """Returns `value` for an error message, shortened to a line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,8 +1,8 @@
-"""The control link of one rank and the tensor payloads that travel beside its messages.
+"""The control link of one rank, and the tensor payloads that are sent with its messages.
 
 A `Link` is one end of a socketpair(AF_UNIX, SOCK_SEQPACKET): datagrams with file descriptors, no path, no port.
-A payload is a memfd with a safetensors file in it, sealed so that nobody can change it once it is sent.
-Whoever makes or receives a descriptor closes it; `receive` hands descriptors over, `send` leaves them with the sender.
+A payload is a memfd that contains a safetensors file, sealed so that nothing can change it after it is sent.
+The side that creates or receives a descriptor closes it: `receive` hands over descriptors, `send` leaves them open.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..errors import TransportError
 from .protocol import MAX_MESSAGE_BYTES, Envelope, decode, encode
 from .strict_json import without_repeats
 
-MAX_DESCRIPTORS = 4  # room for more than any message may carry, so that too many is seen and refused
-MAX_PAYLOAD_BYTES = 8 * 1024**3  # a video latent with its text fits many times over
+MAX_DESCRIPTORS = 4  # more than any message may carry, so that an excess is seen and refused
+MAX_PAYLOAD_BYTES = 8 * 1024**3  # many times a video latent with its text
 MAX_HEADER_BYTES = 16 * 1024**2
-MOST_BYTES = MAX_PAYLOAD_BYTES - MAX_HEADER_BYTES  # of the tensors of a payload
-_SEAL_TRIES, _SEAL_PAUSE = 30, 0.02  # s; a try itself waits up to 0.15 s (mm/memfd.c, memfd_wait_for_pins)
-# A LoRA of all layers of a large model has some thousands, and so has a second model that is no file.
+MOST_BYTES = MAX_PAYLOAD_BYTES - MAX_HEADER_BYTES  # of the tensors in a payload
+_SEAL_TRIES, _SEAL_PAUSE = 30, 0.02  # s; each try may itself wait 0.15 s (mm/memfd.c, memfd_wait_for_pins)
+# A LoRA of all layers of a large model has some thousands of tensors, and so has a second model without a file.
 MAX_TENSORS = 2**16
-DTYPES = {  # safetensors' name -> torch's; what may cross the link
+DTYPES = {  # safetensors' name -> torch's, for all dtypes that may cross the link
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -48,7 +48,7 @@ DTYPES = {  # safetensors' name -> torch's; what may cross the link
 }
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ALIGNMENT = 64  # bytes, as torch's own allocations have it: of the first tensor in a payload
+ALIGNMENT = 64  # bytes, for the first tensor in a payload, as in torch's own allocations
 
 _INT = array.array("i").itemsize
 # Too many descriptors in flight, or no kernel memory for the datagram: as transient as a full buffer.
@@ -56,7 +56,7 @@ _NO_ROOM = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LinkClosed(TransportError):
-    """The other end is gone. `silent`: it may be there, and cannot be reached."""
+    """The other end has closed. `silent`: True if it may still exist but cannot be reached."""
 
     def __init__(self, message: str, *, silent: bool = False) -> None:
         super().__init__(message)
@@ -68,13 +68,13 @@ class LinkFull(TransportError):
 
 
 def link_pair() -> tuple[Link, Link]:
-    """Two connected links: the parent's and the rank's."""
+    """Returns two connected links: the parent's and the rank's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Link(ours), Link(theirs)
 
 
 class Link:
-    """One end of a control link. It owns its socket; `send` may be called from several threads."""
+    """One end of a control link. It owns its socket; `send` is thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -82,18 +82,18 @@ class Link:
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Link:
-        """The link inherited under this file descriptor."""
+        """Returns the link with an inherited file descriptor."""
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, envelope: Envelope, descriptors: Sequence[int] = (), timeout: float = 0.0) -> None:
-        """Sends one message. Raises LinkFull when it does not fit within `timeout` seconds, LinkClosed at the end."""
+        """Sends one message. Raises LinkFull if it does not fit within `timeout` seconds, LinkClosed at the end."""
         self.send_encoded(encode(envelope), descriptors, timeout)
 
     def send_encoded(self, data: bytes, descriptors: Sequence[int] = (), timeout: float = 0.0) -> None:
-        """As `send`, for a message that goes to several links."""
+        """Sends a message that is encoded once for several links, see `send`."""
         if self._try_send(data, descriptors):
             return
         poller = select.poll()
@@ -117,7 +117,7 @@ class Link:
         return True
 
     def receive(self, timeout: float | None = None) -> tuple[Envelope, tuple[int, ...]] | None:
-        """The next message and its descriptors, which the caller must close; None when `timeout` seconds pass.
+        """Returns the next message and its descriptors, which the caller must close; None after `timeout` seconds.
 
         Raises LinkClosed at end of file, TransportError for a frame that the protocol does not allow.
         """
@@ -148,8 +148,8 @@ class Link:
         return bool(poller.poll(None if timeout is None else timeout * 1000))
 
     def shut_down(self) -> None:
-        """Gives both ends end of file; the descriptor stays valid until `close`."""
-        with contextlib.suppress(OSError):  # already so
+        """Makes both ends read end of file; the descriptor stays valid until `close`."""
+        with contextlib.suppress(OSError):  # already shut down
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Link:
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    # Not socket.recv_fds: up to Python 3.12 it drops its flags, and the descriptors would leak into other children.
+    # Not socket.recv_fds: up to Python 3.12 it drops its flags, so descriptors would leak into other children.
     found = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -171,7 +171,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor]) -> int:
-    """A sealed memfd with `tensors` (any device, DTYPES) as a safetensors file; the caller closes it."""
+    """Returns a sealed memfd with `tensors` (any device, DTYPES) as a safetensors file; the caller closes it."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     descriptor = os.memfd_create("parallel-backend", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -186,11 +186,11 @@ def pack_tensors(tensors: dict[str, torch.Tensor]) -> int:
 
 
 def seal(descriptor: int) -> None:
-    """Nobody can change a memfd any more.
+    """Seals a memfd against all changes.
 
-    The kernel refuses with EBUSY while something of its own has hold of a page (swapping, moving memory): that passes.
+    The kernel refuses with EBUSY while it uses a page itself (swapping, moving memory), which passes: so this retries.
     """
-    import fcntl  # not on Windows, where this module must still import
+    import fcntl  # missing on Windows, where this module must still import
 
     for tries_left in reversed(range(_SEAL_TRIES)):
         try:
@@ -203,9 +203,9 @@ def seal(descriptor: int) -> None:
 
 
 def unpack_tensors(descriptor: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> dict[str, torch.Tensor]:
-    """The tensors in a payload, on the CPU, mapped copy-on-write; they stay valid after `descriptor` is closed.
+    """Returns the tensors in a payload, on the CPU, mapped copy-on-write; they outlive `descriptor`.
 
-    Raises TransportError when the memfd is not sealed, over `max_bytes`, or not a plain safetensors file.
+    Raises TransportError if the memfd is not sealed, is over `max_bytes`, or is no plain safetensors file.
     """
     _check_sealed(descriptor)
     _check_header(descriptor, max_bytes)
@@ -217,9 +217,9 @@ def unpack_tensors(descriptor: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> dict[
 
 
 def _header(tensors: dict[str, torch.Tensor]) -> bytes:
-    """The header of a safetensors file of these, in their order.
+    """Returns the header of a safetensors file with these tensors, in this order.
 
-    safetensors' own `save` copies all of them first: 30 of 36 ms for the latent and prompt of a video (measured).
+    safetensors' own `save` first copies all of them: 30 of 36 ms for the latent and prompt of a video (measured).
     """
     entries, begin = {}, 0
     for name, tensor in tensors.items():
@@ -247,7 +247,7 @@ def _seals() -> int:
 
 
 def _check_sealed(descriptor: int) -> None:
-    """An unsealed file could change, or shrink and kill the reader with SIGBUS, while it is mapped."""
+    """Raises TransportError for an unsealed file: while mapped it could change, or shrink and kill us with SIGBUS."""
     import fcntl
 
     try:

@@ -1,1 +1,1 @@
-"""Measures strategies side by side on the user's own model and devices, and writes what can be shared."""
+"""A benchmark of strategies on the user's own model and devices, with a result file that can be shared."""

@@ -1,4 +1,4 @@
-"""The strategies that a benchmark compares: named by a person, or all that a model and the devices allow."""
+"""The strategies that a benchmark compares: those that the user names, or all that the model and devices allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _SWITCHES = {"sharded": "shard_weights", "tokens": "sends_tokens"}
 
 
 def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
-    """`one,ulysses2,cfg2xring2,ulysses2xsharded,ulysses2xgroups4` as strategies, each once. Raises StrategyError."""
+    """Reads distinct strategies from text such as `one,ulysses2,cfg2xring2,ulysses2xsharded,ulysses2xgroups4`.
+    Raises StrategyError if a part is not understood or nothing is named."""
     found = [_parse(part.strip().lower()) for part in text.split(",") if part.strip()]
     if not found:
         raise StrategyError(f"strategies {text!r} names none; write such as one,ulysses2,cfg2xring2.")
@@ -28,10 +29,10 @@ def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
 def possible_strategies(
     job: Job, devices: Sequence[str], *, engine: str = "auto", fewer: bool = False
 ) -> tuple[ParallelStrategy, ...]:
-    """One device, and all that this version can run on all `devices`, or (`fewer`) on any number of them; of a cluster
-    those that keep tokens and layers inside a machine, as `auto` does.
+    """Returns one device and every strategy that can run on all `devices`, or with `fewer` on any number of them.
 
-    Exact ones first, in the order of the rule "CFG, then Ulysses, then Ring"; on GPUs Ulysses with other exchanges too.
+    On a cluster, tokens and layers are only split inside a machine, as in mode auto. On GPUs, Ulysses also comes with
+    its other exchanges. Sorted by number of devices, then exact before approximate, then CFG, Ulysses, Ring.
     """
     count = len(devices)
     candidates = [

@@ -1,4 +1,4 @@
-"""The benchmark as a PNG bar chart, where matplotlib is installed."""
+"""Draws the benchmark as a PNG bar chart if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def can_draw() -> bool:
 
 
 def draw(outcome: BenchResult, path: Path) -> None:
-    """Writes `path`: a bar per strategy that ran, its least and most as a whisker."""
+    """Writes a picture to `path`: a bar per strategy for its median step, with a line from least to most."""
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     rows = [row for row in outcome.rows if row.step_seconds]

@@ -1,4 +1,4 @@
-"""`python -m parallel_backend bench`: strategies side by side on your own model and devices: a table and a picture."""
+"""`python -m parallel_backend bench`: compares strategies on your own model and devices, in a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import RequestError
 DEFAULT_STEPS, DEFAULT_ROUNDS = 4, 3
 DEFAULT_OUT = "parallel-bench"
 JSON_NAME, CHART_NAME = "bench.json", "bench.png"
-_MOST_PIXELS = 8192  # a side
+_MOST_PIXELS = 8192  # per side
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints, writes; 1 where no strategy ran. Raises ParallelError for what cannot be benchmarked."""
+    """Measures, prints and writes; returns 1 if no strategy ran. Raises ParallelError for what cannot be measured."""
     from .chart import can_draw, draw
     from .measure import measure
     from .shared import check_path, share
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise RequestError(f"{name} {getattr(args, name)}: it must be at least 1.")
     out = Path(args.out).expanduser()
-    try:  # before minutes of measuring
+    try:  # fail now rather than after minutes of measuring
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
@@ -106,6 +106,6 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def say_progress(text: str) -> None:
-    """Writes it beside the report, not into it."""
+    """Writes a line of progress to stderr if that is a terminal, so that stdout has the report alone."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{text} …\n")

@@ -1,4 +1,4 @@
-"""The strategies that are worth starting: those predicted to fit, sharded ones in place of those that do not."""
+"""Selects the strategies that are predicted to fit in memory, and replaces others by their sharded form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def split_by_memory(
     devices: tuple[str, ...],
     capacity: Capacity | None = None,
 ) -> tuple[list[ParallelStrategy], dict[ParallelStrategy, str]]:
-    """(what to run, why not for the rest). What does not fit runs with sharded weights, where that fits. `capacity`:
-    as in check_capacity."""
+    """Returns (the strategies to run, the reason for each one left out). One that does not fit is replaced by the same
+    strategy with sharded weights if that fits. `capacity`: of `devices`, read now if None."""
     run: list[ParallelStrategy] = []
     left_out: dict[ParallelStrategy, str] = {}
     for strategy in strategies:

@@ -1,4 +1,4 @@
-"""measure(): from a file and a few wishes to an Outcome."""
+"""measure(): benchmarks strategies on a model file and returns a BenchResult."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def measure(
     engine: str = "auto",
     weight_dtype: str = "auto",
 ) -> BenchResult:
-    """Raises ParallelError for a file, device or strategy that cannot be measured; one that fails is a row."""
+    """Measures the strategies; one that fails while it runs gets a row with the reason. Raises ParallelError for a
+    file, a device or a requested strategy that cannot be measured at all."""
     if weight_dtype not in WEIGHT_DTYPES:
         raise RequestError(
             f"weight-dtype {weight_dtype!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}."
@@ -57,7 +58,7 @@ def measure(
     file = inspect_model(model)
     names = resolve_for_command(devices, say)
     if is_cpu(names):
-        # A device of the CPU is a share of its cores: one rank alone gets no more of them than each of several.
+        # Each CPU rank gets the same number of cores in every strategy, also when it runs alone.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
     seen = read_visible()
     topology = topology_of(names, seen)
@@ -77,7 +78,7 @@ def measure(
     )
     history = MeasurementHistory(names, seen)
     left_out: dict[ParallelStrategy, str] = {}
-    if strategies.strip().lower() in _UNNAMED:  # what a person names is tried
+    if strategies.strip().lower() in _UNNAMED:  # a strategy that the user names runs even if it may not fit
         requested, left_out = split_by_memory(requested, job, names)
     rows, side_by_side, calibrations = run_rounds(comparison, requested, history, say)
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
@@ -125,7 +126,7 @@ def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
     if topology.devices:
         return (topology.describe().rstrip("."), f"{cores()} cores ({cpu_name()})")
     if not is_cpu(devices):
-        # NVML does not know them by the names that CUDA has for them, such as older ones of slices.
+        # NVML lists these GPUs under other names than CUDA, e.g. older names of MIG slices.
         return (f"{len(devices)} GPUs, of which nobody tells more", f"{cores()} cores ({cpu_name()})")
     return (
         f"no GPU, gloo on {cores()} cores ({cpu_name()})",

@@ -1,4 +1,4 @@
-"""The findings of a benchmark: one row per strategy, and what it was measured on, as JSON."""
+"""The result of a benchmark: one row per strategy and what it was measured on, also as JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...strategy import ParallelStrategy
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One strategy. `step_seconds`: all warm steps of all rounds; `memory_bytes`: predicted, of the fullest device.
+    """One strategy. `step_seconds`: all warm steps of all rounds; `memory_bytes`: predicted for the fullest device.
 
-    `difference`: largest from the first strategy's latent, relative to its largest value; `sent_bytes`: by all ranks in
-    one step; `problem`: why it did not run, or empty.
+    `difference`: the largest from the latent of the first strategy that ran, relative to that latent's largest value;
+    `sent_bytes`: sent by all ranks in one step; `problem`: why it did not run, or empty.
     """
 
     strategy: ParallelStrategy
@@ -26,7 +26,7 @@ class StrategyRow:
 
     @property
     def exact(self) -> bool:
-        """Whether it must give one device's latent; PipeFusion's stale keys and values give a close one."""
+        """True if it must give the latent of one device. PipeFusion's stale keys and values only give a close one."""
         return self.strategy.exact
 
     @property
@@ -40,10 +40,10 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The rows and what they were measured on. `model`, `request`: in words and numbers, without names or paths.
+    """The rows and what they were measured on. `model`, `request`: descriptions without names or paths.
 
-    `interleaved`: all strategies took turns in each round; else each was measured after the other, because their
-    weights do not fit side by side. `links`: seconds and bytes per second that the ranks measured, in words.
+    `interleaved`: True if all strategies took turns in each round. Otherwise only those on the same group of ranks did,
+    because the groups do not fit in memory at once. `links`: measured times and rates of the links, as text.
     """
 
     rows: tuple[StrategyRow, ...]
@@ -57,17 +57,17 @@ class BenchResult:
 
     @property
     def one(self) -> StrategyRow | None:
-        """The row of one device, if it ran."""
+        """The row of the strategy on one device; None if it did not run."""
         return next((r for r in self.rows if r.strategy.world_size == 1 and r.step_seconds), None)
 
     def speedup(self, row: StrategyRow) -> float | None:
-        """Times as fast as one device."""
+        """Returns how many times as fast as one device `row` is; None if either did not run."""
         one = self.one.step_s if self.one else None
         return None if one is None or row.step_s is None else one / row.step_s
 
     @property
     def best(self) -> StrategyRow | None:
-        """The fastest that is exact, or that ran at all."""
+        """The fastest exact row that ran, or the fastest approximate one if no exact one ran; None if none ran."""
         return min(
             (r for r in self.rows if r.step_seconds), key=lambda r: (not r.exact, r.step_s), default=None
         )

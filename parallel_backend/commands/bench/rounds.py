@@ -1,4 +1,4 @@
-"""Runs the strategies in turns on warm ranks and brings back every warm step; records them for later choices."""
+"""Runs the strategies in turns on warm ranks, returns the time of every warm step and records it for later choices."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from .outcome import StrategyRow
 
 Say = Callable[[str], None]
 Layout = tuple[int, ParallelStrategy]
-CFG = 4.0  # any scale other than 1 has the negative prompt evaluated
+CFG = 4.0  # with any scale other than 1 the negative prompt is evaluated
 _GUIDANCE = 3.5
-# Bytes that a rank needs beside its weights: a context, activations of a large image, the collectives' buffers.
+# Bytes that a rank needs in addition to its weights: a context, activations of a large image, collectives' buffers.
 ROOM = 6e9
 USABLE = 0.92
 
 
 @dataclass(frozen=True)
 class BenchComparison:
-    """The job that every strategy runs, and its request. `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
+    """The job that every strategy runs, and its request. `rounds`: runs that count, after one warm-up run;
+    `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
 
     spec: ModelSpec
     job: Job
@@ -44,14 +45,14 @@ class BenchComparison:
 def random_request(
     inputs: InputShapes, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
 ) -> SampleRequest:
-    """A text-to-image request of random numbers: time does not depend on what is drawn. Sizes in pixels."""
+    """Returns a text-to-image request with random inputs: time does not depend on the picture. Sizes in pixels."""
     generator = torch.Generator().manual_seed(0)
 
     def prompt() -> Conditioning:
         return Conditioning(
             context=torch.randn(1, text, inputs.context, generator=generator),
             pooled=torch.randn(1, inputs.pooled, generator=generator),
-            guidance=torch.tensor([_GUIDANCE]),  # which a model without its embedding passes over
+            guidance=torch.tensor([_GUIDANCE]),  # ignored by models without a guidance embedding
         )
 
     noise = torch.randn(batch, inputs.channels_out, -(-height // 8), -(-width // 8), generator=generator)
@@ -65,8 +66,8 @@ def random_request(
 
 
 def fits_side_by_side(comparison: BenchComparison, strategies: Sequence[ParallelStrategy]) -> bool:
-    """Whether a group for every layout of the weights can stay warm at once on the first device. A machine of a cluster
-    serves one group."""
+    """Returns True if one group of ranks per layout of the weights can stay warm on the first device at the same time.
+    A machine of a cluster serves only one group."""
     if machine_of(comparison.devices[0]):
         return len({_layout(s) for s in strategies}) == 1
     needed = sum(_rank_bytes(comparison.job, *layout) for layout in {_layout(s) for s in strategies})
@@ -76,7 +77,8 @@ def fits_side_by_side(comparison: BenchComparison, strategies: Sequence[Parallel
 def run_rounds(
     comparison: BenchComparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
-    """(a row per strategy, whether they took turns, the calibrations of the groups). A failure costs only its row."""
+    """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
+    A strategy that fails gets a row with the problem and does not stop the others."""
     side_by_side = fits_side_by_side(comparison, strategies)
     rows = {s: StrategyRow(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
@@ -115,7 +117,7 @@ def run_rounds(
 
 
 def _blocks(strategies: Sequence[ParallelStrategy], side_by_side: bool) -> Iterator[list[ParallelStrategy]]:
-    """The rounds that are measured in turns: everything, or what shares a group and a layout of the weights."""
+    """Yields lists of strategies that take turns: all of them, or those with one group and layout of the weights."""
     if side_by_side:
         yield list(strategies)
         return
@@ -124,7 +126,7 @@ def _blocks(strategies: Sequence[ParallelStrategy], side_by_side: bool) -> Itera
 
 
 def _layout(strategy: ParallelStrategy) -> Layout:
-    """Strategies that agree in it can share a group of ranks without loading the model again."""
+    """Returns a key: strategies with the same one can share a group of ranks without loading the model again."""
     return strategy.world_size, strategy.weights
 
 
@@ -134,7 +136,7 @@ def _rank_bytes(job: Job, ranks: int, weights: ParallelStrategy) -> float:
 
 
 def _with_run(row: StrategyRow, info: RunInfo) -> StrategyRow:
-    """The first step of a request also waits for what came before it, so it does not count where there is another."""
+    """Adds the steps of a run. The first one also waits for earlier work, so it only counts if it is the only one."""
     warm = info.step_seconds[1:] or info.step_seconds
     return replace(
         row,

@@ -1,4 +1,4 @@
-"""A result that people share: what `bench` measured on one machine, as a small file without names, paths or prompts."""
+"""A benchmark result that people can share: a small file without names, paths or prompts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...wire.strict_json import from_json, parse, to_json
 from .outcome import BenchResult, StrategyRow
 
 FORMAT = 1
-_MOST_STRATEGIES, _MOST_LINES, _LONGEST = 64, 64, 400  # of a file that a stranger sends in
+_MOST_STRATEGIES, _MOST_LINES, _LONGEST = 64, 64, 400  # limits for a file from a stranger
 
 
 @dataclass(frozen=True)
 class SharedStrategy:
-    """One strategy. `least_s`, `step_s`, `most_s`: seconds of its warm steps, the middle one their median;
-    `difference`: largest from one device's latent, relative to that latent's largest value; None for the first."""
+    """One strategy. `least_s`, `step_s`, `most_s`: shortest, median and longest warm step in seconds; `difference`: as
+    in StrategyRow."""
 
     name: str
     devices: int
@@ -32,7 +32,7 @@ class SharedStrategy:
 
 @dataclass(frozen=True)
 class SharedResult:
-    """One machine's strategies on one model. `date`: YYYY-MM-DD; the lines are `bench`'s, in words."""
+    """The strategies of one machine on one model. `date`: YYYY-MM-DD; the other texts are those of BenchResult."""
 
     format: int
     date: str
@@ -46,12 +46,12 @@ class SharedResult:
 
     @property
     def one_s(self) -> float | None:
-        """Seconds of a step on one device, None where it was not measured."""
+        """Seconds of a step on one device; None if it was not measured."""
         return next((one.step_s for one in self.strategies if one.devices == 1), None)
 
 
 def check_path(path: Path) -> None:
-    """Raises RequestError where `share` could not write, before minutes of measuring."""
+    """Raises RequestError if `share` could not write to `path`. Called before minutes of measuring."""
     if path.is_dir() or not path.parent.is_dir():
         raise RequestError(
             f"--share {path.name!r} names no file in a folder that exists; name one, such as result.json."
@@ -59,7 +59,8 @@ def check_path(path: Path) -> None:
 
 
 def share(outcome: BenchResult, path: Path) -> None:
-    """Writes what ran of `outcome` to `path`. Raises RequestError where nothing did, or where it cannot be written."""
+    """Writes the strategies that ran to `path`. Raises RequestError if none ran, a latent is not finite, or the file
+    cannot be written."""
     found = tuple(_shared(row) for row in outcome.rows if row.step_seconds)
     if not found:
         raise RequestError("--share: no strategy ran, so there is nothing to share.")
@@ -86,7 +87,7 @@ def share(outcome: BenchResult, path: Path) -> None:
 
 
 def read_shared(text: str) -> SharedResult:
-    """The result in a file that `share` wrote. Raises RequestError for any other, with what is wrong in it."""
+    """Reads the text of a file that `share` wrote. Raises RequestError with the reason for any other text."""
     try:
         result = from_json(parse(text), SharedResult, "the result")
     except (ValueError, RecursionError, TransportError) as error:

@@ -1,4 +1,4 @@
-"""The benchmark as text: a table of at most 100 columns, what it was measured on, and what it says."""
+"""Writes the benchmark as text: a table, and notes with what was measured and the verdict, in 100 columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WIDTH = 100
 
 
 def as_text(outcome: BenchResult) -> str:
-    """The whole text."""
+    """Returns the table with its notes."""
     names = max(map(len, ["strategy", *(row.name for row in outcome.rows)]))
     head = f"  {'strategy':{names}s} {'devices':>7s} {'step s':>9s} {'least–most':>15s} {'speed-up':>8s}"
     head += f" {'MiB/step':>9s}"

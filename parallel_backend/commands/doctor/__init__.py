@@ -1,1 +1,1 @@
-"""Examines an installation and its machine: probes observe, checks turn that into verdicts. See docs/doctor.md."""
+"""The doctor: probes read the installation and the machine, checks turn that into findings. See docs/doctor.md."""

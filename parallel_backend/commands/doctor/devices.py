@@ -1,5 +1,5 @@
-"""Findings about the devices: what they are, whether they differ, and what NVML says of their paths; and about the
-machines of a cluster, as they said themselves when they joined."""
+"""Findings about the devices: their properties, whether they differ, and the paths that NVML reports between them.
+For a cluster: findings about its machines, from what each reported when it joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL_MEMORY = 11e9  # bytes; Flux.1 in fp8 has 12 GB of weights
 
 
 def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> Iterator[Finding]:
-    """Yields a finding per device, and one for what they are together.
+    """Yields a finding per device, and findings about all of them together.
 
     `cpu`: the processor's name; `driver_problem`: why the driver does not answer, or empty.
     """
@@ -93,7 +93,7 @@ def _device(index: int, device: Device) -> Finding:
 
 
 def _paths(topology: Topology) -> list[str]:
-    """nvidia-smi's matrix: the path of each pair, GB/s in one direction where it is known."""
+    """Returns the rows of a matrix like nvidia-smi's: the path of each pair, with its one-way GB/s if known."""
     ids = [d.uuid for d in topology.devices]
     rows = ["".join([" " * 6, *(f"{f'GPU {i}':>10s}" for i in range(len(ids)))])]
     for i, one in enumerate(ids):
@@ -106,17 +106,17 @@ def _paths(topology: Topology) -> list[str]:
 
 
 def machines_of(devices: Sequence[str]) -> tuple[str, ...]:
-    """CLUSTER/MACHINE of each, in the order of the devices; () for devices of this computer."""
+    """Returns CLUSTER/MACHINE of each machine, in the order of the devices; () for devices of this computer."""
     return tuple(dict.fromkeys(filter(None, map(machine_of, devices))))
 
 
 def numbered(devices: Sequence[str]) -> dict[str, str]:
-    """How a report that is shown to others calls the machines: a number for each name."""
+    """Returns a numbered name for each machine (CLUSTER/MACHINE), for reports that are shown to others."""
     return {name: f"machine {number}" for number, name in enumerate(machines_of(devices), 1)}
 
 
 def check_machines(devices: Sequence[str], memory: Mapping[str, int]) -> Iterator[Finding]:
-    """Yields a finding per machine, and one for what they are together. `memory`: bytes by device."""
+    """Yields a finding per machine, and findings about all of them together. `memory`: bytes by device."""
     seen = []
     for name, called in numbered(devices).items():
         seen.append(_described([device for device in devices if machine_of(device) == name], memory))
@@ -132,7 +132,7 @@ def check_machines(devices: Sequence[str], memory: Mapping[str, int]) -> Iterato
 
 
 def pair_of(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Two devices, of two machines where there are two."""
+    """Returns two of the devices, on two different machines if there are several."""
     firsts = {machine_of(device): device for device in reversed(devices)}
     return tuple(firsts[name] for name in machines_of(devices)[:2]) if len(firsts) > 1 else devices[:2]
 

@@ -1,4 +1,4 @@
-"""examine(): everything the doctor looks at, in order, as one report without anything private in it."""
+"""examine(): runs all checks of the doctor in order and returns one report without private data."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OnPhase = Callable[[str], None]
 ShouldCancel = Callable[[], bool]
 SOFTWARE, SYSTEM, DEVICES, MACHINES = "Software", "System", "Devices", "Machines"
 LINKS, ATTENTION, SAMPLING = "Links", "Attention", "Sampling"
-# Without these there is no rank that could be asked.
+# Ranks cannot start without these.
 _NEEDED = ("torch", "torch import", "diffusers", "safetensors")
-_CAUSE_LINES = 4  # of a traceback that a rank left; its end says what is missing
+_CAUSE_LINES = 4  # of a rank's traceback; its last lines say what is missing
 
 
 def examine(
@@ -47,11 +47,11 @@ def examine(
     on_phase: OnPhase | None = None,
     should_cancel: ShouldCancel | None = None,
 ) -> Report:
-    """Looks at the installation and, with ranks of its own that it ends, at `devices` (rank names).
+    """Examines the installation, and `devices` (rank names) with ranks that it starts and ends.
 
-    Without `devices`: all GPUs, or two ranks on the CPU where there are fewer than two. Of a cluster they are machines'
-    that have joined this process. Takes about 20 seconds, and a GPU's memory for a context and two 64 MiB buffers.
-    Raises Cancelled when `should_cancel` says so, and nothing else.
+    Without `devices`: all GPUs, or two ranks on the CPU if there are fewer than two GPUs. Machines of a cluster must
+    have joined this process. Takes about 20 seconds, and on each GPU the memory of a context and two 64 MiB buffers.
+    Raises Cancelled if `should_cancel` returns True, and no other error.
     """
     report_progress = on_phase or (lambda text: None)
     report_progress("looking at the installation")
@@ -71,7 +71,7 @@ def examine(
 
 
 def look_at_installation(devices: tuple[str, ...]) -> list[Finding]:
-    """Returns what there is to say without a rank: on software, limits and devices. `devices`: of the ranks to be."""
+    """Returns the findings that need no ranks: software, limits, devices. `devices`: where ranks will run."""
     topology, driver_problem = _probe_topology(torch_problem := probe_torch())
     return _look_at_system() + _look_at_installation(devices, topology, torch_problem, driver_problem)
 
@@ -104,7 +104,7 @@ def _with_ranks(
     should_cancel: ShouldCancel | None,
 ) -> list[Finding]:
     """Starts ranks on `devices`, returns what they find, and ends them."""
-    from ...planner.history import record_link  # torch: not before it is known to be there
+    from ...planner.history import record_link  # these import torch, which is known to be installed here
     from ...sidecar.sidecar import Sidecar
     from .rank_probe import probe_links, probe_parity
 
@@ -156,11 +156,11 @@ def _with_ranks(
 
 
 def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
-    """(what this process can see, why the driver does not answer, or empty)."""
+    """Returns (the devices that this process can see, why the driver does not answer, or empty)."""
     if not torch_problem:
         try:
             return read_visible(), ""
-        except Exception as error:  # whatever the driver's library raises for a GPU that fell off the bus
+        except Exception as error:  # the driver's library raises many types for a GPU that fell off the bus
             return Topology((), source="none"), f"{type(error).__name__}: {error}"
     return Topology((), source="none"), ""
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ...wire.calibration import RankFacts
 from ...wire.checks.findings import Finding
 
-# What Parallel Flux Loader calls the kernels, and the importable package that each needs.
+# The kernels by their name in Parallel Flux Loader, and the importable package that each needs.
 KERNELS = {
     "flash_3": "flash_attn_interface",
     "flash": "flash_attn",
@@ -16,7 +16,8 @@ KERNELS = {
 
 
 def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus: bool) -> Iterator[Finding]:
-    """`packages`: importable ones among those of KERNELS; `facts`: what the ranks said of the kernel they would use."""
+    """Yields a finding on the installed kernels and one on the kernel in use. `packages`: those of KERNELS that can be
+    imported; `facts`: the ranks' reports on the kernel that they would use."""
     found = [name for name, package in KERNELS.items() if package in packages]
     listed = ", ".join(["torch", *found])
     if on_gpus and not {"flash_3", "flash"} & set(found):

@@ -1,4 +1,4 @@
-"""Findings about what the ranks measured of the links: self-test, peer access, bandwidth, latency, what arrives."""
+"""Findings about the links as the ranks measured them: self-test, peer access, bandwidth, latency, intact data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ...wire.calibration import (
 )
 from ...wire.checks.findings import Finding
 
-# A pair that reaches less than this share of its nominal rate is not merely busy: copies through host memory reach 0.4.
+# Share of a pair's nominal rate below which it is reported as slow. Copies through host memory still reach 0.4.
 SLOW_SHARE = 0.25
 # Seconds of a one-number all-reduce. NCCL takes 15 to 50 us within a box; a Flux step makes about 200 collectives.
 SLOW_COLLECTIVE = {"nccl": 200e-6, "gloo": 2e-3}
-# (name, in words, tokens at 16 pixels a token, a published model) of one picture with one prompt: 4,096 tokens of the
-# image and 512 of the text, and 81 frames in 21 of the latent, each of 30 x 52 tokens.
+# (name, description, tokens, published model (name, blocks, width)) of a picture with one prompt, at 16 pixels a token.
+# Image: 4,096 image tokens and 512 of text. Video: 81 frames are 21 latent frames of 30 x 52 tokens each.
 _PICTURES = (
     ("worth an image", "a 1024 × 1024 image of {model}", 4096 + 512, ("Flux.1", 57, 3072)),
     ("worth a video", "5 seconds of 832 × 480 of {model}", 21 * 30 * 52, ("Wan 2.1 14B", 40, 5120)),
 )
-_BYTES = 2  # of a number in bfloat16
-_GOOD = 0.85  # of as many times as fast as there are devices
+_BYTES = 2  # per number, in bfloat16
+_GOOD = 0.85  # parallel efficiency that counts as good: speed-up divided by the number of devices
 _CORRUPT = (
     "set NCCL_P2P_DISABLE=1, which avoids the direct path; then switch off the IOMMU or ACS in the BIOS, or update "
     "it"
@@ -37,7 +37,7 @@ _CORRUPT = (
 
 
 def of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
-    """The devices in rank order, by the UUIDs that the ranks found; None where they are not all known."""
+    """Returns the devices in rank order, by the UUIDs that the ranks reported; None if one of them is unknown."""
     try:
         return topology.select([f.device_uuid for f in facts])
     except DeviceError:
@@ -51,9 +51,10 @@ def check_links(
     across: bool = False,
     models: Sequence[tuple[int, int]] = (),
 ) -> Iterator[Finding]:
-    """From a thorough calibration of at least two ranks. `topology`: their devices in rank order, None if not known;
-    `across`: they are of a cluster, and a device number means nothing on another machine; `models`: (blocks, width) of
-    those that a person has, published ones where none are known."""
+    """Yields the findings from a thorough calibration of at least two ranks.
+
+    `topology`: their devices in rank order, None if unknown; `across`: True for a cluster, where device numbers mean
+    nothing on other machines; `models`: (blocks, width) of the user's models, empty for published ones."""
     yield _all_reduce(ranks)
     yield _intact(ranks)
     if not across and (topology is not None or any(_facts(c).device_uuid for c in ranks)):
@@ -127,7 +128,7 @@ def _peer_access(ranks: Sequence[Calibration], topology: Topology | None) -> Fin
 
 
 def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Finding:
-    """GB/s of each pair alone, one way, at the largest size that was measured."""
+    """Reports one-way GB/s of each pair while the others are idle, at the largest size that was measured."""
     rates: dict[tuple[int, int], float] = {}
     size = 0
     for c in ranks:
@@ -158,7 +159,7 @@ def _matrix(ranks: Sequence[Calibration], topology: Topology | None) -> Finding:
 
 
 def _all_at_once(ranks: Sequence[Calibration]) -> Finding:
-    """The rate at which a rank sends when all do, as in sequence parallelism."""
+    """Reports the rate of the slowest rank while all ranks send at once, as in sequence parallelism."""
     parts = []
     for kind, label in ((ALL_TO_ALL, "all-to-all"), (POINT_TO_POINT, "ring")):
         rates = [slowest_rate(tuple(ranks), kind, size) for size in SIZES]
@@ -188,14 +189,14 @@ def _latency(ranks: Sequence[Calibration], across: bool) -> Finding:
 def _worth(
     ranks: Sequence[Calibration], name: str, words: str, tokens: int, blocks: int, width: int
 ) -> Finding:
-    """Says from which time of a step on one device on all devices are faster, by what Ulysses exchanges and the links.
-    No time of a step is foreseen: that is for whoever has seen one."""
+    """Reports how long a step on one device must take for all devices to be faster, from the bytes that Ulysses
+    exchanges and the measured rates. It does not predict the time of a step itself."""
     count, rate = len(ranks), slowest_rate(tuple(ranks), ALL_TO_ALL)
     if rate is None:
         return Finding(name, "skipped", "no time was left to measure it", "run it again")
     sent = ulysses_bytes(tokens, count) * width * blocks * _BYTES
     exchange_s = sent / rate + 2 * blocks * max(c.collective_s for c in ranks)
-    # Of a step that takes t on one device: t / n and the exchange on n, which is s times as fast.
+    # A step of t seconds on one device takes t / n + exchange on n. It is s times as fast where that equals t / s.
     even_s, good_s = (exchange_s / (1 / s - 1 / count) for s in (1, _GOOD * count))
     return Finding(
         name,

@@ -1,4 +1,4 @@
-"""Findings about the picture itself: the demo model on two ranks against one, and whether ranks start at all."""
+"""Findings about the picture: the demo model's latent on two ranks against one, and ranks that fail to start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from ...wire.checks.findings import Finding
 
 if TYPE_CHECKING:
-    from torch import Tensor  # the doctor runs where there is none
+    from torch import Tensor  # the doctor also runs without torch
 
-# Largest difference of the latents relative to the largest value. fp32 is promised to 1e-5 and other orders of sums
-# stay below 1e-4; bf16 has 8 bits, and a few steps multiply its rounding.
+# Largest allowed difference of the latents, relative to the largest value. fp32 promises 1e-5, and another order of
+# sums stays below 1e-4. bf16 has 8 bits, and its rounding grows over a few steps.
 LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 @dataclass(frozen=True)
 class Parity:
-    """One comparison. `difference`: largest, relative to the largest value of one rank's latent; nan if not finite."""
+    """One comparison with one rank's latent. `difference`: see largest_difference."""
 
     dtype: str
     strategy: str
@@ -26,15 +26,15 @@ class Parity:
 
 
 def largest_difference(latent: Tensor, expected: Tensor) -> float:
-    """Returns it relative to the largest value of `expected`; nan where one of them is not finite."""
+    """Returns the largest difference relative to the largest value of `expected`; inf or nan if one is not finite."""
     return ((latent - expected).abs().max() / expected.abs().max()).item()
 
 
 def check_parity(runs: Sequence[Parity]) -> Iterator[Finding]:
-    """Yields a finding per dtype: the worst comparison where all are good, else every bad one."""
+    """Yields findings per dtype: one with the worst comparison if all are good, else one for each bad comparison."""
     for dtype in dict.fromkeys(run.dtype for run in runs):
         same = [run for run in runs if run.dtype == dtype]
-        bad = [run for run in same if not run.difference <= LIMITS[dtype]]  # also what is not a number
+        bad = [run for run in same if not run.difference <= LIMITS[dtype]]  # also true for nan
         for run in bad:
             yield Finding(
                 "same latent",
@@ -53,7 +53,7 @@ def check_parity(runs: Sequence[Parity]) -> Iterator[Finding]:
 
 
 def failed_start(devices: int, cause: str) -> Finding:
-    """The ranks could not start, or ended while they were examined."""
+    """Returns the finding for ranks that could not start, or that ended during the examination."""
     return Finding(
         "processes",
         "broken",

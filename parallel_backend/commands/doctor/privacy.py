@@ -1,4 +1,4 @@
-"""Takes out of a report what names a person or a machine, so that it can be pasted into a bug report."""
+"""Removes the names of people and machines from a report, so that it can be pasted into a bug report."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from types import MappingProxyType
 from ...wire.checks.findings import Finding
 
 _PACK_ROOT = Path(__file__).resolve().parents[3]
-# Paths below a home folder of anybody, and the serial numbers of GPUs.
+# Paths below any home folder, and serial numbers of GPUs.
 _HOMES = re.compile(r"(/home/|/Users/|/root\b)[^\s:'\",)\]]*")
 _SERIALS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{8,}")
 
 
 @dataclass(frozen=True)
 class Private:
-    """Texts to hide. `paths`: folder -> what to write in its place; `words`: names of user and machine."""
+    """Texts to hide, each with its replacement. `paths`: folders; `words`: names of the user and of machines."""
 
     paths: tuple[tuple[str, str], ...]
     words: tuple[tuple[str, str], ...]
 
 
 def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
-    """This process's folders and names, and those of `machines` of a cluster: CLUSTER/MACHINE and what to call it."""
+    """Returns the folders and names of this process, and of a cluster's `machines`: CLUSTER/MACHINE -> replacement."""
     home = str(Path("~").expanduser())
-    # Of two names for one folder the first counts.
+    # If two entries are the same folder, the first name counts.
     named: dict[str, str] = {}
     for path, name in (
         (str(_PACK_ROOT), "<pack>"),
@@ -45,18 +45,18 @@ def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
     ):
         if len(path.rstrip("/")) > 1:
             named.setdefault(path.rstrip("/"), name)
-    # The longest first: a pack often lies below the home folder.
+    # The longest path first, because the pack is often below the home folder.
     paths = sorted(named.items(), key=lambda found: -len(found[0]))
     host = socket.gethostname()
     words = {(host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")}
     for machine, called in machines.items():
-        # As devices and as errors name them; a bare name may be any word.
+        # The two forms used in device names and in error texts. A bare machine name could be any word.
         words |= {(machine, f"<{called}>"), (f"Machine {machine.partition('/')[2]}", f"<{called}>")}
     return Private(tuple(paths), tuple(sorted((w for w in words if w[0]), key=lambda w: -len(w[0]))))
 
 
 def scrub(text: str, private: Private) -> str:
-    """`text` without private paths, names and serial numbers."""
+    """Returns `text` without private paths, names and serial numbers."""
     for path, name in private.paths:
         text = re.sub(rf"{re.escape(path)}(?![\w.-])", name, text)
     text = _SERIALS.sub(r"\1-…", _HOMES.sub("~", text))
@@ -66,7 +66,7 @@ def scrub(text: str, private: Private) -> str:
 
 
 def scrub_findings(findings: Iterable[Finding], private: Private) -> tuple[Finding, ...]:
-    """`findings` with their texts, remedies and details scrubbed."""
+    """Returns `findings` with their texts, remedies and details scrubbed."""
     return tuple(
         replace(
             found,

@@ -1,4 +1,4 @@
-"""Looks at this machine without starting anything: versions, limits, folders, processes."""
+"""Reads facts about this machine without starting ranks: versions, limits, folders, processes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .versions import SHOWN
 
 _MODELS = ("diffusion_models", "unet", "checkpoints")  # folders
 _ENDINGS = (".safetensors", ".gguf")
-MAX_FILES = 100  # headers that are read
-MAX_MODELS = 2  # that are told
+MAX_FILES = 100  # whose headers are read
+MAX_MODELS = 2  # that are reported
 _FOLDERS = "parallel-backend-*-*"  # sidecar/process/rendezvous.py
 _RANK = b"parallel_backend.rank"
 
 
 def probe_versions() -> dict[str, str]:
-    """Versions by package name, "" for what is not installed; imports none of them."""
+    """Returns versions by package name, "" for a package that is not installed. Imports none of them."""
     names = (*SHOWN, "triton", "nvidia-ml-py")
     return {n: platform.python_version() if n == "python" else installed_version(n) for n in names}
 
 
 def probe_classes() -> tuple[str, list[str]] | None:
-    """Returns (version of ComfyUI, classes of models whose code nobody has tested), or None without a ComfyUI."""
+    """Returns (version of ComfyUI, model classes whose code has not been tested), or None if no ComfyUI is found."""
     root = find_folder()
     if root is None:
         return None
@@ -45,8 +45,8 @@ def probe_classes() -> tuple[str, list[str]] | None:
 
 
 def probe_models() -> list[tuple[int, int]]:
-    """Returns (blocks, width) of the largest transformers in this ComfyUI's folders of models, each form once, by the
-    headers of their files; none without a ComfyUI. Folders that its settings add are not looked at."""
+    """Returns the distinct (blocks, width) of the largest transformers in ComfyUI's model folders, read from file
+    headers; empty if no ComfyUI is found. Folders that are added in ComfyUI's settings are not searched."""
     root = find_folder()
     if root is None:
         return []
@@ -74,7 +74,7 @@ def _size(path: Path) -> int:
 
 
 def probe_torch() -> str:
-    """The reason torch cannot be imported, or empty: a CUDA build without its libraries is installed, yet of no use."""
+    """Returns why torch cannot be imported, or empty. E.g. a CUDA build without its libraries fails to import."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -83,12 +83,12 @@ def probe_torch() -> str:
 
 
 def probe_kernels() -> set[str]:
-    """The importable packages among those that attention kernels need."""
+    """Returns those packages of attention kernels that can be imported."""
     return {package for package in KERNELS.values() if find_spec(package) is not None}
 
 
 def probe_system(shm: Path = Path("/dev/shm")) -> System:
-    import resource  # not on Windows, where this is not asked but the module must load
+    import resource  # missing on Windows, where this module must still be importable
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -107,7 +107,7 @@ def probe_system(shm: Path = Path("/dev/shm")) -> System:
 
 
 def probe_leftovers(proc: Path = Path("/proc"), temp: Path | None = None) -> Leftovers:
-    """Ranks of this user whose parent is gone, and rendezvous folders whose process is gone."""
+    """Finds ranks of this user whose parent has ended, and rendezvous folders whose process has ended."""
     ranks = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _is_orphan(entry)]
     folders = [
         folder
@@ -120,7 +120,7 @@ def probe_leftovers(proc: Path = Path("/proc"), temp: Path | None = None) -> Lef
 
 
 def _is_orphan(entry: Path) -> bool:
-    """Whether a process is a rank of this user that another process than the one that started it has adopted."""
+    """Returns True if the process is a rank of this user whose parent is no longer the process that started it."""
     try:
         words = (entry / "cmdline").read_bytes().split(b"\0")
         if _RANK not in words or b"--parent" not in words or not _is_mine(entry):
@@ -140,7 +140,7 @@ def _is_mine(path: Path) -> bool:
 
 
 def _try_temp_folder() -> tuple[str, int]:
-    """(why ranks could not meet in the temp folder, or empty; bytes free)."""
+    """Returns (why ranks could not meet in the temp folder, or empty; free bytes there)."""
     try:
         with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
             Path(folder, "store").write_bytes(b"0" * 4096)

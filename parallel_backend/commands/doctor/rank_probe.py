@@ -1,4 +1,4 @@
-"""Starts ranks to see what only they can: the links between them, the kernel in use, and one picture on two of them."""
+"""Probes that need ranks: the links between them, the kernel in use, and one picture on two ranks against one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .parity import Parity, largest_difference
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "transformer.safetensors"
 CAPTION = "a red circle left of a blue square"
-STEPS, CFG, LATENT = 4, 3.0, (1, 16, 16, 16)  # 128 x 128 pixels, what the demo model was trained on
+STEPS, CFG, LATENT = 4, 3.0, (1, 16, 16, 16)  # 128 x 128 pixels, the size that the demo model was trained on
 LINKS_S, PAIR_S = (
     10.0,
     1.0,
-)  # most seconds for all at once, and for each pair: NCCL makes a connection for each
+)  # seconds at most for all ranks at once, and for each pair: NCCL makes a connection per pair
 # One strategy per way to split: tokens over all-to-all, tokens over a ring, the two prompts.
 STRATEGIES = (
     ParallelStrategy(ulysses_degree=2),
@@ -36,7 +36,7 @@ ShouldCancel = Callable[[], bool]
 def probe_links(
     sidecar: Sidecar, on_phase: OnPhase | None, should_cancel: ShouldCancel | None
 ) -> tuple[Calibration, ...]:
-    """A thorough calibration of all ranks of `sidecar`, one entry per rank."""
+    """Runs a thorough calibration of all ranks of `sidecar` and returns one entry per rank."""
     count = len(sidecar.devices)
     everyone = Placement(ParallelStrategy(ring_degree=count))
     budget = LINKS_S + PAIR_S * count * (count - 1) / 2
@@ -48,7 +48,7 @@ def probe_links(
 def probe_parity(
     two: Sidecar, one: Sidecar, dtypes: tuple[str, ...], should_cancel: ShouldCancel | None
 ) -> list[Parity]:
-    """The demo model's latent on two ranks against one, for each dtype and way to split."""
+    """Compares the demo model's latent on two ranks with that on one, for each dtype and way to split."""
     found = []
     for dtype in dtypes:
         spec = ModelSpec(str(DEMO_MODEL), weight_dtype=dtype)

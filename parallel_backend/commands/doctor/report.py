@@ -1,4 +1,4 @@
-"""The doctor's report: as text for a terminal, as JSON, as an exit status."""
+"""The doctor's report, as text for a terminal, as JSON and as an exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STATUS_WIDTH = 8
 
 
 def in_group(group: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Returns them under the heading `group`."""
+    """Returns the findings with `group` as their heading."""
     return [replace(finding, group=group) for finding in findings]
 
 
@@ -24,7 +24,7 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """1 where something is broken, else 0."""
+        """1 if something is broken, else 0."""
         return int(any(v.status == "broken" for v in self.verdicts))
 
     def count(self, status: str) -> int:
@@ -46,7 +46,7 @@ class Report:
         }
 
     def as_text(self, width: int = 80) -> str:
-        """Lines of at most `width` columns, but for the rows of tables."""
+        """Returns text of at most `width` columns; the rows of tables may be longer."""
         names = max((len(v.name) for v in self.verdicts), default=0)
         lines: list[str] = []
         group = ""

@@ -1,4 +1,4 @@
-"""Findings about the operating system: shared memory, limits, the temp folder, variables, and what was left behind."""
+"""Findings about the operating system: shared memory, limits, temp folder, variables, leftovers of ended processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from ...wire.checks.findings import Finding
 
 MIB = 1024**2
-# Docker's default is 64 MiB; NCCL puts about 10 MiB a pair of GPUs there where they have no peer access.
+# Docker's default is 64 MiB. NCCL needs about 10 MiB in /dev/shm for each pair of GPUs without peer access.
 SMALL_SHM = 64 * MIB
 ENOUGH_SHM = 512 * MIB
-# A rank holds its link, a store, the collectives' sockets to every peer and the mapped files.
+# A rank opens its link, a store, sockets to every peer for collectives, and the mapped files.
 FEWEST_FILES, ENOUGH_FILES = 256, 1024
 LEAST_CORES_PER_RANK = 2  # one launches kernels, one serves the links
-# Variables that a person sets once to work round a problem and forgets: (name, values, what it costs).
+# Variables that people set once as a workaround and forget: (name, values, what it costs).
 VARIABLES = (
     ("NCCL_P2P_DISABLE", ("1",), "GPUs exchange everything through host memory"),
     ("NCCL_SHM_DISABLE", ("1",), "GPUs without peer access exchange everything over sockets"),
@@ -26,7 +26,8 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class System:
-    """Observed limits. Bytes; `shm`: None without /dev/shm; limits: -1 without one; `temp_problem`: why, or empty."""
+    """Observed limits. Sizes in bytes. `shm`: of /dev/shm, None if missing; `open_files`, `locked_memory`: -1 for no
+    limit; `temp_problem`: why the temp folder cannot be used, or empty."""
 
     cores: int
     shm: int | None
@@ -40,14 +41,14 @@ class System:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Remains of ended processes: process ids of ranks without a parent, and rendezvous folders."""
+    """Leftovers of ended processes. `ranks`: process ids of ranks without a parent; `folders`: rendezvous folders."""
 
     ranks: tuple[int, ...]
     folders: int
 
 
 def check_system(seen: System, ranks: int, on_gpus: bool) -> Iterator[Finding]:
-    """Yields what is to be said for a group of `ranks` ranks."""
+    """Yields the findings about the system for a group of `ranks` ranks."""
     yield _cores(seen, ranks, on_gpus)
     yield _shared_memory(seen, ranks, on_gpus)
     yield _open_files(seen)
@@ -60,7 +61,7 @@ def check_system(seen: System, ranks: int, on_gpus: bool) -> Iterator[Finding]:
 
 
 def check_leftovers(seen: Leftovers) -> Finding:
-    """Ranks die with their parent, so one that lives without is a fault, and it holds device memory."""
+    """Reports leftovers. Ranks die with their parent, so one that outlived it is a fault and holds device memory."""
     if seen.ranks:
         pids = " ".join(map(str, seen.ranks))
         return Finding(
@@ -117,7 +118,7 @@ def _open_files(seen: System) -> Finding:
 
 def _locked_memory(seen: System) -> Finding:
     finding = "no limit" if seen.locked_memory < 0 else _size(seen.locked_memory)
-    # CUDA pins host memory through its driver, past this limit; only InfiniBand's verbs are held to it.
+    # CUDA pins host memory through its driver, which ignores this limit. Only InfiniBand's verbs are bound by it.
     return Finding("locked memory", "ok", f"{finding} (ulimit -l; matters for InfiniBand only)")
 
 

@@ -1,4 +1,4 @@
-"""Findings about the versions of what is installed, from a table of what is known not to work and why."""
+"""Findings about the installed versions, from a table of versions that are known not to work and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTALL = "pip install -r requirements.txt, in ComfyUI's Python environment, fr
 
 @dataclass(frozen=True)
 class Bound:
-    """`package` below version `least` (or missing, if `required`) gets `status`, for the reason `why`."""
+    """A lower bound: `package` below version `least` (or missing, if `required`) gets `status` for the reason `why`."""
 
     package: str
     least: str
@@ -24,7 +24,7 @@ class Bound:
     required: bool = True
 
 
-# Lower bounds as in requirements.txt; each was the oldest version that the code's own needs allow.
+# The lower bounds of requirements.txt: each is the oldest version that has what the code needs.
 BOUNDS = (
     Bound("python", "3.10", "broken", "the pack uses syntax of 3.10", "a ComfyUI with Python 3.10 or newer"),
     Bound(
@@ -47,7 +47,7 @@ BOUNDS = (
         required=False,
     ),
 )
-# What docs/ and the tests were made with: newer ones probably work, but nobody looked.
+# The versions that docs/ and the tests were made with. Newer ones probably work but are untested.
 TESTED = {"torch": "2.13", "diffusers": "0.42", "xfuser": "0.7"}
 
 
@@ -80,7 +80,7 @@ def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str =
 
 
 def check_classes(version: str, untested: Sequence[str]) -> Finding:
-    """Says how far the pack knows this ComfyUI. `untested`: classes of models whose code nobody has tested yet."""
+    """Reports whether the pack knows the models of this ComfyUI. `untested`: model classes with untested code."""
     if not untested:
         return Finding("ComfyUI", "ok", f"{version}: its models compute as the pack knows them")
     count = len(untested)
@@ -93,7 +93,7 @@ def check_classes(version: str, untested: Sequence[str]) -> Finding:
 
 
 def check_platform(platform: str, release: str) -> Finding:
-    """Ranks need Linux; under WSL2 GPUs have no peer access. `platform`: sys.platform; `release`: the kernel's."""
+    """Checks for Linux and for WSL2 (no peer access of GPUs). `platform`: sys.platform; `release`: the kernel's."""
     if platform != "linux":
         return Finding(
             "system", "broken", f"{platform}: the processes need Linux", "on Windows run ComfyUI inside WSL2"
@@ -124,6 +124,6 @@ def _check_bound(name: str, version: str) -> Finding:
 
 
 def parse(version: str) -> tuple[int, ...]:
-    """The release numbers of a version, without build and pre-release parts: 2.13.0a1+cu128 -> (2, 13, 0)."""
+    """Returns the release numbers of a version, without build and pre-release: 2.13.0a1+cu128 -> (2, 13, 0)."""
     release = re.match(r"\d+(\.\d+)*", version.strip().lstrip("v"))
     return tuple(map(int, release[0].split("."))) if release else ()

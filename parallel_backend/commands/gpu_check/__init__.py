@@ -1,1 +1,1 @@
-"""`doctor --gpu`: the first minutes on a GPU as a list of checks, each survived, in one report (docs/gpu-check.md)."""
+"""`doctor --gpu`: a list of checks for the first minutes on a GPU; a crash does not stop it (docs/gpu-check.md)."""

@@ -1,4 +1,4 @@
-"""The process that runs checks with ranks: `python -m parallel_backend.commands.gpu_check`; see processes.py."""
+"""`python -m parallel_backend.commands.gpu_check`: the process that runs checks which start ranks; see processes.py."""
 
 from __future__ import annotations
 

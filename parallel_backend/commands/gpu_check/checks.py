@@ -1,4 +1,4 @@
-"""A check and a group of checks, as data."""
+"""Dataclasses for a check and for a group of checks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...wire.checks.gpu_check import CheckSubject
 from .ranks import Ranks
 
 Examine = Callable[[Ranks], Sequence[Finding]]
-USUAL_LIMIT = 600.0  # s; a model of 24 GB is loaded from a slow disk, and its blocks are compiled
-ALL = 0  # ranks of a check: one on every device
+USUAL_LIMIT = 600.0  # s; enough to load 24 GB from a slow disk and to compile the blocks
+ALL = 0  # Check.ranks: one rank on every device
 
 
 @dataclass(frozen=True)
 class Check:
-    """One entry of the list. `name`: for --only; `examine`: what it does with ranks, None where ranks do it themselves
-    (rank/checks), `ranks` of them together; `needs_gpu`, `needs_two`: else skipped, with the reason; `limit_s`:
-    after which it is ended, and that is the finding."""
+    """One check. `name`: its name in --only; `examine`: the function that runs it with a Ranks object; None for a check
+    that `ranks` rank processes run together (rank/checks); `needs_gpu`, `needs_two`: skipped without a GPU or without
+    two devices; `limit_s`: seconds after which it is ended and reported as broken."""
 
     name: str
     examine: Examine | None = None
@@ -28,7 +28,7 @@ class Check:
     limit_s: float = USUAL_LIMIT
 
     def why_not(self, subject: CheckSubject) -> str:
-        """The reason not to run it on `subject`, or empty."""
+        """Returns why the check cannot run on `subject`, or an empty string."""
         if self.needs_gpu and not subject.on_gpus:
             return f"{NO_GPU}: this is about CUDA alone"
         if self.needs_two and len(subject.devices) < 2:

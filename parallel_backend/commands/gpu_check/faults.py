@@ -1,4 +1,4 @@
-"""Checks of what goes wrong on purpose: a job cancelled in a step, a rank killed, a device's memory used up."""
+"""Checks that cause faults on purpose: a job cancelled in a step, a rank killed, a device's memory used up."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ...wire.checks.findings import Finding
 from .checks import Check, Group
 from .ranks import Ranks, compared
 
-_KILLED = 20  # steps of a job in whose first one a rank is killed: enough for the kernel to do it
-_LONG = 1000  # steps of a job that is cancelled in its first ones
+_KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
+_LONG = 1000  # steps of the job that is cancelled in one of its first steps
 
 
 def check_cancel(ranks: Ranks) -> Sequence[Finding]:
@@ -55,7 +55,7 @@ def check_cancel(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_kill(ranks: Ranks) -> Sequence[Finding]:
-    """The last rank is killed after the first step; the job goes on with new ranks, and comes to the same."""
+    """Kills the last rank after the first step; the job must go on with new ranks and give the same latent."""
     strategy = ranks.split()
     expected = ranks.sample(strategy, steps=_KILLED)
     sidecar = ranks.group(strategy.world_size)
@@ -75,7 +75,7 @@ def check_kill(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
-    """Rank 0 allocates until nothing is left (on the CPU it only says so); the job fails in words, the next runs."""
+    """Lets rank 0 use up its memory (simulated on the CPU): the job must raise OutOfMemory, the next one must run."""
     strategy = ranks.split()
     expected = ranks.sample(strategy)
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder, _fault(Path(folder) / "once"):
@@ -92,13 +92,13 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
         result = ranks.sample(strategy)
         after = sidecar.pids
     kept = "the same processes" if after == before else "new processes"
-    ranks.close()  # they still have the fault in their environment
+    ranks.close()  # these ranks still have the fault in their environment
     return [compared("out of memory", result, expected, f"told ({words}); the next job on {kept}")]
 
 
 @contextmanager
 def _fault(once: Path) -> Iterator[None]:
-    """Ranks that start now run out of memory after one step, once."""
+    """Makes ranks that start meanwhile run out of memory once, after one step. `once`: the file that marks it done."""
     fault = {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": str(once)}
     os.environ[VARIABLE] = json.dumps(fault)
     try:

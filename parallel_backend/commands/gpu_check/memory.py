@@ -1,4 +1,4 @@
-"""Checks of where weights lie and what becomes of them: fp8, offload, sleep, and a text encoder beside them."""
+"""Checks of the weights in memory: fp8, offload, sleep, and a text encoder in the same memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..doctor.parity import largest_difference
 from .checks import Check, Group
 from .ranks import Ranks, compared, gigabytes, same_bits, steps_in_words
 
-# A latent of weights rounded to 8 bits is another picture, but one of the same kind; measured with the demo model: 0.1.
+# Largest relative difference: weights rounded to 8 bits give a similar, not an equal picture. The demo model gives 0.1.
 _FP8_LIMIT = 0.5
 
 
@@ -40,7 +40,7 @@ def check_offload(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_sleep(ranks: Ranks) -> Sequence[Finding]:
-    """Both ways to give memory back, and the same picture after each."""
+    """Gives the weights' memory back in both ways; the picture after each must be the same."""
     expected = ranks.sample()
     sidecar = ranks.group(1)
     ways: dict[str, tuple[str, Callable[[], None]]] = {

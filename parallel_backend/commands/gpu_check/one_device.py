@@ -1,4 +1,4 @@
-"""Checks of a single device: what it is, its attention kernels, loading, steps, waits, and the same bits twice."""
+"""Checks of a single device: its identity, attention kernels, loading, steps, waits, and equal bits in two runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .checks import ALL, Check, Group
 from .ranks import ALONE, Ranks, compared, gigabytes, same_bits, steps_in_words
 
 _STEPS = 3
-# Beyond the prediction: slack of the allocator, and NVML rounds to whole pages of 2 MiB.
+# Allowed beyond the predicted bytes, for the slack of the allocator.
 _SLACK_SHARE, _SLACK_BYTES = 1.1, 256e6
 
 
 def check_installation(ranks: Ranks) -> Sequence[Finding]:
-    """All of the doctor's that needs no rank."""
+    """Runs the doctor's checks that need no ranks; leaves out what is ok, except for software and devices."""
     return [
         replace(found, name=f"{found.group}: {found.name}")
         for found in look_at_installation(ranks.subject.devices)
@@ -33,7 +33,7 @@ def check_installation(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_identity(ranks: Ranks) -> Sequence[Finding]:
-    """Whether NVML knows the very cards that the ranks compute on, by their numbers: it tells memory and links."""
+    """Checks that NVML, which reports memory and links, numbers the ranks' cards in the same way as CUDA."""
     subject = ranks.subject
     calibrations = probe_links(ranks.group(len(subject.devices)), None, None)
     facts = [c.facts for c in calibrations if c.facts is not None]
@@ -72,11 +72,11 @@ def check_identity(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
-    """Loading: seconds, and the memory after it as NVML, torch and the prediction have it."""
+    """Loads the model and reports the seconds, and the memory according to NVML, torch and the prediction."""
     sidecar = ranks.group(1, fresh=True)
     first = sidecar.load(ranks.spec)
     sidecar.drop(ranks.spec)
-    before = read_free_bytes(ranks.subject.devices[0])  # with what a context takes, which the first load made
+    before = read_free_bytes(ranks.subject.devices[0])  # after the first load has created the context
     info = sidecar.load(ranks.spec)
     rate = info.bytes / max(info.seconds, 1e-6) / 1e9
     words = (
@@ -115,7 +115,7 @@ def judge_memory(finding: str, allocated: float, predicted: float) -> Finding:
 
 
 def check_steps(ranks: Ranks) -> Sequence[Finding]:
-    """Three steps as they are and three compiled; a job before each takes what only the first one pays."""
+    """Times three steps uncompiled and compiled; a job before each one takes the costs that only the first job has."""
     plain = [ranks.sample(steps=_STEPS) for _ in range(2)][-1]
     compiling = ComputeOptions(compile="blocks")
     first = ranks.sample(steps=_STEPS, options=compiling)

@@ -1,4 +1,4 @@
-"""Processes that run checks for the doctor, so that none can take it along: a crash or a hang is an error here."""
+"""Processes that run checks for the doctor: a check that crashes or hangs only raises an error in the doctor."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ...wire.checks.findings import Finding
 from ...wire.checks.gpu_check import SHOW_STACK, Answer, CheckSubject
 from ...wire.strict_json import from_json, parse, to_json
 
-_READ = 64 * 1024  # bytes at once
-_FAREWELL = 15.0  # s for a process to end its ranks by itself, once it is told
-_AFTER_AN_ERROR = 10.0  # s for the other processes, which may wait for the one that raised it
+_READ = 64 * 1024  # bytes per read
+_FAREWELL = 15.0  # s for a process to end its ranks by itself after its stdin is closed
+_AFTER_AN_ERROR = 10.0  # s for the other processes to answer, which may be waiting for the one that raised it
 
 _WAITED = Answer(
     (Finding("error", "skipped", "it gave no answer after the error in the other process"),), raised=True
@@ -37,7 +37,7 @@ _WAITED = Answer(
 class CheckProcesses:
     """`ranks` processes of the program `module`, which run each check together, until `close`.
 
-    They end with the thread that started them, and what they started ends with them.
+    They end when the thread that started them ends, and their own child processes end with them.
     """
 
     def __init__(self, module: str, subject: CheckSubject, ranks: int, environ: Mapping[str, str]) -> None:
@@ -51,8 +51,8 @@ class CheckProcesses:
         self._tell(json.dumps(to_json(subject)))
 
     def ask(self, check: str, limit_s: float) -> tuple[Answer, ...]:
-        """Returns the answer of each process. One that raised an error may leave the others waiting for it, which
-        have some seconds then. Raises RankFailed where one ended, or not all answered within `limit_s`."""
+        """Returns the answer of each process. If one raised an error, the others get some more seconds: they may wait
+        for it. Raises RankFailed if a process ends, or if not all answer within `limit_s` seconds."""
         self._tell(check)
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit_s
@@ -81,7 +81,7 @@ class CheckProcesses:
         return tuple(answers[rank] for rank in range(self.ranks))
 
     def close(self) -> None:
-        """All processes and what they started are gone when it returns."""
+        """Ends all processes and their children; kills those that do not end in time."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class CheckProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """The same without waiting for them."""
+        """Kills all processes and their children at once."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -127,7 +127,7 @@ class CheckProcesses:
     def _tell(self, line: str) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended, as the next answer will tell
+            with contextlib.suppress(OSError):  # the process has ended: reading its answer raises the error
                 process.stdin.write(line.encode() + b"\n")
                 process.stdin.flush()
 
@@ -145,7 +145,7 @@ class CheckProcesses:
         return RankFailed(rank, f"its process {status.words}", crashed=True, reason=status.reason)
 
     def _hung(self, rank: int, limit_s: float) -> RankFailed:
-        """With where it is, as far as it can still tell."""
+        """Returns the error for a process that hangs, with its stack if it can still print it."""
         with contextlib.suppress(ProcessLookupError):
             self._processes[rank].send_signal(SHOW_STACK)
         time.sleep(deadlines.STACK)

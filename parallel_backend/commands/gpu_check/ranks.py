@@ -1,4 +1,4 @@
-"""The ranks on which checks run their jobs: a group for one device and one for several."""
+"""The ranks on which checks run their jobs: one group for one device and one for several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COARSEST = max(LIMITS.values())
 
 
 class Ranks:
-    """Of the process that runs the checks of one subject; ended by `close`."""
+    """The groups of ranks for the checks of one subject; `close` ends them."""
 
     def __init__(self, subject: CheckSubject) -> None:
         self.subject = subject
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """Of a group that splits a picture: two, or one where there is one device."""
+        """The number of ranks that split a picture: two, or one if there is only one device."""
         return min(2, len(self.subject.devices))
 
     @property
@@ -51,8 +51,8 @@ class Ranks:
         return height, width
 
     def group(self, count: int, *, fresh: bool = False) -> Sidecar:
-        """The ranks of the first `count` devices, new ones where `fresh`. A user's model may fit a device once, so the
-        ranks of other counts make way for it."""
+        """Returns the ranks of the first `count` devices, started anew if `fresh`. For a user's model, ends the other
+        groups first, because a device may not hold it twice."""
         for other in [n for n in self._groups if (fresh if n == count else not self.subject.is_demo)]:
             self._groups.pop(other).stop()
         if count not in self._groups:
@@ -64,7 +64,7 @@ class Ranks:
             self._groups.popitem()[1].stop()
 
     def request(self, size: tuple[int, int] | None = None, steps: int = 0) -> SampleRequest:
-        """A job with CFG. `size`: height and width in pixels, the square if None; `steps`: 0 for the usual number."""
+        """Returns a job with CFG. `size`: height and width in pixels, None for `square`; `steps`: 0 for the usual."""
         height, width = size or self.square
         return random_request(
             self.file.inputs,
@@ -87,7 +87,7 @@ class Ranks:
         on_step: Callable[[int, int, Tensor | None], None] | None = None,
         limit_s: float = float("inf"),
     ) -> SampleResult:
-        """One job under `strategy`. Raises ParallelError where it does not end within `limit_s` seconds."""
+        """Runs one job under `strategy`. Raises ParallelError if it does not end within `limit_s` seconds."""
         sidecar = self.group(strategy.world_size)
         deadline = time.monotonic() + limit_s
         try:
@@ -104,30 +104,30 @@ class Ranks:
             ) from None
 
     def expected(self, size: tuple[int, int] | None = None, dtype: str = "auto") -> SampleResult:
-        """One device's result, computed once: what every strategy must come to."""
+        """Returns the result of one device, which every strategy must reproduce. Computed once per size and dtype."""
         key = size or self.square, dtype
         if key not in self._expected:
             self._expected[key] = self.sample(size=size, dtype=dtype)
         return self._expected[key]
 
     def memory(self, count: int) -> tuple[RankStatus, ...]:
-        """What each of `count` ranks says that it holds."""
+        """Returns the status of each of `count` ranks, with the bytes that it holds."""
         return self.group(count).status().ranks
 
     def split(self) -> ParallelStrategy:
-        """The usual split of a picture over `count` devices."""
+        """Returns the usual strategy to split a picture over `count` devices."""
         ulysses, ring = self.file.shape.split_sequence(self.count)
         return ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
 
 
 def rounding(result: SampleResult) -> float:
-    """The difference that is rounding for the dtype that `result` was computed in."""
+    """Returns the largest difference that counts as rounding in the compute dtype of `result`."""
     load = result.info.load
     return LIMITS.get("" if load is None else load.compute_dtype, _COARSEST)
 
 
 def compared(name: str, result: SampleResult, expected: SampleResult, words: str = "") -> Finding:
-    """`result` against what it must come to. `words`: said before the difference."""
+    """Compares the latent of `result` with the expected one. `words`: text before the difference in the finding."""
     found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
     said = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
     if found <= limit:
@@ -141,7 +141,7 @@ def compared(name: str, result: SampleResult, expected: SampleResult, words: str
 
 
 def same_bits(name: str, result: SampleResult, expected: SampleResult, words: str) -> Finding:
-    """As `compared`, where nothing may differ; rounding is told as slow, which is not wrong and not as it should be."""
+    """Compares the latents bit by bit. A difference within rounding gets the status slow, any other one broken."""
     if result.latent.equal(expected.latent):
         return Finding(name, "ok", f"{words}: the same bits")
     found = compared(name, result, expected, words)
@@ -153,7 +153,7 @@ def same_bits(name: str, result: SampleResult, expected: SampleResult, words: st
 
 
 def steps_in_words(result: SampleResult) -> str:
-    """Milliseconds of each step, e.g. `31.0, 28.4, 28.5 ms`."""
+    """Returns the milliseconds of each step, e.g. `31.0, 28.4, 28.5 ms`."""
     return f"{', '.join(f'{seconds * 1e3:.1f}' for seconds in result.info.step_seconds)} ms"
 
 

@@ -1,4 +1,4 @@
-"""The report of `doctor --gpu`: what each check found and how long it took, as Markdown and as JSON."""
+"""The report of `doctor --gpu`: the findings and the time of each check, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = ("gpu-check.md", "gpu-check.json")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check that was run or skipped. `seconds`: 0 for a skipped one."""
+    """The result of one check that ran or was skipped. `seconds`: 0 if it was skipped."""
 
     check: str
     group: str
@@ -25,7 +25,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class GpuReport:
-    """`subject`: what was looked at, in words; `planned`: checks, of which those not in `results` did not run."""
+    """The whole report. `subject`: lines that describe what was checked; `planned`: number of checks to run."""
 
     subject: tuple[str, ...]
     results: tuple[CheckResult, ...] = ()
@@ -33,7 +33,7 @@ class GpuReport:
 
     @property
     def exit_status(self) -> int:
-        """1 where something is broken, else 0."""
+        """1 if something is broken, else 0."""
         return self._all.exit_status
 
     @property
@@ -70,7 +70,7 @@ class GpuReport:
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Both files, whole or as they were."""
+        """Writes both files. Each is replaced as a whole, so that a reader never sees half a report."""
         for name, text in zip(FILES, (self.as_markdown(), json.dumps(self.as_dict(), indent=1)), strict=True):
             partial = folder / f".{name}.part"
             partial.write_text(text)
@@ -78,7 +78,7 @@ class GpuReport:
 
 
 def _in_markdown(verdict: Finding) -> Sequence[str]:
-    finding = " ".join(verdict.finding.split())  # a cause of several lines stays one entry
+    finding = " ".join(verdict.finding.split())  # a cause of several lines becomes one list entry
     lines = [f"- **{verdict.status}** {verdict.name}: {finding}"]
     if verdict.remedy:
         lines.append(f"  → {verdict.remedy}")

@@ -1,4 +1,4 @@
-"""Runs the list of checks, each survived, and hands out the report as it grows."""
+"""Runs the list of checks, goes on after any failure, and passes on the report after each check."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from .processes import CheckProcesses
 from .report import CheckResult, GpuReport
 from .several_devices import SEVERAL_GPUS
 
-# The whole list: what to look at in the first minutes on a GPU, in this order.
+# All checks, in the order in which they run.
 GROUPS = (
     *(INSTALLATION, ONE_GPU, MEMORY, SEVERAL_GPUS, FAULTS),
     Group("Time", (Check("profile", ranks=2, limit_s=900.0),)),
 )
-# Programs that run checks: one that has ranks, and one that is a rank.
+# The modules that run checks: one starts ranks for its checks, the other is itself a rank.
 WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
 
 OnReport = Callable[[GpuReport], None]
-OnBegin = Callable[[str, int, int], None]  # a check's name, its number, how many there are
+OnBegin = Callable[[str, int, int], None]  # the check's name, its number from 1, the number of checks
 
 
 def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
-    """What to look at on `devices`: as large as users' pictures on GPUs, and small on the CPU. `model`: path of a file,
-    the demo model if empty."""
+    """Returns what to check on `devices`: pictures of the usual size on GPUs, small ones on the CPU. `model`: path of a
+    model file, the demo model if empty."""
     on_gpus = all(device.startswith("cuda") for device in devices)
     return CheckSubject(
         devices=devices,
@@ -55,7 +55,7 @@ def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
 
 
 def choose(only: Collection[str], groups: Sequence[Group] = GROUPS) -> list[tuple[Group, Check]]:
-    """The checks that are called so, or whose group is; all without a name. Raises RequestError for an unknown one."""
+    """Returns the checks named in `only`, by their or their group's name; all if empty. Raises RequestError."""
     every = [(group, check) for group in groups for check in group.checks]
     requested = {name.strip().lower() for name in only}
     known = {check.name for _, check in every} | {group.title.lower() for group in groups}
@@ -77,7 +77,7 @@ def run_checks(
     on_report: OnReport | None = None,
     programs: tuple[str, str] = (WITH_RANKS, AS_RANK),
 ) -> GpuReport:
-    """The whole report; `on_report` gets it after each check. `programs`: others for tests."""
+    """Runs `checks` and returns the report; `on_report` gets it after each check. `programs`: replaced by tests."""
     private = _private(subject)
     report = GpuReport(tuple(scrub(line, private) for line in _words(subject)), planned=len(checks))
     runner = _Runner(subject, programs)
@@ -103,7 +103,7 @@ def run_checks(
 
 
 class _Runner:
-    """Asks the processes that a check needs; keeps them for later checks, unless something went wrong."""
+    """Runs checks in the processes that they need; keeps the processes for later checks unless something failed."""
 
     def __init__(self, subject: CheckSubject, programs: tuple[str, str]) -> None:
         self._subject, self._programs = subject, programs
@@ -132,12 +132,12 @@ class _Runner:
             self._held.popitem()[1].close()
 
     def _drop(self, which: tuple[str, int]) -> None:
-        """Without a farewell: who knows what state they are in."""
+        """Kills the processes at once: after a failure, their state is unknown."""
         if which in self._held:
             self._held.pop(which).kill()
 
     def _ready(self, module: str, count: int) -> CheckProcesses:
-        """Those that run, or new ones. A user's model may fit a device once, so others make way for it."""
+        """Returns running or new processes; ends others first for a user's model, which a device may not hold twice."""
         if (module, count) in self._held:
             return self._held[module, count]
         if not self._subject.is_demo:
@@ -146,7 +146,7 @@ class _Runner:
         if module == self._programs[1]:
             subject = replace(subject, devices=subject.devices[:count])
             environ = rank_environment(environ, PACK_ROOT, subject.devices)
-        if not subject.on_gpus:  # inductor would take a minute of the CPU to show what nobody runs there
+        if not subject.on_gpus:  # inductor would take a minute, and ranks on the CPU have no use for it
             environ.setdefault(COMPILE_BACKEND, "aot_eager")
         self._held[module, count] = CheckProcesses(module, subject, count, environ)
         return self._held[module, count]
@@ -160,7 +160,7 @@ class _Runner:
 
 
 def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """The findings of all processes, each with its rank where there are several."""
+    """Yields the findings of all processes, with the rank in the name if there are several."""
     for rank, answer in enumerate(answers):
         for finding in answer.findings:
             name = check.name if finding.name == "error" else finding.name
@@ -173,7 +173,7 @@ def _words(subject: CheckSubject) -> Sequence[str]:
     try:
         file = inspect_model(subject.model)
         sizes = f"{file.describe()}, {file.dtype}, {file.tensor_bytes / 1e9:.3g} GB"
-    except ParallelError as error:  # whose checks will fail, and say so
+    except ParallelError as error:  # the checks will fail and report the reason
         sizes = str(error)
     whose = "the demo model" if subject.is_demo else "a file"
     return (
@@ -184,7 +184,7 @@ def _words(subject: CheckSubject) -> Sequence[str]:
 
 
 def _private(subject: CheckSubject) -> Private:
-    """This process's names, and the model's."""
+    """Returns the private texts of this process, and the model's path and name."""
     private = find_private()
     if subject.is_demo:
         return private

@@ -1,4 +1,4 @@
-"""Checks of two devices and more: their links, every strategy against one device, PipeFusion, and memory."""
+"""Checks of two or more devices: their links, every strategy against one device, PipeFusion, and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..doctor.rank_probe import probe_links
 from .checks import Check, Examine, Group
 from .ranks import Ranks, gigabytes, steps_in_words
 
-# One strategy per way to split; Sharded 2 is two ranks that share out the weights and the tokens.
+# One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
 SPLITS = {
     "Ulysses 2": ParallelStrategy(ulysses_degree=2),
     "Ulysses 2, 4 groups": ParallelStrategy(ulysses_degree=2, head_groups=4),
@@ -25,14 +25,14 @@ SPLITS = {
     "tensor 2": ParallelStrategy(tensor_degree=2),
 }
 _PIPE = ParallelStrategy(pipefusion_degree=2)
-# (warm-up steps, patches): each order of messages between two stages.
+# (warm-up steps, patches): each combination gives another order of messages between two stages.
 PIPES = ((1, 2), (1, 6), (0, 2), (0, 6))
-# Growth from one round over all strategies to the next that is no leak: fragments of the allocator.
+# Growth from one round over all strategies to the next that is not a leak but fragmentation of the allocator.
 _GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
 
 
 def check_all_links(ranks: Ranks) -> Sequence[Finding]:
-    """Peer access, whether data arrives as it was sent, and rates, over all devices."""
+    """Checks the links of all devices: peer access, intact data and rates."""
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
     facts = [c.facts for c in calibrations if c.facts is not None]
     topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
@@ -40,13 +40,13 @@ def check_all_links(ranks: Ranks) -> Sequence[Finding]:
 
 
 def check_strategies(ranks: Ranks) -> Sequence[Finding]:
-    """Each way to split against one device, at both sizes; float32 too where the model is small."""
+    """Compares each way to split with one device, at both sizes; for the demo model on GPUs also in float32."""
     both = ranks.subject.on_gpus and ranks.subject.is_demo
     dtypes = ("auto", "float32") if both else ("auto",)
     sizes = (ranks.square, ranks.odd)
     for dtype in dtypes:
         for size in sizes:
-            ranks.expected(size, dtype)  # all of one device's before its ranks make way
+            ranks.expected(size, dtype)  # one device's results first: its ranks may have to end later
     runs: dict[tuple[int, int], list[Parity]] = {size: [] for size in sizes}
     times = []
     for name, strategy in SPLITS.items():
@@ -55,7 +55,7 @@ def check_strategies(ranks: Ranks) -> Sequence[Finding]:
                 result, expected = ranks.sample(strategy, size=size, dtype=dtype), ranks.expected(size, dtype)
                 load = expected.info.load
                 computed = "float32" if load is None else load.compute_dtype
-                computed = computed if computed == "float32" else "bfloat16"  # as coarse: Parity knows two
+                computed = computed if computed == "float32" else "bfloat16"  # LIMITS has no float16
                 runs[size].append(Parity(computed, name, largest_difference(result.latent, expected.latent)))
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
@@ -71,7 +71,7 @@ def check_strategies(ranks: Ranks) -> Sequence[Finding]:
 
 
 def pipefusion(warmup: int, patches: int) -> Examine:
-    """PipeFusion 2 within its limit: a job that hangs is ended, and told."""
+    """Returns a check that runs PipeFusion on two ranks; a job that exceeds its time limit is ended and reported."""
     strategy = _PIPE.replace(warmup_steps=warmup, num_pipeline_patch=patches)
 
     def check(ranks: Ranks) -> Sequence[Finding]:
@@ -87,7 +87,7 @@ def pipefusion(warmup: int, patches: int) -> Examine:
 
 
 def check_one_process(ranks: Ranks) -> Sequence[Finding]:
-    """Every strategy in one process, twice: communicators and buffers are kept, and must not grow."""
+    """Runs every strategy twice on the same ranks: they keep communicators and buffers, which must not grow."""
     strategies = {**SPLITS, "PipeFusion 2": _PIPE}
     rounds: list[dict[str, int]] = []
     for _ in range(2):
@@ -100,7 +100,7 @@ def check_one_process(ranks: Ranks) -> Sequence[Finding]:
 
 
 def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
-    """Bytes of the fuller rank after each strategy, in the first and in the second round."""
+    """Returns the verdict on bytes of the fuller rank after each strategy, in the first and in the second round."""
     table = tuple(f"{name:<20s}{gigabytes(first[name]):>10s}{gigabytes(second[name]):>10s}" for name in first)
     grown = [n for n in first if second[n] > _GROWTH_SHARE * first[n] + _GROWTH_BYTES]
     if not grown:

@@ -1,1 +1,1 @@
-"""The demo model's world of coloured shapes: captions, drawings, text encoder, image coder, judge. Pure torch."""
+"""The demo model's parts for pictures of coloured shapes: captions, text encoder, image coder, preview. Pure torch."""

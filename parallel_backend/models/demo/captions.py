@@ -1,4 +1,4 @@
-"""The grammar of the demo: one coloured shape, or two with a relation; and which combinations training never sees."""
+"""The captions of the demo: one coloured shape, or two with a relation; and the scenes that training never sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = ("circle", "square", "triangle", "cross")
 RELATIONS = ("left of", "right of", "above", "below")
 BACKGROUND = (0.94, 0.93, 0.90)
 _OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-# One pair of things in eight is held out, with both of its orders, so that no mirror image of it was trained.
+# One scene of two things in eight is held out, in both ways to describe it, so that training never sees that picture.
 _HELD_OUT_ONE_IN = 8
 
 
@@ -34,7 +34,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """`second` is None for a single thing; else `first` is `relation` `second`."""
+    """A single thing (`second` is None), or two things: `first` is `relation` `second`."""
 
     first: Thing
     relation: str | None = None
@@ -49,26 +49,26 @@ THINGS = tuple(Thing(colour, shape) for colour, shape in product(COLOURS, SHAPES
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether training leaves this scene out; a scene and its mirror ("b right of a" for "a left of b") go together."""
+    """Returns True if training leaves the scene out. "a left of b" and its mirror "b right of a" are equal here."""
     if scene.second is None or scene.relation is None:
         return False
     a, b = THINGS.index(scene.first), THINGS.index(scene.second)
     axis = scene.relation in ("above", "below")
     if scene.relation in ("right of", "below"):
         a, b = b, a
-    # A fixed scatter over all pairs: no random state, the same in every run.
+    # Scatters over all pairs without a random state, so that every run holds out the same scenes.
     return (a * 7 + b * 13 + axis * 5) % _HELD_OUT_ONE_IN == 0
 
 
 def mirrored(scene: Scene) -> Scene:
-    """The same picture said the other way round."""
+    """Returns the scene that describes the same picture from the second thing's side."""
     if scene.second is None or scene.relation is None:
         return scene
     return Scene(scene.second, _OPPOSITE[scene.relation], scene.first)
 
 
 def random_scene(rng: random.Random, held_out: bool = False) -> Scene:
-    """A scene of training, or one that training never sees. The two things differ in colour."""
+    """Draws a scene of training, or a `held_out` one that training never sees. Two things differ in colour."""
     while True:
         if not held_out and rng.random() < 0.15:
             return Scene(rng.choice(THINGS))
@@ -78,14 +78,14 @@ def random_scene(rng: random.Random, held_out: bool = False) -> Scene:
             return scene
 
 
-# Index 0 fills a text up to TOKENS and alone stands for the empty prompt; 1 is a word the demo does not know.
+# Index 0 pads a text to TOKENS, and an empty prompt is all padding. Index 1 is a word that the demo does not know.
 EMPTY, UNKNOWN = 0, 1
 WORDS = ("<empty>", "<unknown>", "a", *COLOURS, *SHAPES, "left", "right", "of", "above", "below")
 TOKENS = 12
 
 
 def tokenize(text: str) -> list[int]:
-    """TOKENS word indices of `text`, filled up with EMPTY; case and punctuation do not matter."""
+    """Returns TOKENS word indices of `text`, padded with EMPTY. Case and punctuation do not matter."""
     words = re.findall(r"[a-z]+", text.lower())[:TOKENS]
     known = [WORDS.index(word) if word in WORDS else UNKNOWN for word in words]
     return known + [EMPTY] * (TOKENS - len(known))

@@ -1,6 +1,6 @@
-"""The demo's latents as colours, for previews while it samples: least squares over scenes and their latents."""
+"""The matrix that turns the demo's latents into colours for previews, fitted by least squares over scenes."""
 
-# By channel of a latent as the model sees it: red, green and blue in -1..1 (tests/models/demo/test_preview.py).
+# For each channel of a latent as the model sees it: red, green, blue in -1..1 (tests/models/demo/test_preview.py).
 RGB_FACTORS = (
     (-0.0766, -0.1078, -0.0456),
     (0.0163, 0.0117, 0.0633),

@@ -1,4 +1,4 @@
-"""The demo's text encoder: a fixed random direction per word plus its place in the sentence; nothing is trained."""
+"""The demo's text encoder: a fixed random vector per word plus one per position; nothing is trained."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ POOLED_DIM = 64
 
 
 class DemoTextEncoder(nn.Module):
-    """Word indices -> (context [B, T, CONTEXT_DIM], pooled [B, POOLED_DIM]), float32.
+    """Turns word indices into (context [B, T, CONTEXT_DIM], pooled [B, POOLED_DIM]), float32.
 
-    The transformer's own first layer learns what the directions mean, so there is no file to ship: the tables are
-    drawn from a fixed seed.
+    The tables are drawn from a fixed seed, so there is no file to ship: the transformer's first layer learns what the
+    vectors mean.
     """
 
     words: Tensor
@@ -30,8 +30,8 @@ class DemoTextEncoder(nn.Module):
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens: [B, T <= TOKENS] int64."""
+        """Returns (context, pooled). `tokens`: [B, T <= TOKENS] int64."""
         words, places = self.words[tokens], self.places[: tokens.shape[1]]
-        # Word times place keeps who is what: a sentence and its swap have different sums.
+        # Words are multiplied by positions, so that a sentence with two words swapped has another sum.
         pooled = (words * places).mean(dim=1)[:, :POOLED_DIM] * tokens.shape[1] ** 0.5
         return words + places, pooled

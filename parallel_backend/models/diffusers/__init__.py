@@ -1,1 +1,1 @@
-"""Flux.1: what its files hold, how a rank loads them into diffusers' transformer, and what its layers take."""
+"""Flux.1 with diffusers: reads its files, loads them into diffusers' transformer in a rank, and counts its memory."""

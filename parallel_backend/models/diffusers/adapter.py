@@ -1,4 +1,4 @@
-"""diffusers' Flux.1 with the signature of ComfyUI's Flux: the same call, the same answer, another implementation."""
+"""Adapts diffusers' Flux.1 to the signature of ComfyUI's Flux: it takes the same call and gives the same output."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .exact_timestep import PooledAtTime
 from .packing import image_ids, pack, text_ids, unpack
 from .reference_places import reference_places
 
-# Keyword arguments of ComfyUI's Flux beside those that its forward names.
+# Keyword arguments that ComfyUI's Flux takes in addition to those in its signature.
 _KNOWN = {"attention_mask", "ref_latents_method"}
 
-# What a ControlNet adds after the blocks of a kind, in order: [B, n, width] to the first n image tokens.
+# A ControlNet's residuals, one per block in order: [B, n, width], added to the first n image tokens after the block.
 Residuals = Sequence[Tensor | None]
 
 
 class DiffusersFlux(nn.Module):
-    """`transformer`, called as ComfyUI calls its own Flux. `dtype`: the one that it computes in. Its embedding of time
-    takes a PooledAtTime. Raises RequestError for what only ComfyUI's module can do."""
+    """A module that calls `transformer` with the arguments of ComfyUI's Flux. `dtype`: compute dtype. The transformer's
+    time embedding must take a PooledAtTime. A call raises RequestError for what only ComfyUI's module can do."""
 
     def __init__(self, transformer: FluxTransformer2DModel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class DiffusersFlux(nn.Module):
         transformer_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """x [B, C, h, w], timestep [B], context [B, t, channels], y [B, channels] -> [B, C, h, w]"""
+        """Maps x [B, C, h, w], timestep [B], context [B, t, channels], y [B, channels] to [B, C, h, w]."""
         _check_honoured(transformer_options or {}, kwargs)
         height, width = x.shape[-2:]
         references = ref_latents or ()
@@ -75,8 +75,8 @@ class DiffusersFlux(nn.Module):
 
     @contextmanager
     def _adding(self, control: Mapping[str, Residuals] | None) -> Iterator[None]:
-        """Inside, each block's image has a ControlNet's residual added. A ControlNet may have fewer than there are
-        blocks."""
+        """Makes blocks add a ControlNet's residuals to their image tokens while the context is open. There may be fewer
+        residuals than blocks."""
         kinds = {
             "input": self.transformer.transformer_blocks,
             "output": self.transformer.single_transformer_blocks,
@@ -93,18 +93,18 @@ class DiffusersFlux(nn.Module):
 def _add_residual(
     residuals: Residuals, number: int, block: nn.Module, args: Any, out: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Looked up now: ranks that share out tokens cut the residuals at the first block."""
+    """Adds a residual, as a forward hook. Reads it late: ranks that split tokens cut residuals at the first block."""
     text, image = out
     added = residuals[number]
     if added is None:
         return out
-    image = image.clone()  # a stage may be sending the tensor that it was given
+    image = image.clone()  # a pipeline stage may still be sending the tensor that the block got
     image[:, : added.shape[1]] += added
     return text, image
 
 
 def _mask_arguments(mask: Tensor | None) -> dict[str, Tensor]:
-    """ComfyUI's attention mask as diffusers' joint_attention_kwargs: [B, 1, S, S]."""
+    """Returns ComfyUI's attention mask as diffusers' joint_attention_kwargs: [B, 1, S, S]."""
     if mask is None:
         return {}
     if mask.ndim == 2:
@@ -113,7 +113,7 @@ def _mask_arguments(mask: Tensor | None) -> dict[str, Tensor]:
 
 
 def _check_honoured(options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises RequestError, naming it, for a function or an argument that ComfyUI's own module would use."""
+    """Raises RequestError with the names of functions and arguments that only ComfyUI's own module uses."""
     unknown = sorted(unusual_options(options))
     unknown += sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN)
     if unknown:

@@ -1,8 +1,8 @@
 """Linear layers that keep their weights as stored (mapped file pages, fp8) and compute in the dtype of their input,
-or in fp8 where a person asked for it.
+or in fp8 on request.
 
 diffusers' own layerwise casting writes the cast weights back into the module, which would give every rank a private
-copy of the mapped file; these cast into a temporary that is gone after the layer.
+copy of the mapped file. These layers cast into a temporary tensor that is freed after the layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_FP8_SIDE = 16  # torch._scaled_mm: both sides of the weight are multiples of it
+_FP8_SIDE = 16  # torch._scaled_mm needs both sides of the weight to be multiples of this
 
 
 class CastingLinear(nn.Linear):
@@ -26,13 +26,13 @@ class CastingLinear(nn.Linear):
 
 
 class Fp8Linear(CastingLinear):
-    """The same with weights in float8_e4m3fn that are multiplied as they are: one byte of each is read, where casting
-    reads and writes five. The input is rounded to fp8 too, with the scale 1, as ComfyUI's fp8_e4m3fn_fast does."""
+    """A layer that multiplies float8_e4m3fn weights without a cast: one byte of memory traffic per weight instead of
+    five. The input is rounded to fp8 as well, with the scale 1, as in ComfyUI's fp8_e4m3fn_fast."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not input.numel():  # a rank may have no tokens
             return super().forward(input)
-        limit = torch.finfo(torch.float8_e4m3fn).max  # beyond it there is only NaN
+        limit = torch.finfo(torch.float8_e4m3fn).max  # larger values would become NaN
         rows = input.reshape(-1, self.in_features).clamp(-limit, limit).to(torch.float8_e4m3fn)
         scale = torch.ones((), device=input.device)
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -41,7 +41,7 @@ class Fp8Linear(CastingLinear):
 
 
 class HalvesSwapped(nn.Module):
-    """A linear layer whose two output halves change places: (shift, scale) as stored becomes (scale, shift)."""
+    """A linear layer with its two output halves swapped: (shift, scale) as stored becomes (scale, shift)."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ def cast_on_use(
     *,
     in_fp8: bool = False,
 ) -> None:
-    """Turns every linear layer below `module` whose parameters are kept in another dtype than `compute_dtype` into a
-    casting one. `kept`: the dtype that a parameter will be kept in; `in_fp8`: those in fp8 whose sides the product
-    takes multiply in it."""
+    """Turns each linear layer in `module` with parameters in another dtype than `compute_dtype` into a casting layer.
+    `kept`: gives the dtype that a parameter will be stored in; `in_fp8`: layers stored in fp8 become Fp8Linear if their
+    sides allow it."""
     for layer in module.modules():
         if type(layer) is nn.Linear and any(kept(p) != compute_dtype for p in layer.parameters()):
             fits = layer.in_features % _FP8_SIDE == layer.out_features % _FP8_SIDE == 0

@@ -1,4 +1,4 @@
-"""A Flux.1 file by its header: layout, prefix, sizes, dtype, and what follows from them. Refuses all else by name."""
+"""Reads a Flux.1 file's header: layout, prefix, sizes, dtype. Refuses other files and says what they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "m
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 AXES_DIMS = (16, 56, 56)  # rotary channels for (index, y, x); they add up to Flux's head_dim
 LAYOUTS = ("original", "diffusers")
-# The keys that tell a size, in the order of LAYOUTS, and the axis of their shapes.
+# For each size: the keys that show it, in the order of LAYOUTS, and the axis of their shapes.
 _SIZES = {
     "hidden": ("img_in.weight", "x_embedder.weight", 0),
     "head_dim": (
@@ -43,14 +43,14 @@ _BLOCKS = {
     "single_blocks": ("single_blocks", "single_transformer_blocks"),
 }
 _GUIDANCE = ("guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight")
-# A key of each way to spell Flux.1 that every such file has: layout, how the original layout ends the keys of the norms
-# over heads ("weight" in files that ComfyUI saved), key.
+# A key that marks each spelling of Flux.1: (layout, ending of the head norms' keys, key). The ending is "weight" in the
+# original layout if ComfyUI saved the file.
 _MARKS = (
     ("original", "scale", "double_blocks.0.img_attn.norm.key_norm.scale"),
     ("original", "weight", "double_blocks.0.img_attn.norm.key_norm.weight"),
     ("diffusers", "weight", "single_transformer_blocks.0.proj_mlp.weight"),
 )
-# What a file is when it is not Flux.1, told by a part of a key; the first match counts. Some share Flux.1's own keys.
+# (part of a key, the other model that it shows); the first match counts. Some of these models share keys with Flux.1.
 _OTHER_MODELS = (
     ("double_stream_modulation_img.", "a Flux.2 model, which is not supported yet"),
     ("distilled_guidance_layer.", "a Chroma model, which is not supported yet"),
@@ -63,16 +63,16 @@ _OTHER_MODELS = (
     ("input_blocks.0.0.weight", "a Stable Diffusion 1, 2 or XL model, which is not supported yet"),
     ("down_blocks.0.", "a diffusers UNet or VAE, which is not supported here"),
 )
-# Also found beside a model in a full checkpoint, so these count only where no model is.
+# These are also in a full checkpoint next to a model, so they only count if there is no model.
 _COMPANIONS = (
     ("decoder.conv_in.weight", "a VAE, not a diffusion model"),
     ("encoder.block.0.", "a text encoder, not a diffusion model"),
     ("text_model.", "a text encoder, not a diffusion model"),
 )
-# What a full checkpoint keeps beside a model without prefix.
+# Prefixes of the other parts in a full checkpoint whose model has no prefix.
 _BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
 _SCALED_FP8 = ("scale_weight", "scale_input", "scaled_fp8", "weight_scale", "input_scale", "comfy_quant")
-# Input channels of an image token: the latent, with the latent of an edge or depth image, with image and mask (Fill).
+# Input channels of an image token: the latent; with a latent of edges or depth; with a masked image and mask (Fill).
 _IN_CHANNELS = (64, 128, 384)
 _PATCH = 4  # latent pixels in an image token
 
@@ -81,8 +81,8 @@ _PATCH = 4  # latent pixels in an image token
 class FluxFile:
     """A checked Flux.1 checkpoint.
 
-    `layout`: original or diffusers; `dtype`: that of most of its bytes; `norm_ending`: how an original layout ends the
-    keys of its head norms, scale or weight.
+    `layout`: original or diffusers; `dtype`: of most of its bytes; `norm_ending`: ending of the head norms' keys in an
+    original layout, scale or weight.
     """
 
     path: str
@@ -103,9 +103,9 @@ class FluxFile:
 
     @property
     def family(self) -> Family:
-        """36 h² parameters in a double block, 15 h² in a single one."""
+        """The sizes for cost estimates. A double block has 36 h² parameters and a single block 15 h²; h = hidden."""
         doubles, singles, hidden = self.dims.double_blocks, self.dims.single_blocks, self.dims.hidden
-        block = 12.0 * hidden * hidden  # 4 h² of attention and 8 h² of feed-forward for each token
+        block = 12.0 * hidden * hidden  # multiply-adds per token: 4 h² of attention, 8 h² of feed-forward
         return Family(
             name="Flux.1",
             hidden=hidden,
@@ -153,16 +153,16 @@ class FluxFile:
         )
 
     def stored_key(self, key: str) -> str:
-        """The name in the file of a parameter that its layout calls `key`."""
+        """Returns the name in the file of the parameter `key` of its layout."""
         return self.prefix + (_restored(key, self.norm_ending) if self.layout == "original" else key)
 
 
-# The published FLUX.1-dev, for predictions where no file is at hand; as large as its 12 billion parameters in bf16.
+# The published FLUX.1-dev, for predictions without a file, with the size of its 12 billion parameters in bf16.
 PUBLISHED_DEV = FluxFile("Flux.1", "original", "", FLUX_DEV, "bfloat16", tensor_bytes=23_800_000_000)
 
 
 def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
-    """Reads the header of `path`; raises CheckpointError with the file's name, the reason and the remedy."""
+    """Reads and checks the header of `path`. Raises CheckpointError with the file's name, the reason and the remedy."""
     header = read_header(path)
     layout, norm_ending, prefix = _find_model(header)
     own = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
@@ -194,7 +194,7 @@ def _refused(name: str, reason: str, remedy: str = "choose a Flux.1 checkpoint")
 
 
 def _canonical(key: str, norm_ending: str) -> str:
-    """`…_norm.weight` -> `…_norm.scale`, the original spelling."""
+    """Turns `…_norm.weight` into `…_norm.scale`, the original spelling."""
     ending = f"_norm.{norm_ending}"
     return key.removesuffix(ending) + "_norm.scale" if key.endswith(ending) else key
 
@@ -204,7 +204,7 @@ def _restored(key: str, norm_ending: str) -> str:
 
 
 def _find_model(header: Header) -> tuple[str, str, str]:
-    """(layout, norm ending, prefix)."""
+    """Returns (layout, norm ending, prefix)."""
     _refuse_other_models(header, _OTHER_MODELS)
     for layout, norm_ending, mark in _MARKS:
         for prefix in PREFIXES:
@@ -225,7 +225,7 @@ def _refuse_other_models(header: Header, others: tuple[tuple[str, str], ...]) ->
 
 
 def _check_dtypes(name: str, dtypes: dict[str, str]) -> None:
-    """Plain floats only. Quantised files are told first, since their shapes are not the parameters' own."""
+    """Raises CheckpointError unless all are plain floats. Called before shapes are checked: quantised ones differ."""
     for key in dtypes:
         if key.endswith(_SCALED_FP8):
             raise _refused(
@@ -241,7 +241,7 @@ def _check_dtypes(name: str, dtypes: dict[str, str]) -> None:
 
 
 def _shown(key: str) -> str:
-    """A key from the file, short and printable."""
+    """Returns a key from the file, shortened and printable."""
     return key if len(key) <= 100 and key.isprintable() else repr(key[:80])
 
 

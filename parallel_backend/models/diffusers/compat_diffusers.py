@@ -1,12 +1,12 @@
-"""The one place that changes diffusers (written for 0.42.1; checked by the parity tests).
+"""The only place that patches diffusers (written for 0.42.1; checked by the parity tests).
 
-Reason: attention over the tokens of several ranks must stand where diffusers' processors call `dispatch_attention_fn`.
-What diffusers has for that, context parallelism behind `parallel_config`, works once per model, needs lengths that
-divide or cannot combine Ulysses with Ring, and has no CFG split (docs/decisions/002). The name is looked up in the
-processors' module at each call, so a router put there serves every processor without copying one.
+Attention over the tokens of several ranks must replace the calls of `dispatch_attention_fn` in diffusers' processors.
+diffusers' own context parallelism (`parallel_config`) can be set up once per model and has no CFG split. It needs
+lengths that divide, except in variants that cannot combine Ulysses with Ring (docs/decisions/002). The processors look
+the function up in their module at each call, so one replacement there serves them all and no processor is copied.
 
-Also, its rotary embedding cannot reshape a tensor without tokens, which is what a rank has where there are fewer tokens
-than ranks.
+The rotary embedding is replaced as well: diffusers' own cannot reshape a tensor without tokens, which a rank has if
+there are fewer tokens than ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _routed_rotation(tokens: Tensor, freqs_cis: Any, sequence_dim: int = 2, **fo
 def _routed(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """[B, S, H, D] in and out."""
+    """Replaces dispatch_attention_fn: [B, S, H, D] in and out."""
     if torch.compiler.is_compiling():
         return _attend_unseen(query, key, value, attn_mask, order_of(query))
     call = standing_around(_heads_first)
@@ -59,8 +59,8 @@ def _routed(
     schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) order) -> Tensor",
 )
 def _attend_unseen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, order: Tensor) -> Tensor:
-    """Attention as an operator, which a compiled block calls. `order`: models/attention.py."""
-    return _routed(query, key, value, mask).contiguous()  # as the description below promises
+    """Computes attention as an operator that compiled blocks call. `order`: see models/attention.py."""
+    return _routed(query, key, value, mask).contiguous()  # the fake below promises it
 
 
 @_attend_unseen.register_fake
@@ -71,18 +71,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, order: Ten
 def _heads_first(
     query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None = None, **form: Any
 ) -> Tensor:
-    """diffusers' attention with ComfyUI's signature: [B, H, S, D] in and out."""
+    """Calls diffusers' attention with ComfyUI's signature: [B, H, S, D] in and out."""
     tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return _original(*tokens_first, attn_mask=mask).transpose(1, 2)
 
 
 def rotary_by(rotate: Rotate) -> AbstractContextManager[None]:
-    """Inside, `rotate` answers each rotation of queries or keys."""
+    """Makes `rotate` compute each rotation of queries or keys while the context is open."""
     return inside(_rotate, rotate)
 
 
 def patch_diffusers(device_type: str) -> None:
-    """Has attention on devices of this type be computed by what stands around a call; other calls are not affected."""
+    """Patches diffusers, so that a call can replace attention and rotations. `device_type`: of compiled blocks."""
     transformer_flux.dispatch_attention_fn = _routed
     transformer_flux.apply_rotary_emb = _routed_rotation
     prepare_order(device_type)

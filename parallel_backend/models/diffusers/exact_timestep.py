@@ -1,4 +1,4 @@
-"""The embedding of time in diffusers' Flux.1, unrounded as ComfyUI has it."""
+"""Embeds the timestep in diffusers' Flux.1 without rounding it, as ComfyUI does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class PooledAtTime(NamedTuple):
-    """Inputs of the embedding of time and text of a call: pooled [r, pooled_dim], sigma [r] float32.
+    """The inputs of the time and text embedding in a call with r rows: pooled [r, pooled_dim], sigma [r] float32.
 
-    diffusers' forward hands its `pooled_projections` on as it is, but rounds the timestep to the compute dtype first.
+    diffusers' forward passes `pooled_projections` on unchanged, but first rounds the timestep to the compute dtype.
     """
 
     pooled: Tensor
@@ -18,9 +18,9 @@ class PooledAtTime(NamedTuple):
 
 
 class ExactTimestep(nn.Module):
-    """Embeds the timestep unrounded, as ComfyUI does: it reads `sigma` of a PooledAtTime.
+    """A replacement of diffusers' time_text_embed that embeds the unrounded `sigma` of a PooledAtTime.
 
-    As in ComfyUI, a guidance-distilled model that is given no guidance (FluxDisableGuidance) embeds none.
+    As in ComfyUI, a guidance-distilled model that gets no guidance (FluxDisableGuidance) embeds none.
     """
 
     def __init__(self, inner: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of Flux.1 as data: their names and shapes in the original layout, and where diffusers keeps them.
+"""The parameters of Flux.1 as data: names and shapes in the original layout, and their counterparts in diffusers.
 
 Original names: black-forest-labs/flux, src/flux/model.py. diffusers fuses nothing, so a fused original tensor is the
 source of several diffusers parameters, each a range of its rows.
@@ -13,7 +13,7 @@ TIME_CHANNELS = 256  # width of the sinusoidal embedding of time and guidance
 
 @dataclass(frozen=True)
 class FluxDims:
-    """Sizes that tell one Flux.1 from another. hidden = heads * head_dim; mlp = width of the feed-forward layers."""
+    """Sizes in which Flux.1 models differ. hidden = heads * head_dim; mlp = width of the feed-forward layers."""
 
     hidden: int
     heads: int
@@ -32,7 +32,7 @@ class FluxDims:
         return self.double_blocks + self.single_blocks
 
 
-# Of the published FLUX.1-dev, for predictions where no file is at hand.
+# The sizes of the published FLUX.1-dev, for predictions without a file.
 FLUX_DEV = FluxDims(
     hidden=3072,
     heads=24,
@@ -58,7 +58,7 @@ class Source:
 
 
 def original_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the original layout with its shape ([out, in] for weights)."""
+    """Returns every parameter of the original layout with its shape ([out, in] for weights)."""
     h, mlp = dims.hidden, dims.mlp
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -96,7 +96,7 @@ def original_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
 
 
 def diffusers_sources(dims: FluxDims) -> dict[str, Source]:
-    """Every parameter of diffusers' FluxTransformer2DModel with the original tensor rows it is made of."""
+    """Returns every parameter of diffusers' FluxTransformer2DModel with the rows of the original tensor that it is."""
     h = dims.hidden
     sources: dict[str, Source] = {}
 
@@ -151,7 +151,7 @@ def diffusers_sources(dims: FluxDims) -> dict[str, Source]:
 
 
 def diffusers_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
-    """Every parameter of diffusers' layout with its shape."""
+    """Returns every parameter of diffusers' layout with its shape."""
     original = original_shapes(dims)
     shapes = {}
     for name, source in diffusers_sources(dims).items():

@@ -1,7 +1,7 @@
-"""Loads Flux.1 for diffusers' module: a checked file to the adapter over the mapped file, all of it or a rank's part.
+"""Loads a Flux.1 file into diffusers' transformer, completely or a rank's part of it.
 
-Every rank has the module with all of its blocks; for the parameters of those that other stages compute there are empty
-ones. On the CPU the parameters are views of the mapped file.
+Every rank builds the module with all blocks; parameters of blocks that other stages compute are empty placeholders. On
+the CPU the parameters are views of the mapped file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def load(
     part: ModelPart | None = None,
     peers: Sequence[torch.device] = (),
 ) -> DiffusersModel:
-    """Loads `spec` for one rank, in a dtype that all `peers` compute in. Raises CheckpointError for a refused file."""
+    """Loads `spec` for one rank, in a dtype that all `peers` compute in. Raises CheckpointError for a refused file and
+    RequestError for a refused request."""
     part = part or ModelPart()
     patch_diffusers(device.type)
     file = inspect_flux(spec.path)
@@ -72,10 +73,10 @@ def load(
 
 
 def open_mapped(file: FluxFile) -> safe_open:
-    """The mapped file, which stays open as long as the model has views of it."""
+    """Opens the mapped file. The mapping lives as long as the model has views of it. Raises CheckpointError."""
     try:
         return safe_open(file.path, framework="pt", device="cpu")
-    except (SafetensorError, OSError):  # its header was sound a moment ago
+    except (SafetensorError, OSError):  # its header was valid a moment ago
         raise CheckpointError(
             f"{file.name} is refused: it changed while it was opened. Wait until it is written, and try again."
         ) from None
@@ -93,7 +94,8 @@ def mapped_parameters(file: FluxFile, opened: safe_open) -> dict[str, Tensor]:
 
 
 def loaded_dtype(name: str, stored: torch.dtype, dtypes: Dtypes, as_stored: bool) -> torch.dtype:
-    """Returns the dtype that a parameter is kept in. `stored`: its own in the file, where a few differ from most."""
+    """Returns the dtype that a parameter is loaded in. `stored`: its dtype in the file; a few differ from the others;
+    `as_stored`: see choose_dtypes."""
     if as_stored and not stays_in_compute_dtype(name, dtypes):
         return stored
     return getattr(torch, device_dtype(name, dtypes))
@@ -118,23 +120,23 @@ def transformer_config(dims: FluxDims) -> dict[str, object]:
 def choose_dtypes(
     wish: str, file_dtype: str, device: torch.device, halves: Sequence[str] = HALVES
 ) -> tuple[Dtypes, bool]:
-    """(dtypes, whether layers stay as the file has them). Raises RequestError for a wish that is none."""
+    """Returns (dtypes, True if layers keep their dtype in the file). Raises RequestError for an unknown `wish`."""
     if wish not in WEIGHT_DTYPES:
         raise RequestError(f"weight_dtype {wish!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}.")
     on_cpu = device.type == "cpu"
     dtypes = Dtypes.of(wish, file_dtype, on_cpu, halves)
-    # A dtype that was asked for is every layer's on an accelerator, also of those few that the file keeps otherwise.
+    # On an accelerator, a requested dtype holds for every layer, also for the few that have another one in the file.
     return dtypes, dtypes.storage == file_dtype and (on_cpu or wish in ("auto", FP8, FP8_FAST))
 
 
 def halves_of(devices: Sequence[torch.device]) -> tuple[str, ...]:
-    """The 16-bit dtypes that all of the GPUs among these compute in, the preferred one first."""
+    """Returns the 16-bit dtypes that all GPUs among `devices` compute in, the preferred one first."""
     found = [_halves(device) for device in devices if device.type == "cuda"]
     return tuple(half for half in HALVES if all(half in halves for halves in found))
 
 
 def multiply_fp8(devices: Sequence[torch.device]) -> bool:
-    """True if all of these multiply fp8 in hardware (ComfyUI's supports_fp8_compute)."""
+    """Returns True if all devices multiply fp8 in hardware (ComfyUI's supports_fp8_compute)."""
     if torch.version.hip is not None:
         return False
     return all(d.type == "cuda" and torch.cuda.get_device_capability(d) >= (8, 9) for d in devices)

@@ -1,4 +1,4 @@
-"""diffusers' Flux.1 in a rank as a ModuleModel: what the engine asks of any module."""
+"""diffusers' Flux.1 in a rank as a ModuleModel, the engine's interface to any module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .compat_diffusers import rotary_by
 
 @dataclass(frozen=True)
 class DiffusersModel:
-    """base.ModuleModel. `bytes`, `stored_dtype`: of the tensors in the file."""
+    """A base.ModuleModel. `bytes`, `stored_dtype`: of the tensors in the file."""
 
     module: DiffusersFlux
     device: torch.device
@@ -56,7 +56,7 @@ class DiffusersModel:
         return rotary_by(rotate)
 
     def gives_rows(self, layer: nn.Module) -> bool:
-        return type(layer) in (nn.Linear, CastingLinear)  # fp8 products take sides that are multiples of 16
+        return type(layer) in (nn.Linear, CastingLinear)  # Fp8Linear needs sides that are multiples of 16
 
     def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
         return weight[rows]

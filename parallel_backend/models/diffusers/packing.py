@@ -1,4 +1,4 @@
-"""Flux's token layout: latents to tokens and back, and the ids that rotary embedding reads. Pure functions."""
+"""Flux's token layout: latents to tokens and back, and the ids for the rotary embedding. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATCH = 2
 
 
 def pack(latent: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, ceil(h/2) * ceil(w/2), C * 4], rows first; odd sides are padded circularly (ComfyUI)."""
+    """Packs [B, C, h, w] to [B, ceil(h/2) * ceil(w/2), C * 4], row by row; pads odd sides circularly, as ComfyUI."""
     batch, channels, height, width = latent.shape
     padded = (
         F.pad(latent, (0, width % PATCH, 0, height % PATCH), mode="circular")
@@ -23,7 +23,7 @@ def pack(latent: Tensor) -> Tensor:
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """[B, ceil(h/2) * ceil(w/2), C * 4] -> [B, C, h, w]; the padding of odd sides is cropped."""
+    """Unpacks [B, ceil(h/2) * ceil(w/2), C * 4] to [B, C, h, w]; crops the padding of odd sides."""
     batch, _, patch_channels = tokens.shape
     channels = patch_channels // PATCH**2
     rows, columns = token_grid(height, width)
@@ -32,16 +32,16 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def token_grid(height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of tokens of a latent of [height, width]."""
+    """Returns (rows, columns) of tokens of a latent of [height, width]."""
     return -(-height // PATCH), -(-width // PATCH)
 
 
 def image_ids(
     height: int, width: int, device: torch.device | None = None, place: Tensor | None = None
 ) -> Tensor:
-    """[N, 3] float32: (0, row, column) of each token, in the order of `pack`.
+    """Returns [N, 3] float32: (0, row, column) of each token, in the order of `pack`.
 
-    `place` [5]: (index, row, column) of the first token, and how far rows and columns are apart.
+    `place` [5]: (index, row, column) of the first token, then the distances between rows and between columns.
     """
     rows, columns = token_grid(height, width)
     ids = torch.zeros(rows, columns, 3, device=device)
@@ -55,5 +55,5 @@ def image_ids(
 
 
 def text_ids(tokens: int, device: torch.device | None = None) -> Tensor:
-    """[T, 3] float32 zeros: text has no position in Flux."""
+    """Returns [T, 3] float32 zeros: text has no position in Flux."""
     return torch.zeros(tokens, 3, device=device)

@@ -1,4 +1,4 @@
-"""Where the tokens of reference latents lie among those of an image, by ComfyUI's methods. Pure functions."""
+"""Positions of the tokens of reference latents relative to an image, by ComfyUI's methods. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 from ...errors import RequestError
 from .packing import token_grid
 
-_AT_TIMESTEP_ZERO = "index_timestep_zero"  # two times in one call, which diffusers' blocks do not take
+_AT_TIMESTEP_ZERO = "index_timestep_zero"  # two timesteps in one call, which diffusers' blocks do not support
 
 # (index, row, column) of the first token of a reference.
 Place = tuple[float, float, float]
 
 
 def reference_places(latents: Sequence[Tensor], size: tuple[int, int], method: str | None) -> list[Place]:
-    """The place of each reference [B, C, h, w] of an image of `size`. `method`: "index" counts references up at the
-    same place, "uxo" continues behind the image's last row and column, everything else puts them one beside the other.
+    """Returns the place of each reference [B, C, h, w] of an image of `size`, (height, width) in latent pixels.
 
-    Raises RequestError for references at timestep zero.
+    `method`: "index" puts all at (0, 0) with a rising index, "uxo" continues after the image's last row and column, any
+    other puts them next to each other. Raises RequestError for references at timestep zero.
     """
     if method == _AT_TIMESTEP_ZERO and latents:
         raise RequestError(
@@ -41,7 +41,7 @@ def _continued(latents: Sequence[Tensor], size: tuple[int, int]) -> list[Place]:
 
 
 def _side_by_side(latents: Sequence[Tensor]) -> list[Place]:
-    """Each one below or right of those before, so that the whole stays the smaller."""
+    """Puts each reference below or right of the earlier ones, where the total stays smaller."""
     places, height, width = [], 0, 0
     for latent in latents:
         tall = latent.shape[-2] + height > latent.shape[-1] + width
@@ -52,6 +52,6 @@ def _side_by_side(latents: Sequence[Tensor]) -> list[Place]:
 
 
 def _place(index: int, row: int, column: int) -> Place:
-    """The place of a token from its first row and column in latent pixels."""
+    """Returns the place of a token from its first row and column in latent pixels."""
     token_row, token_column = token_grid(row, column)
     return float(index), float(token_row), float(token_column)

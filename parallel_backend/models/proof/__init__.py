@@ -1,1 +1,1 @@
-"""How far the table counts for a ComfyUI: what was proven, and on which sources."""
+"""Decides which entries of the model table hold for a ComfyUI, from proofs that were made on its sources."""

@@ -1,4 +1,4 @@
-"""Finds the ComfyUI that a command is about, its version and the digests of its classes, without importing it."""
+"""Finds the ComfyUI that a command examines, its version and the digests of its classes, without importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "COMFYUI_PATH"
 
 
 def find_folder() -> Path | None:
-    """Returns ComfyUI's folder: what VARIABLE names, else the one around this pack; None where there is none."""
+    """Returns ComfyUI's folder: the one in VARIABLE, else the one that contains this pack; None if there is none."""
     named = os.environ.get(VARIABLE)
     candidates = [Path(named).expanduser()] if named else list(Path(__file__).resolve().parents)
     for folder in candidates:
@@ -23,7 +23,7 @@ def find_folder() -> Path | None:
 
 
 def version_in(root: Path) -> str:
-    """Returns the version that the ComfyUI in this folder names itself, "of an unknown version" where it does not."""
+    """Returns the version in this ComfyUI's sources, or "of an unknown version" if they have none."""
     try:
         found = re.search(r'version__ *= *"([^"]+)"', (root / "comfyui_version.py").read_text())
     except OSError:
@@ -32,7 +32,7 @@ def version_in(root: Path) -> str:
 
 
 def digests_in(root: Path) -> dict[str, str]:
-    """Returns the entry_digest() of each class of the table whose sources this ComfyUI has."""
+    """Returns the entry_digest() of each class of the table whose sources can be read in this ComfyUI."""
     digests: dict[str, str] = {}
     for name in sorted(TABLE):
         try:

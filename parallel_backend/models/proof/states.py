@@ -1,9 +1,8 @@
-"""How far an entry of the table counts for the user's own ComfyUI: as far as it was proven on those very sources.
+"""Decides which split of a model class is safe in the user's ComfyUI: one that was proven on the same sources.
 
-Another version may compute a class in another way (HunyuanVideo had its image before the text once), which no
-signature shows and which gives wrong pictures without an error. So each entry goes with digests of the sources on which
-self-tests held: those in proven.json come with the pack, others are tested once where they are met. Imports neither
-torch nor comfy.
+Another version may compute a class differently (HunyuanVideo once had its image before the text). No signature shows
+this, and it gives wrong pictures without an error. So the pack has proven.json with digests of the sources on which
+self-tests passed. A class with other sources is tested once, when it is first used. Imports neither torch nor comfy.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ...wire.checks.self_test import SelfTest
 from ..tokens.table import TABLE, ModuleClass, has_stages, token_mode
 
 PROVEN = Path(__file__).with_name("proven.json")  # written by scripts/prove_models.py
-_SOURCES = "comfy.ldm"  # imports outside of it say nothing of the order of tokens
+_SOURCES = "comfy.ldm"  # imports from elsewhere do not affect the order of tokens
 _ATTENTION = "comfy/ldm/modules/attention.py"
-_OPERATIONS = "comfy/ops.py"  # how convolutions compute, which bands of rows change
+_OPERATIONS = "comfy/ops.py"  # how convolutions compute, which splitting into bands of rows replaces
 
 _Stamps = dict[Path, tuple[int, int]]  # mtime in ns and size
 _known: dict[tuple[str, str], tuple[_Stamps, str]] = {}
@@ -32,29 +31,29 @@ _known: dict[tuple[str, str], tuple[_Stamps, str]] = {}
 
 @dataclass(frozen=True)
 class ClassVerdict:
-    """`mode`: the most that tokens of a class may stay apart, one of requests.TOKEN_MODES; `words`: for people, why
-    that is less than the table has; else empty."""
+    """The safe split of a class. `mode`: the most that its tokens may be split, one of requests.TOKEN_MODES; `words`:
+    for the user, why that is less than the table says, else empty."""
 
     mode: str
     words: str = ""
 
 
-UNKNOWN = ClassVerdict(ATTENTION)  # of a class that the table does not have: exact without knowledge of it
+UNKNOWN = ClassVerdict(ATTENTION)  # for a class that is not in the table: exact for any class
 PROVEN_HERE = ClassVerdict(STAY)
 
 
 def trusted_mode(class_name: str, kwargs: Mapping[str, Any], verdict: ClassVerdict) -> str:
-    """token_mode(), as far as the verdict on the class goes."""
+    """Returns token_mode() of a call, limited to the mode of the verdict on the class."""
     return max(token_mode(class_name, kwargs), verdict.mode, key=TOKEN_MODES.index)
 
 
 def is_proven(class_name: str, digest: str) -> bool:
-    """Whether the pack comes with a proof for the sources of this entry_digest()."""
+    """Returns True if the pack has a proof for this entry_digest()."""
     return digest in _proven().get(class_name, ())
 
 
 def verdict_of(found: SelfTest) -> ClassVerdict:
-    """What a self-test that ran says."""
+    """Returns the verdict from the outcome of a self-test."""
     name = found.class_name
     if found.mode in (STAY, BANDS):
         return PROVEN_HERE
@@ -78,7 +77,7 @@ def verdict_of(found: SelfTest) -> ClassVerdict:
 
 
 def untested(class_name: str, reason: str) -> ClassVerdict:
-    """Where there is no outcome."""
+    """Returns the verdict for a class whose self-test gave no outcome. `reason`: why."""
     return ClassVerdict(
         ROWS,
         f"this version of ComfyUI is new to the pack, and a test of how it computes {class_name} did not end "
@@ -87,10 +86,9 @@ def untested(class_name: str, reason: str) -> ClassVerdict:
 
 
 def entry_digest(root: str, class_name: str) -> str:
-    """Of the table's entry, with whether its blocks may lie on several devices, and the sources that it describes: what
-    a proof is about. `root`: ComfyUI's folder.
+    """Returns the digest of everything that a proof covers: the table's entry, has_stages(), and the class's sources.
 
-    Raises OSError or SyntaxError where the class's sources cannot be read.
+    `root`: ComfyUI's folder. Raises OSError or SyntaxError if the sources cannot be read.
     """
     entry = TABLE[class_name]
     sources = [entry.source, _OPERATIONS] if entry.bands else [entry.source]
@@ -100,9 +98,9 @@ def entry_digest(root: str, class_name: str) -> str:
 
 
 def source_digest(root: str, source: str) -> str:
-    """Of the text of `source` below ComfyUI's folder `root`, of attention's, and of all below comfy/ldm that they
-    import, directly or not; whatever their line ends. Raises OSError or SyntaxError where one cannot be read.
-    """
+    """Returns the digest of the files `source` and attention.py in ComfyUI's folder `root`, and of all files below
+    comfy/ldm that they import, also indirectly. Line ends do not matter. Raises OSError or SyntaxError if a file cannot
+    be read."""
     kept = _known.get((root, source))
     if kept is not None and all(_stamp(path) == stamp for path, stamp in kept[0].items()):
         return kept[1]
@@ -122,7 +120,7 @@ def source_digest(root: str, source: str) -> str:
 
 
 def _imported(base: Path, name: str, text: str) -> Iterator[str]:
-    """Files of _SOURCES that the text of file `name` imports anywhere, functions included."""
+    """Yields the files of _SOURCES that the text of file `name` imports anywhere, also inside functions."""
     package = Path(name).parent.parts
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -140,7 +138,7 @@ def _imported(base: Path, name: str, text: str) -> Iterator[str]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """(0, 0) for a file that is not there, which reading then says."""
+    """Returns (mtime in ns, size), or (0, 0) for a missing file: reading it raises the error."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -149,7 +147,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _written_out(entry: ModuleClass) -> str:
-    """Alike in every process, which the order of a set is not."""
+    """Returns the entry as text that is equal in every process; the order of a set is not."""
     return f"{entry.regions!r} {sorted(entry.stays_with)!r}"
 
 

@@ -1,1 +1,1 @@
-"""Files of lines: what happened to the ranks, and which prompts wait."""
+"""Log files with one line per record: events of the ranks, and accepted prompts."""

@@ -1,7 +1,7 @@
-"""Events of groups of ranks as lines of JSON, for those who collect logs; off unless VARIABLE says where.
+"""Events of rank groups as lines of JSON, for log collectors; off unless VARIABLE names a target.
 
-No line has a path, a prompt or the text of somebody else's error in it. Lines are written by a thread of their own, so
-that no job waits for a disk; what cannot be written is lost, with one warning.
+No line contains a path, a prompt or the text of another program's error. A thread of its own writes the lines, so that
+no job waits for a disk. Lines that cannot be written are lost, with one warning.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ...sidecar.group.events import (
 from ..cost import device_seconds, model_name, money
 
 VARIABLE = "PARALLEL_SAMPLING_LOG"  # a file, or `stderr`
-FILE_BYTES = 10 * 2**20  # then the next file begins
-MAX_OLD_FILES = 3  # beside the one that is written
-_WAITING_LINES = 10_000  # for a slow disk; more are lost
-_PATIENCE = 2.0  # s at the end for lines that wait; a disk that hangs keeps nobody
+FILE_BYTES = 10 * 2**20  # size at which the next file begins
+MAX_OLD_FILES = 3  # besides the current file
+_WAITING_LINES = 10_000  # buffered for a slow disk; more are lost
+_PATIENCE = 2.0  # seconds at exit for buffered lines, so that a hanging disk does not block the exit
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ def begin_log(
     file_bytes: int = FILE_BYTES,
     price: Callable[[], float] = lambda: 0.0,
 ) -> Callable[[], None] | None:
-    """Writes a line per event from now on, to where VARIABLE says; returns what ends that, None where it is not set.
-    `price`: of a device-hour, 0 for none, asked for with each request that ends."""
+    """Starts writing a line per event to the target in VARIABLE. Returns the function that ends it, or None if VARIABLE
+    is not set. `price`: returns the price of a device-hour, 0 for none; called at the end of each request."""
     target = environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None
     waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_WAITING_LINES)
     handler = _writer(target, file_bytes)
-    # A logger of its own, which the console's handlers do not see.
+    # A separate logger, so that the console's handlers do not see the lines.
     lines = logging.Logger(__name__ + ".lines", logging.INFO)
     lines.addHandler(_Waiting(waiting))
     ending = threading.Event()
@@ -63,7 +63,7 @@ def begin_log(
             record = waiting.get()
             if record is not None:
                 handler.handle(record)
-        with contextlib.suppress(OSError):  # a last line that did not fit
+        with contextlib.suppress(OSError):  # the last line could not be flushed
             handler.close()
 
     writer = threading.Thread(target=write_all, name="parallel-log", daemon=True)
@@ -74,7 +74,7 @@ def begin_log(
         atexit.unregister(end)
         stop_listening()
         ending.set()
-        with contextlib.suppress(queue.Full):  # else it has lines to wake it
+        with contextlib.suppress(queue.Full):  # a full queue wakes the writer anyway
             waiting.put_nowait(None)
         writer.join(_PATIENCE)
 
@@ -83,7 +83,7 @@ def begin_log(
 
 
 def _facts(event: Event) -> tuple[str, dict[str, object]]:
-    """Returns a line's word, which others' programs read, and its content; no word for an event that has no line."""
+    """Returns a line's event name, which other programs read, and its fields; ("", {}) for an event without a line."""
     if isinstance(event, Started):
         return "started", {"seconds": _rounded(event.seconds), "after_failure": bool(event.after)}
     if isinstance(event, Loaded):
@@ -133,7 +133,7 @@ def _facts(event: Event) -> tuple[str, dict[str, object]]:
 
 
 def _cause(event: RequestFailed) -> str:
-    """In words; of an error that was raised on the rank only its kind, since its text may name files."""
+    """Returns the cause in words; for an error raised on a rank only its type, since its text may name files."""
     return event.cause.split(":", 1)[0] if event.reason in ("error", "device") else event.cause
 
 
@@ -152,7 +152,7 @@ def _put(lines: logging.Logger, event: Event, price: Callable[[], float]) -> Non
 
 
 class _WarnsOnce(logging.Handler):
-    """A handler that warns of the first line it loses, where logging would print a traceback for each."""
+    """A handler that warns of the first lost line only; logging would print a traceback for each."""
 
     _warned = False
 
@@ -167,15 +167,15 @@ class _WarnsOnce(logging.Handler):
 
 
 class _Waiting(_WarnsOnce, logging.handlers.QueueHandler):
-    """Lines on their way to the thread that writes them."""
+    """The queue of lines for the writer thread."""
 
 
 class _File(_WarnsOnce, logging.handlers.RotatingFileHandler):
-    """Opened with the first line; a folder that comes into being later serves from then on."""
+    """A rotating file that is opened with the first line, so a folder created later is found."""
 
 
 class _Stderr(_WarnsOnce, logging.StreamHandler):  # type: ignore[type-arg]  # takes none before Python 3.11
-    """ComfyUI's own."""
+    """ComfyUI's own stderr."""
 
 
 def _writer(target: str, file_bytes: int) -> logging.Handler:

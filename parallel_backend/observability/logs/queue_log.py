@@ -1,8 +1,8 @@
-"""The queue log: a file with every prompt that ComfyUI accepted, until it has ended, to send again what a dead ComfyUI
-never ran. Off unless VARIABLE names the file.
+"""The queue log: a file of every prompt that ComfyUI accepted and that has not ended, so that prompts which a crashed
+ComfyUI never ran can be sent again. Off unless VARIABLE names the file.
 
-Lines of JSON, each written and on the disk (fsync) before whoever sent the prompt is answered. A last line that was cut
-off was never answered for. One process writes at a time, by a lock on the file.
+It has lines of JSON. Each is on the disk (fsync) before the sender of the prompt gets an answer, so a last line that
+was cut off was never confirmed. A lock on the file lets one process write at a time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 from ...errors import RequestError
 
 VARIABLE = "PARALLEL_SAMPLING_QUEUE_LOG"  # a file
-FILE_BYTES = 64 * 2**20  # then what has ended is left out of it
-# Of a prompt's extra_data what a picture needs. All else may be somebody's key, and is left out by name.
+FILE_BYTES = 64 * 2**20  # size at which ended prompts are removed from it
+# The parts of a prompt's extra_data that a picture needs. Others may be secret keys: only their names are stored.
 _STORED_EXTRA = ("extra_pnginfo", "preview_method")
 _STORED = ("prompt", "client_id", "partial_execution_targets")
-_LOOK_AGAIN = 0.05  # s, while prompts wait
+_LOOK_AGAIN = 0.05  # seconds between checks while prompts wait
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Entry:
-    """An accepted prompt. `request`: what to send again; `number`: its place in the queue; `left_out`: names of what
-    came with it and is not stored; `sending`: it went to another ComfyUI, in that session, and no answer came."""
+    """An accepted prompt. `request`: the body to send again; `number`: its place in the queue; `left_out`: names of the
+    fields that are not stored; `sending`: the session in which it was sent to another ComfyUI without an answer."""
 
     prompt_id: str
     number: float
@@ -42,13 +42,13 @@ class Entry:
 
     @property
     def line(self) -> dict[str, Any]:
-        """The line that notes it."""
+        """The log line that records the prompt."""
         facts = {"number": self.number, "left_out": list(self.left_out), "request": self.request}
         return {"accepted": self.prompt_id, **facts}
 
 
 def read_open(lines: Iterator[bytes]) -> dict[str, Entry]:
-    """Returns the prompts that have neither ended nor been sent again, by id, in the order of the queue."""
+    """Returns the prompts that have neither ended nor been sent again, by id, in queue order."""
     found: dict[str, Entry] = {}
     for line in lines:
         if not line.endswith(b"\n"):
@@ -72,17 +72,17 @@ def read_open(lines: Iterator[bytes]) -> dict[str, Entry]:
 
 
 class QueueLogFile:
-    """One file, locked. Raises RequestError where another process has it, OSError where it cannot be used."""
+    """A locked queue log file. Raises RequestError if another process has it, OSError if it cannot be used."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        import fcntl  # not on Windows, where ranks do not run but this module must load
+        import fcntl  # missing on Windows, where ranks do not run but this module must load
 
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._file = os.open(path, flags, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(self._file, 0o600)  # there are people's prompts in it
+            os.fchmod(self._file, 0o600)  # it contains people's prompts
         except OSError as error:
             os.close(self._file)
             if not isinstance(error, BlockingIOError):
@@ -99,7 +99,7 @@ class QueueLogFile:
             return read_open(iter(file))
 
     def append(self, *lines: Mapping[str, Any]) -> None:
-        """Returns once the lines are on the disk. Where the disk is full, none of them is read again."""
+        """Appends lines and returns once they are on the disk. If the disk is full, none of them stays in the file."""
         data = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
         before = self.size
         try:
@@ -112,7 +112,7 @@ class QueueLogFile:
             raise
 
     def replaced_by(self, *lines: Mapping[str, Any]) -> QueueLogFile:
-        """Puts a file with these lines in the place of this one, which has to be closed then."""
+        """Replaces this file by one with these lines and returns the new one; the caller closes this one."""
         part = self.path.with_name(f"{self.path.name}.part")
         part.unlink(missing_ok=True)
         new = QueueLogFile(part)
@@ -129,8 +129,8 @@ class QueueLogFile:
 
 
 class QueueLog:
-    """ComfyUI's side: notes what it accepts, and what has left its queue. Any thread; a disk that fails costs the log
-    and no prompt. `queued`: gives the ids of the prompts that run or wait."""
+    """Records which prompts ComfyUI accepts and which have left its queue. Thread-safe; a disk error costs log lines,
+    not prompts. `queued`: returns the ids of the prompts that run or wait."""
 
     def __init__(
         self, path: Path, queued: Callable[[], Collection[str]], file_bytes: int = FILE_BYTES
@@ -154,7 +154,7 @@ class QueueLog:
         self._follower.start()
 
     def accept(self, prompt_id: str, number: float, body: Mapping[str, Any]) -> None:
-        """Notes a prompt that is in the queue; whoever sent it is answered when this returns."""
+        """Records a queued prompt; its sender is answered after this returns."""
         extra = body.get("extra_data")
         extra = extra if isinstance(extra, dict) else {}
         request = {name: body[name] for name in _STORED if body.get(name) is not None}
@@ -166,7 +166,7 @@ class QueueLog:
             self._changed.notify()
 
     def close(self) -> None:
-        """Notes nothing more: what is open then stays open."""
+        """Stops recording: prompts that are open now stay open in the file."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -176,7 +176,7 @@ class QueueLog:
     def _follow(self) -> None:
         with self._changed:
             while not self._is_closed:
-                # Looked up under the lock: what is accepted afterwards is not taken for ended.
+                # Checked under the lock, so that a prompt accepted meanwhile is not taken for ended.
                 ended = sorted(self._open.keys() - set(self._queued())) if self._open else []
                 for prompt_id in ended:
                     del self._open[prompt_id]
@@ -193,7 +193,7 @@ class QueueLog:
             log.warning("parallel sampling: the queue log %s lacks something: %s", self.path, error)
 
     def _shorten(self) -> None:
-        """Replaces the file by one with the open prompts alone; the old one stays where that fails."""
+        """Replaces the file by one with only the open prompts; keeps the old one if that fails."""
         try:
             new = self._file.replaced_by(*(entry.line for entry in self._open.values()))
             self._file.close()
@@ -204,7 +204,7 @@ class QueueLog:
 
 
 def begin(queued: Callable[[], Collection[str]], environ: Mapping[str, str] = os.environ) -> QueueLog | None:
-    """Begins the log that VARIABLE asks for. None without one, or, with a warning, where its file cannot be used."""
+    """Starts the log that VARIABLE names. Returns None without it, or with a warning if the file cannot be used."""
     target = environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None

@@ -1,1 +1,1 @@
-"""A preview of settings, told before a run."""
+"""Previews the effect of settings before a run."""

@@ -1,4 +1,4 @@
-"""Strategy Selector's inputs as ComfyUI's page sends them while a person edits, and what there is to say of them."""
+"""Checks Strategy Selector's inputs, which ComfyUI's page sends while a person edits, and returns what to show."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...strategy import DEGREES, ParallelStrategy
 from ...wire.strict_json import parse, shown
 from .preview import PIXELS, Preview, preview
 
-MOST_BYTES = 16 * 1024  # of a body; all inputs together are a tenth of it
+MOST_BYTES = 16 * 1024  # of a request body; all inputs together take a tenth of it
 _MOST_LETTERS = 1000
-# Smallest and largest value of each whole number that can be set.
+# Smallest and largest value of each whole-number input.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
-_PIXELS = {"ParallelDemoLoader": 128}  # sides of the images that a loader's model makes, where not as usual
-_OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # which share out the tokens of one image
+_PIXELS = {"ParallelDemoLoader": 128}  # image sides of a loader's model, if not preview.PIXELS
+_OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # inputs that split the tokens of one image
 _Inputs = TypeVar("_Inputs")
-# Inputs of which `manual` makes its strategy. Groups of heads are tried by `auto` only.
+# Inputs that make up the strategy in `manual`. Only `auto` uses the exchange variants.
 _OF_STRATEGY = tuple(
     f.name for f in fields(ParallelStrategy) if f.name not in ("device_shares", "head_groups", "sends_tokens")
 )
@@ -51,13 +51,13 @@ class SelectorInputs:
 
     @classmethod
     def of(cls, settings: StrategySettings) -> SelectorInputs:
-        """Those that give `settings`; degrees as they were set, whatever became of them."""
+        """Returns the inputs that give `settings`, with the degrees as they were set."""
         given = {name: getattr(settings.strategy, name) for name in _OF_STRATEGY}
         others = ("mode", "devices", "engine", "device_shares", "approximation")
         return cls(**given, **{name: getattr(settings, name) for name in others})
 
     def settings(self) -> StrategySettings:
-        """Raises StrategyError for words that no list has."""
+        """Returns the settings. Raises StrategyError for an unknown choice."""
         strategy = ParallelStrategy(**{name: getattr(self, name) for name in _OF_STRATEGY})
         return StrategySettings(
             self.mode, self.devices, strategy, self.engine, self.device_shares, self.approximation
@@ -66,8 +66,8 @@ class SelectorInputs:
 
 @dataclass(frozen=True)
 class Loader:
-    """The node that names the model, with its own inputs; `node`: its class, empty where there is none; `source`: of
-    ComfyUI's own loader in front of it, whose file it then is."""
+    """The node that loads the model, with its inputs. `node`: its class, empty if there is none; `source`: the class of
+    a ComfyUI loader in front of it, which then names the file."""
 
     node: str = ""
     unet_name: str = ""
@@ -76,9 +76,9 @@ class Loader:
 
 
 def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
-    """{"inputs": {input: value, ...}, "loader": {"node": ..., ...}}, each part optional.
+    """Parses {"inputs": {input: value, ...}, "loader": {"node": ..., ...}}, each part optional.
 
-    Raises RequestError for anything else: another field, another type, a number out of its range.
+    Raises RequestError for anything else: an unknown field, a wrong type, a number out of range.
     """
     if len(body) > MOST_BYTES:
         raise RequestError(f"the body has more than {MOST_BYTES} bytes.")
@@ -95,12 +95,12 @@ def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
 def check_inputs(
     inputs: SelectorInputs, loader: Loader, find_file: Callable[[Loader], ModelFile | None]
 ) -> dict[str, object]:
-    """The page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
+    """Returns the page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
-    `nearest`: the inputs to change, and to what, for the nearest settings that can run, empty where nobody knows.
-    `decided`: inputs that count for nothing now, because `auto` decides them.
+    `nearest`: the inputs to change and their new values, for the nearest settings that can run; empty if unknown.
+    `decided`: inputs that have no effect because `auto` decides them.
 
-    `find_file`: the model that a loader names, None for a loader that it does not know; may raise CheckpointError.
+    `find_file`: returns a loader's model file, None for an unknown loader; may raise CheckpointError.
     """
     notes = []
     file = None
@@ -117,13 +117,13 @@ def check_inputs(
     except ParallelError as error:
         return _answer(inputs, problems=_problems(error, file), notes=notes)
     if file is None or file is ANY_MODEL:
-        told = replace(told, memory="")  # a typical model's, which says nothing of this one
+        told = replace(told, memory="")  # computed for a typical model, so meaningless for this one
     return _answer(inputs, told, notes=notes)
 
 
 def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tuple[Problem, ...]:
-    """What is wrong with them for the models that they decide for; without `files` whatever the model is: then empty
-    where some model can run."""
+    """Returns what is wrong with the inputs for any of the models in `files`. Without `files`, returns only what is
+    wrong for every model."""
     found: dict[str, Problem] = {}
     for file in files or (None,):
         try:
@@ -183,7 +183,7 @@ def _read(value: object, kind: type[_Inputs], where: str) -> _Inputs:
 
 
 def _check(where: str, name: str, value: object, kind: type) -> None:
-    if type(value) is not kind:  # exact: true is no number
+    if type(value) is not kind:  # exact comparison: bool is a subclass of int
         raise RequestError(f"{where} is {shown(value)}; it must be of type {kind.__name__}.")
     if isinstance(value, str) and len(value) > _MOST_LETTERS:
         raise RequestError(f"{where} has {len(value)} letters; at most {_MOST_LETTERS} are read.")

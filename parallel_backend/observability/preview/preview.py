@@ -1,4 +1,4 @@
-"""A preview of what settings will do, before a run: in words, device by device, and how much memory it will take."""
+"""Previews what settings will do: in words, device by device, and with the memory needed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...sidecar.group.device_health import left_out
 from ...strategy import ModelShape, ParallelStrategy
 from .rank_diagram import DeviceAssignment, assign_devices
 
-PIXELS = 1024  # sides of the image that memory is told for
+PIXELS = 1024  # sides of the image that memory is predicted for
 
 
 @dataclass(frozen=True)
 class _AnyModel(CheckpointModel):
-    """A model of which nothing is known: zero heads divide by everything, so only rules that hold for any count."""
+    """An unknown model: zero heads divide by everything, so only rules that hold for any count apply."""
 
     @property
     def shape(self) -> ModelShape:
@@ -36,13 +36,13 @@ _ANY_JOB = Job(_AnyModel(TYPICAL), batch=64, prompts=2)  # gives every degree so
 
 @dataclass(frozen=True)
 class PreviewCase:
-    """One way it will run. `title`: for which requests; `assignments`: of all selected devices."""
+    """One way in which settings may run. `title`: for which requests; `assignments`: one for each selected device."""
 
     title: str
     assignments: tuple[DeviceAssignment, ...]
 
 
-ONE_CPU = "cpu:1"  # a count, which reads like the name of the second process
+ONE_CPU = "cpu:1"  # a number of ranks, although it looks like the second rank's name
 CPU_COUNT = (
     "cpu:1 asks for one process on the CPU, which is called cpu:0; cpu:2 asks for two, cpu:0 and cpu:1."
 )
@@ -50,8 +50,8 @@ CPU_COUNT = (
 
 @dataclass(frozen=True)
 class Preview:
-    """`why`: everything in words, as the node's output says it; `basis`: what the cases go by; `memory`: of the
-    fullest device."""
+    """The preview of settings. `why`: everything in words, as in the node's output; `basis`: what the cases depend on;
+    `memory`: of the fullest device, in words."""
 
     why: str
     basis: str
@@ -62,8 +62,8 @@ class Preview:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is told of: a model, a typical one where none was given, and its images. `has_rules`: one was given;
-    `is_known`: and its sizes are its own."""
+    """The model and image size of a preview. `model`: a typical one if none was given; `has_rules`: True if one was
+    given; `is_known`: True if its sizes are also known."""
 
     model: CheckpointModel
     pixels: int
@@ -85,10 +85,10 @@ def preview(
     weight_dtype: str = "auto",
     pixels: int = PIXELS,
 ) -> Preview:
-    """Raises StrategyError or DeviceError for what cannot run: with `file`, by that model's own rules too.
+    """Returns the preview. Raises StrategyError or DeviceError for settings that cannot run, also by `file`'s rules.
 
-    Without, `manual` is held to the rules of any model, `auto` is told for a typical one, and `why` tells no memory.
-    `pixels`: sides of the images that the model makes.
+    Without `file`, `manual` must obey the rules of any model, `auto` is shown for a typical one, and `why` does not
+    mention memory. `pixels`: sides of the images that the model makes.
     """
     machine = find_machine(settings.devices, in_order=settings.fixes_order)
     model = CheckpointModel(file or PUBLISHED_DEV, weight_dtype)

@@ -1,4 +1,4 @@
-"""The rank diagram: each device's part under a strategy, in words, as Strategy Selector shows it. Pure functions."""
+"""The rank diagram in Strategy Selector: each device's part of the work, in words. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = ("prompt", "negative prompt")
 
 @dataclass(frozen=True)
 class Role:
-    """The part of a device on one axis. `axis`: rows (data and cfg), pipefusion, ring, ulysses, tensor or share."""
+    """A device's part on one axis. `axis`: rows (data and cfg), pipefusion, ring, ulysses, tensor, share or idle."""
 
     axis: str
     text: str
@@ -22,14 +22,14 @@ class Role:
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """One device. `rank`: None where it stays idle; `roles`: for each axis that is split, slowest axis first."""
+    """The work of one device. `rank`: None if it is idle; `roles`: one for each split axis, slowest axis first."""
 
     device: str
     rank: int | None
     roles: tuple[Role, ...]
 
     def describe(self) -> str:
-        """In a line, e.g. `cuda:0 · prompt · ring 1/2 · heads 1/3`."""
+        """Returns one line, e.g. `cuda:0 · prompt · ring 1/2 · heads 1/3`."""
         return " · ".join([self.device, *(role.text for role in self.roles)])
 
     def as_dict(self) -> dict[str, object]:
@@ -44,9 +44,9 @@ def assign_devices(
     images: int = 0,
     prompts: int = 0,
 ) -> tuple[DeviceAssignment, ...]:
-    """One for each of `devices`, those in use first: device i is rank i.
+    """Returns one assignment for each of `devices`, those in use first: device i is rank i.
 
-    `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy can share out.
+    `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy splits.
     """
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
     used = devices[: strategy.world_size]
@@ -86,7 +86,7 @@ def _roles(
 
 
 def _rows(strategy: ParallelStrategy, place: RankCoordinates, images: int, prompts: int) -> str:
-    """Rows are the images of the positive prompt, then those of the negative one, shared out in runs."""
+    """Describes a rank's contiguous share of the rows: all images of the positive prompt, then of the negative one."""
     part = slice_of(split_sizes(images * prompts, strategy.row_degree), place.row(strategy))
     found = []
     for prompt in range(prompts):
@@ -97,7 +97,7 @@ def _rows(strategy: ParallelStrategy, place: RankCoordinates, images: int, promp
 
 
 def _images(first: int, stop: int, images: int, prompt: int, prompts: int) -> str:
-    """Images [first, stop) of a prompt."""
+    """Describes images [first, stop) of a prompt."""
     words = [PROMPTS[prompt]] if prompts == len(PROMPTS) else []
     if stop - first < images or not words:
         numbers = f"image {first + 1}" if stop - first == 1 else f"images {first + 1} to {stop}"

@@ -1,1 +1,1 @@
-"""Counts for Prometheus, and their switch."""
+"""Metrics for Prometheus, and their switch."""

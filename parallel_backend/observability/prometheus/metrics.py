@@ -1,7 +1,7 @@
-"""Counts what happens to groups of ranks, for Prometheus; docs/metrics.md explains each metric.
+"""Counts events of rank groups for Prometheus; docs/metrics.md explains each metric.
 
-Names, units and suffixes as in https://prometheus.io/docs/practices/naming/. No label has a path, and each has few
-values: devices, strategies without their shares, words of closed sets, and the models that cost device-seconds.
+Names, units and suffixes follow https://prometheus.io/docs/practices/naming/. No label contains a path, and each has
+few values: devices, strategies without their shares, words of closed sets, and models that used device time.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..gauges import Gauge
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "parallel_sampling_"
-JOBS = ("sample", "decode", "encode")  # requests that a person sees as one job
+JOBS = ("sample", "decode", "encode")  # requests that a person sees as a job
 RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
-# s, upper bounds of buckets: a cancel takes tens of milliseconds, a large image on one device minutes.
+# Bucket limits in seconds: a cancel takes tens of milliseconds, a large image on one device minutes.
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
-_MOST_LETTERS = 80  # of a model's name
-MOST_MODELS = 50  # with a label of their own; the rest are `other`
+_MOST_LETTERS = 80  # of a model's name in a label
+MOST_MODELS = 50  # models with their own label; others are labelled `other`
 _PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 Statuses = Callable[[], Iterable[GroupStatus]]
 Gauges = Callable[[tuple[str, ...]], Mapping[str, Gauge]]
 
-# (name, text, its value or None where nobody knows it) of what is read of a device.
+# (name, help text, function that returns the value or None if unknown) for each reading of a device.
 _READINGS: tuple[tuple[str, str, Callable[[Gauge], float | None]], ...] = (
     ("device_memory_total_bytes", "Memory of a device", lambda gauge: gauge.total_bytes or None),
     (
@@ -67,11 +67,11 @@ _READINGS: tuple[tuple[str, str, Callable[[Gauge], float | None]], ...] = (
 
 
 class Metrics:
-    """`on_event` takes events, `text` answers a scrape; `statuses()` is asked then for what every group does, and
-    `gauges(devices)` for what their devices read, and `price()` of a device-hour, 0 for none."""
+    """Counts events and answers scrapes. `statuses`: returns every group's status; `gauges`: returns the readings of
+    devices; `price`: returns the price of a device-hour, 0 for none. All are called at each scrape."""
 
     def __init__(self, statuses: Statuses, gauges: Gauges, price: Callable[[], float] = lambda: 0.0) -> None:
-        # A registry of its own: other packs may count in the library's global one.
+        # A separate registry: other packs may use the library's global one.
         self._registry = registry = CollectorRegistry()
         self._known: set[tuple[str, ...]] = set()
         self._models: set[str] = set()
@@ -123,13 +123,13 @@ class Metrics:
         )
         per_hour.set_function(price)
         registry.register(_LiveReadings(statuses, gauges))
-        # What never happened stands at 0, or the first time would look like no change.
+        # A series must exist at 0, or Prometheus would not see the first event as a change.
         for result in RESULTS:
             for request in JOBS:
                 self._jobs.labels(request, result)
 
     def on_event(self, event: Event) -> None:
-        """Counts what has happened."""
+        """Counts one event."""
         self._know(event.devices)
         if isinstance(event, (RequestEnded, Released)):
             idle = len(event.devices) * event.idle_s
@@ -149,8 +149,8 @@ class Metrics:
                 self._restarts.labels(_listed(event.devices)).inc()
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format; its type is CONTENT_TYPE."""
-        with self._scraping:  # gauges are read by one at a time
+        """Returns all metrics in Prometheus' text format; its type is CONTENT_TYPE."""
+        with self._scraping:  # one thread reads the gauges at a time
             return generate_latest(_WithoutTimes(self._registry))
 
     def _know(self, devices: tuple[str, ...]) -> None:
@@ -171,7 +171,7 @@ class Metrics:
         self._jobs.labels(event.request, event.result).inc()
         if event.result == "refused":
             return
-        # A decode or encode has no strategy: its rows are shared out.
+        # A decode or encode has no strategy: devices split its rows.
         strategy = f"rows {len(event.devices)}" if event.strategy is None else _named(event.strategy)
         model = self._model_label(event)
         self._device_seconds.labels(event.request, strategy, model, event.result).inc(device_seconds(event))
@@ -192,7 +192,7 @@ class Metrics:
 
 @functools.cache
 def pack_version(project: Path = _PROJECT) -> str:
-    """The pack's version, such as "0.1.0", as its pyproject.toml has it; "unknown" where the file is missing."""
+    """Returns the pack's version from pyproject.toml, such as "0.1.0"; "unknown" if the file is missing."""
     try:
         found = re.search(r'^version = "([^"]+)"$', project.read_text("utf-8"), re.MULTILINE)
     except OSError:
@@ -201,8 +201,8 @@ def pack_version(project: Path = _PROJECT) -> str:
 
 
 class _LiveReadings:
-    """States of groups, notes of their ranks and readings of their devices at the moment of a scrape; no reading of a
-    CPU, whose ranks share it."""
+    """Group states, rank notes and device readings at the moment of a scrape. CPUs have no readings, because their
+    ranks share them."""
 
     def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
         self._statuses = statuses
@@ -222,7 +222,7 @@ class _LiveReadings:
         models = _gauge("held_models", "Models that a group holds in its devices' memory", "devices")
         text = "Bytes that a process sent to others since it began"
         sent = CounterMetricFamily(PREFIX + "sent_bytes", text, labels=("device",))
-        ranks: dict[str, RankStatus] = {}  # by device: a scrape with one series twice would be refused whole
+        ranks: dict[str, RankStatus] = {}  # by device: Prometheus refuses a scrape with a series twice
         for group in groups:
             for one in State:
                 state.add_metric([_listed(group.devices), one.value], float(group.state == one.value))
@@ -249,8 +249,8 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 
 
 class _WithoutTimes:
-    """A registry without the times at which series began, which double the text; the library's switch for them is
-    everybody's."""
+    """A registry without the creation times of series, which double the text. The library's own switch for them would
+    affect other packs."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -262,7 +262,7 @@ class _WithoutTimes:
 
 
 def _named(strategy: ParallelStrategy) -> str:
-    """In words; shares are numbers of any kind, which would make endless labels."""
+    """Returns the strategy in words without its shares: arbitrary numbers would make endless labels."""
     if not strategy.device_shares:
         return strategy.describe()
     return f"{replace(strategy, device_shares=()).describe()}, unequal shares"

@@ -1,4 +1,4 @@
-"""Metrics on or off, at any time: off, nothing listens and the metrics library is not even imported."""
+"""Turns metrics on or off at any time: while off, nothing listens and the metrics library is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..gauges import DeviceGauges
 if TYPE_CHECKING:
     from .metrics import Metrics
 
-VARIABLE = "PARALLEL_SAMPLING_METRICS"  # on or off; outranks the setting
+VARIABLE = "PARALLEL_SAMPLING_METRICS"  # on or off; overrides the setting
 _WORDS = {
     "on": True,
     "1": True,
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MetricsAnswer:
-    """To one scrape. `status`: of HTTP."""
+    """The HTTP answer to one scrape."""
 
     status: int
     body: bytes
@@ -42,8 +42,8 @@ class MetricsAnswer:
 
 
 class MetricsSwitch:
-    """Follows `setting()`, the user's wish, unless VARIABLE is set. What was counted stays while it is off.
-    `price()`: of a device-hour, 0 for none."""
+    """Follows `setting()`, the user's choice, unless VARIABLE is set. Counts are kept while metrics are off.
+    `price`: returns the price of a device-hour, 0 for none."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class MetricsSwitch:
         self._warned = ""
 
     def follow(self) -> Metrics | None:
-        """Turns metrics on or off as is wished now; None for off. Raises PlatformError without the library."""
+        """Turns metrics on or off as requested now. Returns None for off. Raises PlatformError without the library."""
         with self._lock:
             is_on = self._is_requested()
             if is_on and self._stop_listening is None:
@@ -74,14 +74,14 @@ class MetricsSwitch:
             return self._metrics if is_on else None
 
     def begin(self) -> None:
-        """As `follow`, when ComfyUI starts: says what is wrong and raises nothing."""
+        """Runs `follow` when ComfyUI starts: logs what is wrong and raises nothing."""
         try:
             self.follow()
         except PlatformError as error:
             log.warning("parallel sampling: %s", error)
 
     def scrape(self) -> MetricsAnswer:
-        """The answer to Prometheus: the metrics; 404 when they are off, 503 without the library, with what to do."""
+        """Answers Prometheus: the metrics, or advice with status 404 if they are off, 503 without the library."""
         try:
             metrics = self.follow()
         except PlatformError as error:

@@ -1,1 +1,1 @@
-"""A job as planning sees it, and the memory that it takes."""
+"""The description of a job for planning, and the memory that it needs."""

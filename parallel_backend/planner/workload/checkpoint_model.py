@@ -18,7 +18,7 @@ from .workload import Job
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """A checkpoint as ranks keep and compute it. `weight_dtype`: as in ModelSpec."""
+    """A checkpoint as ranks store and compute it. `weight_dtype`: as in ModelSpec."""
 
     file: ModelFile
     weight_dtype: str = "auto"
@@ -51,7 +51,7 @@ class CheckpointModel:
 
     @property
     def key(self) -> str:
-        """The dtype that ranks compute in follows from these and the device."""
+        """The model's key in measurements, without the compute dtype: that follows from these values and the device."""
         return hashed(*self.file.fingerprint, self.weight_dtype, *_options(self.compute_options))
 
     def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
@@ -59,8 +59,8 @@ class CheckpointModel:
 
 
 def _options(compute_options: ComputeOptions) -> list[str]:
-    """Returns the options that tell measurements apart. The default of one that is younger than measurements is left
-    out, so that their keys stay."""
+    """Returns the options that distinguish measurements. A newer option's default is left out, so that older
+    measurements keep their keys."""
     options = asdict(compute_options)
     if options["exchange_dtype"] == SAME:
         del options["exchange_dtype"]

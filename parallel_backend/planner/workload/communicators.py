@@ -1,4 +1,4 @@
-"""The communicators that a rank takes part in: on a GPU each holds memory from its first use on."""
+"""Counts the communicators of a rank: on a GPU, each takes memory from its first use on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from ...layout import AXES, REPLICA_AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinat
 from ...strategy import DEGREES, ParallelStrategy
 from .rank_memory import GPU_BASE_BYTES
 
-# NCCL's buffers and channels of one, for a group or for two ranks that send to each other: an allowance, not measured
+# Memory of NCCL's buffers and channels for one communicator, of a group or of two ranks: an allowance, not measured
 # here; users report 100 MB and more.
 COMMUNICATOR_BYTES = 100_000_000
 
 
 def count_communicators(strategy: ParallelStrategy, rank: int) -> int:
-    """Those of a job under `strategy` on `rank`; groups of the same ranks share one. All ranks have one in any job: for
-    what ComfyUI's loop asks the model for, shared noise, the VAE."""
+    """Returns the number of communicators of a job on `rank`; groups of the same ranks share one. Every job has one
+    for all ranks, for the model calls of ComfyUI's loop, shared noise and the VAE."""
     split = {axis for axis, name in zip(AXES, DEGREES, strict=True) if getattr(strategy, name) > 1}
     several = (AXES, ROW_AXES, SEQUENCE_AXES, ("ring",), ("ulysses",), ("tensor",))
     count = len({frozenset(split.intersection(axes)) for axes in several} - {frozenset()})
@@ -24,10 +24,10 @@ def count_communicators(strategy: ParallelStrategy, rank: int) -> int:
         neighbours = (stage > 0) + (stage < last)
         count += (
             neighbours + (stage in (0, last)) + 1
-        )  # the last stage and the first one; what brings results back
+        )  # the link between the last and the first stage; the group that brings results back
     return count
 
 
 def gpu_base_bytes(strategy: ParallelStrategy, rank: int) -> int:
-    """What the process of a rank holds on its GPU before any model."""
+    """Returns the GPU memory in bytes that a rank's process takes before any model."""
     return GPU_BASE_BYTES + COMMUNICATOR_BYTES * count_communicators(strategy, rank)

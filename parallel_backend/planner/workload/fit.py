@@ -18,7 +18,7 @@ from .workload import Job
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """A job that is about to run, as far as its memory goes. `devices`: one per rank of `strategy`."""
+    """The memory check of a job that is about to run. `devices`: one per rank of `strategy`."""
 
     job: Job
     strategy: ParallelStrategy
@@ -26,14 +26,14 @@ class MemoryCheck:
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Predicted, in rank order."""
+        """The predicted memory of each rank, in rank order."""
         return self.job.model.memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes of each device, or of the computer's memory that ranks on the CPU share; 0 where nobody could tell.
-    `used_elsewhere`: what other programs hold of each now."""
+    """The available memory. `sizes`: bytes of each device, or one entry for the host memory that CPU ranks share; 0 if
+    unknown. `used_elsewhere`: bytes that other programs use on each device now."""
 
     sizes: tuple[int, ...]
     used_elsewhere: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Capacity:
 
 
 def check_capacity(check: MemoryCheck, capacity: Capacity | None = None) -> RankMemory:
-    """The fullest rank of `check`. Raises StrategyError when it cannot fit, with the smallest change that does."""
+    """Returns the fullest rank's memory. Raises StrategyError if it is too much, with the smallest change that fits."""
     capacity = capacity or Capacity.of(check.devices)
     over = _overfull(check, capacity)
     if over is None:
@@ -59,14 +59,14 @@ def check_capacity(check: MemoryCheck, capacity: Capacity | None = None) -> Rank
 
 
 def fits(check: MemoryCheck, capacity: Capacity | None = None, *, share: float = 1.0) -> bool:
-    """Whether it fits in that share of each device's memory."""
+    """Returns True if the job fits in the `share` of each device's memory."""
     capacity = capacity or Capacity.of(check.devices)
     capacity = replace(capacity, sizes=tuple(int(share * size) for size in capacity.sizes))
     return _overfull(check, capacity) is None
 
 
 def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
-    """In words, the device that is too full; None where all fits."""
+    """Returns a sentence on the first device that is too full; None if all fits."""
     memories, sizes = check.memories, capacity.sizes
     if is_cpu(check.devices):
         needed = sum(memory.private_bytes for memory in memories)
@@ -88,7 +88,7 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
 
 
 def _changes(check: MemoryCheck) -> Iterator[tuple[str, MemoryCheck]]:
-    """Changes in words, from those that give the same picture as fast to those that give another one."""
+    """Yields changes in words and as checks: first those that keep the picture and speed, last those that change it."""
     strategy, job = check.strategy, check.job
     if strategy.pipefusion_degree == 1 and not is_cpu(check.devices):
         if not strategy.shards and strategy.replicas > 1:

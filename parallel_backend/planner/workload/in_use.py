@@ -1,7 +1,7 @@
-"""The memory that other programs hold on each device now: NVML answers, no CUDA context.
+"""The memory that other programs use on each device now, read by NVML without a CUDA context.
 
-What its ranks hold does not count, nor what this process can free: models give way to each other, ComfyUI's to the
-ranks'. What ComfyUI cannot move counts as another program's.
+Memory of this pack's ranks does not count, nor does memory that this process can free: ComfyUI's models make room for
+the ranks'. Memory that ComfyUI cannot free counts as another program's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...machine.topology import Topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
 
-# The last one tells the bytes that this process can free on a device.
+# The last function in this list returns the bytes that this process can free on a device.
 FREEABLE: list[Callable[[str], int]] = []
 
 
@@ -23,7 +23,7 @@ def used_by_other_programs(
     topology: Topology | None = None,
     used_by_us: Callable[[str], int] | None = None,
 ) -> tuple[int, ...]:
-    """Bytes on each device; 0 where nobody could tell. `nvml`, `topology`, `used_by_us`: for tests."""
+    """Returns the bytes on each device; 0 if unknown. `nvml`, `topology`, `used_by_us`: for tests."""
     seen = topology or visible_topology()
     uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(seen.devices)}
     if not any(device in uuids for device in devices):

@@ -1,7 +1,7 @@
 """Predicts the memory of each rank from the sizes of a model's file, a strategy and a job. Pure functions.
 
-Weights and the fullest moment of a model call are the file's to tell (ModelFile); beside them lie latents, prompts,
-PipeFusion's messages and its keys of the step before. benchmarks/memory.py compares it with what ranks really use.
+ModelFile gives the weights and the peak of a model call. Latents, prompts, PipeFusion's messages and the previous
+step's keys and values are added here. benchmarks/memory.py compares the prediction with what ranks really use.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .rank_memory import CPU_BASE_BYTES, RankMemory
 from .workload import Job
 
 
-@functools.lru_cache(maxsize=256)  # of a prompt's candidates, which its next run asks for again
+@functools.lru_cache(maxsize=256)  # the candidates of one prompt: its next run asks for them again
 def predict_memory(
     file: ModelFile, strategy: ParallelStrategy, job: Job, *, weight_dtype: str = "auto", on_cpu: bool = False
 ) -> tuple[RankMemory, ...]:
-    """Of every rank of `strategy`, in rank order."""
+    """Predicts the memory of every rank of `strategy`, in rank order."""
     dtypes = Dtypes.of(weight_dtype, file.dtype, on_cpu)
     return tuple(
         _Rank(file, dtypes, strategy, job, rank, on_cpu).predict() for rank in range(strategy.world_size)
@@ -33,7 +33,7 @@ def predict_memory(
 
 @dataclass(frozen=True)
 class _Run:
-    """A model call through `blocks`, and the bytes `beside` it: a pipeline's messages, its keys of the step before."""
+    """A model call through `blocks`. `beside`: other bytes in use: PipeFusion's messages, keys and values."""
 
     call: TokenLoad
     blocks: range
@@ -67,7 +67,7 @@ class _Rank:
         parts = {part.block: part for part in weights.parts}
         kind_of = [kind for kind, like in enumerate(self.file.family.blocks) for _ in range(like.count)]
         for run in self._runs():
-            # Blocks of one kind are alike but for their layers' dtypes.
+            # Blocks of one kind differ only in the dtypes of their layers.
             kinds = {
                 (kind_of[block], parts[block].cast, parts[block].gathered): block
                 for block in reversed(run.blocks)
@@ -100,14 +100,14 @@ class _Rank:
             yield from self._pipeline_runs()
         elif self.rows:
             whole = self._call(self.rows, self.job.text_tokens, self.job.image_tokens)
-            # What the first block and the others added to the image; while they compute, its image in place of the
-            # latter.
+            # The step cache stores two residuals of the image: the first block's and that of all others. While the
+            # others compute, their input takes the place of the second residual.
             cached = 2 * whole.width(whole.image) if self.job.step_cache else 0
             yield _Run(whole, range(self.file.family.block_count), cached, "whole images")
 
     def _call(self, rows: int, text: int, image: int, keys: tuple[int, ...] = ()) -> TokenLoad:
-        """`text` + `image` tokens of a row, over the sequence axis. `keys`: what the ring's members bring, if not
-        these."""
+        """Returns the load of a row's `text` + `image` tokens on the sequence axis. `keys`: the tokens that each ring
+        member brings, if different from those."""
         strategy, place = self.strategy, self.place
         ulysses = strategy.ulysses_degree
         totals = place.split_tokens(strategy, text + image)
@@ -128,14 +128,14 @@ class _Rank:
         )
 
     def _pipeline_runs(self) -> Iterator[_Run]:
-        """Whole images while warming up, and patches after that."""
+        """Yields the runs of a pipeline: whole images during warm-up, patches after it."""
         strategy, job = self.strategy, self.job
         if not self.rows:
             return
         blocks = self.place.blocks(strategy, self.file.shape.blocks)
         whole = self._call(self.rows, job.text_tokens, job.image_tokens)
         every = sum(whole.keys)
-        # Keys and values of a layer for every token, for its share of the heads; over a ring they are gathered here.
+        # A layer's keys and values of every token, for this rank's share of the heads; a ring's are gathered here.
         layer = 2 * whole.width(every) // strategy.ulysses_degree
         gathered = layer * (strategy.ring_degree > 1)
         flows = strategy.warmup_steps < job.steps
@@ -144,22 +144,22 @@ class _Rank:
             text, image = (-(-total // patches) for total in (job.text_tokens, job.image_tokens))
             call = self._call(self.rows, text, image, keys=(every,))
             messages = self._most_messages(patches) * call.width(call.tokens)
-            output = self.rows * whole.image * self.file.token_channels * FP32  # as it leaves the model
+            output = self.rows * whole.image * self.file.token_channels * FP32  # the model's output
             at_an_end = self.place.stage in (0, strategy.pipefusion_degree - 1)
-            embedded = whole.width(whole.tokens)  # of the whole image, which each patch is cut from
+            embedded = whole.width(whole.tokens)  # the embedded whole image, which patches are cut from
             beside = layer * len(blocks) + output * at_an_end + gathered // patches + messages + embedded
             yield _Run(call, blocks, beside, "patches")
         if strategy.warmup_steps > 0:
-            # The last whole image leaves its keys and values to the patches. Tokens that come from the stage before lie
-            # beside those that the module itself has at that place.
+            # The last whole image leaves its keys and values for the patches. The tokens from the previous stage are in
+            # memory at the same time as the module's own tokens at that place.
             beside = (
                 layer * len(blocks) * flows + gathered + whole.width(whole.tokens) * (self.place.stage > 0)
             )
             yield _Run(replace(whole, keys=(every,)), blocks, beside, "whole images")
 
     def _most_messages(self, patches: int) -> int:
-        """The most that a stage holds of a round's messages beside the one that it works on (engine/stages/p2p.py):
-        those that it has sent in this round and the one before, the last one's output and the one on its way here."""
+        """Returns the most messages that a stage holds besides the one that it works on (engine/stages/p2p.py): those
+        sent in this round and the one before, the last output, and the next input on its way."""
         is_first, is_last = self.place.stage == 0, self.place.stage == self.strategy.pipefusion_degree - 1
         return max(
             (not is_last) * (patches + n) + (n > 0) + (not is_first and n + 1 < patches)
@@ -167,10 +167,10 @@ class _Rank:
         )
 
     def _latents(self) -> int:
-        """Latents and prompts that lie beside a model call.
+        """Returns the bytes of latents and prompts during a model call.
 
-        The sampler's latent and the last denoised one, the rows' latents joined and packed; on a GPU also noise, the
-        latent that came in, and the prompts (on the CPU these stay in the memory that the request came in).
+        They are the sampler's latent and its last denoised one, the rows' latents joined and packed, and the prompts;
+        on a GPU also the noise and the input latent. One row's prompts on the CPU stay in the request's memory.
         """
         rows = self.rows
         height, width = self.job.latent_size

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A CUDA context and the allocator's slack, on each GPU, beside communicators: an allowance, not measured here.
+# A CUDA context and the allocator's slack on each GPU, without communicators: an allowance, not measured here.
 GPU_BASE_BYTES = 1_500_000_000
-# Private memory of a rank on the CPU that has run a job and is idle, ComfyUI imported (benchmarks/memory.py
-# --full-size measures it).
+# Private memory of an idle CPU rank that has run a job and imported ComfyUI (benchmarks/memory.py --full-size measures
+# it).
 CPU_BASE_BYTES = 350_000_000
 
 
@@ -16,9 +16,9 @@ CPU_BASE_BYTES = 350_000_000
 class RankMemory:
     """Predicted bytes of one rank at its fullest moment.
 
-    `weights`: in the rank's own memory, gathered ones included; `activations`, `buffers`: what a model call holds, and
-    what lies beside it or travels; `base`: the process itself. `mapped`: weights used in place in the mapped file that
-    all ranks share (CPU only); `host`: weights kept in pinned host memory (offload). `fullest`: where the peak is.
+    `weights`: in the rank's own memory, with gathered ones; `activations`: of a model call; `buffers`: latents,
+    messages and caches during the call; `base`: the process itself. `mapped`: weights used in place in the mapped file
+    that all ranks share (CPU only); `host`: weights in pinned host memory (offload). `fullest`: where the peak is.
     """
 
     rank: int
@@ -32,16 +32,16 @@ class RankMemory:
 
     @property
     def private_bytes(self) -> int:
-        """The memory of this rank that no other can share: on a GPU its device memory."""
+        """The bytes that this rank shares with no other: on a GPU its device memory."""
         return self.weights + self.activations + self.buffers + self.base
 
     def in_short(self, where: str) -> str:
-        """Returns one sentence: what each `where`, GPU or process, needs, and what the machine needs once."""
+        """Returns one sentence: the need of each `where` (GPU or process), and what the computer needs once."""
         each = f"Needs about {in_gib(self.private_bytes)} GiB per {where}"
         return f"{each}, plus {in_gib(self.mapped)} GiB of memory once." if self.mapped else f"{each}."
 
     def describe(self) -> str:
-        """In words, e.g. `26.1 GiB (weights 22.2, activations 0.6, buffers 1.9, the process itself 1.4)`."""
+        """Returns a text, e.g. `26.1 GiB (weights 22.2, activations 0.6, buffers 1.9, the process itself 1.4)`."""
         parts = (
             f"{in_gib(self.private_bytes)} GiB (weights {in_gib(self.weights)}, activations "
             f"{in_gib(self.activations)}, buffers {in_gib(self.buffers)}, the process itself {in_gib(self.base)})"
@@ -57,7 +57,7 @@ NO_MEMORY = RankMemory(0, 0, 0, 0, 0)
 
 
 def in_gib(size: float) -> str:
-    """Bytes as GiB, two digits below ten."""
+    """Formats bytes as GiB, with two decimals below ten and one above."""
     gib = size / 2**30
     return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"
 

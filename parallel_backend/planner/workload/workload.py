@@ -1,4 +1,4 @@
-"""One sampling job as all of planning sees it: how much of what is to be sampled, with which model."""
+"""One sampling job for planning: its size, steps and model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rank_memory import RankMemory
 
 
 class JobModel(Protocol):
-    """The model of a job. `weight_bytes`: of all weights as ranks keep them."""
+    """The model of a job. `weight_bytes`: bytes of all weights in the dtype that ranks store."""
 
     @property
     def family(self) -> Family: ...
@@ -29,29 +29,29 @@ class JobModel(Protocol):
 
     @property
     def uncompiled(self) -> JobModel:
-        """The same with its blocks as they are."""
+        """The same model without compiled blocks."""
 
     def with_compile(self, mode: str) -> JobModel:
-        """The same with its blocks compiled as `mode` (options.COMPILE_MODES) has it."""
+        """Returns the same model with `mode` (options.COMPILE_MODES) for its blocks."""
 
     @property
     def in_fp8(self) -> JobModel | None:
-        """The same with its weights in fp8, None where they are."""
+        """The same model with weights in fp8, None if they already are."""
 
     @property
     def key(self) -> str:
-        """Stands for the model in measurements, by its sizes and how it is computed."""
+        """A key for the model in measurements, made of its sizes and how it is computed."""
 
     def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
-        """Of the ranks of `strategy`, in rank order; of one where all are alike."""
+        """Predicts the memory of each rank of `strategy`, in rank order."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work to be sampled. `width`, `height`: pixels; `frames`: of a video, else 1; `prompts`: evaluated for each
-    image, 2 with CFG; `text`: tokens of a prompt, the model's usual number if None; `reference_tokens`: of the images
-    that each image attends to; `model_calls`: of one step; `step_cache`: residuals are kept from one model call to the
-    next; `patch_bytes`: of what patches of the model (a ControlNet's network) hold on each device."""
+    """The work to be sampled. `width`, `height`: pixels; `frames`: latent frames of a video, else 1; `prompts`: per
+    image, 2 with CFG; `text`: tokens of a prompt, None for the model's usual number; `reference_tokens`: tokens of the
+    reference images that each image attends to; `model_calls`: per step; `step_cache`: True if a step cache stores
+    residuals; `patch_bytes`: memory of the model's patches (a ControlNet's network) on each device."""
 
     model: JobModel
     width: int = 1024
@@ -72,12 +72,12 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Of one model call: each image with each prompt."""
+        """Rows of one model call: each image with each prompt."""
         return self.batch * self.prompts
 
     @property
     def image_tokens(self) -> int:
-        """Of one image, and of its references."""
+        """Tokens of one image and its references."""
         own = self.model.family.image_tokens(self.width, self.height, self.frames)
         return own + self.reference_tokens
 
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def most_bands(self) -> float:
-        """Into how many bands of rows an image can be cut."""
+        """The largest number of bands of rows that an image can be cut into; infinite for models without bands."""
         rows = self.model.shape.band_rows
         return -(-self.latent_size[0] // rows) if rows else inf
 
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def attention_share(self) -> float:
-        """Of the FLOPs of a step."""
+        """Attention's share of the FLOPs of a step."""
         linear, attention = self.flop_parts
         return attention / (linear + attention) if attention else 0.0
 

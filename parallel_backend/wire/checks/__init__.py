@@ -1,1 +1,1 @@
-"""This folder has the messages of checks: the GPU check, self-tests of classes, injected faults."""
+"""Messages of checks: the GPU check, self-tests of model classes, injected faults."""

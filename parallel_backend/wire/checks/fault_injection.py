@@ -1,9 +1,9 @@
-"""Faults on purpose, for the tests and benchmarks of what happens then; without the variable there are none.
+"""Injects faults for tests and benchmarks of failure handling; without the environment variable there are none.
 
-`PARALLEL_SAMPLING_FAULT` holds a JSON object {"rank", "step", "kind", "point", "once"}: rank `rank` does `kind` when it
-comes to `point` with `step` steps of its request behind it. Points are "start", "idle", "load", "step" and every
-collective in heartbeat.py, which is met before it is entered. `once` names a file: a fault that finds it there does
-nothing, and one that fires makes it first.
+`PARALLEL_SAMPLING_FAULT` holds a JSON object {"rank", "step", "kind", "point", "once"}: rank `rank` performs `kind`
+when it reaches `point` after `step` steps of its request. Points are "start", "idle", "load", "step" and every
+collective in heartbeat.py, just before it is entered. `once` names a file: a fault creates it when it fires, and does
+nothing if it already exists.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..heartbeat import Heartbeat
 from ..strict_json import from_json, parse
 
 VARIABLE = "PARALLEL_SAMPLING_FAULT"
-HANG = 3600  # s, longer than any deadline
-BUSY = 3.0  # s of a processor's time
-_PIECE = 2**28  # bytes that are taken of a device at once
+HANG = 3600  # seconds, longer than any deadline
+BUSY = 3.0  # seconds of processor time
+_PIECE = 2**28  # bytes of one allocation on a device
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; see the module's words."""
+    """One fault, with the fields that the module's docstring explains."""
 
     rank: int
     step: int
@@ -47,7 +47,7 @@ class Fault:
 
 
 def arm(rank: int, heartbeat: Heartbeat) -> None:
-    """Has `heartbeat` meet the fault of the environment, if that is this rank's."""
+    """Makes `heartbeat` trigger the fault in the environment if it is for this rank."""
     text = os.environ.get(VARIABLE)
     if not text:
         return
@@ -67,8 +67,8 @@ def _no_memory() -> None:
 
 
 def _fill_device() -> None:
-    """Allocates on this rank's GPU until there is no more; on the CPU, which other programs need, it only says so, and
-    so it does where a driver goes on in the host's memory (WSL2's)."""
+    """Allocates all of this rank's GPU memory, then raises. On the CPU it only raises: other programs need that memory.
+    It stops at the GPU's size, in case the driver would continue in host memory (WSL2's does)."""
     import torch
 
     kept = []
@@ -80,7 +80,7 @@ def _fill_device() -> None:
 
 
 def _exhaust() -> None:
-    """Takes memory until the system ends the process."""
+    """Allocates host memory until the system ends the process."""
     kept = []
     with contextlib.suppress(MemoryError):
         while True:
@@ -97,7 +97,7 @@ def _raise() -> None:
 
 
 def _compute() -> None:
-    """Keeps a processor busy for longer than a test's limit, and goes on."""
+    """Uses a processor for longer than a test's limit, then continues."""
     end = time.thread_time() + BUSY
     while time.thread_time() < end:
         pass

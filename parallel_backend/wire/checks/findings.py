@@ -1,4 +1,4 @@
-"""Findings of checks, as the doctor and its GPU check tell them, whichever process looked."""
+"""Findings of checks, as the doctor and its GPU check report them, whichever process ran the check."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from ...errors import ParallelError
 
-# slow: it works, but slower than it could or at its limit; skipped: could not be looked at, and the finding says why.
+# slow: works, but slower than possible or at its limit; skipped: could not be checked, and the finding says why.
 STATUSES = ("ok", "slow", "broken", "skipped")
 NO_GPU = "no GPU"
-_FRAMES = 8  # lines of a traceback's end
+_FRAMES = 8  # last lines of a traceback to show
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line of a report. `status`: one of STATUSES; `remedy`: what to do, in words; `details`: lines of a table
-    below it; `group`: the heading that it stands under, which the report adds."""
+    below it; `group`: its heading, which the report adds."""
 
     name: str
     status: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def failed(error: BaseException) -> Finding:
-    """Puts an error that ended a check into a finding: a user's words where it has some, else where it came from."""
+    """Returns a finding for the error that ended a check, with its message and the end of its traceback."""
     words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
     lines = [line for line in "".join(traceback.format_exception(error)).splitlines() if line.strip()]
     return Finding("error", "broken", words[:600], details=tuple(line[:300] for line in lines[-_FRAMES:]))

@@ -1,7 +1,7 @@
-"""The question and the answer of a check of `doctor --gpu`, and the loop of a process that runs such checks in turn.
+"""The messages of `doctor --gpu` checks, and the main loop of a process that runs such checks one after the other.
 
-One line of JSON goes in, the Subject; then a line with a check's name, and a line of JSON (Answer) comes out for each.
-Whatever a check raises is an answer; whatever else ends it, the process that asked sees.
+The process reads a line of JSON, the CheckSubject, and then one line with each check's name. For each check it writes a
+line of JSON (Answer). An exception in a check becomes an answer; the asking process notices any other end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..parent_death import die_with_parent
 from ..strict_json import from_json, parse, to_json
 from .findings import Finding, failed
 
-SHOW_STACK = signal.SIGUSR1  # has a process write where it is to its stderr
+SHOW_STACK = signal.SIGUSR1  # makes a process write its stack to its stderr
 
 
 @dataclass(frozen=True)
 class CheckSubject:
-    """What the checks run on. `devices`: one per rank; `model`: path of its file; `is_demo`: it is the pack's own;
-    `pixels`: side of the square picture; `odd_pixels`: height and width of one whose latent has odd sides; `text`:
-    tokens of a prompt; `steps`: of a job; `attention_tokens`: of attention alone; `pipe_limit_s`: seconds that
-    PipeFusion may take for a job."""
+    """The subject of the checks. `devices`: one per rank; `model`: path of its file; `is_demo`: True if that is the
+    pack's demo model; `pixels`: side of the square picture; `odd_pixels`: height and width of one whose latent has odd
+    sides; `text`: tokens of a prompt; `steps`: of a job; `attention_tokens`: tokens for checks of attention alone;
+    `pipe_limit_s`: seconds that PipeFusion may take for a job."""
 
     devices: tuple[str, ...]
     model: str
@@ -46,20 +46,20 @@ class CheckSubject:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process found in one check. `raised`: the check ended with an error, which is the last finding; after
-    one the process, and its CUDA context, are not to be trusted."""
+    """The outcome of one check in one process. `raised`: True if the check raised an error, which is the last finding;
+    then the process and its CUDA context must not be used again."""
 
     findings: tuple[Finding, ...]
     raised: bool = False
 
 
 Run = Callable[[], Sequence[Finding]]
-# (subject, rank, path at which the ranks meet) -> the checks by name.
+# (subject, rank, path of the ranks' rendezvous) -> the checks by name.
 MakeChecks = Callable[[CheckSubject, int, str], Mapping[str, Run]]
 
 
 def serve(make: MakeChecks) -> None:
-    """The life of a process that runs checks, until its stdin ends."""
+    """Runs checks until stdin ends: the main function of a check process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True, help="process id, with which this ends")
     parser.add_argument("--rank", type=int, default=0)
@@ -68,7 +68,7 @@ def serve(make: MakeChecks) -> None:
     die_with_parent(arguments.parent)
     faulthandler.enable()
     faulthandler.register(SHOW_STACK)
-    # What libraries print goes beside the answers.
+    # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     subject = from_json(parse(sys.stdin.readline()), CheckSubject, "the subject")

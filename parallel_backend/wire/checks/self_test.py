@@ -1,4 +1,4 @@
-"""The outcome of a self-test of one class of ComfyUI's modules: what its process tells the one that started it."""
+"""The outcome of a self-test of one class of ComfyUI's modules, sent to the process that started the test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...requests import TOKEN_MODES
 
 @dataclass(frozen=True)
 class SelfTest:
-    """`mode`: the most that tokens of the class may stay apart, one of requests.TOKEN_MODES; `worst`: the largest
-    relative difference of what decided that, 0 where no numbers came; `error`: why none came."""
+    """The outcome of a self-test. `mode`: the widest of requests.TOKEN_MODES that passed; `worst`: the largest relative
+    difference of the runs that decided this, 0 if there are no numbers; `error`: why there are none."""
 
     class_name: str
     mode: str

@@ -1,1 +1,1 @@
-"""Bytes of diffusers' Flux.1 on a rank, by counting."""
+"""Counts the bytes that diffusers' Flux.1 takes on a rank: weights and activations."""

@@ -1,8 +1,8 @@
-"""The memory of one model call of Flux at its fullest moment on one rank, in closed form.
+"""The peak memory of one model call of Flux on one rank, in closed form.
 
-The moments are those of diffusers' blocks and of engine/attention/sequence.py: what is alive is counted variable by
-variable, and the fullest moment decides. A width is one number per token and channel: rows x tokens x hidden in the
-compute dtype. Norms, modulation and log-sum-exps are left out: a hundredth of a width.
+Moments in diffusers' blocks and in engine/attention/sequence.py are counted: the bytes of each variable that is alive
+then. The largest moment is the peak. A width is the bytes of one tensor of rows x tokens x hidden in the compute dtype.
+Norms, modulation and log-sum-exps are left out: they take a hundredth of a width.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..keys import FluxDims
 
 
 def moments(dims: FluxDims, block: int, call: TokenLoad, cast: int = 0) -> Iterator[MemoryPeak]:
-    """Moments of `block` (numbered doubles first). `cast`: bytes of its largest layer where layers are cast on use."""
+    """Yields the moments of `block` (doubles come first). `cast`: bytes of its largest layer if layers cast on use."""
     kind = _double_block if block < dims.double_blocks else _single_block
-    # Cosines and sines, kept in float32 through the call: of all tokens, and of this rank's where these are fewer.
+    # Cosines and sines stay in float32 during the call: for all tokens, and again for this rank's if these are fewer.
     everyone = sum(call.keys) if len(call.keys) > 1 else max(call.group, call.tokens)
     rotary = 2 * (everyone + call.tokens * (everyone > call.tokens)) * dims.head_dim * FP32
     for moment in kind(call, dims.mlp, cast):
@@ -25,18 +25,18 @@ def moments(dims: FluxDims, block: int, call: TokenLoad, cast: int = 0) -> Itera
 
 
 def _single_block(call: TokenLoad, mlp: int, cast: int) -> Iterator[MemoryPeak]:
-    """A block with one stream."""
+    """Yields the moments of a block with one stream."""
     width, part = call.width(call.tokens), call.width(call.tokens) // call.tensor
     wide = width * mlp // call.hidden // call.tensor
-    held = 3 * width  # what comes in, the text and image joined, the normed
+    held = 3 * width  # the input, text and image joined, and the normed tokens
     yield MemoryPeak("feed-forward", held + wide + max(wide, cast))
     yield from _attention(call, held + wide + 3 * part, part)
-    joined = held + wide + part + (part + wide)  # attention and feed-forward, and both next to each other
+    joined = held + wide + part + (part + wide)  # attention, feed-forward, and both concatenated
     yield MemoryPeak("output", joined + width + max(width, cast))
 
 
 def _double_block(call: TokenLoad, mlp: int, cast: int) -> Iterator[MemoryPeak]:
-    """A block with separate streams for text and image."""
+    """Yields the moments of a block with separate streams for text and image."""
     text, image, width = call.width(call.text), call.width(call.image), call.width(call.tokens)
     part, wider = width // call.tensor, mlp / call.hidden / call.tensor
     yield from _attention(call, 2 * width + 3 * part + 3 * (text // call.tensor), part)
@@ -48,8 +48,8 @@ def _double_block(call: TokenLoad, mlp: int, cast: int) -> Iterator[MemoryPeak]:
 
 
 def _attention(call: TokenLoad, held: int, part: int) -> Iterator[MemoryPeak]:
-    """`held`: what is alive when queries, keys and values of all heads of this rank are there; `part`: one of them."""
-    in_float = FP32 // call.element  # rotation and the merging of partial results are computed in float32
+    """Yields the moments of attention. `held`: bytes alive, with this rank's queries, keys, values; `part`: of one."""
+    in_float = FP32 // call.element  # rotation and merging of partial results compute in float32
     yield MemoryPeak("rotation", held + part + 3 * in_float * part)
     if call.ulysses == 1:
         yield MemoryPeak("attention", held + part, _ring(call, part) - part)
@@ -57,15 +57,15 @@ def _attention(call: TokenLoad, held: int, part: int) -> Iterator[MemoryPeak]:
     mine = call.width(call.group) // call.tensor // call.ulysses  # all tokens of the group, this rank's heads
     yield MemoryPeak("exchange of tokens for heads", held, 3 * part + 3 * mine)
     yield MemoryPeak("attention", held + part, 3 * mine + _ring(call, mine) - part)
-    reordered = mine if call.rows > 1 else 0  # with one row it lies as it is sent
+    reordered = mine if call.rows > 1 else 0  # a single row is already in the order in which it is sent
     yield MemoryPeak("exchange of heads for tokens", held + part, 3 * mine + mine + reordered + part)
 
 
 def _ring(call: TokenLoad, queries: int) -> int:
-    """Bytes of attention's output, with what travels round a ring and the merging of its partial results."""
+    """Returns the bytes of attention's output, of the keys and values in a ring, and of merging its partial results."""
     if len(call.keys) == 1:
         return queries
-    shares = min(3, len(call.keys))  # its own, the one it works on, the one on its way
+    shares = min(3, len(call.keys))  # its own, the one in use, the one that is arriving
     pair = 2 * call.width(max(call.keys)) // call.tensor // call.ulysses
     merging = (4 * (FP32 // call.element) + 1) * queries
     return shares * pair + merging

@@ -1,6 +1,6 @@
 """The bytes of a Flux model's weights that each rank of a strategy holds, and where. Pure functions.
 
-Mirrors models/diffusers/load.py and engine/sharding.py, which do it; the tests compare the two.
+Mirrors models/diffusers/load.py and engine/sharding.py, which load the weights; tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from ...footprint import HeldWeights, WeightPart
 from ...tokens.block_kinds import DIFFUSERS_FLUX
 from ..keys import FluxDims, diffusers_shapes
 
-# How tensor parallelism cuts the blocks, by the list that a parameter's name begins with.
+# The way in which tensor parallelism slices blocks, by the list of blocks at the start of a parameter's name.
 _SLICED = {path.rpartition(".")[2]: kind.sliced for path, kind in DIFFUSERS_FLUX.lists.items()}
 
 
 def stays_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
-    """Whether the parameter `name` (diffusers' layout) is too small and sensitive for the storage dtype."""
+    """Returns True if the parameter `name` (diffusers' layout) is too small and sensitive for the storage dtype."""
     if ".norm_" in name:
         return True
-    # embedders, the last layer and biases
+    # embedders, the last layer and biases, if the file is cast to fp8
     return dtypes.storage == FP8 != dtypes.file and (
         "transformer_blocks." not in name or name.endswith(".bias")
     )
 
 
 def device_dtype(name: str, dtypes: Dtypes) -> str:
-    """The dtype that the parameter `name` (diffusers' layout) is kept in."""
+    """Returns the dtype that the parameter `name` (diffusers' layout) is stored in on its device."""
     return dtypes.compute if stays_in_compute_dtype(name, dtypes) else dtypes.storage
 
 
 def held_weights(
     dims: FluxDims, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
 ) -> HeldWeights:
-    """The weights that `rank` holds of a model under `strategy`."""
+    """Returns the weights of a model that `rank` holds under `strategy`."""
     sharded = strategy.shards and (strategy.replicas > 1 or not on_cpu)
     blocks = frozenset(RankCoordinates.of(strategy, rank).blocks(strategy, dims.blocks))
     return HeldWeights(
@@ -48,11 +48,11 @@ def held_weights(
     )
 
 
-@lru_cache(maxsize=256)  # `auto` asks for every rank of every strategy, and most hold alike
+@lru_cache(maxsize=256)  # mode auto asks for all ranks of all strategies, and most have equal parts
 def _parts(
     dims: FluxDims, dtypes: Dtypes, blocks: frozenset[int], tensor_degree: int, shares: int, on_cpu: bool
 ) -> tuple[WeightPart, ...]:
-    """`shares`: among how many ranks each parameter is shared out, 0 where none is."""
+    """Returns a rank's parts. `shares`: number of ranks that each parameter is sharded over, 0 for no sharding."""
     parts: dict[int | None, list[int]] = {None: [0, 0, 0, 0]} | {block: [0, 0, 0, 0] for block in blocks}
     for name, block, shape in _parameters(dims):
         if block not in parts:
@@ -75,7 +75,7 @@ def _parts(
 
 @lru_cache(maxsize=16)
 def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]], ...]:
-    """(name in diffusers' layout, block numbered doubles first or None, shape)."""
+    """Returns (name in diffusers' layout, block or None, shape) of each parameter; doubles are numbered first."""
     found = []
     for name, shape in diffusers_shapes(dims).items():
         kind, _, rest = name.partition(".")
@@ -87,7 +87,7 @@ def _parameters(dims: FluxDims) -> tuple[tuple[str, int | None, tuple[int, ...]]
 
 
 def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
-    """(rows, elements of a row) of a rank's slice of a parameter."""
+    """Returns (rows, elements per row) of a rank's slice of a parameter."""
     rows, rest = shape[0], shape[1] if len(shape) > 1 else 1
     block, _, kind = name.rpartition(".")
     listed, _, path = block.partition(".")
@@ -102,5 +102,5 @@ def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
 
 
 def _lies_apart(name: str, degree: int) -> bool:
-    """Whether a rank's slice lies in two places of the file and is copied together: (attention, feed-forward)."""
+    """Returns True if a rank's slice is in two places of the file (attention, feed-forward), so that it is copied."""
     return degree > 1 and "single_transformer_blocks." in name and name.endswith(".proj_out.weight")
