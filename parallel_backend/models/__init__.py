@@ -1,1 +1,1 @@
-"""Model families: checkpoint tensors to diffusers modules, and the token layout each family uses."""
+"""Models on the ranks: how files become modules, what they cost, and which of their tensors are tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """`count` equal transformer blocks.
+    """A group of `count` equal transformer blocks.
 
     `image_weights`, `text_weights`: multiply-adds per image / text token in the linear layers of one block.
     `attends`: "joint" (image and text tokens together), "image" (image tokens only; text through cross-attention).
@@ -23,10 +23,10 @@ class BlockCounts:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `spatial`, `temporal`: pixels and frames per token and axis; `latent_pixels`: pixels of a cell of
-    its latent, along a side; `parameters`: of the denoiser.
+    """A model family. `spatial`, `temporal`: pixels along a side of a token, and frames in it; `latent_pixels`: image
+    pixels along a side of a latent cell; `parameters`: number of parameters of the denoiser.
 
-    `image_flop`: FLOPs of one call at 1024 x 1024 for what is no transformer, `image_attention` those of its attention.
+    `image_flop`, `image_attention`: for UNets, FLOPs outside of attention and in it for one 1024 x 1024 image.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Family:
         return sum(b.count for b in self.blocks)
 
     def image_tokens(self, width: int, height: int, frames: int = 1) -> int:
-        """Image tokens of one row; sides that do not divide are padded up, frames go through a causal encoder."""
+        """Returns the image tokens of one row. Sides are rounded up; a causal encoder keeps the first frame alone."""
         across, down = -(-width // self.spatial), -(-height // self.spatial)
         return across * down * ((frames - 1) // self.temporal + 1)
 
     def linear_flop(self, image: int, text: int) -> float:
-        """FLOPs of the linear layers in one call for one row of `image` + `text` tokens."""
+        """Returns the FLOPs of the linear layers in one call for one row of `image` + `text` tokens."""
         return sum(2.0 * b.count * (b.image_weights * image + b.text_weights * text) for b in self.blocks)
 
     def attention_flop(self, image: int, text: int) -> float:
-        """FLOPs of attention in one call for one row: queries x keys and weights x values, 4 * tokens² * hidden."""
+        """Returns the FLOPs of attention for one row: queries x keys plus weights x values, 4 * tokens² * hidden."""
         total = 0.0
         for b in self.blocks:
             if b.attends == "joint":
@@ -69,5 +69,5 @@ class Family:
         return total
 
     def split_tokens(self, image: int, text: int, blocks: BlockCounts) -> int:
-        """Tokens whose queries, keys and values move when the sequence is split over the ranks."""
+        """Returns the tokens whose queries, keys and values are exchanged when ranks split the sequence."""
         return image + text if blocks.attends == "joint" else image

@@ -1,4 +1,4 @@
-"""A rank's model, whatever its provider (registry.py): a module, and what the engine needs to know of it."""
+"""A rank's model from any provider (registry.py): a module, and what the engine needs to know about it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from .tokens.regions import Region
 
 
-# Attention as ComfyUI's models call it, after ComfyUI's own function: (original, q, k, v, heads, mask=None, …).
+# An attention function with ComfyUI's signature behind its first argument: (original, q, k, v, heads, mask=None, …).
 AttentionCall = Callable[..., Tensor]
 
-# The rotation of queries or keys by their tokens' places: (apply, tensors, by, dim of the heads in a tensor) -> rotated
-# tensors. `apply(tensors, by)` is the library's own.
+# Rotates queries or keys by the positions of their tokens (RoPE): (apply, tensors, by, dim of the heads in a tensor) ->
+# rotated tensors. `by`: the frequencies; `apply(tensors, by)`: the library's own rotation.
 Rotate = Callable[[Callable[[list[Tensor], Any], list[Tensor]], list[Tensor], Any, int], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Slice `index` of `degree` of each layer. Where ranks meet: `add_up` gives every rank the sum of what each hands
-    in (in place), `join` puts [B, n] of each next to each other as [B, degree * n]."""
+    """Slice number `index` of `degree` of each layer, with two collectives. `add_up`: all-reduces by sum, in place;
+    `join`: all-gathers the [B, n] of each rank to [B, degree * n]."""
 
     degree: int
     index: int
@@ -34,34 +34,34 @@ class Slices:
 
 
 class WeightSharding(Protocol):
-    """Shares out weights over ranks as bytes, in any format; ranks that share them make the same calls together."""
+    """Shards weights of any format over ranks, as bytes. All ranks that share weights make the same calls."""
 
     @property
     def shares(self) -> nn.Module:
-        """The memory of what this rank keeps."""
+        """The shards that this rank stores, as parameters."""
 
     def shard(
         self, module: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """Leaves each rank its share of the parameters of a module in host memory, which the file is mapped into.
+        """Replaces the parameters of a module, which are views of the mapped file, by this rank's shard of them.
 
-        Those of `blocks` are gathered for the turn of each, all others for a whole call. `dtypes`: which parameters are
-        to have, by name, where not the file's.
+        Parameters of a block in `blocks` are gathered while that block runs, all others for a whole call. `dtypes`: by
+        name, the dtype of each parameter that shall not keep the file's dtype.
         """
 
     def call(self) -> AbstractContextManager[None]:
-        """Around every call of the module, of whichever method."""
+        """Gathers weights for one call of the module; wrap it around each call of any of its methods."""
 
     def rest(self) -> None:
-        """The blocks that this call still comes to compute nothing. All ranks say so at the same block."""
+        """Stops gathering: the remaining blocks of this call do not compute. All ranks call it at the same block."""
 
 
 @dataclass(frozen=True)
 class ModelPart:
     """The part of a model that a rank loads.
 
-    `stage`: number of its pipeline stage; `stage_shares`: how much of the blocks each stage takes;
-    `slices`: its slice of each layer, None for whole layers; `byte_sharding`: leaves it some bytes of each block.
+    `stage`: number of its pipeline stage; `stage_shares`: relative size of each stage;
+    `slices`: its slice of each layer, None for whole layers; `byte_sharding`: shards the bytes of each block, or None.
     """
 
     stage: int = 0
@@ -71,10 +71,10 @@ class ModelPart:
 
 
 class ModuleModel(Protocol):
-    """A module that the ranks of a strategy call together, with the arguments that one device would have given it.
+    """A module that all ranks call with the arguments that it would get on one device.
 
-    `module`: ComfyUI's diffusion model, or diffusers' with its signature; `regions`: which arguments of its blocks are
-    tokens (models/tokens/regions.py), empty where nobody knows: then it can only be given fewer rows.
+    `module`: ComfyUI's diffusion model, or diffusers' behind the same signature; `regions`: which arguments of its
+    blocks are tokens (models/tokens/regions.py), empty if unknown: ranks then split its rows or its attention only.
     """
 
     @property
@@ -86,11 +86,11 @@ class ModuleModel(Protocol):
 
     @property
     def bytes(self) -> int:
-        """All that the whole model reads from its file."""
+        """Bytes of all tensors that the whole model reads from its file."""
 
     @property
     def stored_dtype(self) -> str:
-        """torch's name of the dtype of most of the file."""
+        """torch's name of the dtype that most bytes of the file have."""
 
     @property
     def compute_dtype(self) -> torch.dtype: ...
@@ -103,12 +103,12 @@ class ModuleModel(Protocol):
 
     @property
     def inseparable_rows(self) -> bool:
-        """Whether its module takes rows by their place among all, so that they cannot be apart."""
+        """True if its module treats rows by their position in the batch, so that ranks cannot split the rows."""
 
     @property
     def scales_by_largest(self) -> bool:
-        """Whether quantised layers scale what they compute on by its largest value, which is another one for fewer rows
-        or tokens."""
+        """True if quantised layers scale their input by its largest value, which differs if a rank has fewer rows or
+        tokens."""
 
     @property
     def splits_layers(self) -> bool:
@@ -116,29 +116,29 @@ class ModuleModel(Protocol):
 
     @property
     def byte_sharding(self) -> WeightSharding | None:
-        """The way to gather weights where each rank has a share of them; None where it has them all."""
+        """Gathers weights that are sharded over ranks; None if this rank has all weights."""
 
     @property
     def attention(self) -> str:
-        """What its blocks call as ComfyUI's optimized attention, by ComfyUI's name for it."""
+        """ComfyUI's name of the attention function that its blocks call (sage, pytorch, …)."""
 
     def leave_device(self) -> None:
-        """Gives back the memory of weights that come_back() reads from the file again. Others stay on the device."""
+        """Frees the memory of weights that come_back() can read from the file again. Others stay on the device."""
 
     def come_back(self) -> None: ...
 
     def begin_call(self) -> None:
-        """Forgets what the module keeps of its last call by where that lay in memory."""
+        """Clears what the module caches of its last call by memory address."""
 
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
-        """Inside, `rotate` answers what its blocks call to rotate queries and keys."""
+        """Makes `rotate` answer the calls by which its blocks rotate queries and keys, in the `with` block."""
 
     def gives_rows(self, layer: nn.Module) -> bool:
-        """True for a linear layer or a norm that gives some of its outputs if its weight and bias are `weight_rows` of
-        them."""
+        """Returns True for a linear layer or norm that computes some of its outputs if its weight and bias are replaced
+        by their `weight_rows`."""
 
     def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
-        """Returns those rows of a layer's weight or bias, in the same memory."""
+        """Returns `rows` of a layer's weight or bias, as a view."""
 
     def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
-        """True for a linear layer that does nothing to `x` but multiply it by its weight and add its bias."""
+        """Returns True for a linear layer that only multiplies `x` by its weight and adds its bias."""

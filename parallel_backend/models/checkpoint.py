@@ -50,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of a file by name, and its notes; sizes in bytes."""
+    """All tensors of a file by name, and its metadata. `file_bytes`: size of the whole file."""
 
     path: str
     tensors: dict[str, TensorEntry]
@@ -63,7 +63,7 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The checked header of `path`. Raises CheckpointError with the file's name, the reason and the remedy."""
+    """Returns the checked header of `path`. Raises CheckpointError with the file's name, the reason and the remedy."""
     name = Path(path).name
     check_name(path)
     try:
@@ -83,8 +83,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file of weights to read. Raises CheckpointError for a folder, a pipe or a device, which could block for
-    ever, and OSError."""
+    """Opens a file of weights to read. Raises CheckpointError for a folder, pipe or device, which could block for ever.
+    Raises OSError if it cannot be opened."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -93,7 +93,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Raises CheckpointError for a path that is no text: those who read weights take no other."""
+    """Raises CheckpointError for a path that is not valid UTF-8: the libraries that read weights need it."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -104,7 +104,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
 
 
 def refused(name: str, reason: str) -> CheckpointError:
-    """Returns the error of a file that is damaged, or none of those that are read."""
+    """Returns the error for a file that is damaged or of an unsupported kind."""
     return CheckpointError(f"{name} is refused: {reason}. Download the file again, or choose another one.")
 
 
@@ -165,7 +165,7 @@ def _entry(name: str, key: str, value: object) -> TensorEntry:
 
 
 def _check_layout(name: str, entries: dict[str, TensorEntry], data_bytes: int) -> None:
-    """Tensors must lie side by side and fill the data exactly."""
+    """Raises CheckpointError unless the tensors fill the data without holes and overlaps."""
     position = 0
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:

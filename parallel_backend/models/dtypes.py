@@ -1,4 +1,4 @@
-"""The dtypes of a model: what a file's weights are kept in, what is computed in, and how many bytes each takes."""
+"""The dtypes of a model: of its weights in the file and in memory, of its activations, and the bytes of each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..requests import FP8_FAST
 
 FP8 = "float8_e4m3fn"
-# Weights of one byte or less, which are computed in another dtype; "uint8": packed ones.
+# Dtypes of weights that are cast to another dtype to compute, with bytes per value; "uint8": packed values.
 QUANTISED = {FP8: 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
-# Formats of GGUF files that devices compute with: bytes per value of a block, its scales among them (ggml-common.h).
+# Supported formats of GGUF files: bytes per value, including the scales of a block (ggml-common.h).
 GGUF: dict[str, float] = {
     "Q8_0": 34 / 32,
     "Q6_K": 210 / 256,
@@ -26,11 +26,11 @@ GGUF: dict[str, float] = {
     "Q2_K": 84 / 256,
 }
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, **QUANTISED, FP8_FAST: 1}
-# The same of any format that a file may have.
+# Bytes per value of every dtype and format that a file may have.
 BYTES_PER_VALUE: dict[str, float] = {**ITEMSIZE, **GGUF}
 
-HALVES = ("bfloat16", "float16")  # as ComfyUI prefers them for most families
-# Below, of NVIDIA's cards: no bfloat16 in hardware; fp16 at no more than half of float32's speed.
+HALVES = ("bfloat16", "float16")  # in the order that ComfyUI prefers for most families
+# NVIDIA's compute capabilities below which bfloat16 is not in hardware, or fp16 at most half as fast as float32.
 _BFLOAT16, _FLOAT16 = (8, 0), (7, 0)
 # Turing cards without tensor cores, on which fp16 gives wrong numbers (ComfyUI's should_use_fp16).
 _BROKEN_FLOAT16 = (
@@ -47,7 +47,7 @@ _BROKEN_FLOAT16 = (
     "T1000",
     "T1200",
 )
-# RDNA 2 and older, which have no bfloat16 (ComfyUI's AMD_RDNA2_AND_OLDER_ARCH).
+# AMD architectures without bfloat16: RDNA 2 and older (ComfyUI's AMD_RDNA2_AND_OLDER_ARCH).
 _NO_BFLOAT16_AMD = (
     "gfx1030",
     "gfx1031",
@@ -62,8 +62,8 @@ _NO_BFLOAT16_AMD = (
 
 
 def halves_of_card(capability: tuple[int, int], name: str, amd: str | None = None) -> tuple[str, ...]:
-    """Those of HALVES that a card computes in, as ComfyUI decides it. `name`: the card's; `amd`: ROCm's name of its
-    architecture, None for NVIDIA's cards."""
+    """Returns the dtypes in HALVES that a card computes in, by ComfyUI's rules. `name`: name of the card; `amd`: ROCm's
+    name of its architecture, None for NVIDIA's cards."""
     if amd is not None:
         return HALVES[1:] if any(arch in amd for arch in _NO_BFLOAT16_AMD) else HALVES
     if capability >= _BFLOAT16:
@@ -74,8 +74,8 @@ def halves_of_card(capability: tuple[int, int], name: str, amd: str | None = Non
 
 @dataclass(frozen=True)
 class Dtypes:
-    """torch's names. `file`: of most of the file's bytes; `storage`: what large weights are kept in; `compute`: of
-    activations."""
+    """Three dtypes, by torch's names. `file`: dtype of most bytes of the file; `storage`: dtype of large weights in
+    memory; `compute`: dtype of activations."""
 
     file: str
     storage: str
@@ -83,10 +83,11 @@ class Dtypes:
 
     @classmethod
     def of(cls, wish: str, file: str, on_cpu: bool, halves: Sequence[str] = HALVES) -> Dtypes:
-        """By ModelSpec.weight_dtype. `halves`: those that all devices compute in (halves_of_card).
+        """Chooses the dtypes by ComfyUI's rules. `wish`: ModelSpec.weight_dtype; `halves`: the 16-bit dtypes that all
+        devices compute in (halves_of_card).
 
-        The CPU keeps the mapped file as it is and casts on use; `auto` there computes halves in float32. On GPUs `auto`
-        computes in the file's half or the first of `halves`, in float32 where there is none. All as ComfyUI does.
+        The CPU leaves the mapped file unchanged and casts on use; `auto` computes 16-bit weights in float32 there. On
+        GPUs `auto` computes in the file's dtype if it is in `halves`, else in the first of them, else in float32.
         """
         wish = FP8 if wish == FP8_FAST else wish
         if on_cpu:
@@ -97,6 +98,6 @@ class Dtypes:
         if wish == "float32" or requested in halves:
             return cls(file, requested, requested)
         compute = halves[0] if halves else "float32"
-        # A half that is computed in another dtype is kept in that one, or cast on use where that is wider.
+        # Under `auto`, unquantised weights are stored in the compute dtype. Without halves they are cast on use.
         is_half = requested not in QUANTISED and requested not in GGUF
         return cls(file, compute if halves and wish == "auto" and is_half else requested, compute)

@@ -1,12 +1,12 @@
-"""The memory of a model on a rank: its weights part by part, and what is alive at the moments of a model call."""
+"""The memory of a model on a rank: its weights part by part, and the activations at points of a model call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FP32 = 4  # bytes
-# ComfyUI's attention_sub_quad takes so many queries at a time, and fewer where memory is short: what more scores than
-# these would take is no reason to refuse a job.
+# ComfyUI's attention_sub_quad computes this many queries at a time, or fewer if memory is short. So a job is never
+# refused for more scores (bytes) than this.
 MOST_QUERIES, MOST_SCORES = 4096, 2**31
 
 
@@ -14,8 +14,8 @@ MOST_QUERIES, MOST_SCORES = 4096, 2**31
 class WeightPart:
     """Parameters that are gathered and used together: the layers around the blocks (block None), or one block.
 
-    `private`: bytes in this rank's own memory; `mapped`: bytes used in place in the mapped file; `gathered`: all of it,
-    where each rank keeps a share only; `cast`: of its largest layer in the compute dtype, where layers cast on use.
+    All sizes in bytes. `private`: in this rank's own memory; `mapped`: used in place in the mapped file; `gathered`:
+    the whole part, if ranks shard it, else 0; `cast`: its largest layer in the compute dtype, if layers cast on use.
     """
 
     block: int | None
@@ -27,8 +27,8 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """One rank's weights. `sharded`: it keeps its share and gathers a part when it needs it; `offloaded`: that share
-    lies in host memory."""
+    """One rank's weights. `sharded`: it stores a shard, and gathers a part to compute it; `offloaded`: the shard is in
+    host memory."""
 
     parts: tuple[WeightPart, ...]
     sharded: bool
@@ -47,9 +47,9 @@ class HeldWeights:
         return self.parts[0]
 
     def in_flight(self, part: WeightPart, on_cpu: bool) -> int:
-        """Gathered bytes while `part` computes: around the blocks, its own, and what arrives for the next.
+        """Returns the gathered bytes while `part` computes: layers around the blocks, `part`, and the next part.
 
-        On the CPU everything arrives in the same memory, as large as the largest part.
+        On the CPU the next part arrives in one buffer, which is as large as the largest part.
         """
         if not self.sharded:
             return 0
@@ -59,12 +59,11 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class TokenLoad:
-    """The tokens of one model call on one rank. `text`, `image`: its own, per row; `element`: bytes of a number.
+    """The tokens of one model call on one rank. `text`, `image`: its own tokens per row; `element`: bytes of a number.
 
-    `hidden`: the model's width; `group`: tokens of its Ulysses group, which meet here for its share of the heads;
-    `keys`: tokens whose keys and values each member of its ring brings; `tensor`: ranks that share the heads and the
-    feed-forward columns; `has_scores`: attention keeps the weights of its queries and keys in memory, as ComfyUI's does
-    on the CPU.
+    `hidden`: the model's width; `group`: tokens of its Ulysses group, which the all-to-all brings here for its heads;
+    `keys`: tokens of each member of its ring; `ulysses`, `tensor`: degrees; `has_scores`: attention holds the scores of
+    queries and keys in memory, as ComfyUI's does on the CPU.
     """
 
     rows: int
@@ -86,8 +85,8 @@ class TokenLoad:
         return self.rows * tokens * self.hidden * self.element
 
     def scores(self, heads: float) -> int:
-        """Bytes of `heads`' weights of this rank's queries and all keys, before and after their softmax."""
-        if not self.has_scores or len(self.keys) > 1:  # a ring's kernel keeps none
+        """Returns the bytes of `heads` heads' scores of this rank's queries and all keys, before and after softmax."""
+        if not self.has_scores or len(self.keys) > 1:  # ring kernels store no scores
             return 0
         scores = 2 * self.rows * heads * min(self.tokens, MOST_QUERIES) * sum(self.keys) * FP32
         return min(int(scores), MOST_SCORES)
@@ -95,7 +94,7 @@ class TokenLoad:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The bytes alive at one point of a block: `exchanged` bytes of it only because ranks exchange tokens."""
+    """The bytes alive at one point of a block; `exchanged`: further bytes, to exchange tokens with other ranks."""
 
     where: str
     alive: int

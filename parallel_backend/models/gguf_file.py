@@ -1,7 +1,7 @@
-"""GGUF files as what they hold: tensors in the formats of llama.cpp, named as the original model names them.
+"""Reads GGUF files: tensors in the formats of llama.cpp, under the names of the original model.
 
-The header is read here and not by the package `gguf`, whose reader takes a file's counts at their word: an array that
-claims 2^40 elements keeps it busy for hours. Formats and their sizes are the package's.
+The header is parsed here because the reader of the package `gguf` trusts a file's counts: an array that claims 2^40
+elements keeps it busy for hours. The sizes of formats come from that package.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Imports no torch.
 """
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     import numpy
 
 SUFFIX = ".gguf"
-# Formats of whole numbers of bytes per value, by torch's spelling of them in a safetensors file.
+# Formats without packing, by the name of the same dtype in a safetensors file.
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-# Where a file notes the shape that a tensor had before it was flattened for ggml's four dimensions.
+# Metadata with the shape of a tensor before it was flattened to ggml's four dimensions.
 _TRUE_SHAPE = "comfy.gguf.orig_shape."
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32  # bytes
 _MAX_DIMENSIONS = 8
 _VERSIONS = (2, 3)
-# Types of metadata by number, as struct spells them; a bool is a byte.
+# Metadata types by number, as format characters of `struct`; a bool is a byte.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Texts in one array are counted one by one. The largest vocabularies have 262,144, and no diffusion model has one.
+# Texts of an array must be skipped one by one. The largest vocabularies have 262,144; diffusion models have none.
 _MAX_TEXTS = 1_000_000
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor: `kind`, its format in ggml's spelling (Q4_K, F16, …); `data`: the bytes, mapped; uint8."""
+    """One tensor. `kind`: its format in ggml's spelling (Q4_K, F16, …); `data`: its mapped bytes, uint8."""
 
     name: str
     kind: str
@@ -79,7 +79,7 @@ def read_tensors(path: str | os.PathLike[str]) -> list[GGUFTensor]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """As checkpoint.read_header: packed formats are in ggml's spelling."""
+    """Returns the header, with packed formats in ggml's spelling; see checkpoint.read_header."""
     entries, end = {}, 0
     for tensor in read_tensors(path):
         size = int(tensor.data.nbytes)
@@ -93,14 +93,14 @@ class _Damaged(Exception):
 
 
 class _Cursor:
-    """Reads a header from its start; nothing beyond `limit` bytes, and no count that the bytes left cannot hold."""
+    """Reads a header from its start, up to `limit` bytes. Rejects counts that need more bytes than are left."""
 
     def __init__(self, data: numpy.ndarray[Any, Any], limit: int) -> None:
         self._data, self._limit = data, limit
         self.position = 0
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes."""
+        """Returns the next `size` bytes."""
         begin = self.position
         self.skip(size)
         return bytes(self._data[begin : self.position])
@@ -115,7 +115,7 @@ class _Cursor:
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
 
     def count(self, form: str, least: int) -> int:
-        """A number of things of at least `least` bytes each."""
+        """Reads the number of entries that follow; each has `least` bytes or more."""
         found: int = self.number(form)
         left = self._limit - self.position
         if found > left // least:
@@ -175,7 +175,7 @@ def _tensors(data: numpy.ndarray[Any, Any], name: str) -> Iterator[GGUFTensor]:
 
 
 def _fields(cursor: _Cursor, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The metadata that is used here; all else is passed over."""
+    """Yields the metadata that is used here and skips the rest."""
     for _ in range(count):
         key, kind = cursor.text(), cursor.number("I")
         is_used = key == _ALIGNMENT or key.startswith(_TRUE_SHAPE)
@@ -187,7 +187,7 @@ def _fields(cursor: _Cursor, count: int) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _values(cursor: _Cursor, kind: int, *, keep: bool) -> Iterator[Any]:
-    """The numbers of one value, where they are to be kept."""
+    """Yields the numbers of one value if `keep`, else skips it."""
     count = 1
     if kind == _ARRAY:
         kind = cursor.number("I")
@@ -207,7 +207,7 @@ def _values(cursor: _Cursor, kind: int, *, keep: bool) -> Iterator[Any]:
 
 
 def _place(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """(name, shape, number of its format, offset in bytes) of one tensor."""
+    """Reads (name, shape, number of its format, offset in bytes) of one tensor."""
     name, dimensions = cursor.text(), cursor.count("I", least=8)
     if dimensions > _MAX_DIMENSIONS:
         raise _Damaged(f"{name[:80]!r} has {dimensions} dimensions")

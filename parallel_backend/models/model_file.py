@@ -1,4 +1,4 @@
-"""A checkpoint as its header tells it: what ComfyUI's process knows of a model, whose tensors only the ranks read."""
+"""The facts in a checkpoint's header: all that ComfyUI's process knows of a model. Only ranks read its tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .footprint import HeldWeights, MemoryPeak, TokenLoad
 class ModelFile(Protocol):
     """A checked checkpoint of any family.
 
-    `dtype`: torch's name of that of most of its bytes; `tensor_bytes`: of all that the model reads from it;
-    `token_channels`: of a token as it leaves the model.
+    `dtype`: torch's name of the dtype of most of its bytes; `tensor_bytes`: bytes of all tensors of the model;
+    `token_channels`: channels of a token in the model's output.
     """
 
     def __hash__(self) -> int: ...
@@ -26,7 +26,7 @@ class ModelFile(Protocol):
 
     @property
     def name(self) -> str:
-        """For people: the file's name."""
+        """The file's name, to show to people."""
 
     @property
     def dtype(self) -> str: ...
@@ -36,30 +36,30 @@ class ModelFile(Protocol):
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that decide which strategies divide it."""
+        """The sizes that decide which strategies can split the model."""
 
     @property
     def family(self) -> Family:
-        """Its arithmetic."""
+        """The sizes that decide its FLOPs."""
 
     @property
     def fingerprint(self) -> tuple[str, ...]:
-        """Every size that decides how long a step takes: fine-tunes of a model have the same."""
+        """Every size that decides how long a step takes. Fine-tunes of a model have the same fingerprint."""
 
     @property
     def token_channels(self) -> int: ...
 
     def describe(self) -> str:
-        """The model by its sizes alone, since a file's name may be private."""
+        """Describes the model by its sizes alone, since a file's name may be private."""
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
     ) -> HeldWeights:
-        """The weights that a rank holds."""
+        """Returns the weights that a rank holds."""
 
     def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[MemoryPeak]:
-        """The memory alive while `block` computes. `cast`: bytes of its largest layer, where layers cast on use."""
+        """Yields the memory peaks of `block`. `cast`: bytes of its largest layer in the compute dtype, or 0."""
 
     @property
     def inputs(self) -> InputShapes:
-        """The widths of prompts and latents that it takes."""
+        """The widths of the prompts and latents that it takes."""

@@ -1,4 +1,4 @@
-"""The providers of models as data: who reads a file's header, and who loads it in a rank. Imported when first asked."""
+"""The providers of models: functions that read a file's header or load it in a rank, imported at first use."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # commands that only plan need no torch
 
 @dataclass(frozen=True)
 class Provider:
-    """A way to run models. `inspect`: "module:function" below this package, from a path to a ModelFile, without tensors
-    and without the library that computes; `load`: in a rank, from a ModelSpec, a device, a ModelPart and the devices of
-    all ranks to a model."""
+    """A way to run models: two functions, named "module:function" below this package. `inspect`: turns a path into a
+    ModelFile without reading tensors or importing the computing library; `load`: turns a ModelSpec, a device, a
+    ModelPart and the devices of all ranks into a model, in a rank."""
 
     name: str
     inspect: str
@@ -37,7 +37,7 @@ PROVIDERS = (
 
 
 def provider_of(family: str) -> Provider:
-    """The provider of ModelSpec.family; empty for the first one. Raises RequestError for a name that none has."""
+    """Returns the provider of ModelSpec.family; "" gives the first one. Raises RequestError for an unknown name."""
     for provider in PROVIDERS:
         if family in ("", provider.name):
             return provider
@@ -46,12 +46,12 @@ def provider_of(family: str) -> Provider:
 
 
 def inspect_model(path: str, family: str = "") -> ModelFile:
-    """The model in the file at `path`, by its header. Raises CheckpointError for a file that is refused."""
+    """Returns the facts of the model at `path`, from its header. Raises CheckpointError for a file that is refused."""
     return imported(provider_of(family).inspect)(path)
 
 
 def import_for(spec: ModelSpec, device: torch.device) -> None:
-    """What load_model imports: seconds, the first time. Raises RequestError for what a process cannot import."""
+    """Imports what load_model needs, which takes seconds the first time. Raises RequestError if it cannot."""
     imported(provider_of(spec.family).load)
     if spec.comfyui is not None:
         imported("comfyui.environment:import_comfyui")(spec.comfyui, device)
@@ -63,7 +63,7 @@ def load_model(
     part: ModelPart | None = None,
     peers: Sequence[torch.device] = (),
 ) -> ModuleModel:
-    """The model, or a rank's part of it, on a device. `peers`: the devices of all ranks, which compute in one dtype.
+    """Loads the model, or a rank's part of it. `peers`: the devices of all ranks, which compute in one dtype.
 
     Raises CheckpointError for a file that is refused.
     """
@@ -73,6 +73,6 @@ def load_model(
 
 
 def imported(reference: str) -> Any:
-    """The function or value that "module:name" names."""
+    """Returns the function or value that "module:name" names, below this package."""
     module, _, name = reference.partition(":")
     return getattr(import_module(f".{module}", __package__), name)

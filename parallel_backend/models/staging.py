@@ -1,7 +1,7 @@
-"""Weights from a mapped file to a GPU: large reads into pinned buffers, and from there to the device.
+"""Copies weights from a mapped file to a GPU: large reads into pinned buffers, then copies to the device.
 
-Copying out of the mapping instead takes a page fault for every few pages, and the driver copies what is not pinned once
-more. On the CPU weights stay in the mapping (decision 004), and nothing of this runs.
+Copying straight from the mapping would cost a page fault every few pages, and the driver copies memory that is not
+pinned once more. On the CPU weights stay in the mapping (decision 004) and this module is not used.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .checkpoint import read_header
 
-# Bytes of one read, two of which are on their way at once: large for a disk and a bus, small beside a model.
+# Bytes of one buffer. Two are in use at once: large enough for disk and bus, small compared with a model.
 PIECE = 32 * 1024**2
-# Threads that read a piece together: one copies 5 GB/s out of the page cache, a fraction of what the bus takes.
+# Threads that fill a buffer together: one copies 5 GB/s from the page cache, a fraction of the bus's bandwidth; and
+# the fewest bytes that one of them reads.
 _READERS, _READ = 4, 1024**2
 
 
 class StagedReader:
-    """Copies tensors of a mapped safetensors file to a device. A context manager: it holds the file and its buffers.
+    """Copies tensors of a mapped safetensors file to a device. A context manager: it owns a file and two buffers.
 
-    `opened`: the mapping. `bytes_read`: through the buffers so far.
+    `opened`: the mapping. `bytes_read`: bytes read through the buffers so far.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class StagedReader:
         self._name = header.name
         self._base = (
             opened.get_tensor(name).data_ptr() - data - entry.begin
-        )  # where the file's first byte would be
+        )  # address of the file's first byte
         self._span = range(data, header.file_bytes + 1)
         self._device = device
         self._on_gpu = device.type == "cuda"
@@ -53,14 +54,14 @@ class StagedReader:
 
     def __exit__(self, *error: object) -> None:
         if self._on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()  # it may still copy from the buffers
+            torch.cuda.current_stream(self._device).synchronize()  # copies from the buffers may still run
         self._readers.shutdown()
         os.close(self._file)
         self._buffers.clear()
 
     def to_device(self, mapped: Tensor) -> Tensor:
-        """A tensor of the mapping, or rows of one, on the device; others as Tensor.to has them, and those that somebody
-        has written to. Raises CheckpointError for a file that became shorter."""
+        """Copies a tensor of the mapping, or rows of one, to the device. Uses Tensor.to for other tensors and for those
+        that were written to. Raises CheckpointError if the file became shorter."""
         begin = mapped.data_ptr() - self._base
         in_file = begin in self._span and begin + mapped.nbytes in self._span
         if not (in_file and mapped.is_contiguous() and mapped._version == 0):
@@ -71,7 +72,7 @@ class StagedReader:
             slot = number % 2
             if (copied := self._copied[slot]) is not None:
                 copied.synchronize()  # this buffer is free again
-            # The disk reads on while this piece is copied.
+            # Makes the kernel read ahead while this piece is copied.
             os.posix_fadvise(self._file, begin + start, 2 * len(self._buffers[slot]), os.POSIX_FADV_WILLNEED)
             piece = self._buffers[slot][: min(len(self._buffers[slot]), mapped.nbytes - start)]
             self._fill(piece, begin + start)
@@ -103,7 +104,7 @@ class StagedReader:
 def staged_reader(
     path: str | os.PathLike[str], opened: safe_open | None, device: torch.device
 ) -> AbstractContextManager[StagedReader | None]:
-    """Has the reader for weights that go to `device`, None where they stay in the mapped file or no file is open."""
+    """Opens a reader of weights for a GPU; gives None if weights stay in the mapped file or no file is open."""
     if opened is None or device.type != "cuda":
         return nullcontext()
     return StagedReader(path, opened, device)

@@ -1,4 +1,4 @@
-"""Tensors of any format: the plain ones of which one is made (itself, or codes and scales), and back; other dtypes."""
+"""Splits a tensor of any format into plain ones (itself, or codes and scales) and joins them; casts to a dtype."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 
 def component_tensors(tensor: Tensor) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tensor]]:
-    """(its plain tensors, what makes a tensor like it of others of these shapes); the latter keeps none of its memory.
-
-    Works for every subclass that wraps tensors by torch's protocol for them (`__tensor_flatten__`).
+    """Returns (its plain tensors, a function that builds such a tensor from others of these shapes). The function holds
+    no memory of `tensor`. Works for every subclass with torch's protocol for wrappers (`__tensor_flatten__`).
     """
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.detach()], lambda pieces: pieces[0]
@@ -27,5 +26,5 @@ def component_tensors(tensor: Tensor) -> tuple[list[Tensor], Callable[[Sequence[
 
 
 def as_built(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A parameter of a file in the dtype that its module was built with; None and quantised ones keep their own."""
+    """Returns the tensor in `dtype`; unchanged if that is None or the tensor is quantised."""
     return tensor if dtype is None or hasattr(tensor, "__tensor_flatten__") else tensor.to(dtype)

@@ -1,1 +1,1 @@
-"""ComfyUI's own modules in the ranks: loaded by its detection, shared out by a table of its blocks."""
+"""ComfyUI's own modules in the ranks: loaded by ComfyUI's detection, split by a table of their blocks."""

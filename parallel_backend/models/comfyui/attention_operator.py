@@ -1,7 +1,7 @@
-"""Attention of ComfyUI's models as an operator of torch: a compiled block calls it, and torch never looks inside.
+"""Attention of ComfyUI's models as a custom operator of torch, which compiled blocks call and torch does not trace.
 
-Inside is whatever answers ComfyUI's attention at that moment (attention_router.py): ComfyUI's own function, or ranks
-that meet. `order`: models/attention.py.
+The operator calls whatever answers ComfyUI's attention at that moment (attention_router.py): ComfyUI's own function, or
+one in which ranks communicate. For `order`, see models/attention.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def attend(
     preferred_attention: Any = None,
     _inside_attn_wrapper: bool = False,
 ) -> Tensor:
-    """What ComfyUI's function `name` of its attention module gives for these arguments, which are those that its models
-    hand it. A call with another one cannot be compiled. `transformer_options` has nothing for attention here: blocks
-    run as they are where it has an override (ModuleCall.eager), and within one ComfyUI's own function is meant.
-    `preferred_attention`: since ComfyUI 0.38 a module with the function that its file wants and its name."""
+    """Returns what ComfyUI's attention function `name` gives. The arguments are all that ComfyUI's models pass to it; a
+    call with another one cannot be compiled. `transformer_options` is ignored: blocks are not compiled if it overrides
+    attention (ModuleCall.eager), and inside an override ComfyUI's own function is meant. `preferred_attention`: since
+    ComfyUI 0.38, a module that holds the attention function which the file asks for, and its name."""
     has_preferred = preferred_attention is not None and preferred_attention.function is not None
     preferred = preferred_attention.config["attention"] if has_preferred else ""
     return _attend(
@@ -81,7 +81,7 @@ def _attend(
 ) -> Tensor:
     from comfy.ldm.modules import attention
 
-    others: dict[str, object] = {}  # by default left out, as ComfyUI's functions ask whether they are there
+    others: dict[str, object] = {}  # no defaults: ComfyUI's functions check which are there
     if scale is not None:
         others["scale"] = scale
     if enable_gqa:
@@ -102,8 +102,8 @@ def _attend(
         skip_output_reshape=skip_output_reshape,
         **others,
     )
-    out = out.contiguous()  # as the description below promises
-    # An operator may not give what it was given.
+    out = out.contiguous()  # the fake implementation below describes contiguous outputs
+    # An operator may not return one of its inputs.
     return out.clone() if any(out.data_ptr() == given.data_ptr() for given in (q, k, v)) else out
 
 
@@ -120,7 +120,7 @@ def _(
     *others: Any,
 ) -> Tensor:
     batch, tokens = q.shape[0], q.shape[2] if skip_reshape else q.shape[1]
-    if skip_reshape or v.ndim == 4:  # SD3's keys and values have their heads apart already
+    if skip_reshape or v.ndim == 4:  # SD3's keys and values are split into heads already
         channels = v.shape[3]
     else:  # several heads may share keys
         channels = v.shape[2] // (k.shape[2] // (q.shape[2] // heads))

@@ -1,8 +1,8 @@
-"""Attention of ComfyUI's models in a rank: what they call as optimized attention, another function may answer.
+"""Routes the attention of ComfyUI's models in a rank, so that another function can answer `optimized_attention`.
 
-A model module takes the names `optimized_attention` and `optimized_attention_masked` from ComfyUI's attention module as
-it is imported, so the router has to lie there before. ComfyUI's own hook, an override in `transformer_options`, reaches
-only the models that pass those options on.
+Model modules import `optimized_attention` and `optimized_attention_masked` by name from ComfyUI's attention module, so
+the router must be installed before them. ComfyUI's own hook, an override in `transformer_options`, reaches only models
+that pass those options on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTAINER = "AttentionTensorContainer"  # since ComfyUI 0.33
 
 
 def install_router(device: torch.device) -> None:
-    """Has both names lead through the router. Before a model module is imported, and once. `device`: of the models."""
+    """Routes both names. Call it once, before any model module is imported. `device`: where the models compute."""
     from comfy.ldm.modules import attention
 
     prepare_order(device.type)
@@ -36,8 +36,8 @@ def install_router(device: torch.device) -> None:
 def _routed(
     name: str, stock: Callable[..., Tensor], container: type[Any] | tuple[()], *, replaceable: bool = True
 ) -> Callable[..., Tensor]:
-    """`container`: the class in which models may hand attention its tensors; () where there is none. `replaceable`:
-    `stock` is ComfyUI's."""
+    """Wraps `stock` in the router. `container`: the class in which models may pass tensors to attention, or ();
+    `replaceable`: True if `stock` is ComfyUI's, which a chosen kernel may replace."""
 
     @functools.wraps(stock)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
@@ -50,24 +50,24 @@ def _routed(
 
 
 def _opened(args: tuple[Any, ...], container: type[Any] | tuple[()]) -> tuple[Any, ...]:
-    """Takes tensors out of their containers, which gives up the caller's hold on them."""
+    """Takes tensors out of their containers, which frees the caller's reference to them."""
     return tuple(arg.take() if isinstance(arg, container) else arg for arg in args)
 
 
 def is_attention(name: str) -> bool:
-    """True for the names that lead through the router."""
+    """Returns True for the names that are routed."""
     return name in _NAMES
 
 
 def reroute(name: str, replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Another pack's function in place of ComfyUI's attention, which leads through the router too."""
+    """Routes the function by which another pack replaced ComfyUI's attention `name`."""
     from comfy.ldm.modules import attention
 
     return _routed(name, replacement, getattr(attention, _CONTAINER, ()), replaceable=False)
 
 
 def routed_functions() -> dict[int, Callable[..., Tensor]]:
-    """By the id of ComfyUI's attention as packs took it before it was routed: the function that leads through."""
+    """Maps the id of each stock function, which packs may have imported before, to its routed version."""
     from comfy.ldm.modules import attention
 
     functions = [getattr(attention, name) for name in _NAMES]

@@ -1,4 +1,4 @@
-"""The call of a diffusion model as ComfyUI's BaseModel makes it."""
+"""Facts about the call that ComfyUI's BaseModel makes of a diffusion model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 OPTIONS = "transformer_options"
-# What ComfyUI's sampling alone does with a call: wrappers have run by then (those of EasyCache and of context windows
-# keep their state there), and weights are fetched elsewhere.
+# Options that only ComfyUI's sampling reads, not the network: wrappers have already run (EasyCache and context windows
+# keep their state here), and weights are fetched elsewhere.
 HOST_ONLY = frozenset(
     {
         "wrappers",
@@ -27,17 +27,17 @@ HOST_ONLY = frozenset(
         "ar_config",
     }
 )
-PACK_OPTIONS = "parallel_"  # how the names of the pack's own options begin
+PACK_OPTIONS = "parallel_"  # prefix of this pack's own options
 
 
 def row_count(latent: Tensor | list[Tensor]) -> int:
-    """Rows of a latent, or of one that is in several parts (video and sound)."""
+    """Returns the rows of a latent, which may be a list of parts (video and sound)."""
     return len(latent) if isinstance(latent, Tensor) else len(latent[0])
 
 
 def find_constants(conds: Any) -> set[str]:
-    """Names of the arguments that ComfyUI hands to any number of rows as they are (conds.CONDConstant). `conds`: a
-    guider's, of each side a list of prompts; what another pack's guider has in another form names none."""
+    """Returns the names of the arguments that ComfyUI passes unchanged for any number of rows (conds.CONDConstant).
+    `conds`: a guider's list of prompts per side (positive, negative). Other forms give an empty set."""
     from comfy.conds import CONDConstant
 
     sides = conds.values() if isinstance(conds, Mapping) else ()
@@ -47,7 +47,7 @@ def find_constants(conds: Any) -> set[str]:
 
 
 def has_joint_rows(values: Iterable[Any], rows: int, is_described: bool) -> bool:
-    """Tells whether such arguments may be about several of the rows: a tensor has as many lines, or nobody has
-    described how their class reads tensors."""
+    """Returns True if constant arguments may describe several rows: a tensor in `values` has `rows` entries, or the
+    table does not describe the model's class (`is_described`)."""
     tensors = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
     return any(not is_described or (one.ndim > 0 and len(one) == rows) for one in tensors)

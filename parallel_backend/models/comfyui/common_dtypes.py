@@ -1,7 +1,7 @@
-"""ComfyUI's decisions on dtypes made alike on all ranks: a dtype is good where every rank's card is good at it.
+"""Makes ComfyUI choose the same dtypes on all ranks: a dtype is supported only if every rank's card supports it.
 
-ComfyUI asks the card that it runs on. On a box with cards of two generations or sizes ranks would compute in two
-dtypes, or keep their weights in two, and exchange bytes that mean something else on the other side.
+ComfyUI asks only the card that it runs on. With cards of two generations or sizes, ranks would compute or store weights
+in different dtypes, and misread the bytes that they exchange.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Of comfy.model_management, in 0.30; an older ComfyUI has fewer. Each takes the device first.
+# Functions of comfy.model_management (0.30; older versions have fewer). Each takes the device first.
 QUESTIONS = (
     "should_use_bf16",
     "should_use_fp16",
@@ -21,15 +21,15 @@ QUESTIONS = (
     "supports_nvfp4_compute",
     "supports_mxfp8_compute",
 )
-# What it compares a model with to keep fp8 weights as they are, where a card does not multiply them and halves would
-# not fit.
+# If a card cannot multiply fp8, ComfyUI keeps fp8 weights only if 16-bit ones would not fit: it compares the model's
+# size with this.
 MEMORY = "get_total_memory"
 
 
 @contextmanager
 def agree_on_dtypes(management: Any, devices: Sequence[torch.device]) -> Iterator[None]:
-    """Inside, `management` (comfy.model_management) answers each of QUESTIONS with yes only if it would for every one
-    of `devices`, GPUs as this process numbers them, and names the memory of the smallest one."""
+    """Makes `management` (comfy.model_management) answer each of QUESTIONS with True only if it holds for all `devices`
+    (GPUs, as this process numbers them), and MEMORY with that of the smallest one, in the `with` block."""
     stock = {name: getattr(management, name) for name in (*QUESTIONS, MEMORY) if hasattr(management, name)}
     if len(devices) > 1:
         for name, question in stock.items():
@@ -61,7 +61,7 @@ def _least_memory(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Bytes. By properties, for which no rank makes a context on the cards of the others."""
+    """Returns bytes. Reads device properties, which creates no CUDA context on other ranks' cards."""
     if args or kwargs or (dev is not None and torch.device(dev).type == "cpu"):
         return question(dev, *args, **kwargs)
     return min(torch.cuda.get_device_properties(each).total_memory for each in devices)

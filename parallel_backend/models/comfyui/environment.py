@@ -1,6 +1,6 @@
-"""The user's own ComfyUI in a rank: its folder on the path, its command line's flags, its attention routed.
+"""Imports the user's own ComfyUI in a rank, with the flags of its command line and with its attention routed.
 
-No server, no custom nodes, and ComfyUI's memory management has nothing to manage: a rank keeps its model where it is.
+A rank runs no server and no custom nodes. It leaves its model in place, so ComfyUI's memory management is idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...errors import RequestError
 from ...requests import ComfyUISource
 from .attention_router import install_router
 
-# Of ComfyUI's command line: models are built in host memory, whatever the device has free.
+# A flag of ComfyUI's command line: build models in host memory, however much memory the device has free.
 _ALWAYS = ("--disable-smart-memory",)
 
 
@@ -32,16 +32,16 @@ _imported: _Imported | None = None
 
 
 def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
-    """Makes `comfy` importable as the user's ComfyUI would have it on `device`. A process can do that for one only.
+    """Imports the user's ComfyUI as `comfy`, set up for `device`. A process can import only one ComfyUI.
 
-    Raises RequestError for a folder without ComfyUI, flags that it does not know, and for a second ComfyUI.
+    Raises RequestError for a folder without ComfyUI, for flags that it does not know, and for a second ComfyUI.
     """
     global _imported
     flags = tuple(dict.fromkeys((*source.flags, *_ALWAYS, *(("--cpu",) if device.type == "cpu" else ()))))
     named = _Imported(os.path.realpath(source.root), flags)
     if _imported is None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # ComfyUI takes the current one
+            torch.cuda.set_device(device)  # ComfyUI uses the current device
         _import(named, device)
         _imported = named
     elif named != _imported:
@@ -59,9 +59,9 @@ def _import(named: _Imported, device: torch.device) -> None:
             f"{root} is not ComfyUI's folder: it has no comfy/cli_args.py. The processes run the modules of the "
             f"ComfyUI that they are told of; start them from there."
         )
-    # Last: ComfyUI's folder has modules such as `nodes`, `utils` and `server`, whose names others have too.
+    # At the end: ComfyUI's folder has modules with common names, such as `nodes`, `utils` and `server`.
     sys.path.append(named.root)
-    # `comfy` has no __init__.py, and a package of that name elsewhere on the path would win or mix with it.
+    # `comfy` has no __init__.py, so a package of that name elsewhere on the path would win or mix with it.
     spec = ModuleSpec("comfy", None, is_package=True)
     spec.submodule_search_locations = [str(root / "comfy")]
     sys.modules["comfy"] = module_from_spec(spec)
@@ -76,22 +76,22 @@ def _import(named: _Imported, device: torch.device) -> None:
 
 
 def _import_modules(flags: tuple[str, ...], device: torch.device) -> None:
-    """All that loading needs, before the first load is timed."""
+    """Imports all that loading needs, so that the first load is not timed with it."""
     try:
         install_router(device)
         import comfy.model_management
         import comfy.sd
-    except SystemExit:  # where a kernel's package is missing, which ComfyUI's own process may have elsewhere
+    except SystemExit:  # the package of a kernel is missing here, though ComfyUI's process may have it
         raise RequestError(
             f"ComfyUI does not start with the flags {' '.join(flags)} where this process runs; the processes' output "
             f"says why. Install what is missing there, or start ComfyUI without the flag."
         ) from None
-    # By --fast autotune, as ComfyUI's server does when it starts; an older ComfyUI does when it is imported.
+    # Applies --fast autotune. ComfyUI's server calls this at its start; older versions do it on import.
     getattr(comfy.model_management, "set_cudnn_benchmark", lambda: None)()
 
 
 def _read_command_line(flags: tuple[str, ...]) -> None:
-    """`comfy.cli_args` parses the process's command line when it is imported, and this process has another one."""
+    """Imports `comfy.cli_args` with `flags` as the command line, which it parses on import."""
     import comfy.options
 
     own = sys.argv

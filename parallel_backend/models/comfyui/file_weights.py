@@ -1,7 +1,7 @@
-"""The weights of a model as its file has them, read again where a copy of them would take memory.
+"""Reads a model's weights from its file again, instead of holding a copy of them in memory.
 
-A rank on a GPU that puts a LoRA into weights, or gives its device's memory back, keeps no copy of what was there: the
-file stays mapped, and the large reads that brought the weights once bring them again.
+A rank on a GPU that patches a LoRA into weights, or frees its device's memory, makes no copy of the old weights. The
+file stays mapped, and the same large reads that loaded the weights load them again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OpenReader = Callable[[], AbstractContextManager[StagedReader | None]]
 
 
 class FileWeights:
-    """The parameters of a model that are on `device` what they are in the file.
+    """The parameters of a model that have the same values on `device` as in the file.
 
-    `model`: ComfyUI's, around the module; `originals`: parameters over the mapped file, by their names in `model`;
-    `dtypes`: of those that have another one on the device, by the same names; `open_reader`: reads in large pieces.
+    `model`: ComfyUI's BaseModel; `originals`: parameters over the mapped file, by their names in `model`; `dtypes`: the
+    dtypes on the device that differ from the file's, by the same names; `open_reader`: opens a StagedReader.
     """
 
     def __init__(
@@ -40,39 +40,39 @@ class FileWeights:
         self._device = device
         self._dtypes = dtypes
         self._open_reader = open_reader
-        # Weakly: a parameter that something else has taken the place of gives its memory back.
+        # Weak references: a parameter that something else has replaced frees its memory.
         self._placed: dict[str, weakref.ref[Tensor]] = {}
         owners = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
         for name, original in originals.items():
             parameter = model.get_parameter(name)
             is_read = parameter is not original and parameter.shape == original.shape
-            if is_read and owners[id(parameter)] == 1:  # what several modules share stays one
+            if is_read and owners[id(parameter)] == 1:  # not parameters that several modules share
                 self._placed[name] = weakref.ref(parameter)
 
     def original(self, name: str) -> nn.Parameter | None:
-        """Returns the parameter over the file; None where the model's has changed since, or is that one itself."""
+        """Returns the parameter over the file; None if the model's was changed since, or is the one over the file."""
         placed = self._placed.get(name)
         is_unchanged = placed is not None and placed() is self._model.get_parameter(name)
         return self._originals[name] if is_unchanged else None
 
     def is_original(self, name: str, weight: Tensor) -> bool:
-        """True if `weight` is the parameter over the file, for which put() has one to put in its place."""
+        """Returns True if `weight` is the parameter over the file and put() can load it again."""
         return name in self._placed and weight is self._originals[name]
 
     def leave(self) -> None:
-        """Has the model hold parameters over the file in place of those that are what the file has."""
+        """Replaces unchanged parameters by those over the file, which frees the device's memory."""
         for name in self._placed:
             if (original := self.original(name)) is not None:
                 self._set(name, original)
 
     def come_back(self) -> None:
-        """Takes back what leave() did."""
+        """Undoes leave()."""
         self.put([name for name in self._placed if self.is_original(name, self._model.get_parameter(name))])
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def put(self, names: Iterable[str]) -> None:
-        """Reads these parameters from the file once more. What the model had in their place goes first."""
+        """Loads these parameters from the file again. Frees the ones that the model holds before it reads."""
         with self._open_reader() as staged:
             for name in names:
                 original = self._originals[name]

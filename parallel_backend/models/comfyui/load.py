@@ -1,7 +1,7 @@
-"""A rank's model by ComfyUI's own loaders over a mapped file: its detection, its conversions, its dtypes.
+"""Loads a rank's model from a mapped file by ComfyUI's own loaders: its detection, its conversions, its dtypes.
 
-On the CPU the weights stay views of the mapping, so that all ranks of a machine share one copy of the file. On a GPU
-they get there by large reads of it (models/staging.py).
+On the CPU the weights stay views of the mapping, so all ranks of a machine share one copy of the file. On a GPU, large
+reads of the file bring them there (models/staging.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .placing import absent_parameters, place
 
 StateDict = dict[str, Tensor]
 
-# In names and metadata of a file: it says itself how its weights were quantised.
+# Suffixes of tensor names, and a key of metadata, by which a file describes its own quantisation.
 _QUANTISED = (".comfy_quant", "scaled_fp8", ".weight_scale")
 _QUANTISED_METADATA = "_quantization_metadata"
 
@@ -47,21 +47,21 @@ def load(
     part: ModelPart | None = None,
     peers: Sequence[torch.device] = (),
 ) -> ComfyUIModel:
-    """The whole model on `device`, as ComfyUI would load it there if all cards were as the least of `peers`. Raises
-    CheckpointError for a file that it does not know, RequestError for what its modules cannot be split by."""
+    """Loads the model, or `part` of it, to `device`, with the dtypes that the weakest of `peers` supports. Raises
+    CheckpointError for a file that ComfyUI does not know, RequestError if its modules cannot be split like that."""
     source = _source_of(spec)
     import_comfyui(source, device)
     read = _read(spec, source, device, peers)
     module = read.patcher.model.diffusion_model
     own = part or ModelPart()
     absent = absent_parameters(module, own)
-    # Before they leave the mapping: views of it cost nothing.
+    # Taken before they are moved: views of the mapping cost no memory.
     originals = {f"diffusion_model.{name}": value for name, value in module.named_parameters()}
     cuts = _sliced(module, own)
     with staged_reader(spec.path, read.opened, device) as staged:
         place(read.patcher.model, device, read.dtypes, own.byte_sharding, absent, staged)
     read.patcher.model.device = device
-    give_back_pages(spec.path)  # what was copied from them; others come back from the page cache
+    give_back_pages(spec.path)  # all are copied or still in the page cache
     files = None
     if part is None:
         dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}
@@ -73,15 +73,15 @@ def load(
 
 
 def map_model(spec: ModelSpec) -> Any:
-    """ComfyUI's patcher over the weights of a file as they lie in its mapping, of which nothing is read until something
-    touches it; in a process that has imported ComfyUI. Raises as `load` does."""
+    """Returns ComfyUI's patcher over the mapped weights of a file, which are read from disk when they are used. The
+    process must have imported ComfyUI. Raises the same errors as `load`."""
     return _read(spec, _source_of(spec), torch.device("cpu"), ()).patcher
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A file's model over its mapped weights. `opened`: the mapping, None of GGUF; `bytes`, `stored_dtype`: of its
-    tensors in the file; `dtypes`: which parameters are to have, by name, where not the file's."""
+    """A file's model over its mapped weights. `opened`: the mapping, None for GGUF; `bytes`, `stored_dtype`: size and
+    most common dtype of its tensors in the file; `dtypes`: by name, dtypes that parameters shall have on the device."""
 
     opened: safe_open | None
     patcher: Any
@@ -113,7 +113,7 @@ def _read(
         left_to_comfyui and device.type == "cpu" and not packed and _is_plain(tensors, metadata)
     )
     if keeps_file_dtype and BYTES_PER_VALUE.get(stored, 4) < 4:
-        # There ComfyUI computes in float32 and would copy the weights to it; the values are the same either way.
+        # On the CPU ComfyUI computes in float32 and would copy the weights to it. Casting on use gives the same values.
         options["dtype"] = getattr(torch, stored)
     import comfy.model_management
 
@@ -126,8 +126,8 @@ def _read(
 
 
 def _sliced(module: nn.Module, part: ModelPart) -> dict[str, Cut]:
-    """Cuts the layers of the module's blocks where ranks share them out; what is left of each parameter, by its name in
-    ComfyUI's model."""
+    """Cuts the layers of the module's blocks for tensor parallelism. Returns this rank's cut of each parameter by its
+    name in ComfyUI's BaseModel."""
     if part.slices is None:
         return {}
     entry = TABLE.get(type(module).__name__)
@@ -136,7 +136,7 @@ def _sliced(module: nn.Module, part: ModelPart) -> dict[str, Cut]:
 
 
 def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
-    """(the file, its tensors, its metadata). A tensor is read from disk when something touches it."""
+    """Returns (the file, its tensors, its metadata). A tensor is read from disk when it is used."""
     try:
         file = safe_open(path, framework="pt", device="cpu")
         return file, {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -147,7 +147,7 @@ def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
 
 
 def _model_tensors(tensors: StateDict) -> list[Tensor]:
-    """Those of the diffusion model; in a checkpoint, others lie beside them."""
+    """Returns the diffusion model's tensors; a checkpoint has others besides."""
     from comfy.model_detection import unet_prefix_from_state_dict
 
     prefix = unet_prefix_from_state_dict(tensors)
@@ -167,14 +167,14 @@ def _is_plain(tensors: StateDict, metadata: dict[str, str]) -> bool:
 
 
 def _flag_sets_dtype() -> bool:
-    """Whether ComfyUI's command line says in which dtype it holds weights (--bf16-unet and others)."""
+    """Returns True if a flag of ComfyUI's command line sets the dtype of weights (--bf16-unet and others)."""
     from comfy.cli_args import args
 
     return any(value is True for name, value in vars(args).items() if name.endswith("_unet"))
 
 
 def _options(spec: ModelSpec, source: ComfyUISource) -> dict[str, Any]:
-    """As ComfyUI's own loader nodes pass what a person chose."""
+    """Returns the options that ComfyUI's own loader nodes would pass for these choices."""
     options: dict[str, Any] = {}
     if spec.weight_dtype != "auto":
         dtype = getattr(torch, spec.weight_dtype, None)
@@ -191,7 +191,7 @@ def _options(spec: ModelSpec, source: ComfyUISource) -> dict[str, Any]:
 def _load(
     path: str, part: str, tensors: StateDict, metadata: dict[str, str], options: dict[str, Any]
 ) -> tuple[Any, dict[str, torch.dtype]]:
-    """(ModelPatcher, dtype of each parameter as ComfyUI built it), with the file's tensors as parameters."""
+    """Returns (ModelPatcher with the file's tensors as parameters, the dtype that ComfyUI built each parameter in)."""
     import comfy.model_patcher
     import comfy.sd
 
@@ -212,7 +212,7 @@ def _load(
         )
     for name, module in patcher.model.diffusion_model.named_modules():
         if vars(module).get("weight", module) is None:
-            # ComfyUI leaves a quantised layer without its weight, and says so in the log alone.
+            # ComfyUI builds a quantised layer whose weight is missing, and only logs that.
             raise CheckpointError(f"{path} is refused: it has no weight for {name}. Download the file again.")
     patcher = comfy.model_patcher.ModelPatcher(patcher.model, patcher.load_device, patcher.offload_device)
     return patcher, built
@@ -220,8 +220,8 @@ def _load(
 
 @contextmanager
 def _refusing_damage(path: str) -> Iterator[None]:
-    """Inside, what ComfyUI's loaders do not accept of a file is a CheckpointError. What torch says of memory and
-    devices stays what it is."""
+    """Turns errors of ComfyUI's loaders about a file, in the `with` block, into CheckpointError. Errors of torch about
+    memory and devices pass unchanged."""
     try:
         yield
     except (
@@ -242,7 +242,7 @@ def _refusing_damage(path: str) -> Iterator[None]:
 
 
 def _assigns_weights() -> bool:
-    """Whether this ComfyUI's loaders take tensors as parameters where they are told to; an older one copies them."""
+    """Returns True if this ComfyUI's loaders can assign tensors as parameters; older ones always copy them."""
     import comfy.model_patcher
 
     return hasattr(comfy.model_patcher, "CoreModelPatcher")
@@ -250,13 +250,13 @@ def _assigns_weights() -> bool:
 
 @contextmanager
 def _parameters_assigned() -> Iterator[dict[str, torch.dtype]]:
-    """Inside, ComfyUI's loaders take tensors as parameters instead of copying them, as they do for models whose weights
-    it loads when they are needed. Gives the dtypes that the last model was built with."""
+    """Makes ComfyUI's loaders assign tensors as parameters instead of copying them, in the `with` block, as they do for
+    models whose weights are loaded on demand. Yields the dtypes of the last model that was built, by name."""
     import comfy.model_patcher
 
     built: dict[str, torch.dtype] = {}
     if not _assigns_weights():
-        yield built  # it copies them into the dtypes it built, for each rank
+        yield built  # it copies them into parameters of its dtypes, once per rank
         return
 
     class AssigningPatcher(comfy.model_patcher.ModelPatcher):

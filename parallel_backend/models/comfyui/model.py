@@ -1,4 +1,4 @@
-"""A model of ComfyUI's own in a rank: its module, and the patcher by which ComfyUI changes its weights."""
+"""One of ComfyUI's own models in a rank: its module, and the patcher through which ComfyUI changes its weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .rotary_router import can_route, rotary_by
 
 @dataclass(eq=False)
 class ComfyUIModel:
-    """base.ModuleModel. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: of its tensors in the file;
-    `originals`: the file's own values by the names that ComfyUI's model has for them, in the file's dtypes; `files`:
-    reads them again, None where the rank has a part of the model; `cuts`: what it has of parameters that tensor
-    parallelism cuts, by the names of `originals`."""
+    """A base.ModuleModel of ComfyUI's. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: size and most common
+    dtype of its tensors in the file; `originals`: parameters over the mapped file in the file's dtypes, by their names
+    in ComfyUI's BaseModel; `files`: loads them again, None if the rank has a part of the model; `cuts`: this rank's cut
+    of each parameter that tensor parallelism slices, by the names of `originals`."""
 
     patcher: Any
     device: torch.device
@@ -36,7 +36,7 @@ class ComfyUIModel:
     cuts: Mapping[str, Cut]
 
     def __post_init__(self) -> None:
-        entry = TABLE.get(type(self.module).__name__)  # now: a node may give the module another class
+        entry = TABLE.get(type(self.module).__name__)  # looked up now: a node may change the module's class
         self.regions: tuple[Region, ...] = () if entry is None else entry.regions
         self.inseparable_rows = entry is not None and entry.inseparable_rows
 
@@ -50,7 +50,7 @@ class ComfyUIModel:
 
     @property
     def chunks(self) -> tuple[nn.Module, ...]:
-        """With shares, what is left of the module (its buffers), and the shares."""
+        """The module; if weights are sharded, its buffers remain in the module and the shards come second."""
         return (self.module,) if self.byte_sharding is None else (self.module, self.byte_sharding.shares)
 
     @property
@@ -64,7 +64,7 @@ class ComfyUIModel:
 
     @property
     def attention(self) -> str:
-        """The function that ComfyUI's command line and packages made its optimized attention: sage, pytorch, …"""
+        """ComfyUI's name of its optimized attention, by its command line and packages: sage, pytorch, …"""
         from comfy.ldm.modules import attention
 
         return str(attention.optimized_attention.__name__).removeprefix("attention_")
@@ -79,14 +79,14 @@ class ComfyUIModel:
 
     def begin_call(self) -> None:
         if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:
-            forget()  # it knows references by where they lie, and each call's copies may lie where others lay
+            forget()  # it finds references by memory address, and copies of another call may have the same
 
     def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
         return rotary_by(rotate)
 
     def gives_rows(self, layer: nn.Module) -> bool:
-        """Not where functions of ComfyUI's change the weight on its way, nor for formats that scale by more than one
-        number."""
+        """False if ComfyUI's functions change the weight on use, or if its format has more than one scale; see
+        base.ModuleModel.gives_rows."""
         if type(layer).__module__ != "comfy.ops" or hasattr(layer, "_v") or not can_route():
             return False
         if getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None):
@@ -105,7 +105,7 @@ class ComfyUIModel:
 
 
 def _scales_by_largest(layer: nn.Module) -> bool:
-    """A layer of ComfyUI's that quantises its input, and whose file gives no scale for that."""
+    """Returns True for a layer that quantises its input without a scale from the file."""
     quantised = getattr(layer, "layout_type", None) is not None
     multiplies = quantised and not getattr(layer, "_full_precision_mm", True)
     return multiplies and getattr(layer, "input_scale", None) is None

@@ -1,7 +1,7 @@
-"""A file for ComfyUI's own modules, by counting: what the planner asks of any model. Imports neither torch nor comfy.
+"""Facts about a file for ComfyUI's own modules, which the planner needs. Imports neither torch nor comfy.
 
-The header tells bytes and lists of blocks (`inspect`); what ComfyUI's detection makes of the file, its heads, width and
-patches, the loader's side adds (nodes/model/facts.py). Where nobody knows a number it is 0, and rules let it pass.
+The header gives bytes and lists of blocks (`inspect`). nodes/model/facts.py adds what ComfyUI's detection finds: heads,
+width and patch sizes. An unknown number is 0, and rules accept it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..footprint import HeldWeights, MemoryPeak, TokenLoad, WeightPart
 from ..tokens.table import sends_tokens, slices_layers
 from .formats.quantised import check_quantised
 
-# Where the diffusion model lies in a file that has other things beside it, the longest first.
+# Prefixes of the diffusion model's keys in files that also hold other models, the longest first.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "transformer.")
 _DTYPES = {
     "F32": "float32",
@@ -39,22 +39,22 @@ _DTYPES = {
 }
 _BLOCK = re.compile(
     r"((?:[A-Za-z_]\w*\.)*?[A-Za-z_]\w*)\.(\d+)\."
-)  # the outermost list that a key goes through
+)  # the outermost list in a key's path, and the entry
 _UNET_LIST = "input_blocks"
-# Entries, and tensors of each, that make a list of modules a list of blocks: an embedder's two layers are none.
+# A list of modules counts as blocks if it has this many entries and tensors in each: an embedder's two layers do not.
 _FEWEST, _TENSORS = 2, 4
-# Live activations of a block per token, in widths. Attention: what comes in, the normed, queries, keys, values, their
-# rotated copies, what comes out. Feed-forward of the usual ratio 4: what comes in, the normed, twice the wide, the
-# output. Ranks that slice layers have the first two of them, and what the feed-forward gives, whole.
+# Live activations of a block per token, in multiples of the width. Attention: input, normed input, queries, keys,
+# values, rotated queries and keys, output. Feed-forward of ratio 4: input, normed input, twice the hidden channels,
+# output. With sliced layers, the first two of each and the feed-forward's output stay whole.
 _ATTENTION, _FEED_FORWARD, _UNSLICED = 8, 11, 2
-_CONVOLUTION = 12  # a UNet's: what comes in, norms, two convolutions, the skip connections of its half
+_CONVOLUTION = 12  # a UNet's: input, norms, two convolutions, skip connections of its half
 _UNET_TOKENS = 1024  # positions at which a UNet's weights are used, on average, for 1024 x 1024 pixels
 
 
 @dataclass(frozen=True)
 class CountedBlocks:
-    """`count` blocks of one kind, of `bytes` each on average; `largest`: bytes of its largest layer; `everywhere`: each
-    stage of a pipeline holds them all (refiners of text)."""
+    """A list of `count` blocks. `bytes`: average size of a block; `largest`: bytes of its largest layer; `everywhere`:
+    each pipeline stage holds them all (refiners of text)."""
 
     name: str
     count: int
@@ -65,9 +65,9 @@ class CountedBlocks:
 
 @dataclass(frozen=True)
 class UNetFacts:
-    """`attention`: FLOPs of its attention for one image of 1024 x 1024 pixels; `heads`: so many heads over all cells of
-    the latent have as many pairs of positions as its largest attention; `band_rows`: of its latent in a row of its
-    lowest resolution, where ranks compute bands, else 0."""
+    """Facts about a UNet. `attention`: FLOPs of its attention for one image of 1024 x 1024 pixels; `heads`: the number
+    of heads over all latent cells with as many scores as its largest attention; `band_rows`: latent rows per row of its
+    lowest resolution if ranks compute bands, else 0."""
 
     attention: float = 0.0
     heads: float = 0.0
@@ -78,14 +78,14 @@ class UNetFacts:
 class ComfyUIModelFile:
     """The counted facts of a file (models/model_file.ModelFile).
 
-    `model`: for people, what ComfyUI calls it; `module`: class of its diffusion model; `dtype`: torch's name of that of
-    most of its bytes; `around_bytes`: of what lies in no block; `width`: of a token between blocks; `context_width`,
-    `pooled_width`: of a prompt; `channels`: of the latent; `patch`: (frames, rows, columns) of the latent in a token;
-    `pixels`: of the image in a cell of the latent, along a side; `mode`: the most that tokens of one image may stay
-    apart, one of requests.TOKEN_MODES; `why_less`: in words, why that is less than the table has (proof.ClassVerdict),
-    else empty; `unet`: None for a transformer; `has_stages`: its blocks may lie on several devices; `fp8_loaded_as`:
-    the dtype of a plain fp8 file's weights on ComfyUI's GPU, where that does not multiply fp8 and has room for it, else
-    empty.
+    `model`: ComfyUI's name of it, to show to people; `module`: class of its diffusion model; `dtype`: torch's name of
+    the dtype of most of its bytes; `around_bytes`: bytes of tensors outside of blocks; `width`: of a token between
+    blocks; `context_width`, `pooled_width`: of a prompt; `channels`: of the latent; `patch`: (frames, rows, columns) of
+    latent cells in a token; `pixels`: image pixels along a side of a latent cell; `mode`: the first of TOKEN_MODES that
+    is proven for its class (requests.py); `why_less`: why that is less than the table has, in words, else ""
+    (proof.ClassVerdict); `unet`: None for a transformer; `has_stages`: True if its blocks may be on several devices;
+    `fp8_loaded_as`: dtype to which ComfyUI casts the weights of a plain fp8 file on a GPU that cannot multiply fp8 and
+    has the memory for it, else "".
     """
 
     path: str
@@ -139,7 +139,7 @@ class ComfyUIModelFile:
             and self._splits_tokens
             and self.dtype not in GGUF
             and (not self.module or slices_layers(self.module)),
-            splits_layers_unasked=False,  # code of nodes within blocks cannot take part (engine/module_forward.py)
+            splits_layers_unasked=False,  # code of nodes inside blocks needs whole layers (engine/module_forward.py)
             pipelines=self.has_stages,
             uneven_heads=True,
             sends_tokens=self._splits_tokens and sends_tokens(self.module),
@@ -148,7 +148,7 @@ class ComfyUIModelFile:
 
     @property
     def family(self) -> Family:
-        """A multiply-add for each weight and token; attention over text and image together, its upper bound."""
+        """Counts a multiply-add per weight and token, and attention over text and image together: an upper bound."""
         size = BYTES_PER_VALUE[self.dtype]
         parameters = self.tensor_bytes / size
         frames, rows, _ = self.patch
@@ -184,20 +184,20 @@ class ComfyUIModelFile:
 
     @property
     def staged_blocks(self) -> int:
-        """Those that stages of a pipeline share out: the first ones."""
+        """The number of blocks that pipeline stages share out, which come first in `blocks`."""
         return sum(kind.count for kind in self.blocks if not kind.everywhere)
 
     def held_weights(
         self, dtypes: Dtypes, strategy: ParallelStrategy, rank: int, *, on_cpu: bool
     ) -> HeldWeights:
-        """Whole, or each rank's share of each block; what lies around the blocks is shared out with them. Of a stage of
-        a pipeline its own blocks, and all around; under tensor parallelism its slice of each block, and all around."""
+        """Returns all weights, or a shard of each block and of the layers around them. A pipeline stage holds its own
+        blocks, tensor parallelism a slice of each block; both hold all layers around the blocks."""
         sharded = strategy.shards and (strategy.replicas > 1 or not on_cpu)
         storage = dtypes.storage if on_cpu else self.fp8_loaded_as or dtypes.storage
         scale = BYTES_PER_VALUE[storage] / BYTES_PER_VALUE[dtypes.file]
         is_cast = storage != dtypes.compute
         cast = BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file] if is_cast else 0.0
-        # The CPU's convolutions put their weights into an order of their own, for each call anew.
+        # Convolutions on the CPU reorder their weights into a copy in each call.
         convolves = on_cpu and not self.is_transformer
         reordered = BYTES_PER_VALUE[dtypes.compute] / BYTES_PER_VALUE[dtypes.file] if convolves else 0.0
         in_place = on_cpu and dtypes.storage == dtypes.file
@@ -222,15 +222,15 @@ class ComfyUIModelFile:
         )
 
     def moments(self, block: int, call: TokenLoad, cast: int) -> Iterator[MemoryPeak]:
-        """By widths (above), not variable by variable as for a family that the pack computes itself."""
+        """Estimates by multiples of the width (constants above); see models/model_file.ModelFile.moments."""
         whole = call.width(sum(call.keys))
         width = (
             call.width(call.tokens) if self._splits_tokens else whole
-        )  # else queries of attention at most are apart
-        # Each block may gather what it gives (engine/module_forward.py), so all tokens lie here once more.
+        )  # other modes split at most the queries of attention
+        # A block may gather its outputs (engine/module_forward.py), so each rank may hold all tokens once more.
         gathered = whole if len(call.keys) > 1 or call.ulysses > 1 else 0
         if self.unet is not None:
-            # Keys and values of all bands, at a quarter of the positions and twice the width.
+            # Keys and values of all bands have a quarter of the positions and twice the width.
             beside = gathered if self.unet.band_rows else 0
             yield MemoryPeak("convolution", _CONVOLUTION * width + beside + cast)
             yield MemoryPeak("attention", _CONVOLUTION * width + beside + call.scores(self.unet.heads))
@@ -256,10 +256,10 @@ class ComfyUIModelFile:
 
 
 def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
-    """What the header of `path` tells. Raises CheckpointError with the file's name, the reason and the remedy.
+    """Reads the facts in the header of `path`. Raises CheckpointError with the file's name, the reason and the remedy.
 
-    Heads and patches are not in a header, and whether a transformer's tokens can be shared out, or its blocks laid out
-    over devices, is known by its class.
+    A header has no heads and no patch sizes. Only the class of a transformer tells if its tokens or its blocks can be
+    split over devices; here both count as possible.
     """
     packed = gguf_file.is_gguf(path)
     header = gguf_file.read_header(path) if packed else read_header(path)
@@ -294,8 +294,8 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
 
 
 def by_stages(blocks: Sequence[CountedBlocks], lists: Mapping[str, int]) -> tuple[CountedBlocks, ...]:
-    """First those that stages of a pipeline share out, in the order of `lists` (blocks of each), then those that each
-    stage holds. A list that the file calls otherwise is known by its number of blocks; all stay where one is missing.
+    """Returns the blocks with those that pipeline stages share out first, in the order of `lists` (name -> number of
+    blocks). A list with another name in the file is found by its number of blocks; if none fits, nothing changes.
     """
     left, first = list(blocks), []
     for name, count in lists.items():
@@ -303,13 +303,13 @@ def by_stages(blocks: Sequence[CountedBlocks], lists: Mapping[str, int]) -> tupl
         possible = same or [kind for kind in left if kind.count == count and kind.name not in lists]
         if not possible:
             return tuple(blocks)
-        first.append(max(possible, key=lambda kind: kind.bytes))  # a refiner of a text may have as many
+        first.append(max(possible, key=lambda kind: kind.bytes))  # a refiner of text may have the same number
         left.remove(first[-1])
     return (*first, *(replace(kind, everywhere=bool(lists)) for kind in left))
 
 
 def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[CountedBlocks, ...]:
-    """The lists of blocks in the order of the file; a model without one is a single block."""
+    """Returns the lists of blocks in the order of the file. A model without any counts as one block."""
     sizes: dict[str, Counter[int]] = {}
     tensors: Counter[str] = Counter()
     largest: Counter[str] = Counter()
@@ -330,12 +330,12 @@ def _block_lists(weights: Mapping[str, TensorEntry]) -> tuple[CountedBlocks, ...
 
 
 def _prefix(header: Header) -> str:
-    """Of the diffusion model's keys; empty where they have none."""
+    """Returns the prefix of the diffusion model's keys, or ""."""
     return next((prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header.tensors)), "")
 
 
 def _width(entries: Iterable[TensorEntry]) -> int:
-    """The size that most matrices have: that of a token between blocks."""
+    """Returns the most frequent side of matrices, which is the width of a token between blocks."""
     sides: Counter[int] = Counter()
     for entry in entries:
         if len(entry.shape) == 2:
@@ -343,7 +343,7 @@ def _width(entries: Iterable[TensorEntry]) -> int:
     return max(sides, key=lambda side: (sides[side], side), default=0)
 
 
-# Stands for any model where no file is at hand: 12 billion parameters in bf16, as wide as most of that size.
+# A stand-in if there is no file: 12 billion parameters in bf16, as wide as most models of that size.
 TYPICAL = ComfyUIModelFile(
     path="a model of 12 billion parameters",
     model="a model of 12 billion parameters",
@@ -357,5 +357,5 @@ TYPICAL = ComfyUIModelFile(
     pooled_width=768,
     channels=16,
 )
-# Any model of ComfyUI's own: what none of them can be split by. Zero heads divide by everything.
+# Any of ComfyUI's own models, to find what none of them allows. Zero heads accept every degree.
 ANY_MODEL = replace(TYPICAL, path="this model", model="this model", heads=0, has_stages=True)

@@ -1,4 +1,4 @@
-"""Where the parameters of a module over a mapped file go: all of them to the device, or a share of each block."""
+"""Moves the parameters of a module over a mapped file: all of them to the device, or a shard of each block."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def place(
     absent: Iterable[str] = (),
     staged: StagedReader | None = None,
 ) -> None:
-    """`model`: ComfyUI's, around the module; `dtypes`: which parameters of the module are to have, by name, where not
-    the file's; `absent`: those that have no use here, for which empty ones stand; `staged`: reads what moves. That is
-    copied: parameters that were there stay as they are, for whoever kept them. (Module.to would move those, and copy
-    quantised ones even to where they are.)"""
+    """Moves the parameters of `model` (ComfyUI's BaseModel). `dtypes`: by name, dtypes of the module's parameters that
+    differ from the file's; `absent`: parameters not needed here, replaced by empty ones; `staged`: reads what moves.
+
+    Copies replace the parameters, so the old ones stay valid for those who hold them. Module.to would move these, and
+    copy quantised ones even if they are on the device already."""
     module = model.get_submodule("diffusion_model")
     if sharding is not None:
         sharding.shard(module, list(blocks_of(module)), dtypes)
@@ -40,7 +41,7 @@ def place(
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if name in dtypes
     }
-    there: dict[int, nn.Parameter] = {}  # a parameter may be several modules'
+    there: dict[int, nn.Parameter] = {}  # by id: several modules may share a parameter
     for owner in model.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) not in there:
@@ -51,8 +52,8 @@ def place(
 
 
 def absent_parameters(module: nn.Module, part: ModelPart) -> list[str]:
-    """Returns the parameters that only blocks of other stages of a pipeline have. Raises RequestError for a module that
-    cannot be cut into stages."""
+    """Returns the names of parameters that only blocks of other pipeline stages use. Raises RequestError for a module
+    that cannot be split into stages."""
     if len(part.stage_shares) == 1:
         return []
     name = type(module).__name__
@@ -72,7 +73,7 @@ def absent_parameters(module: nn.Module, part: ModelPart) -> list[str]:
 def moved(
     parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None, staged: StagedReader | None
 ) -> nn.Parameter:
-    """Returns the parameter on `device`, in `dtype` where one is given and it is not quantised."""
+    """Returns a parameter on `device`; in `dtype`, unless that is None or the parameter is quantised."""
     return as_parameter(as_built(_moved(parameter, device, staged), dtype))
 
 
@@ -86,7 +87,7 @@ def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader |
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Code may ask for its dtype."""
+    """Returns an empty parameter of the same dtype, which code may ask for."""
     return nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
 
 
@@ -95,7 +96,7 @@ def as_parameter(value: Tensor) -> nn.Parameter:
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """What its lists hold: modules that compute one after the other, each called as one."""
+    """Yields the modules in its lists, which compute one after the other. Each is called as a whole."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from _opened(child)
@@ -104,8 +105,8 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _opened(container: nn.Module) -> Iterator[nn.Module]:
-    """What a container holds, through containers in it: UNets hand their blocks' layers different arguments, so that
-    nobody calls a block as one."""
+    """Yields the modules in a container and in containers inside it. UNets pass different arguments to the layers of a
+    block, so a block is not called as a whole."""
     for child in container.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
             yield from _opened(child)

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys in ComfyUI's models: what they call of Comfy Kitchen, another function may answer."""
+"""Routes the rotation (RoPE) of queries and keys in ComfyUI's models, so that another function can answer it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..base import Rotate
 
-_FREQUENCIES = "freqs_cis"  # by which Comfy Kitchen's functions rotate
-_TENSORS = ("x", "xq", "xk", "q", "k")  # which they rotate
+_FREQUENCIES = "freqs_cis"  # the argument of Comfy Kitchen's functions with the rotation
+_TENSORS = ("x", "xq", "xk", "q", "k")  # their arguments that are rotated
 
 
 @functools.cache
 def can_route() -> bool:
-    """True where this version of ComfyUI rotates by functions of Comfy Kitchen, which is tried."""
+    """Returns True if this version of ComfyUI rotates by functions of Comfy Kitchen; finds out by a small call."""
     if not _functions():
         return False
     from comfy.ldm.flux.math import apply_rope, apply_rope1
@@ -39,7 +39,7 @@ def can_route() -> bool:
 
 @contextmanager
 def rotary_by(rotate: Rotate) -> Iterator[None]:
-    """Inside, `rotate` answers each of them."""
+    """Makes `rotate` answer the calls of Comfy Kitchen's rotation functions in the `with` block."""
     with ExitStack() as restore:
         for name, signature in _functions().items():
             original = getattr(_kitchen(), name)
@@ -83,5 +83,5 @@ def _routed(
 
 
 def _dim_of_heads(tensor: Tensor, by: Tensor) -> int:
-    """Tensors are [B, H, S, D] or [B, S, H, D], and what rotates them has 1 in place of the heads."""
+    """Returns the dim of the heads: tensors are [B, H, S, D] or [B, S, H, D], and `by` has size 1 in that dim."""
     return 1 if by.shape[1] == 1 and by.shape[2] == tensor.shape[2] else 2

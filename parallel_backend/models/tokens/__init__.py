@@ -1,1 +1,1 @@
-"""Which arguments of a class's blocks are tokens, as data."""
+"""Tables that say which arguments of a class's blocks are tokens."""

@@ -1,4 +1,4 @@
-"""What each kind of block of ComfyUI's takes and gives, and the regions that several classes share."""
+"""The arguments and outputs of each kind of block in ComfyUI's models, and regions that several classes share."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FLUX = Region(FLUX_BLOCKS, "final_layer", "img")
 
 
 def _apart(stream: str, *paths: str) -> tuple[Projection, ...]:
-    """Returns layers of which each gives queries, keys or values alone."""
+    """Returns separate layers for queries, keys and values."""
     return tuple(Projection(path, stream, parts=1) for path in paths)
 
 
@@ -95,7 +95,7 @@ _DIFFUSERS_DOUBLE = Blocks(  # diffusers' FluxTransformerBlock
         joined=("norm1.linear", "norm1_context.linear"),
     ),
 )
-_DIFFUSERS_SINGLE = replace(  # diffusers' FluxSingleTransformerBlock, which gives both streams too
+_DIFFUSERS_SINGLE = replace(  # diffusers' FluxSingleTransformerBlock, which returns both streams
     _DIFFUSERS_DOUBLE,
     projections=Projections(
         _apart("txt+img", "attn.to_q", "attn.to_k", "attn.to_v"), "attn.heads", rotary="image_rotary_emb"
@@ -168,7 +168,7 @@ QWEN = Blocks(
     },
     gives=("encoder_hidden_states", "hidden_states"),
     attends=("txt+img",),
-    projections=_DIFFUSERS_DOUBLE.projections,  # its attention has diffusers' names
+    projections=_DIFFUSERS_DOUBLE.projections,  # its attention uses diffusers' names
     sliced=Sliced(
         (
             Branch(("attn.to_q", "attn.to_k", "attn.to_v"), "attn.to_out.0"),
@@ -281,7 +281,7 @@ LTX = Blocks(
     gives=("x",),
     attends=(_GUIDED,),
 )
-LTX_AND_SOUND = Blocks(  # the few tokens of sound are whole on every rank
+LTX_AND_SOUND = Blocks(  # every rank has all of the few audio tokens
     {
         "x": Tokens("x", item=0),
         "v_pe": Tokens("x"),
@@ -294,7 +294,7 @@ LTX_AND_SOUND = Blocks(  # the few tokens of sound are whole on every rank
     attends=(_GUIDED, None, None, None, None, (None, "x")),
 )
 
-MINIMAX = Blocks(  # text, sound and video in one sequence of one row
+MINIMAX = Blocks(  # text, audio and video in one sequence, of one row
     {"x": Tokens("x", 0), "mod_segments": Ranges("x"), "rope_freqs": Tokens("x")},
     gives=("x",),
     attends=("x",),

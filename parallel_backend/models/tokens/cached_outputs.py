@@ -1,4 +1,4 @@
-"""What a step cache keeps of a module's blocks: which of their outputs. Pure data, without torch and without comfy."""
+"""The outputs of a module's blocks that a step cache stores. Pure data, without torch and without comfy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TEXT = "txt"
 
 @dataclass(frozen=True)
 class CachedOutput:
-    """Output number `index` of the first block, to which the other blocks add. `tokens`: what it has of them, None for
-    one that is whole on every rank (sound); `at_end`: the last block gives it, in the same place; else what follows the
-    blocks takes it. `decides`: its change counts in whether the other blocks run."""
+    """Output number `index` of the first block, to which the other blocks add. `tokens`: how it is sharded, None if it
+    is whole on every rank (sound); `at_end`: True if the last block returns it at the same index, else the module after
+    the blocks takes it; `decides`: its change helps to decide if the other blocks run."""
 
     index: int
     tokens: Tokens | None
@@ -25,12 +25,12 @@ class CachedOutput:
 
 
 def main_region(regions: Sequence[Region]) -> Region | None:
-    """The blocks that a step cache leaves out but for the first; refiners before them always run."""
+    """Returns the region that a step cache can skip except for its first block. Refiners before it always run."""
     return regions[-1] if regions and regions[-1].leave is not None else None
 
 
 def cached_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[CachedOutput, ...]:
-    """Of a region that begins and ends with such blocks; none where what it gives is not what its first block gives."""
+    """Returns the outputs to cache of a region from `first` to `last`; none if these blocks give different outputs."""
     given = [_given(first, name) for name in first.gives]
     if region.leave == LAST_BLOCK:
         if first.gives != last.gives:
@@ -51,12 +51,12 @@ def cached_outputs(region: Region, first: Blocks, last: Blocks) -> tuple[CachedO
 
 
 def why_not_reused(class_name: str, mode: str) -> str:
-    """Why a step cache can do nothing for a module of that class, in a user's words; empty where it can. `mode`: the
-    most that its tokens may stay apart here (requests.TOKEN_MODES)."""
+    """Returns why a step cache cannot be used for a class, in a user's words, or "". `mode`: the first of
+    requests.TOKEN_MODES that is proven for the class in this ComfyUI."""
     entry = entry_of(class_name)
     if entry is None or entry.bands:
         return f"which parts of {class_name} are its blocks is not described"
-    if mode != STAY:  # then what lies between blocks may put tokens into another order
+    if mode != STAY:  # code between blocks may reorder tokens
         return f"in this version of ComfyUI, {class_name} computes in another way than the pack knows"
     region = main_region(entry.regions)
     kinds = [] if region is None else list(region.lists.values())

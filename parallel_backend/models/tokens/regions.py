@@ -1,7 +1,6 @@
-"""The words of table.py: which arguments of a module's blocks are tokens. Pure data, without torch and without comfy.
+"""The classes of which table.py is made: they say which arguments of blocks are tokens. No torch, no comfy.
 
-A stream is a sequence of tokens that goes through blocks ("img", "txt"); "txt+img" is one after the other in one
-tensor.
+A stream is a sequence of tokens that goes through blocks ("img", "txt"). "txt+img": both in one tensor, text first.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tensor, or tensors in a tuple, whose dims [dim, dim + over) are the tokens of `stream`.
+    """A tensor, or a tuple of tensors, whose dims [dim, dim + over) are the tokens of `stream`.
 
-    `grouped`: it may have fewer entries than tokens, each for equally many in a row, the last for the rest (one
-    timestep per frame); `ndim`: tensors with another number of dims have no tokens; `item`: only this item of a tuple
-    has them; `passed`: made of what blocks before gave, so that it may be a share already.
+    `grouped`: it may have fewer entries than tokens, each for the same number of consecutive tokens, the last for the
+    rest (one timestep per frame); `ndim`: if set, only tensors with this number of dims have tokens; `item`: only this
+    item of a tuple has tokens; `passed`: earlier blocks made it, so it may be a shard already.
     """
 
     stream: str
@@ -37,22 +36,22 @@ class ExpandingTimestep:
 
 @dataclass(frozen=True)
 class Ranges:
-    """(first, end, …) tuples that name tokens of `stream`; an end of None is the stream's."""
+    """Tuples (first, end, …) that select ranges of tokens of `stream`; an end of None is the end of the stream."""
 
     stream: str
 
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The number of a token of `stream`: those from it on are treated otherwise."""
+    """The index of a token of `stream`. Tokens from there on are treated differently."""
 
     stream: str
 
 
 @dataclass(frozen=True)
 class Window:
-    """Attention of the tokens of `stream` to those not further away than an attribute of the block says, by its path;
-    None there means all. The mask that a block makes of its share is left for one of all tokens."""
+    """Attention between tokens of `stream` up to a distance, which the block's `attribute` (a path) holds; None means
+    all. A block makes a mask for its shard only, so a mask for all tokens replaces it."""
 
     stream: str
     attribute: str
@@ -60,8 +59,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Guided:
-    """Attention of the tokens of `stream` under what the block's argument of this name holds where it is no tensor: by
-    how much each query is drawn to each key (LTX's guides), in parts by where queries lie."""
+    """Attention of the tokens of `stream` with LTX's guides: an object, not a tensor, in the block's `argument`. It
+    holds what is added to the scores of queries and keys, in parts by ranges of queries."""
 
     stream: str
     argument: str
@@ -75,8 +74,8 @@ Attends = str | tuple[str | None, str | None] | Window | Guided | None
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer inside a block, by its path, that takes tokens of `stream` and gives `parts` of the same width
-    (queries, keys and values), each of all heads; `rest`: as wide as the layer's input, and then what has no heads."""
+    """A linear layer at `path` in a block. It takes tokens of `stream` and outputs `parts` of equal width (queries,
+    keys, values), each with all heads. `rest`: parts are as wide as the input, and channels without heads follow."""
 
     path: str
     stream: str
@@ -86,10 +85,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class Projections:
-    """The layers that give the queries, keys and values of a block's first attention, all with as many heads.
+    """The layers that give queries, keys and values of a block's first attention, all with the same number of heads.
 
-    `heads`: the attribute of the block that counts these, by its path; `rotary`: the block's argument by which queries
-    and keys are rotated, token by token; `norms`: modules inside, by path, that norm all heads of a token together.
+    `heads`: path of the block's attribute with that number; `rotary`: the block's argument that rotates queries and
+    keys, token by token; `norms`: paths of modules that normalise all heads of a token as one vector.
     """
 
     layers: tuple[Projection, ...]
@@ -100,9 +99,9 @@ class Projections:
 
 @dataclass(frozen=True)
 class Branch:
-    """Linear layers of a block by their paths: `into` give heads or hidden channels, `out` gives the token's width of
-    them again. `heads`: the attribute that counts the channels of all heads, where layers have hidden channels behind
-    or beside those of queries, keys and values. What a block does not have is left out."""
+    """Linear layers of a block, by path. `into`: layers that output heads or hidden channels; `out`: the layer that
+    projects these back to the width of a token; `heads`: path of the attribute with the number of channels of all
+    heads, if layers also have hidden channels, else "". Layers that a block does not have are ignored."""
 
     into: tuple[str, ...]
     out: str
@@ -113,9 +112,9 @@ class Branch:
 class Sliced:
     """How tensor parallelism cuts the layers of a block (Megatron-LM, Shoeybi et al. 2019, §3).
 
-    `counts`: attributes, by path, that count heads or channels of them; `joined`: layers over few tokens, which give
-    every rank all that they give (modulation); `norms`: modules that norm all heads of a token together; `replicated`:
-    linear layers that every rank has. A block with other linear layers is refused.
+    All by path. `counts`: attributes with numbers of heads or of their channels; `joined`: layers over few tokens
+    (modulation), whose outputs are gathered on every rank; `norms`: modules that normalise all heads of a token as one
+    vector; `replicated`: linear layers that stay whole on every rank. A block with other linear layers is refused.
     """
 
     branches: tuple[Branch, ...]
@@ -127,15 +126,14 @@ class Sliced:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tokens that a kind of block takes and gives.
+    """The tokens that a kind of block takes and returns.
 
-    `arguments`: by name, or by number where its forward has *args. `gives`: the arguments that its outputs replace, in
-    order; None for an output without tokens. `attends`: of each call of attention inside, in turn, the stream whose
-    tokens are shared out; (queries', keys') where they differ; None where the keys are whole on every rank (text).
-    `whole`: modules inside, by path, that look at several tokens outside of attention (sound for each frame): their
-    first argument is gathered, and what they give is cut again. `projections`: None where nobody has described them, or
-    where keys have fewer heads than queries, so that less is sent after they were projected. `sliced`: None where
-    nobody has described how its layers can be cut.
+    `arguments`: by name, or by index if its forward has *args. `gives`: for each output, the argument that it replaces
+    in the next block, or None if it has no tokens. `attends`: for each attention call in order, the stream whose tokens
+    are sharded; (of queries, of keys) if they differ; None if every rank has all keys (text). `whole`: modules inside,
+    by path, that mix tokens outside of attention (sound for each frame): their first argument is gathered, and their
+    output is sharded again. `projections`: None if not described, or if keys have fewer heads than queries, so that
+    sending keys and values is cheaper than sending tokens. `sliced`: None if its layers cannot be cut.
     """
 
     arguments: Mapping[str | int, Argument]
@@ -143,7 +141,7 @@ class Blocks:
     attends: tuple[Attends, ...]
     whole: Mapping[str, Tokens] = field(default_factory=dict)
     projections: Projections | None = None
-    sliced: Sliced | None = field(default=None, repr=False)  # no part of what a class's proof is about
+    sliced: Sliced | None = field(default=None, repr=False)  # not part of what a class's proof covers
 
 
 LAST_BLOCK = "the last block"
@@ -151,10 +149,10 @@ LAST_BLOCK = "the last block"
 
 @dataclass(frozen=True)
 class Region:
-    """Blocks through which tokens may stay apart. `lists`: lists of blocks by their path in the module, in order.
+    """Blocks between which tokens may stay sharded. `lists`: lists of blocks by their path in the module, in order.
 
-    `leave`: the module whose first argument must be whole again (LAST_BLOCK: what the last block gives; None: what each
-    block gives, so tokens never stay apart); `leaves`: the stream of that argument.
+    `leave`: the module after them whose first argument must be whole again; LAST_BLOCK: the output of the last block
+    must be whole; None: every block's output must be, so tokens never stay sharded. `leaves`: stream of that argument.
     """
 
     lists: Mapping[str, Blocks]

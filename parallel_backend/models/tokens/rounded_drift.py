@@ -1,9 +1,9 @@
-"""How far exchange_dtype fp8 takes one call of a small model of each class, with random weights."""
+"""The error that exchange_dtype fp8 adds to one call of a small model of each class, with random weights."""
 
 from __future__ import annotations
 
-# The root mean square of the difference over that of the answer, under Ulysses 2 and under Ring 2, as
-# benchmarks/exchange_drift.py measures them.
+# Root mean square of the error divided by that of the output, for (Ulysses 2, Ring 2), measured by
+# benchmarks/exchange_drift.py.
 DRIFT = {
     "AceStepConditionGenerationModel": (0.01, 0.0029),
     "Anima": (0.013, 0.0051),
@@ -51,7 +51,7 @@ DRIFT = {
 
 
 def drift_in_words(class_name: str, *, over_a_ring: bool) -> str:
-    """Returns a clause on how far a call is off; "" for a class that nobody has measured."""
+    """Returns a clause about the error of a call, or "" for a class that was not measured."""
     found = DRIFT.get(class_name)
     if found is None:
         return ""

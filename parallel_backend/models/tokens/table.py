@@ -1,7 +1,7 @@
-"""The tokens of each class of ComfyUI's transformers: which arguments of its blocks are, and where they may stay apart.
+"""The table of ComfyUI's transformers: which arguments of their blocks are tokens, and where these may stay sharded.
 
-Of a UNet ranks compute bands of an image's rows (unet.py). A class that is not here can be given fewer rows of a batch,
-and ranks can share out the queries of its attention.
+UNets are split into bands of an image's rows (engine/bands/unet.py). For classes outside of the table, ranks can split
+the rows of a batch and the queries of attention.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .regions import LAST_BLOCK, Region, Tokens
 
 @dataclass(frozen=True)
 class ModuleClass:
-    """`source`: the class's file below ComfyUI's folder; `stays_with`: names of keyword arguments with which tokens
-    were proven to stay apart; with any other one, each block gathers what it gives. `inseparable_rows`: it takes rows
-    by their place among all (ACE-Step 1.5 gives the first row the voices of all, Hunyuan3D 2.1 swaps halves). `bands`:
-    it is a UNet, of whose images ranks compute bands of rows. In stages the tokens of the first of several regions
-    are the last ones of the image's in the last region."""
+    """A class of the table. `source`: its file below ComfyUI's folder; `stays_with`: names of keyword arguments with
+    which tokens are proven to stay sharded; with others, each block gathers its outputs; `inseparable_rows`: it
+    treats rows by their position (ACE-Step 1.5 gives the first row all voices, Hunyuan3D 2.1 swaps halves); `bands`: it
+    is a UNet, which ranks split into bands of rows. Pipeline stages require of several `regions` that the tokens of the
+    first one are the last image tokens of the last one."""
 
     source: str
     regions: tuple[Region, ...]
@@ -66,35 +66,35 @@ class ModuleClass:
     bands: bool = False
 
 
-# Classes that are not here and of whose attention nothing can be shared out: it is not ComfyUI's, in small windows, or
-# they sample nothing.
+# Classes outside of the table whose attention cannot be split either: it is not ComfyUI's, it has small windows, or the
+# class samples nothing.
 WITHOUT_ATTENTION = frozenset(
     {"ACEStepTransformer2DModel", "NaDiT", "RTv4", "SAM3Model", "DepthAnything3Net"}
 )
 
-# Classes whose tokens may stay apart and whose blocks may not lie on several devices all the same (PipeFusion). Of all
-# others those of the last region may: each takes from the one before what the table says it gives and nothing else, in
-# the order of its lists.
+# Classes whose tokens may stay sharded, but whose blocks may not be on several devices (PipeFusion). In other classes,
+# the blocks of the last region may: each takes from the one before only the outputs that the table lists, in the order
+# of `lists`.
 _WITHOUT_STAGES = frozenset(
     {
-        "VaceWanModel",  # its blocks take turns
-        "HunYuanDiT",  # they take what earlier ones skipped to them
+        "VaceWanModel",  # blocks of its two lists alternate
+        "HunYuanDiT",  # blocks take skip connections from earlier ones
         "HunYuanDiTPlain",
-        "HumoWanModel",  # they look at several tokens outside of attention
-        "LensTransformer2DModel",  # they attend under a mask in every call
-        "PixDiT_T2I",  # pixels of all tokens are computed behind them
+        "HumoWanModel",  # blocks mix tokens outside of attention
+        "LensTransformer2DModel",  # every call has an attention mask
+        "PixDiT_T2I",  # computes pixels of all tokens after the blocks
         "NextDiTPixelSpace",
         "AceStepConditionGenerationModel",  # not proven
         "LatentSeqMMFlowModel",
     }
 )
 
-# What ComfyUI's samplers put into transformer_options for every model.
+# The keys that ComfyUI's samplers put into transformer_options for every model.
 _USUAL_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas"}
 
 
 def state_of(class_name: str) -> str:
-    """The most that a module of that class can share out of one image's tokens (requests.TOKEN_MODES)."""
+    """Returns the first of requests.TOKEN_MODES that a class can use, which shares out the most."""
     entry = entry_of(class_name)
     if entry is None:
         return ROWS if class_name in WITHOUT_ATTENTION else ATTENTION
@@ -104,33 +104,32 @@ def state_of(class_name: str) -> str:
 
 
 def has_stages(class_name: str) -> bool:
-    """Whether blocks of a module of that class may lie on several devices."""
+    """Returns True if the blocks of a class may be on several devices (PipeFusion)."""
     return state_of(class_name) == STAY and class_name not in _WITHOUT_STAGES
 
 
 def stage_lists(class_name: str) -> tuple[str, ...]:
-    """The lists of blocks of a module of that class that may lie on several devices, by their path, in order; none
-    where they may not."""
+    """Returns the paths of the lists of blocks that may be on several devices, in order; empty if a class has none."""
     entry = entry_of(class_name) if has_stages(class_name) else None
     return () if entry is None else tuple(entry.regions[-1].lists)
 
 
 def sends_tokens(class_name: str) -> bool:
-    """True if two ranks send the tokens of a module of that class before they are projected."""
+    """Returns True if two ranks can send the tokens of a class instead of their queries, keys and values."""
     entry = entry_of(class_name)
     kinds = entry.regions[-1].lists.values() if entry is not None and entry.regions else ()
     return bool(kinds) and all(kind.projections is not None for kind in kinds)
 
 
 def slices_layers(class_name: str) -> bool:
-    """True if the layers of all blocks of a ComfyUI module of that class can be cut for tensor parallelism."""
+    """Returns True if tensor parallelism can cut the layers of all blocks of one of ComfyUI's classes."""
     entry = TABLE.get(class_name)
     kinds = [kind for region in entry.regions for kind in region.lists.values()] if entry is not None else []
     return bool(kinds) and all(kind.sliced is not None for kind in kinds)
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
-    """How a call of a module of that class shares out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
+    """Returns how a call of a class can share out tokens (requests.TOKEN_MODES), by its keyword arguments alone."""
     entry = entry_of(class_name)
     if entry is None or entry.bands:
         return state_of(class_name)
@@ -140,12 +139,12 @@ def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
 
 
 def unusual_options(options: Mapping[str, Any]) -> set[str]:
-    """The names in transformer_options that ComfyUI's samplers alone would not have put there."""
+    """Returns the names of set transformer_options that ComfyUI's samplers do not set for every model."""
     return {name for name in set(options) - _USUAL_OPTIONS if _is_set(options[name])}
 
 
 def entry_of(class_name: str) -> ModuleClass | None:
-    """The row of a class, ComfyUI's own or an adapter's; None where nobody has described it."""
+    """Returns the entry of a class in TABLE or ADAPTERS, or None."""
     return TABLE.get(class_name) or ADAPTERS.get(class_name)
 
 
@@ -193,12 +192,12 @@ TABLE: Mapping[str, ModuleClass] = {
         WAN_BLOCKS,
         stays_with="context clip_fea reference_latent pose_latents ref_mask_latents sam_latents ref_mask_flag",
     ),
-    # Not with faces, sound or music, which are read between blocks.
+    # Not with arguments for faces, sound or music: code between blocks reads them.
     "AnimateWanModel": _class("wan/model_animate.py", WAN_BLOCKS, stays_with="context clip_fea pose_latents"),
     "WanModel_S2V": _class(
         "wan/model.py", WAN_BLOCKS, stays_with="context reference_latent control_video reference_motion"
     ),
-    "WanDancerModel": _class(  # two last layers, by the rate of frames
+    "WanDancerModel": _class(  # has two heads and chooses by frame rate
         "wan/model_wandancer.py",
         Region({"blocks": WAN}, LAST_BLOCK),
         stays_with="context clip_fea clip_fea_ref fps audio_inject_scale",
@@ -244,7 +243,7 @@ TABLE: Mapping[str, ModuleClass] = {
         COSMOS_BLOCKS,
         stays_with="context denoise_mask fps",
     ),
-    # Each block has text of its own, so tokens never stay.
+    # Each block gets its own text tokens, so tokens cannot stay sharded.
     "HiDreamImageTransformer2DModel": _class(
         "hidream/model.py",
         Region({"double_stream_blocks": HIDREAM_DOUBLE}),
@@ -309,7 +308,7 @@ TABLE: Mapping[str, ModuleClass] = {
         Region({"blocks": PIXART}, "final_layer", "x"),
         stays_with="context c_size c_ar",
     ),
-    # What it computes of pixels after its blocks takes their number from tokens that would be a share.
+    # After its blocks it counts pixels by the number of tokens, which would be that of a shard.
     "ChromaRadiance": _class("chroma_radiance/model.py", Region(FLUX_BLOCKS)),
     "NextDiTPixelSpace": _class(
         "lumina/model.py",
@@ -320,7 +319,7 @@ TABLE: Mapping[str, ModuleClass] = {
     "PixDiT_T2I": _class(
         "pixeldit/model.py", Region({"patch_blocks": PIXELDIT}, LAST_BLOCK), stays_with="context"
     ),
-    # A picture is added before every other block.
+    # Code between blocks adds a picture before every other block.
     "PidNet": _class("pixeldit/pid.py", Region({"patch_blocks": PIXELDIT})),
     "AceStepConditionGenerationModel": _class(
         "ace/ace_step15.py",
@@ -351,8 +350,8 @@ TABLE: Mapping[str, ModuleClass] = {
     ),
 }
 
-# Modules of other libraries with the signature of one of ComfyUI's (models/diffusers/). The suite proves them,
-# so no source of ComfyUI's tells their state.
+# Modules of other libraries behind the signature of one of ComfyUI's (models/diffusers/). The test suite proves them:
+# they do not depend on ComfyUI's sources.
 ADAPTERS: Mapping[str, ModuleClass] = {
     "DiffusersFlux": ModuleClass(
         "",

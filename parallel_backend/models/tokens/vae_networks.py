@@ -1,4 +1,4 @@
-"""What becomes of each of ComfyUI's VAE networks when ranks decode or encode, by the names of its classes."""
+"""The table of ComfyUI's VAE networks, by class: how ranks decode and encode with each."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 class VaeMode(Enum):
-    """How a latent is decoded. Exactly like VAE Decode in each way."""
+    """A way to decode a latent. Each gives exactly the result of VAE Decode."""
 
-    BANDS = "bands"  # rows of each picture shared out, what lies beyond them asked for
-    TILES = "tiles"  # the tiles that the network cuts by itself, whoever decodes, shared out
-    ONE_DEVICE = "one device"  # by ComfyUI
-    REFUSED = "refused"  # makes no picture
+    BANDS = "bands"  # each rank computes some rows and exchanges border rows
+    TILES = "tiles"  # ranks share the tiles that the network always cuts itself
+    ONE_DEVICE = "one device"  # ComfyUI decodes
+    REFUSED = "refused"  # the network makes no picture
 
 
 @dataclass(frozen=True)
 class VaeNetwork:
-    """`models`: whose VAE it is. `way`: of decoding. `decoder`: the class of its decoder, where another would be
-    another network. `encoder`: that of its encoder, where ranks encode in bands; with any other ComfyUI encodes.
-    `reason`: why ComfyUI decodes, or nobody, in a user's words. `at_once`: each layer sees all frames in one call.
+    """One VAE network. `models`: the models that use it; `way`: how to decode; `decoder`: class of its decoder, "" for
+    any; `encoder`: class of the encoder with which ranks encode in bands, otherwise ComfyUI encodes; `reason`: why
+    ranks do not decode, in a user's words; `at_once`: True if each layer gets all frames in one call.
     """
 
     models: str
@@ -46,9 +46,9 @@ def _banded(models: str, decoder: str, encoder: str = "", at_once: bool = False)
     return VaeNetwork(models, VaeMode.BANDS, decoder, encoder, at_once=at_once)
 
 
-# All that comfy/sd.py makes a VAE of (tests/models/tokens/test_vae_classes.py walks it). In bands each half looks at
-# one row above and below at most in its convolutions, and at all rows only in group norms and in attention;
-# tests/engine/vae/ proves it.
+# All networks of which comfy/sd.py makes a VAE (tests/models/tokens/test_vae_classes.py compares them). In networks for
+# bands, convolutions see at most one row above and below, and only group norms and attention see all rows;
+# tests/engine/bands/ proves it.
 NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
     "comfy.ldm.models.autoencoder.AutoencoderKL": (
         _banded("Flux.1, SD1.x, SD2.x, SDXL, SD3, Flux.2, HunyuanVideo", f"{_KL}.Decoder", f"{_KL}.Encoder"),
@@ -137,17 +137,17 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
         VaeNetwork("TripoSplat", VaeMode.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),
     ),
 }
-# Whose frames come as images of one batch, in which its layers look from one to the other.
+# Decoders that take the frames of a video as images of one batch, and whose layers mix them.
 _FRAMES_ARE_A_BATCH = {_SVD}
-# Whose latents may come as [B, C * frames, h, w].
+# Decoders whose latents may have the shape [B, C * frames, h, w].
 _FRAMES_AMONG_CHANNELS = {f"{_SEEDVR}.Decoder3D"}
-# The parts of a network that only its encoder needs, and those that only its decoder does.
+# Attributes of a network that only encoding needs, and those that only decoding needs.
 ENCODER_ALONE = ("encoder", "quant_conv", "taesd_encoder")
 DECODER_ALONE = ("decoder", "post_quant_conv", "conv2")
 
 
 def known(network: Any) -> VaeNetwork | None:
-    """What is known of `network`, the first_stage_model of ComfyUI's VAE; None for a class that is not."""
+    """Returns the entry for `network`, the first_stage_model of ComfyUI's VAE, or None."""
     decoder = _class_name(decoder_of(network))
     return next(
         (each for each in NETWORKS.get(_class_name(network), ()) if each.decoder in ("", decoder)), None
@@ -155,8 +155,8 @@ def known(network: Any) -> VaeNetwork | None:
 
 
 def encodes_in_bands(network: Any) -> bool:
-    """Returns True if ranks encode in bands of rows with it; not with one that gives a sample of what it encodes in
-    place of the mean."""
+    """Returns True if ranks can encode in bands of rows. False if the network returns a random sample instead of the
+    mean."""
     found = known(network)
     if found is None or getattr(getattr(network, "regularization", None), "sample", False):
         return False
@@ -172,12 +172,12 @@ def encoder_of(network: Any) -> Any:
 
 
 def frames_are_a_batch(network: Any) -> bool:
-    """Whether a latent [frames, C, h, w] is one video."""
+    """Returns True if a latent [frames, C, h, w] is one video."""
     return _class_name(decoder_of(network)) in _FRAMES_ARE_A_BATCH
 
 
 def frames_among_channels(network: Any) -> bool:
-    """Whether a latent [B, C * frames, h, w] is one of videos."""
+    """Returns True if a latent [B, C * frames, h, w] holds B videos."""
     return _class_name(decoder_of(network)) in _FRAMES_AMONG_CHANNELS
 
 

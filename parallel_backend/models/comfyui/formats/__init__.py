@@ -1,1 +1,1 @@
-"""How files keep weights: GGUF, quantised layers, other layouts of keys."""
+"""Formats in which files store weights: GGUF, quantised layers, other layouts of keys."""

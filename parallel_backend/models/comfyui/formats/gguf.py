@@ -1,7 +1,7 @@
-"""GGUF files for ComfyUI's own modules: weights stay packed, as views of the mapped file, and unpack as they are used.
+"""GGUF files for ComfyUI's own modules: weights stay packed, as views of the mapped file, and unpack on use.
 
-A packed weight is one of ComfyUI's quantised tensors in a layout of its own (gguf_layout.py): whatever those can do,
-such as moving, lying shared out over ranks or telling their true shape, it can.
+A packed weight is a quantised tensor of ComfyUI's with its own layout (gguf_layout.py). So it can move between devices,
+be sharded over ranks and report its true shape.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from ....errors import CheckpointError
 from ...gguf_file import PLAIN, GGUFTensor, read_tensors
 
-LAYOUT = f"{__package__}.gguf_layout"  # imported where packed weights are: it takes a second, and newer ComfyUIs alone
-_UNPACKED = torch.float16  # what a packed tensor unpacks to until its module wants another dtype
+LAYOUT = f"{__package__}.gguf_layout"  # imported only for packed weights: takes a second and a newer ComfyUI
+_UNPACKED = torch.float16  # dtype to unpack to, until the module sets another one
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 assert _PLAIN.keys() == PLAIN.keys()
 
 
 def outline(path: str) -> dict[str, Tensor]:
-    """The tensors of a file by name: packed ones as empty ones on the meta device, of their true shape."""
+    """Returns the tensors of a file by name. Packed ones are on the meta device, with their true shape."""
     return {
         tensor.name: _plain(tensor)
         if tensor.kind in _PLAIN
@@ -35,7 +35,7 @@ def outline(path: str) -> dict[str, Tensor]:
 
 
 def mapped(path: str) -> dict[str, Tensor]:
-    """The tensors of a file by name, read from disk when something touches them. Raises CheckpointError."""
+    """Returns the tensors of a file by name, which are read from disk on use. Raises CheckpointError."""
     return {
         tensor.name: _plain(tensor) if tensor.kind in _PLAIN else _packed(tensor, path)
         for tensor in read_tensors(path)
@@ -43,7 +43,7 @@ def mapped(path: str) -> dict[str, Tensor]:
 
 
 def unpack_as(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Has packed parameters of a module unpack to what it was built with, by name."""
+    """Makes packed parameters of a module unpack to these dtypes, by name."""
     for name, parameter in list(module.named_parameters()):
         if is_packed(parameter) and name in dtypes:
             owner, _, own = name.rpartition(".")
@@ -56,12 +56,12 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def format_of(tensor: Tensor) -> str:
-    """As models/dtypes.py calls it."""
+    """Returns the name of the tensor's format or dtype, as in models/dtypes.py."""
     return _layout().kind_of(tensor) if is_packed(tensor) else str(tensor.dtype).removeprefix("torch.")
 
 
 def unpacked(tensor: Tensor) -> Tensor:
-    """What a change starts from: nothing packs it again, so changed weights stay unpacked."""
+    """Returns the tensor unpacked, in order to change it: nothing can pack it again."""
     return tensor.dequantize() if is_packed(tensor) else tensor
 
 
@@ -72,7 +72,7 @@ def _plain(tensor: GGUFTensor) -> Tensor:
 def _packed(tensor: GGUFTensor, path: str) -> Tensor:
     try:
         layout = _layout()
-        _ = import_module("comfy.model_patcher").CoreModelPatcher  # without it loaders copy weights
+        _ = import_module("comfy.model_patcher").CoreModelPatcher  # older loaders copy weights
     except (ImportError, AttributeError):
         raise CheckpointError(
             f"{path} holds packed weights (GGUF), for which this ComfyUI is too old. Update ComfyUI."
@@ -87,5 +87,5 @@ def _layout() -> Any:
 
 def _mapped_bytes(tensor: GGUFTensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mapping is read-only; nobody writes there
+        warnings.simplefilter("ignore")  # torch warns about read-only memory; nothing writes to it
         return torch.from_numpy(tensor.data)

@@ -1,6 +1,6 @@
-"""Weights of GGUF files as quantised tensors of ComfyUI's kind, which unpack as they are used. For ranks only.
+"""GGUF weights as quantised tensors of ComfyUI's kind, which unpack on use. For ranks only.
 
-diffusers unpacks them, on any device: its GGUF quantiser, in float16 as ComfyUI-GGUF does by default.
+The GGUF quantiser of diffusers unpacks them, on any device, in float16 as ComfyUI-GGUF does by default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYOUT = "GGUFLayout"
 
 @dataclass(frozen=True)
 class GGUFParams(BaseLayoutParams):
-    """`kind`: the format in ggml's spelling."""
+    """Parameters of a packed tensor. `kind`: its format in ggml's spelling."""
 
     kind: str = ""
 
@@ -59,7 +59,7 @@ register_layout_class(LAYOUT, GGUFLayout)
 
 
 def packed(data: Tensor, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """`data`: its bytes, which stay where they are; `dtype`: what it unpacks to."""
+    """Returns a packed tensor. `data`: its bytes, which are not copied; `dtype`: the dtype to unpack to."""
     tensor: Tensor = QuantizedTensor(data, LAYOUT, GGUFParams(None, dtype, shape, kind))
     return tensor
 
@@ -74,5 +74,5 @@ def kind_of(tensor: Any) -> str:
 
 
 def unpacking_to(tensor: Any, dtype: torch.dtype) -> Tensor:
-    """The same bytes, where they lie (its own `to` copies them)."""
+    """Returns a packed tensor over the same bytes that unpacks to `dtype` (`tensor.to` would copy the bytes)."""
     return packed(tensor._qdata, kind_of(tensor), tensor._params.orig_shape, dtype)

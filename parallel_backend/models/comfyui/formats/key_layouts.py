@@ -1,7 +1,7 @@
-"""Files whose keys ComfyUI's loaders do not take as they are: with a prefix before all, and in diffusers' layout.
+"""Renames tensors of files that ComfyUI's loaders cannot use directly: keys with a prefix, and diffusers' layout.
 
-Of the latter ComfyUI's loader copies queries, keys and values together in host memory, seven of the 24 GB of Flux.1 in
-bf16, in every rank. Here the parts stay views of the mapped file, and come together where the weight goes.
+For diffusers' layout, ComfyUI's loader would join queries, keys and values in host memory: 7 of the 24 GB of Flux.1 in
+bf16, in every rank. Here the parts stay views of the mapped file and are joined at their destination.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
 
-# Tools that save a module out of a model or a pipeline leave its name in front of every key.
+# Tools that save one module of a model or pipeline leave its name in front of every key.
 _PREFIXES = ("diffusion_model.", "transformer.")
 _BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
-# In a file's metadata: names of layers, which have the prefix too.
+# A key of metadata that names layers, also with the prefix.
 _QUANTISED = "_quantization_metadata"
 _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _MARK, _SINGLE, _DOUBLE = "x_embedder.weight", "single_transformer_blocks.", "transformer_blocks."
 
 
 def without_prefix(tensors: Mapping[str, T], metadata: Mapping[str, str]) -> dict[str, T]:
-    """The tensors of the model by names that ComfyUI knows. A file in which some keys have no such prefix is of a
-    family whose own names begin so, and stays as it is."""
+    """Returns the tensors of the model by names that ComfyUI knows. Keys stay unchanged if only some of them have the
+    prefix: then it belongs to the names of that model family."""
     for prefix in _PREFIXES:
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         others = [key for key in tensors if not key.startswith((prefix, *_BESIDE))]
@@ -36,7 +36,7 @@ def without_prefix(tensors: Mapping[str, T], metadata: Mapping[str, str]) -> dic
 
 
 class Joined(Tensor):
-    """A tensor made of others, one below the other. What is computed with it makes it whole."""
+    """A tensor made of several, concatenated along dim 0. Any computation first makes it a plain tensor."""
 
     pieces: tuple[Tensor, ...]
 
@@ -50,7 +50,7 @@ class Joined(Tensor):
         return found
 
     def on(self, device: torch.device, move: Callable[[Tensor], Tensor] = lambda piece: piece) -> Tensor:
-        """The whole tensor on `device`, where `move` brings its pieces."""
+        """Returns the whole tensor on `device`. `move`: brings a piece there."""
         whole, begin = torch.empty(self.shape, dtype=self.dtype, device=device), 0
         for piece in self.pieces:
             whole[begin : begin + len(piece)].copy_(move(piece))
@@ -72,8 +72,8 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
 
 def from_diffusers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The tensors by the names that ComfyUI's module has, weights of several as Joined; None for another file, and for
-    one whose parts do not fit together. What the module has no name for is left out, as ComfyUI does."""
+    """Returns the tensors by the names of ComfyUI's module, with weights of several parts as Joined. Leaves out tensors
+    that the module has no name for, as ComfyUI does. Returns None for other files or if parts do not fit."""
     if _MARK not in tensors or not any(name.startswith(_SINGLE) for name in tensors):
         return None
     from comfy.utils import flux_to_diffusers

@@ -1,7 +1,7 @@
-"""Checks what a safetensors file says of its quantised layers, so that a damaged one is refused before ranks read it.
+"""Checks the quantised layers that a safetensors file declares, so that a damaged file is refused before ranks read it.
 
-ComfyUI notes a layer's format as JSON beside its weight (`NAME.comfy_quant`) or for all layers in the file's metadata
-(comfy/utils.convert_old_quants), and its scales in tensors of their own. Imports neither torch nor comfy.
+ComfyUI stores a layer's format as JSON next to its weight (`NAME.comfy_quant`), or for all layers in the metadata
+(comfy/utils.convert_old_quants). Scales are separate tensors. Imports neither torch nor comfy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ...checkpoint import Header, TensorEntry, open_regular, refused
 
 _NOTE, _METADATA = ".comfy_quant", "_quantization_metadata"
-# Files from before ComfyUI 0.4: a mark for the file, and a scale beside each fp8 weight.
+# Files from before ComfyUI 0.4: one marker tensor, and a scale for each fp8 weight.
 _OLD_MARK, _OLD_SCALE = "scaled_fp8", ".scale_weight"
 _MAX_NOTE_BYTES = 65_536  # real ones have 20 to 100
 _INTEGERS = {"BOOL", "I16", "U16", "I32", "U32", "I64", "U64"}
@@ -22,8 +22,8 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def check_quantised(header: Header, prefix: str) -> None:
-    """Raises CheckpointError for a layer whose note, weight or scales do not go together. `prefix`: that of the
-    diffusion model's tensors."""
+    """Raises CheckpointError for a layer whose format, weight and scales do not match. `prefix`: of the keys of the
+    diffusion model."""
     tensors = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
     for key, entry in tensors.items():
         if key.endswith(".weight") and len(entry.shape) > 1 and entry.dtype in _INTEGERS:
@@ -37,7 +37,7 @@ def check_quantised(header: Header, prefix: str) -> None:
 
 
 def _notes(header: Header, tensors: dict[str, TensorEntry]) -> Iterator[tuple[str, Any]]:
-    """(name of a layer, what is noted of it)."""
+    """Yields (name of a layer, its JSON note)."""
     if _METADATA in header.metadata:
         noted = _parse(header, _METADATA, header.metadata[_METADATA])
         layers = noted.get("layers")
@@ -76,7 +76,7 @@ def _check_layer(header: Header, layer: str, note: Any) -> None:
         )
     for name, sizes in _scales(kind, weight.shape):
         found = math.prod(_tensor(header, layer, kind, name).shape)
-        if len(weight.shape) == 2 and found not in sizes:  # ComfyUI's banks of experts have three
+        if len(weight.shape) == 2 and found not in sizes:  # ComfyUI's banks of experts have three dims
             raise refused(
                 header.name,
                 f"{name} of the {kind} layer {layer[:80]!r} has {found} values where its weight of shape "
@@ -85,7 +85,7 @@ def _check_layer(header: Header, layer: str, note: Any) -> None:
 
 
 def _scales(kind: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names of the scales in a format that is known here, and how many values each may have."""
+    """Yields (name of a scale, the allowed numbers of values) for the formats known here."""
     rows, columns = shape[0], shape[-1]
     if kind in _FP8 or kind == "int8_tensorwise":
         yield "weight_scale", (1, rows)
@@ -99,7 +99,7 @@ def _scales(kind: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int,
 
 
 def _tiles(rows: int, columns: int, group: int) -> int:
-    """Scales of groups of columns, filled up to tiles of 128 x 4 (cuBLAS, "1D block scaling factors layout")."""
+    """Returns the scales of column groups, padded to tiles of 128 x 4 (cuBLAS, "1D block scaling factors layout")."""
     return -(-rows // 128) * 128 * -(-columns // (4 * group)) * 4
 
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism of modules: the rows or columns of the layers of each block that a rank holds.
+"""Tensor parallelism: cuts the layers of each block to the rows or columns that a rank holds.
 
-Layers that give heads or hidden channels are cut by rows of their weights, layers that take them by columns, and the
-ranks' results add up (Megatron-LM, Shoeybi et al. 2019, §3). Which layers these are, the table says (models/tokens).
+Layers that output heads or hidden channels are cut by rows of their weights, layers that take them as input by columns,
+and the ranks' results are summed (Megatron-LM, Shoeybi et al. 2019, §3). The table names these layers (models/tokens).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cut:
         return self._cut(parameter, lambda parts: torch.cat(parts, self.dim))
 
     def of_file(self, parameter: Tensor) -> Tensor:
-        """Returns the part of what lies in a mapped file: rows in several pieces are copied where they go."""
+        """Returns the part of a mapped parameter. Rows in several pieces are a Joined, copied at their destination."""
         return self._cut(
             parameter, lambda parts: Joined(parts) if self.dim == 0 else torch.cat(parts, self.dim)
         )
@@ -57,7 +57,7 @@ class Cut:
 
 
 def _narrow(values: Tensor, dim: int, piece: slice) -> Iterator[Tensor]:
-    """The rows or columns `piece`, as views."""
+    """Yields views that make up the rows or columns `piece`."""
     if dim or not isinstance(values, Joined):
         yield values.narrow(dim, piece.start, piece.stop - piece.start)
         return
@@ -70,12 +70,12 @@ def _narrow(values: Tensor, dim: int, piece: slice) -> Iterator[Tensor]:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """True for a weight of numbers that stand for themselves."""
+    """Returns True for a weight that is not quantised."""
     return type(weight) in _PLAIN
 
 
 def can_be_cut(weight: Tensor) -> bool:
-    """True for a weight of which rows and columns are a weight of the same format: plain, or fp8 with one scale."""
+    """Returns True if some rows or columns of a weight are valid by themselves: plain, or fp8 with one scale."""
     if is_plain(weight):
         return True
     scale = getattr(getattr(weight, "_params", None), "scale", None)
@@ -84,10 +84,10 @@ def can_be_cut(weight: Tensor) -> bool:
 
 
 def slice_blocks(module: nn.Module, regions: Iterable[Region], slices: Slices) -> dict[str, Cut]:
-    """Leaves the blocks of a module over a mapped file this rank's slice of their layers.
+    """Cuts the layers of a module's blocks, whose weights are mapped, to this rank's slice.
 
-    Returns what it left of each parameter that it cut, by its name in the module. Raises RequestError for blocks that
-    the table does not describe, and for weights in a format that cannot be cut.
+    Returns the cut of each changed parameter by its name in the module. Raises RequestError for blocks that the table
+    does not describe, and for weights in a format that cannot be cut.
     """
     cuts: dict[str, Cut] = {}
     for region in regions:
@@ -123,7 +123,7 @@ def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, C
         layer, cut = layers[path], Cut(1, _pieces(block, path, widths, slices))
         cuts |= _cut_parameters(layer, path, {"weight": cut})
         if slices.index:
-            layer.bias = None  # the first rank adds it, once
+            layer.bias = None  # only the first rank adds it to the sum
         _let_meet(layer, "sum", slices.add_up)
     for path in joined:
         _let_meet(layers[path], "join", slices.join)
@@ -141,7 +141,7 @@ def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, C
 
 
 def _rows_of(block: nn.Module, layers: dict[str, Any], path: str, branch: Branch) -> list[int]:
-    """The widths of the parts of what a layer gives, one behind the other, each of which is cut alike."""
+    """Returns the widths of the consecutive parts of a layer's output; each part is cut into `degree` slices."""
     layer, out = layers[path], layers.get(branch.out)
     width = layer.in_features if out is None else out.in_features
     heads = _heads_of(block, branch)
@@ -170,7 +170,7 @@ def _pieces(block: nn.Module, path: str, widths: list[int], slices: Slices) -> t
 
 
 def _cut_parameters(layer: Any, path: str, cuts: dict[str, Cut]) -> dict[str, Cut]:
-    """Leaves the layer those parts of its parameters, and returns them by their names in the block."""
+    """Cuts parameters of a layer. Returns the cuts by the parameters' names in the block."""
     found = {}
     for name, cut in cuts.items():
         parameter = layer._parameters.get(name)
@@ -196,7 +196,7 @@ def _divide(block: nn.Module, counting: Any, name: str, degree: int) -> None:
 
 
 def _find(block: nn.Module, path: str) -> Any:
-    """The module at `path`; None where the block has none."""
+    """Returns the module at `path`, or None if the block has none."""
     try:
         return block.get_submodule(path)
     except AttributeError:
@@ -215,8 +215,8 @@ def _refusal(block: nn.Module, reason: str) -> RequestError:
 
 
 def _let_meet(layer: Any, way: str, meet: Callable[[Tensor], Tensor]) -> None:
-    """Has the ranks meet in each call of the layer. It is of another class then, which nobody takes for a change of it:
-    a forward on the layer itself would be one."""
+    """Adds a collective to each call of the layer, by giving it a subclass. A `forward` set on the layer itself would
+    count as a change that a node made."""
     layer.meet = meet
     kind: Any = type(layer)
     layer.__class__ = _meeting_class(kind, way)
@@ -234,7 +234,7 @@ def _meeting_class(kind: type, way: str) -> type:
         return cast(Tensor, self.meet(part.flatten(0, -2)).reshape(*part.shape[:-1], -1))
 
     def norm(self: Any, x: Tensor) -> Tensor:
-        """Norms all heads of each token by their root mean square, as torch does: in float32, rounded once."""
+        """Normalises all heads of a token by their root mean square, as torch does: in float32, rounded once."""
         squares = self.meet(x.float().square().sum(-1, keepdim=True))
         scale = torch.rsqrt(squares / self.all_heads + self.eps)
         return (x.float() * scale * self.weight.to(x.device, torch.float32)).to(x.dtype)

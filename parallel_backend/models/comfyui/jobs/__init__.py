@@ -1,1 +1,1 @@
-"""What jobs need of ComfyUI in a rank: modules of packs, patchers of models, samplers."""
+"""The parts of ComfyUI that jobs use in a rank: modules of packs, patchers of models, samplers."""

@@ -1,4 +1,4 @@
-"""Files whose weights a job has beside its own model's: a rank maps them, and reads what is computed with."""
+"""Model files that a job uses besides its own model's file. A rank maps them and reads only what it computes with."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ....requests import ModelSpec
 from ....wire.file_identity import FileIdentity, read_identity
 from ..load import map_model
 
-MAPPED = "mapped"  # how the word of what lies in such a model begins
+MAPPED = "mapped"  # the first item of a pickle's reference into such a file
 
 
 _Key = tuple[Any, FileIdentity]
-PrintOf = Callable[[Tensor], Any]  # another one where a tensor has been written to
+PrintOf = Callable[[Tensor], Any]  # gives a fingerprint, which shows if a tensor was written to
 
 
 class MappedFiles:
-    """The files of a rank's latest job beside its own model's: those of models, and those of single tensors."""
+    """The mapped files of a rank's latest job besides its own model's: files of models and of single tensors."""
 
     def __init__(self, print_of: PrintOf) -> None:
         self._print_of = print_of
@@ -30,17 +30,17 @@ class MappedFiles:
         self._used: set[_Key] = set()
 
     def find(self, spec: ModelSpec, identity: FileIdentity, kind: str, path: str) -> Any:
-        """Finds a module or weight of a model. Raises CheckpointError where the file is another one by now."""
+        """Returns a module or weight of a model. Raises CheckpointError if the file has changed."""
         return find_in(self._open(spec, spec.path, identity, lambda: map_model(spec).model), kind, path)
 
     def find_tensor(self, path: str, identity: FileIdentity, name: str, number: int) -> Tensor:
-        """Finds a tensor of a safetensors file, in the file's pages; the same one for each job that names this number.
-        Raises CheckpointError as `find` does."""
+        """Returns a mapped tensor of a safetensors file; all jobs that give the same `number` get the same tensor.
+        Raises CheckpointError if the file has changed."""
         opened: _OpenFile = self._open(path, path, identity, lambda: _OpenFile(path, self._print_of))
         return opened.find(name, number)
 
     def forget_unused(self) -> None:
-        """Lets go of the files that the job just read has nothing of."""
+        """Closes the files that the latest job does not use."""
         self._opened = {key: one for key, one in self._opened.items() if key in self._used}
         self._used.clear()
 
@@ -57,8 +57,8 @@ class MappedFiles:
 
 
 class _OpenFile:
-    """A safetensors file, and what jobs have of it: by name, the tensor, whose it is, and its print before anyone could
-    write to it."""
+    """A safetensors file and its tensors that jobs use: by name, the tensor, its number in jobs, and its fingerprint
+    from when it was mapped."""
 
     def __init__(self, path: str, print_of: PrintOf) -> None:
         self._path, self._print_of = path, print_of
@@ -68,7 +68,7 @@ class _OpenFile:
     def find(self, name: str, number: int) -> Tensor:
         tensor, whose, mark = self._tensors.get(name, (None, number, None))
         if tensor is not None and whose != number and self._print_of(tensor) != mark:
-            self._file = safe_open(self._path, "pt")  # other pages: those have been written to
+            self._file = safe_open(self._path, "pt")  # maps new pages: the old ones were written to
             tensor = None
         if tensor is None:
             tensor = self._file.get_tensor(name)
@@ -78,7 +78,7 @@ class _OpenFile:
 
 
 def find_in(base: nn.Module, kind: str, path: str) -> Any:
-    """Finds what a pickle names: a module, parameter or buffer."""
+    """Returns the module, parameter or buffer that a pickle refers to."""
     if kind == "module":
         return base.get_submodule(path)
     if kind != "param":

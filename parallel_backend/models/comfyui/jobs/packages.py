@@ -1,4 +1,4 @@
-"""Modules of ComfyUI and of packs in a rank: from the same files under the same names as in ComfyUI's process."""
+"""Imports ComfyUI's and packs' modules in a rank from the same files, under the same names, as ComfyUI's process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-# Of ComfyUI's folder; this pack and others have modules of the same names.
+# Modules in ComfyUI's folder. Packs, this one included, have modules of the same names.
 _TOP = {
     "nodes",
     "execution",
@@ -40,7 +40,7 @@ _TOP = {
 
 
 class _ComfyUIFirst(MetaPathFinder):
-    """Finds ComfyUI's modules in its folder, where they come before those of the same name elsewhere."""
+    """Finds ComfyUI's modules in its folder, before modules of the same names elsewhere on the path."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -52,7 +52,7 @@ class _ComfyUIFirst(MetaPathFinder):
 
 
 class _Quiet:
-    """Stands for ComfyUI's server: takes routes and messages, and does nothing."""
+    """A stand-in for ComfyUI's server: it accepts routes and messages, and does nothing."""
 
     client_id = None
     last_node_id = None
@@ -75,13 +75,13 @@ class _Quiet:
 
 
 def quiet_server() -> Any:
-    """What stands for PromptServer's instance."""
+    """Returns the stand-in for PromptServer.instance."""
     return sys.modules["server"].PromptServer.instance
 
 
 class Packages:
-    """The modules of ComfyUI's process on one rank. `packs`: by their name there, with (file, True if it is a package);
-    `waiting`: around the wait for another rank's turn, so that the one that hangs is known."""
+    """The modules of ComfyUI's process on one rank. `packs`: name in that process -> (file, True if it is a package);
+    `waiting`: a context manager around the wait for another rank's turn, by which a rank that hangs is found."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Packages:
                 setattr(folder_paths, name, value)
 
     def import_packs(self, names: Sequence[str]) -> None:
-        """Imports packs in the order of ComfyUI's process. Ranks take turns, since packs write files as they are
-        imported. Raises what a pack raises, as an ImportError that names it."""
+        """Imports packs in the order of ComfyUI's process. Ranks take turns, because packs write files on import.
+        Raises ImportError with the pack's name if it cannot be imported."""
         missing = [name for name in self._packs if name in names and name not in sys.modules]
         if not missing:
             return
@@ -123,7 +123,7 @@ class Packages:
                     ) from error
 
     def find_module(self, name: str) -> types.ModuleType:
-        """The module of this name in ComfyUI's process."""
+        """Returns the module that has this name in ComfyUI's process."""
         if name.startswith(self._own):
             name = name[len(self._own) :]
         found = sys.modules.get(name)
@@ -166,7 +166,7 @@ def _put_comfyui_first(root: Path) -> None:
 
 
 def _import_below(pack: str, name: str) -> None:
-    """A module of a pack: `import_module` would cut the pack's name at the dots of its path."""
+    """Imports a module of a pack. `import_module` would split the pack's name, a path, at its dots."""
     above = pack
     for part in name[len(pack) + 1 :].split("."):
         parent, above = sys.modules[above], f"{above}.{part}"

@@ -1,4 +1,4 @@
-"""ComfyUI's ModelPatcher in a rank: over the model that the rank holds, and over those that come with a job."""
+"""ComfyUI's ModelPatcher in a rank: for the model that the rank holds, and for models that come with a job."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _OWNED = ("weight", "bias")
 
 
 class _Backup(NamedTuple):
-    """What a weight was before ComfyUI patched it, as ComfyUI notes it."""
+    """ComfyUI's backup of a weight before a patch, in ComfyUI's form."""
 
     weight: torch.Tensor
     inplace_update: bool
 
 
 def root_patcher(model: ComfyUIModel) -> Any:
-    """The patcher over the model whose weights lie where they are to stay. One for as long as the model is held: it
-    knows which patches are in the weights."""
+    """Returns the patcher of the model that the rank holds, whose weights stay in place. Make only one per model: it
+    records which patches are in the weights."""
     from comfy.model_patcher import ModelPatcher
 
     base: Any = model.patcher.model
@@ -50,13 +50,13 @@ def root_patcher(model: ComfyUIModel) -> Any:
 
 
 def encoder_patcher(kind: type, module: Any, device: torch.device) -> Any:
-    """The patcher over a text encoder, of the class `kind`; ComfyUI's memory manager moves its weights to `device` and
+    """Returns a patcher of class `kind` for a text encoder. ComfyUI's memory manager moves its weights to `device` and
     back."""
     return _kind_of(kind, {})(module, load_device=device, offload_device=torch.device("cpu"))
 
 
 def local_patcher(root: Any, state: Sequence[str]) -> Any:
-    """A clone without options, to be filled from ComfyUI's process. `state`: what stays the rank's own."""
+    """Returns a clone that has only the attributes in `state`; the others come from ComfyUI's process."""
     kind: Any = type(root)
     found = kind.__new__(kind)
     found.__dict__.update({name: root.__dict__[name] for name in state if name in root.__dict__})
@@ -65,7 +65,7 @@ def local_patcher(root: Any, state: Sequence[str]) -> Any:
 
 
 def other_patcher(device: torch.device) -> Any:
-    """A patcher of a second model that travels with the job; ComfyUI's memory manager moves it to `device`."""
+    """Returns the patcher of another model in the job, which ComfyUI's memory manager moves to `device`."""
     from comfy.model_patcher import ModelPatcher
 
     found = ModelPatcher.__new__(ModelPatcher)
@@ -85,8 +85,8 @@ def other_patcher(device: torch.device) -> Any:
 
 
 def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None = None) -> type:
-    """A patcher of `base` for a rank, with `members` beside what all of them have. `files`: of a model whose weights
-    can be read again."""
+    """Returns a subclass of the patcher class `base` for a rank, with `members` added. `files`: reads the model's
+    weights again, None if that is not possible."""
     found: dict[str, Any] = {
         "__module__": base.__module__,
         "load": _outside_inference_mode(base, "load"),
@@ -100,8 +100,8 @@ def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None =
 
 
 def _in_place(*, is_sharded: bool, has_packed: bool) -> dict[str, Any]:
-    """For a model whose weights are in their place. ComfyUI asks how many prompts fit into one call, and how much of
-    the weights onto the device: the planner has answered both."""
+    """Returns methods for a model whose weights stay in place. ComfyUI asks how many prompts fit into a call, and how
+    much of the weights onto the device. The planner has decided both."""
     members: dict[str, Any] = {
         "get_free_memory": lambda self, device: sys.maxsize,
         "model_size": lambda self: 1,
@@ -115,7 +115,7 @@ def _in_place(*, is_sharded: bool, has_packed: bool) -> dict[str, Any]:
 
 
 def _outside_inference_mode(base: type, name: str) -> Callable[..., Any]:
-    """The method of `base` where quantised parameters can be made anew."""
+    """Wraps a method of `base` to run outside of inference mode, where it can create quantised parameters."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad():
@@ -131,9 +131,9 @@ def _unpatch_model(
     device_to: Any = None,
     unpatch_weights: bool = True,
 ) -> Any:
-    """Reads weights whose backup is the file from there, and leaves all else to ComfyUI."""
+    """Loads weights whose backup is the file from there, and leaves the rest to ComfyUI."""
     if unpatch_weights and files is not None:
-        self.unpatch_hooks()  # they hold what weights were with the patches of the whole job
+        self.unpatch_hooks()  # first: its backups are weights with the job's own patches
         again = [key for key, backup in self.backup.items() if files.is_original(key, backup.weight)]
         files.put(again)
         for key in again:
@@ -144,9 +144,9 @@ def _unpatch_model(
 def _patch_weight(
     self: Any, base: Any, files: FileWeights | None, key: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """A packed weight (GGUF) is unpacked to be changed, since nothing packs it again; the packed one comes back. Of
-    what the file has, that is what comes back: a backup on the device would take as much memory as the weight. What
-    another rank has is changed there."""
+    """Patches a weight that this rank has. A packed one (GGUF) is unpacked first, since nothing can pack it again, and
+    is itself the backup. For a weight with the file's values, the mapped parameter is the backup: one on the device
+    would take as much memory as the weight."""
     from comfy.utils import get_attr, set_attr_param
 
     weight = get_attr(self.model, key)
@@ -161,12 +161,12 @@ def _patch_weight(
 
 
 def _patch_slice(self: Any, base: Any, model: ComfyUIModel, key: str, *args: Any, **kwargs: Any) -> Any:
-    """Changes a weight as the file has it, as ComfyUI does, and leaves the model this rank's slice of the result."""
+    """Patches the whole weight from the file, as ComfyUI does, and gives the model this rank's slice of the result."""
     from comfy.utils import get_attr, set_attr_param
 
     weight = get_attr(self.model, key)
     if weight is None:
-        return None  # a bias that another rank adds
+        return None  # another rank has this bias
     cut = model.cuts.get(key)
     if cut is None or key not in self.patches:
         return base.patch_weight_to_device(self, key, *args, **kwargs)
@@ -181,7 +181,7 @@ def _patch_slice(self: Any, base: Any, model: ComfyUIModel, key: str, *args: Any
 def _load_slices(
     self: Any, load_sharded: Callable[..., None] | None, cuts: frozenset[str], *args: Any, **kwargs: Any
 ) -> None:
-    """`load_sharded`: None where each rank has its slices for itself."""
+    """Loads slices, or refuses patches that need whole weights. `load_sharded`: None without shard_weights."""
     from comfy.model_patcher import ModelPatcher
 
     if wrapped := cuts & self.weight_wrapper_patches.keys():
@@ -211,7 +211,7 @@ def _refuse_hooks(self: Any, hooks: Any) -> None:
 def _patch_hook_weight(
     self: Any, base: Any, hooks: Any, combined_patches: Any, key: str, *args: Any, **kwargs: Any
 ) -> None:
-    """The same for the LoRAs of prompts' hooks."""
+    """Patches a weight with a prompt's LoRA (hooks), if this rank has the weight."""
     from comfy.utils import get_attr
 
     if get_attr(self.model, key).numel():
@@ -225,7 +225,7 @@ def _load_sharded(
     force_patch_weights: bool = False,
     full_load: bool = False,
 ) -> None:
-    """Weights are whole in their block's turn only, so they are patched then, as ComfyUI patches offloaded ones."""
+    """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
     from comfy.model_patcher import ModelPatcher
 
     for key in self.patches:
@@ -234,7 +234,7 @@ def _load_sharded(
 
 
 def _patch_hooks_late(self: Any, hooks: Any) -> None:
-    """Has the LoRAs of a prompt's hooks put into weights as these are used, behind those of the whole job."""
+    """Adds the LoRAs of a prompt's hooks, which are applied when a weight is used, after those of the whole job."""
     from comfy.model_patcher import LowVramPatch
 
     _unpatch_hooks_late(self)
@@ -256,7 +256,7 @@ def _unpatch_hooks_late(self: Any, whitelist_keys_set: set[str] | None = None) -
 
 
 def _functions_of(patcher: Any, key: str) -> list[Any]:
-    """The functions that a layer puts its weight or bias through each time that it computes."""
+    """Returns the list of functions that a layer applies to its weight or bias each time it computes."""
     path, _, name = key.rpartition(".")
     layer = patcher.model.get_submodule(path)
     if name not in _OWNED or not hasattr(layer, "comfy_cast_weights"):

@@ -1,4 +1,4 @@
-"""ComfyUI's guiders, samplers and text encoders, as a job has them run in a rank."""
+"""Runs ComfyUI's guiders, samplers and text encoders in a rank for a job."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def run_guider(
     callback: Callable[..., None],
     latent_shapes: Any,
 ) -> Tensor:
-    """The latent that `guider` samples inside of `wrappers`. `arguments`: noise, latent, sampler, sigmas, mask, seed;
-    `callback(step, denoised, x, steps)`: after each step."""
+    """Returns the latent that `guider` samples, inside `wrappers`. `arguments`: noise, latent, sampler, sigmas, mask,
+    seed; `callback(step, denoised, x, steps)`: called after each step."""
     from comfy.patcher_extension import WrapperExecutor
 
     noise, latent, sampler, sigmas, mask, seed = arguments
@@ -31,7 +31,7 @@ def run_guider(
 
 
 def call_network(patcher: Any, network: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The answer of `network` to one call, its weights as `patcher` has patched them."""
+    """Calls `network` with its weights patched by `patcher`."""
     from comfy.model_management import load_models_gpu
 
     load_models_gpu([patcher])
@@ -39,13 +39,13 @@ def call_network(patcher: Any, network: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def call_encoder(patcher: Any, path: str, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns the answer of `method` of the encoder's module at `path`, or of the module itself where it is "". Its
-    weights are as `patcher` has patched them, with the LoRAs of the prompt's hooks."""
+    """Calls `method` of the encoder's module at `path`, or the module itself if `method` is "". The weights are patched
+    by `patcher`, with the LoRAs of the prompt's hooks."""
     from comfy.model_management import load_models_gpu
 
     estimate = getattr(patcher.model, "memory_estimation_function", None)
     memory = 0 if estimate is None or path or not args else estimate(args[0], device=patcher.load_device)
-    hooks, patcher.current_hooks = patcher.current_hooks, None  # loading puts in all that were forced
+    hooks, patcher.current_hooks = patcher.current_hooks, None  # loading applies all forced hooks
     load_models_gpu([patcher], memory_required=memory)
     patcher.patch_hooks(hooks)
     try:
@@ -56,15 +56,15 @@ def call_encoder(patcher: Any, path: str, method: str, args: Sequence[Any], kwar
 
 
 def sampler_of(function: Callable[..., Tensor]) -> Any:
-    """ComfyUI's sampler around a function of the form of its own."""
+    """Returns a ComfyUI sampler around a function with the signature of ComfyUI's sampler functions."""
     from comfy.samplers import KSAMPLER
 
     return KSAMPLER(function)
 
 
 def name_of(sampler: Any, names: Iterable[str]) -> str:
-    """The one of `names` that ComfyUI calls this sampler by, or "". Its function is another object where a pack has
-    loaded ComfyUI's module anew."""
+    """Returns the name in `names` of this ComfyUI sampler, or "". Compares functions by name, since a pack may have
+    loaded ComfyUI's module a second time."""
     from comfy.samplers import KSAMPLER, sampler_object
 
     if type(sampler) is not KSAMPLER or sampler.extra_options or sampler.inpaint_options:
@@ -78,14 +78,14 @@ def name_of(sampler: Any, names: Iterable[str]) -> str:
 
 
 def in_words(sampler: Any) -> str:
-    """A sampler's name for a person."""
+    """Returns a sampler's name, to show to people."""
     function = getattr(sampler, "sampler_function", None)
     return getattr(function, "__name__", type(sampler).__name__).removeprefix("sample_")
 
 
 def sampling_classes(sampling: Any) -> frozenset[str]:
-    """The names of the classes in comfy.model_sampling that a model's sampling is made of; none where a node has given
-    it anything of its own."""
+    """Returns the names of the classes in comfy.model_sampling that a model's sampling consists of; none if a node has
+    added code to it."""
     kind = type(sampling)
     kinds = (kind,) if kind.__module__ == _SAMPLING else kind.__bases__
     own = [] if kinds == (kind,) else [value for value in vars(kind).values() if callable(value)]
@@ -98,7 +98,7 @@ def sampling_classes(sampling: Any) -> frozenset[str]:
 def answer_prompts(
     model: Any, prompts: Sequence[Any], x: Tensor, sigma: Tensor, options: dict[str, Any]
 ) -> list[Tensor]:
-    """What the model gives for each of `prompts`, by as few calls as ComfyUI makes."""
+    """Returns the model's output for each of `prompts`, batched into as few calls as ComfyUI makes."""
     from comfy.samplers import calc_cond_batch
 
     found: list[Tensor] = calc_cond_batch(model, list(prompts), x, sigma, options)

@@ -1,1 +1,1 @@
-"""ComfyUI's VAEs and UNets in rows of pixels."""
+"""ComfyUI's VAEs and UNets, computed in bands of rows."""

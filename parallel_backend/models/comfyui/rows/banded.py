@@ -1,4 +1,4 @@
-"""Parts that a VAE's network has where ranks decode or encode with it together."""
+"""Modules that are put into a VAE's network when ranks decode or encode with it in bands of rows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# A decode or encode of one picture or video is counted in as many steps, whatever its length: enough to be interrupted
-# within a second or two.
+# Progress steps of one decode or encode, whatever its length: enough to interrupt it within a second or two.
 STEPS = 32
 OTHER_VERSION = "this version of ComfyUI computes its VAE in another way than the pack knows"
 
 
 class RowSpan(nn.Module):
-    """Tells a network which of an image's rows it computes. `span`: of its own count of rows, those of each rank and
-    its own place among them."""
+    """Tells a network which of an image's rows it computes. `span`: its own number of rows -> (rows of each rank, its
+    index among them)."""
 
     span: Callable[[int], tuple[tuple[int, ...], int]]
 
@@ -25,7 +24,7 @@ class RowSpan(nn.Module):
 
 
 class RowAttention(nn.Module):
-    """Attention of each position of this rank's rows to those of all rows. `gather`: [..., rows, W] -> [..., H, W]."""
+    """Attention from the positions in this rank's rows to all rows. `gather`: [..., rows, W] -> [..., H, W]."""
 
     gather: Callable[[Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""The layers of ComfyUI's UNet that look beyond a row, by the resolution that they work at."""
+"""Lists the layers of ComfyUI's UNet that look beyond one row, with their resolution."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ....errors import RequestError
 
 @dataclass
 class UNetLayers:
-    """`levels`: how often rows are halved; of each layer, how often they were before it. Rows that are odd round up.
+    """The layers of a UNet, each with its level: how often rows were halved before it, rounding up; `levels`: maximum.
 
-    `normed_convolutions`: (group norm, the convolution that takes what it gives, through what leaves zeros zero).
-    `attentions`: to the image's own tokens, where they are called without a context; `self_attentions`: to them always.
+    `normed_convolutions`: (group norm, the convolution of its output); between them zeros stay zeros. `attentions`:
+    attend to the image's own tokens if called without a context; `self_attentions`: always do.
     """
 
     levels: int = 0
@@ -28,7 +28,7 @@ class UNetLayers:
 
 
 def unet_layers(unet: Any) -> UNetLayers:
-    """Of a `UNetModel`. Raises RequestError for a layer that looks beyond its row in a way not known here."""
+    """Lists the layers of a `UNetModel`. Raises RequestError for one that looks beyond its row in an unknown way."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, Upsample
 
     found, level = UNetLayers(), 0
@@ -49,7 +49,7 @@ def unet_layers(unet: Any) -> UNetLayers:
 
 
 def _add(found: UNetLayers, layer: nn.Module, level: int) -> None:
-    """What lies in one layer of a block, all of it at one resolution."""
+    """Adds the modules inside one layer of a block, which all have the same resolution."""
     paired: set[nn.Module] = set()
     for norm, convolution in _pairs(layer):
         found.normed_convolutions.append((norm, convolution, level))
@@ -76,7 +76,7 @@ def _pairs(layer: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
     if any(block.updown for block in blocks):
         raise RequestError("blocks that change the resolution")
     ways = [block.in_layers for block in blocks]
-    # Otherwise something is added to what the norm gives, and zeros would not stay zero.
+    # A scale-shift norm adds to the norm's output, so zeros would not stay zeros.
     ways += [block.out_layers for block in blocks if not block.use_scale_shift_norm]
     if isinstance(layer, nn.Sequential):
         ways.append(layer)
@@ -87,8 +87,8 @@ def _pairs(layer: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
 
 
 def _attentions(layer: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
-    """(attention, whether it is always to the image's own tokens). Of a video's frames too: what mixes them over time
-    looks at one place of an image."""
+    """Yields (attention, True if it always attends to the image's own tokens). A video's attention over time is left
+    out: it looks at one position of the image."""
     from comfy.ldm.modules.attention import SpatialTransformer
 
     if isinstance(layer, SpatialTransformer):
@@ -97,7 +97,7 @@ def _attentions(layer: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
 
 
 def _is_simple(part: nn.Module) -> bool:
-    """Whether it looks at one row above and below, of rows that no stride thins out."""
+    """Returns True for a convolution that sees one row above and one below, with stride 1."""
     return isinstance(part, nn.modules.conv._ConvNd) and _is_known(part) and _rows(part) == (3, 1, 1)
 
 
@@ -107,5 +107,5 @@ def _is_known(convolution: nn.modules.conv._ConvNd) -> bool:
 
 
 def _rows(convolution: nn.modules.conv._ConvNd) -> tuple[int | str, ...]:
-    """(kernel, padding, stride)."""
+    """Returns (kernel, padding, stride) along the rows."""
     return convolution.kernel_size[-2], convolution.padding[-2], convolution.stride[-2]

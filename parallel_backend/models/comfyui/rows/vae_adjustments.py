@@ -1,4 +1,4 @@
-"""What single VAE networks of ComfyUI need before ranks decode with them together: alike, and through their layers."""
+"""Adjusts some of ComfyUI's VAE networks so that they compute the same on every rank, and through their layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from ....errors import PlatformError
 from .banded import OTHER_VERSION, RowSpan
 
-# Bytes of whole pictures that LTX's decoder hands from block to block at once. ComfyUI takes 32 MiB on a card of 6 GiB
-# and 128 on one of 24; ours do not go by the number of ranks, on which noise within layers would depend.
+# Bytes of whole frames that LTX's decoder passes between blocks at once. ComfyUI uses 32 MiB on a 6 GiB card and 128
+# on a 24 GiB one. Here it is constant, so that the noise inside layers does not depend on the number of ranks.
 _CHUNK_BYTES = 64 * 2**20
-# Of noise that a network draws within its layers. ComfyUI draws it anew for each decode.
+# Seed of the noise that a network draws inside its layers. ComfyUI draws new noise for each decode.
 _NOISE_SEED = 0
 
 
 def adjust(network: nn.Module, dtype: torch.dtype) -> None:
-    """Changes this network, which computes in `dtype`, where its class needs it.
+    """Changes the network if its class needs it. `dtype`: the dtype in which it computes.
 
-    Raises PlatformError for a class that another version of ComfyUI has changed beyond that.
+    Raises PlatformError if this version of ComfyUI computes the class in an unknown way.
     """
     change = _ADJUSTMENTS.get(type(network).__module__)
     if change is not None:
@@ -36,7 +36,7 @@ def adjust(network: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def reproducible(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, a network that draws noise within its layers draws the same on each rank and each time."""
+    """Makes a network whose layers draw noise draw the same on each rank and each time, in the `with` block."""
     if not any(map(_injects_noise, network.modules())):
         yield
         return
@@ -46,8 +46,8 @@ def reproducible(network: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _ltx(network: Any) -> None:
-    """Frames in as many chunks on each rank, whatever its rows and memory; noise of whole pictures."""
-    network.timestep_conditioning = False  # the latent's noise is there already (nodes/job/vae.py)
+    """Makes all ranks use the same chunks of frames, whatever their rows and memory, and noise of whole pictures."""
+    network.timestep_conditioning = False  # the latent has its noise already (nodes/job/vae.py)
     decoder = network.decoder
     run_up = decoder.run_up
     if list(inspect.signature(run_up).parameters)[-1:] != ["max_chunk_size"]:
@@ -56,7 +56,7 @@ def _ltx(network: Any) -> None:
 
     def alike(idx: int, sample_ref: list[Tensor], *args: Any) -> None:
         sizes, local = span.span(sample_ref[0].shape[-2])
-        # A share of the bytes that divides by the rows: ComfyUI's division then gives the same on each rank.
+        # In proportion to the rows: ComfyUI then computes the same number of chunks on each rank.
         run_up(idx, sample_ref, *args[:-1], _CHUNK_BYTES // sum(sizes) * sizes[local])
 
     decoder.run_up = alike
@@ -66,7 +66,7 @@ def _ltx(network: Any) -> None:
 
 
 def _noise_of_full_pictures(feed: Callable[..., Tensor], span: RowSpan) -> Callable[..., Tensor]:
-    """Drawn on the host: from one seed, cards of two kinds draw different numbers."""
+    """Returns `feed` with noise drawn on the host: with the same seed, different GPUs draw different numbers."""
 
     def fed(hidden: Tensor, scale: Tensor) -> Tensor:
         sizes, local = span.span(hidden.shape[-2])
@@ -83,7 +83,7 @@ def _injects_noise(layer: Any) -> bool:
 
 
 def _cogvideo(network: nn.Module) -> None:
-    """One frame alone goes through a convolution's layer too, not past it by its weights."""
+    """Makes a single frame go through a convolution's layer: ComfyUI's fast path uses only the layer's weights."""
 
     def as_several(layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         (x,) = args
@@ -98,12 +98,12 @@ def _cogvideo(network: nn.Module) -> None:
 
 
 def _seedvr(network: Any) -> None:
-    """Convolutions and norms of a band in one piece: pieces of so many bytes would be others on each rank."""
+    """Makes convolutions and norms compute a band in one piece: pieces by bytes would differ between ranks."""
     network.set_memory_limit(None, None)
 
 
 def _pad_as_comfyui(network: nn.Module, dtype: torch.dtype) -> None:
-    """With some releases of cuDNN ComfyUI calls it directly, which pads with zeros whatever a convolution says."""
+    """Pads with zeros if ComfyUI calls cuDNN directly (for some releases), which ignores a layer's padding mode."""
     import comfy.ops
 
     if getattr(comfy.ops, "NVIDIA_MEMORY_CONV_BUG_WORKAROUND", False) and dtype != torch.float32:
@@ -113,7 +113,7 @@ def _pad_as_comfyui(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _minimax(network: Any) -> None:
-    """Its tiles are seen at these (vae.TiledComfyUIVae)."""
+    """Raises AttributeError unless the network has what vae_halves.TiledComfyUIVae uses."""
     _ = network._decode_pixels, network.decoder.patch_size, network.decoder.patch_size_t
 
 

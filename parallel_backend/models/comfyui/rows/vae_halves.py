@@ -1,4 +1,4 @@
-"""A VAE of ComfyUI's own in a rank: its network, as ranks share out what it computes."""
+"""One of ComfyUI's VAEs in a rank: its network, prepared so that ranks can split its work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ATTENTION = ("optimized_attention", "optimized_vae_attention")
 
 
 class ComfyUIHalf:
-    """A VAE's decoder or encoder on one rank's device. `network`: ComfyUI's, to compute in `compute_dtype`; it loses
-    `other_half`, parts by their names, and its attention sees all rows. `latent_dims`: 2 for images [B, C, h, w], 3 for
-    videos [B, C, t, h, w]. `steps`: into which a decode or encode is counted."""
+    """A VAE's decoder or encoder on one rank's device. `network`: ComfyUI's; it is cast to `compute_dtype`, loses the
+    attributes in `other_half`, and its attention sees all rows. `latent_dims`: 2 for images [B, C, h, w], 3 for videos
+    [B, C, t, h, w]; `steps`: number of progress steps of a decode or encode."""
 
     steps = STEPS
     other_half: Sequence[str]
@@ -46,11 +46,11 @@ class ComfyUIHalf:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What this half needs beyond that."""
+        """Prepares the network further; for subclasses."""
 
     @property
     def step_layers(self) -> Sequence[nn.Module]:
-        """Convolutions over rows: video networks call them once per few frames."""
+        """Convolutions over rows, whose calls count as progress. Video networks call each once per few frames."""
         return [
             layer
             for layer in self._network.modules()
@@ -59,7 +59,7 @@ class ComfyUIHalf:
 
 
 class ComfyUIVae(ComfyUIHalf):
-    """A decoder that is exact in bands of rows. Its network's decode() computes."""
+    """A decoder that is exact in bands of rows; it calls the network's decode()."""
 
     other_half = ENCODER_ALONE
 
@@ -75,18 +75,18 @@ class ComfyUIVae(ComfyUIHalf):
         return self._network
 
     def layers_per_step(self, latent: Tensor) -> int:
-        """The number of `step_layers` that compute before a step of a latent [C, (t,) h, w] ends."""
+        """Returns the calls of `step_layers` per progress step, for a latent [C, (t,) h, w]."""
         at_once = self.latent_dims == 2 or (self._found is not None and self._found.at_once)
         return max(1, len(self.step_layers) * (1 if at_once else latent.shape[1]) // self.steps)
 
     @property
     def min_side(self) -> int:
-        """The fewest rows and columns of a latent: 2 where the border is made of those beside it."""
+        """The fewest rows and columns of a latent: 2 if its border is padded with the neighbouring ones."""
         modes = {getattr(layer, "padding_mode", "zeros") for layer in self.step_layers}
         return 2 if "reflect" in modes else 1
 
     def decode(self, latent: Tensor) -> Tensor:
-        """[1, C, rows, w] -> [1, 3, scale * rows, scale * w], or frames: [1, C, t, rows, w] -> [1, 3, T, …, …]."""
+        """Decodes [1, C, rows, w] -> [1, 3, scale * rows, scale * w], or [1, C, t, rows, w] -> [1, 3, T, …, …]."""
         network = self._network
         with reproducible(network, self.device):
             if self._frames_are_a_batch:
@@ -95,7 +95,7 @@ class ComfyUIVae(ComfyUIHalf):
 
 
 class TiledComfyUIVae(ComfyUIVae):
-    """A decoder that cuts latents into tiles by itself, each of which a method of its own computes."""
+    """A decoder whose network cuts a latent into tiles itself, and computes each with `_decode_pixels`."""
 
     def tiles(self, latent: Tensor) -> list[Tensor]:
         """Returns the tiles of a latent [1, C, (t,) h, w] on its device, in the network's order."""
@@ -109,13 +109,13 @@ class TiledComfyUIVae(ComfyUIVae):
         return found
 
     def _nowhere(self, latent: Tensor) -> dict[str, Tensor]:
-        """The argument for a network that writes its frames into a buffer (ComfyUI 0.33): one without memory."""
+        """Returns a buffer without memory for networks that write their frames into one (ComfyUI 0.33)."""
         if not hasattr(self._network, "decode_output_shape"):
             return {}
         return {"output_buffer": torch.empty(self._network.decode_output_shape(latent.shape), device="meta")}
 
     def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
-        """Returns the shape of what the network makes of a tile."""
+        """Returns the shape of the network's output for a tile."""
         decoder = self._network.decoder
         frames, height, width = tile.shape[2:]
         side = decoder.patch_size
@@ -131,12 +131,12 @@ class TiledComfyUIVae(ComfyUIVae):
         return type(self._network)._decode_pixels(self._network, tile)
 
     def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
-        """Returns what the network makes of the computed tiles, which come in order: [1, 3, T, H, W]."""
+        """Joins the computed tiles, which come in order, to [1, 3, T, H, W] as the network does."""
         tiles = iter(computed)
         return self._with_tiles(lambda tile: next(tiles).to(tile.device), latent)
 
     def _with_tiles(self, made: Callable[[Tensor], Tensor], latent: Tensor, **more: Tensor) -> Tensor:
-        """The network's own decode, in which `made` gives what becomes of each tile."""
+        """Runs the network's own decode with `made` in place of the computation of each tile."""
         network = self._network
         network._decode_pixels = made
         try:

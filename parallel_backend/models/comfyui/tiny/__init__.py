@@ -1,1 +1,1 @@
-"""Tiny models of ComfyUI's own classes with random weights, on which an entry of the table is proven (CASES)."""
+"""Tiny models of ComfyUI's own classes with random weights (CASES), which prove the entries of the table."""

@@ -1,6 +1,6 @@
-"""Each class of the table as tiny models with calls: every kind of call with which its tokens may stay apart.
+"""Tiny models of each class in the table, with every kind of call in which its tokens may stay sharded between blocks.
 
-What a model is built of and what a call takes lies in cases.json; special_cases.py has what numbers cannot say.
+cases.json has the configurations of models and the inputs of calls; special_cases.py has the cases that need code.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from ..model import ComfyUIModel
 from . import special_cases
 from .weights import Call, operations, random
 
-# inputs(batch, height, width), in latent pixels. Some round odd sizes up, as ComfyUI does for those models before it
-# calls them.
+# inputs(batch, height, width), in latent pixels. Some round odd sizes up, as ComfyUI does before it calls those models.
 Inputs = Callable[[int, int, int], Call]
 Case = tuple[Callable[[], nn.Module], Inputs]
 
 _DATA = json.loads(Path(__file__).with_name("cases.json").read_text())
-_SIZE = re.compile(r"(\d*)(b|hw|h|w)?(?:/(\d+))?")  # 16, b, 2h, hw/5: rounded up
+_SIZE = re.compile(r"(\d*)(b|hw|h|w)?(?:/(\d+))?")  # 16, b, 2h, hw/5 (rounded up)
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Returns the configuration of a model of cases.json."""
+    """Returns the configuration of a model in cases.json."""
     entry = _DATA["models"][name]
     like = _DATA["models"].get(entry.get("like"), {})
     config = {**like.get("config", {}), **entry.get("config", {})}
@@ -41,7 +40,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def build_tiny(name: str, **changes: Any) -> nn.Module:
-    """Builds a model of cases.json on the CPU, with weights that nothing has set. `changes`: of its configuration."""
+    """Builds a model of cases.json on the CPU with uninitialised weights. `changes`: changes of its configuration."""
     entry = _DATA["models"][name]
     entry = {**_DATA["models"].get(entry.get("like"), {}), **entry}
     module, _, kind = entry["class"].rpartition(".")
@@ -72,8 +71,8 @@ def _call(name: str, b: int, h: int, w: int) -> Call:
 
 
 def _value(spec: Any, sizes: Mapping[str, int]) -> Any:
-    """Makes what a call takes: random numbers of a shape such as "b,16,h,w@5" (seed 5), numbers over the batch, or the
-    value itself."""
+    """Makes an argument of a call: random numbers for a shape such as "b,16,h,w@5" (seed 5), numbers for a dict (see
+    _numbers), or the value itself."""
     if isinstance(spec, str):
         shape, _, seed = spec.partition("@")
         return random(*_shape(shape, sizes), seed=int(seed or 0))
@@ -119,12 +118,12 @@ def _dtype_or(value: Any) -> Any:
 
 @functools.cache
 def tiny_builder(name: str) -> Callable[[], nn.Module]:
-    """Returns what builds a model of cases.json; the same for the same name."""
+    """Returns a function that builds a model of cases.json; the same function for the same name."""
     return partial(build_tiny, name)
 
 
 def tiny_inputs(name: str) -> Inputs:
-    """Returns what makes the inputs of a call of cases.json, or of special_cases.CALLS."""
+    """Returns a function that makes the inputs of a call of cases.json or special_cases.CALLS."""
     return partial(_call, name)
 
 
@@ -135,11 +134,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {  # by class, by name
 
 
 class TinyModel(ComfyUIModel):
-    """A module that came from no file, whole on one rank of the CPU."""
+    """A model without a file: a whole module on the CPU."""
 
     def __init__(self, module: nn.Module) -> None:
         cpu = torch.device("cpu")
-        # What is asked of ComfyUI's patcher where nobody changes weights.
+        # Stands in for ComfyUI's patcher: all that is used of it if weights do not change.
         base = SimpleNamespace(
             diffusion_model=module, manual_cast_dtype=None, get_dtype=lambda: torch.float32
         )

@@ -1,4 +1,4 @@
-"""Adds what cases.json cannot say: models that are changed once they are built, calls whose inputs hang together."""
+"""Cases that cases.json cannot express: models changed after they are built, calls with inputs that must match."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from .weights import Call, operations, random
 
-Calls = Callable[[str, int, int, int], Call]  # of cases.json, by name
+Calls = Callable[[str, int, int, int], Call]  # makes the inputs of a call in cases.json, by name
 
 
 class _Motion(nn.Module):
-    """In the place of Animate's encoder of faces, which takes pictures of 512 x 512 only and is large: what goes into
-    the blocks has the same form, and another encoder changes no order of tokens."""
+    """Replaces Animate's face encoder, which is large and takes only 512 x 512 pictures. Its output has the same form,
+    and the order of tokens does not depend on the encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def _animate(module: Any) -> nn.Module:
 
 
 def _humo(module: Any) -> nn.Module:
-    """The encoder of sound that it builds has forty million weights, in front of the blocks."""
+    """Replaces the audio encoder before the blocks, which has 40 million weights."""
     from comfy.ldm.wan.model import AudioProjModel
 
     module.audio_proj = AudioProjModel(2, 2, 12, 16, output_dim=1536, context_tokens=16, **operations())
@@ -51,7 +51,7 @@ def _humo(module: Any) -> nn.Module:
 
 
 def _anima(module: Any) -> nn.Module:
-    """Its adapter of text has one size only; a smaller one changes no order of tokens."""
+    """Replaces the text adapter, which has a fixed size, by a smaller one. The order of tokens does not change."""
     from comfy.ldm.anima.model import LLMAdapter
 
     module.llm_adapter = LLMAdapter(48, 48, 48, num_layers=1, num_heads=4, **operations())
@@ -82,7 +82,7 @@ def _flux_mask(b: int, h: int, w: int, calls: Calls) -> Call:
 
 
 def _wan_frames(b: int, h: int, w: int, calls: Calls) -> Call:
-    """Wan 2.2 5B image to video: a timestep for each frame."""
+    """Makes a call of Wan 2.2 5B image to video: a timestep for each frame."""
     (x, _), kw = calls("wan", b, h, w)
     kept = torch.ones(b, 1, 3, h, w)
     kept[:, :, :1] = 0
@@ -90,13 +90,13 @@ def _wan_frames(b: int, h: int, w: int, calls: Calls) -> Call:
 
 
 def _ltxv_tokens(b: int, h: int, w: int, calls: Calls) -> Call:
-    """Image to video: a timestep for each token."""
+    """Makes an image to video call: a timestep for each token."""
     (x, _), kw = calls("ltx", b, h, w)
     return (x, torch.rand(b, 3 * h * w, generator=torch.Generator().manual_seed(1))), kw
 
 
 def _ltxv_guides(b: int, h: int, w: int, calls: Calls) -> Call:
-    """Two guides of one frame each after the video, of which the first has a part that is left out."""
+    """Makes a call with two guides of one frame each after the video. A part of the first guide is left out."""
     (x, _), kw = calls("ltx", b, h, w)
     guided = torch.cat([x, random(b, 16, 2, h, w, seed=5)], 2)
     return (guided, _guided_timesteps(b, h, w)), kw | _guides(b, h, w) | {"attention_mask": _text_mask(b)}
@@ -131,7 +131,7 @@ def _guides(b: int, h: int, w: int) -> dict[str, Any]:
 
 
 def _strengths(h: int, w: int) -> dict[str, Any]:
-    """Makes two guides: a weak one that counts less in places and not at all in others, and a strong one."""
+    """Makes two guides: a weak one with a mask that is 0 in some places, and a strong one."""
     entry = {"pre_filter_count": h * w, "latent_shape": [1, h, w]}
     places = random(1, 1, 1, 8, 8, seed=8).abs().clamp(max=1)
     places[..., :4] = 0
@@ -159,7 +159,7 @@ def _ltxav_strengths(b: int, h: int, w: int, calls: Calls) -> Call:
 
 
 def _minimax(b: int, h: int, w: int, calls: Calls, **payload: Any) -> Call:
-    """One row, whatever `b`: the model takes no more."""
+    """Makes a call with one row for any `b`, since the model takes no more."""
     h, w = h + h % 2, w + w % 2
     latents = [random(1, 24, 2, h, w), random(1, 32, 2, 5)]
     kw = {"context": random(1, 9, 48), "minimax_payload": {"seed": 3, **payload}}
@@ -167,7 +167,7 @@ def _minimax(b: int, h: int, w: int, calls: Calls, **payload: Any) -> Call:
 
 
 def _minimax_keyframes(b: int, h: int, w: int, calls: Calls) -> Call:
-    """A first frame, and text of which a part stands for a picture."""
+    """Makes a call with a first frame, and with text in which some tokens stand for a picture."""
     frame = random(1, 24, 1, h + h % 2, w + w % 2, seed=5)
     tags = torch.tensor([1, 1, 0, 0, 0, 1, 1, 1, 1])
     keyframes = [{"resolved_frame_index": 0, "latent": frame}]
@@ -176,14 +176,14 @@ def _minimax_keyframes(b: int, h: int, w: int, calls: Calls) -> Call:
 
 
 def _minimax_references(b: int, h: int, w: int, calls: Calls) -> Call:
-    """A picture and a sound to go by."""
+    """Makes a call with a picture and a sound as references."""
     picture, sound = random(1, 24, 1, 4, 6, seed=6), random(1, 32, 2, 3, seed=7)
     refs = [{"kind": "image", "latent_h": 4, "latent_w": 6}, {"kind": "audio", "ref_audio_t": 3}]
     return _minimax(b, h, w, calls, refs=refs, cond_video_latents=[picture], cond_audio_latents=[sound])
 
 
 def _kandinsky5_i2v(b: int, h: int, w: int, calls: Calls) -> Call:
-    """A first frame, and text with a mask."""
+    """Makes a call with a first frame and masked text."""
     args, kw = calls("kandinsky5", b, h, w)
     frame = random(b, 16, 1, h + h % 2, w + w % 2, seed=5)
     return args, kw | {"attention_mask": _text_mask(b), "time_dim_replace": frame}
@@ -195,7 +195,7 @@ def _upscaler(b: int, h: int, w: int, calls: Calls) -> Call:
 
 
 def _sdxl_controlnet(b: int, h: int, w: int, calls: Calls) -> Call:
-    """Residuals at each resolution, and one that is the same everywhere. Blocks take them from the lists' ends."""
+    """Makes a call with residuals at each resolution, and a constant one. Blocks take them from the lists' ends."""
     args, kw = calls("sdxl", b, h, w)
     half, quarter = ((-(-h // n), -(-w // n)) for n in (2, 4))
     middle = [random(b, 128, *quarter, seed=2)]
@@ -211,7 +211,7 @@ def _sdxl_controlnet(b: int, h: int, w: int, calls: Calls) -> Call:
 
 
 def _svd(b: int, h: int, w: int, calls: Calls) -> Call:
-    """`b` frames, of videos of three where they divide."""
+    """Makes a call with `b` frames: videos of three frames if `b` divides by 3, else one video."""
     kw = {"context": random(b, 1, 48), "y": random(b, 64), "num_video_frames": b if b % 3 else 3}
     return (random(b, 8, h, w), torch.full((b,), 900.0)), kw
 

@@ -1,4 +1,4 @@
-"""The numbers of tiny models: how ComfyUI builds one for the CPU, random weights, random inputs."""
+"""The numbers of tiny models: ComfyUI's arguments to build one for the CPU, random weights, random inputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def operations() -> dict[str, Any]:
-    """The last arguments of each of ComfyUI's modules: float32 on the CPU, with weights that nothing has set."""
+    """Returns the last arguments of ComfyUI's modules: float32 on the CPU, with uninitialised weights."""
     import comfy.ops
 
     return {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
 
 
 def fill(model: nn.Module, seed: int = 7) -> nn.Module:
-    """Gives it random weights under which every input matters."""
+    """Sets random weights with which every input changes the output."""
     g = torch.Generator().manual_seed(seed)
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if not torch.is_floating_point(p) or p.numel() == 0:
@@ -35,5 +35,5 @@ def fill(model: nn.Module, seed: int = 7) -> nn.Module:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Alike for the same shape and seed in every process."""
+    """Returns random numbers, which are equal in every process for the same shape and seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
