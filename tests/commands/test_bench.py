@@ -76,7 +76,7 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
     assert [row["name"] for row in outcome["rows"]] == ["one device", "Ulysses 2", "Ring 2", "CFG 2"]
     for row in outcome["rows"]:
         assert row["problem"] == "" and row["steps_measured"] == 2 and row["step_s"] > 0
-        assert row["difference_from_one_device"] <= 1e-5
+        assert row["difference"] <= 1e-5
         assert row["step_s_least"] <= row["step_s"] <= row["step_s_most"]
         assert row["predicted_memory_bytes"] > 0
     one, ulysses, *_ = outcome["rows"]
@@ -269,6 +269,16 @@ def test_the_text_says_what_is_fastest_what_is_approximate_and_what_did_not_run(
     assert "PipeFusion 2 ≈ is faster still, but approximate" in text
     assert "did not run: process 1 ran out of memory" in text
     assert "differ from one device's by 1.0e-06" in text
+
+
+def test_latents_are_compared_with_the_first_strategy_that_ran():
+    failed = outcome(
+        StrategyRow(ONE, problem="process 0 ran out of memory"),
+        StrategyRow(ULYSSES, "native", (0.6,), difference=0.0),
+        StrategyRow(RING, "native", (0.7,), difference=3e-6),
+    )
+    assert "Latents of exact strategies differ from Ulysses 2's by 3.0e-06" in as_text(failed)
+    assert failed.as_dict()["reference"] == "Ulysses 2"
 
 
 def test_it_says_one_device_when_that_is_true():

@@ -60,6 +60,12 @@ class BenchResult:
         """The row of the strategy on one device; None if it did not run."""
         return next((r for r in self.rows if r.strategy.world_size == 1 and r.step_seconds), None)
 
+    @property
+    def reference(self) -> StrategyRow | None:
+        """The row with whose latent the others were compared: the first that ran. None if none ran."""
+        compared = [row for row in self.rows if row.difference is not None]
+        return next((row for row in compared if row.difference == 0.0), next(iter(compared), None))
+
     def speedup(self, row: StrategyRow) -> float | None:
         """Returns how many times as fast as one device `row` is; None if either did not run."""
         one = self.one.step_s if self.one else None
@@ -77,6 +83,7 @@ class BenchResult:
             "label": "measured",
             **asdict(self),
             "best": self.best.name if self.best else None,
+            "reference": self.reference.name if self.reference else None,
             "rows": [self._row(row) for row in self.rows],
         }
 
@@ -96,6 +103,6 @@ class BenchResult:
             "efficiency": None if speedup is None else speedup / row.strategy.world_size,
             "predicted_memory_bytes": row.memory_bytes,
             "sent_bytes_per_step": row.sent_bytes,
-            "difference_from_one_device": row.difference,
+            "difference": row.difference,
             "problem": row.problem,
         }

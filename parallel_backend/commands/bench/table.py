@@ -56,11 +56,11 @@ def _verdict(outcome: BenchResult) -> list[str]:
     fastest = min((r for r in outcome.rows if r.step_seconds), key=lambda r: r.step_s or 0.0)
     if best.exact and not fastest.exact:
         said.append(f"{fastest.name} is faster still, but approximate (≈).")
-    first = outcome.rows[0].name
+    reference = outcome.reference
+    others = [r for r in outcome.rows if r is not reference]
     for exact, label in ((True, "exact"), (False, "approximate")):
-        found = [r.difference for r in outcome.rows[1:] if r.exact is exact and r.difference is not None]
-        if found:
-            said.append(
-                f"Latents of {label} strategies differ from {first}'s by {max(found):.1e} of its largest value."
-            )
+        found = [r.difference for r in others if r.exact is exact and r.difference is not None]
+        if reference is not None and found:
+            words = f"by {max(found):.1e} of its largest value"
+            said.append(f"Latents of {label} strategies differ from {reference.name}'s {words}.")
     return said
