@@ -1,1 +1,1 @@
-"""Parallel forward of a model under a strategy: rank groups, and the engines `native` and `xfuser` behind one seam."""
+"""Parallel forward of a model under a strategy: rank groups, and one interface to the engines `native` and `xfuser`."""

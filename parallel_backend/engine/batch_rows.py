@@ -1,8 +1,8 @@
-"""The rows of a module call, cut to a few of them. Pure functions.
+"""Pure functions that cut a module call to some of its rows.
 
-A tensor whose first dimension is the number of rows has one line for each row: that holds for every argument that
-ComfyUI hands a module, but for what stands in `transformer_options`, and for what it hands to any number of rows as it
-is (models/comfyui/calls.py): where that may be about rows, the call's rows stay together.
+A tensor whose first dimension equals the number of rows has one entry per row. This holds for every argument that
+ComfyUI gives a module, with two exceptions: values in `transformer_options`, and values that ComfyUI passes unchanged
+for any number of rows (models/comfyui/calls.py). If such a value may depend on the rows, they are not split.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..layout import split_sizes
 from ..requests import ModuleCall
 
 _OPTIONS = "transformer_options"
-# Rows that are the frames of one video belong together; so many does a call have of each.
+# The number of frames of each video in a call. Their rows are not split.
 _FRAMES = "num_video_frames"
 
 
 def split_rows(call: ModuleCall, ranks: int, inseparable: bool) -> tuple[int, ...]:
-    """The number of rows, one after the other, that each rank takes. `together`: the first takes them all."""
+    """Returns the number of consecutive rows for each rank. `inseparable`: the first rank takes them all."""
     rows = call.rows
     frames = rows if inseparable else call.kwargs.get(_FRAMES)
     unit = frames if isinstance(frames, int) and frames > 0 and rows % frames == 0 else 1
@@ -31,7 +31,7 @@ def split_rows(call: ModuleCall, ranks: int, inseparable: bool) -> tuple[int, ..
 
 
 def take_rows(call: ModuleCall, requested: slice) -> ModuleCall:
-    """The call with the rows numbered `requested` alone."""
+    """Returns the call with only the rows `requested`."""
     if requested == slice(0, call.rows):
         return call
     kwargs = {
@@ -54,7 +54,7 @@ def _taken(value: Any, requested: slice, rows: int) -> Any:
 
 
 def _options(options: dict[str, Any], requested: slice, rows: int) -> dict[str, Any]:
-    """Two of them go by rows: the sigma of each, and of each run of rows whether it is the negative prompt's."""
+    """Cuts the two options that depend on rows: "sigmas" per row, "cond_or_uncond" per run of rows."""
     options = dict(options)
     if "sigmas" in options:
         options["sigmas"] = _taken(options["sigmas"], requested, rows)

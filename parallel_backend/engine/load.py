@@ -1,4 +1,4 @@
-"""Loading under a strategy: each rank takes its part of a model from the file."""
+"""Loading under a strategy: each rank loads its part of a model from the file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .tensor_parallel import slices_of
 
 
 def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) -> ModuleModel:
-    """This rank's part of `spec` under `strategy`. Raises CheckpointError for a file that is refused.
+    """Loads this rank's part of `spec` under `strategy`. Raises CheckpointError for a file that is refused.
 
-    Collective where ranks hold different parts: all ranks call it together. Only laying out the groups is, and that
-    comes first, so a rank that fails on the file or for lack of memory leaves none waiting.
+    Collective if ranks hold different parts: all ranks call it together. Only making the groups is a collective, and it
+    comes first. So a rank that then fails on the file or runs out of memory does not leave the others waiting.
     """
     device, peers, strategy = layouts.world.device, layouts.world.devices, strategy.weights
     if strategy == ParallelStrategy():
@@ -32,7 +32,7 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
 
 
 def notes_on_weights(layout: Layout) -> list[str]:
-    """The wishes on weights that change nothing here, in words."""
+    """Returns notes, worded for users, on requested weight options that have no effect here."""
     strategy, on_cpu = layout.strategy, layout.world.device.type == "cpu"
     notes = []
     if strategy.offload_weights and on_cpu:
@@ -45,6 +45,6 @@ def notes_on_weights(layout: Layout) -> list[str]:
 
 
 def _is_worth_sharding(layout: Layout) -> bool:
-    """A rank alone shares with nobody, and on the CPU there is nowhere to offload to."""
+    """Returns True if weights are sharded or offloaded; a single rank on the CPU can do neither."""
     alone = layout.shard.size == 1
     return layout.strategy.shards and not (alone and layout.world.device.type == "cpu")

@@ -1,4 +1,4 @@
-"""One call of a ComfyUI module by all ranks: rows and tokens go out to them, the whole answer comes back to each."""
+"""One call of a ComfyUI module by all ranks: they share out rows and tokens, and each gets the whole answer."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ _WITHIN = (
     "a node's code takes part within the model's blocks, of whose heads and layers each device has a part under "
     "tensor_degree; set tensor_degree to 1"
 )
-_OVERRIDE = "optimized_attention_override"  # of a call's transformer_options
+_OVERRIDE = "optimized_attention_override"  # key in transformer_options
 _STAGE_REPEATS = (
     "the devices of a stage computed the same: with these inputs the model looks at whole images between its blocks, "
     "so ulysses_degree and ring_degree shared out nothing"
 )
 _UNDESCRIBED = "the blocks of this model are not described"
 _BANDS = "each of {ranks} devices computes a band of the image's rows"
-# Functions that ComfyUI attends by for their speed; its others are torch's own, or slower.
+# ComfyUI's attention functions that are faster than torch's own; all others are torch's or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
-# What a module answers: a tensor, or some of them with other plain values in lists and tuples.
+# The output of a module: a tensor, or tensors and plain values in lists and tuples.
 Answer = Any
 
 
 def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placement) -> ModuleForward:
-    """The forward of `model` under `placement`. Collective: all ranks call it together."""
+    """Returns the forward of `model` under `placement`. Collective: all ranks call it together."""
     strategy, options = placement.strategy, placement.compute_options
     name, in_stages = type(model.module).__name__, strategy.pipefusion_degree > 1
     if strategy.tensor_degree > 1 and not model.splits_layers:
@@ -95,7 +95,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     if options.attention != AUTO and forward.xfuser is None:
         forward.use_kernel(options.attention)
     forward.exchange_dtype = options.exchange_dtype
-    if layout.ring.size > 1 and not in_stages:  # which gather keys in place of a ring
+    if layout.ring.size > 1 and not in_stages:  # stages gather keys and do not run a ring
         kernel = kernel_for(model.device, model.compute_dtype, forward.wish, ring=True)
         forward.kernel = kernel.name
         forward.notes += kernel.notes
@@ -114,7 +114,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
 
 
 def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
-    """Has blocks attend by xfuser where tokens are shared out, or notes why not. Collective."""
+    """Makes blocks attend by xfuser if tokens are shared out; otherwise notes why not. Collective."""
     layout, model = forward.layout, forward.model
     reason = why_not_xfuser(layout)
     if not reason and not model.regions:
@@ -126,7 +126,7 @@ def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
 
 
 def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
-    """Notes on what cannot be compiled of a module."""
+    """Returns notes, worded for users, on blocks of a module that cannot be compiled."""
     name = type(model.module).__name__
     if not forward.known_blocks:
         return [f"blocks ran uncompiled: which parts of {name} are its blocks is not described"]
@@ -140,38 +140,38 @@ def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
 
 
 class ModuleForward:
-    """`forward(call) -> answer`, complete on every rank.
+    """The forward of a module under a strategy: `forward(call)` returns the whole answer on every rank.
 
-    Rows are shared out over the row axis (data x cfg), and tokens over the sequence axis (ring x ulysses); where tokens
-    cannot be, rows are over both, or queries of attention over the sequence axis.
+    The row axis (data x cfg) shares out rows, and the sequence axis (ring x ulysses) shares out tokens. If tokens must
+    stay whole, the sequence axis shares out rows, bands of an image's rows, or the queries or heads of attention.
     """
 
-    kernel = "torch"  # over a ring; otherwise ComfyUI's own, whichever its command line chose
+    kernel = "torch"  # over a ring, or chosen by the user; else ComfyUI's command line decides
 
     def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
         self.model = model
         self.layout = layout
         self.traffic = traffic
-        # Whether its answers are those of one device computing exactly.
+        # True if its answers equal one device's, computed exactly.
         self.exact = (
             not model.scales_by_largest or layout.row.size * layout.sequence.size * layout.tensor.size == 1
         )
         self.notes: list[str] = [] if self.exact else [_SCALES]
         if model.inseparable_rows and layout.row.size > 1:
             self.notes.append(_INSEPARABLE_ROWS)
-        self.compiler: Compiler | None = None  # of blocks; None: they run as they are
+        self.compiler: Compiler | None = None  # for blocks; None: they run uncompiled
         self._blocks: BlockCalls | None = None
         self._bands: UNetBands | None = None
         self.stages: ModuleStages | None = None  # under PipeFusion
-        self.xfuser: XfuserEngine | None = None  # where it was asked for and can compute something
-        self.wish = AUTO  # the kernel of attention that a person chose
-        self.chosen: ChosenKernel | None = None  # that kernel in place of ComfyUI's own function
-        self.exchange_dtype = SAME  # of what ranks send each other for attention
-        self._sends_tokens = layout.strategy.sends_tokens  # while the module's blocks allow it
-        self.rounds = False  # True once something was rounded for it
+        self.xfuser: XfuserEngine | None = None  # if requested and able to compute something
+        self.wish = AUTO  # the attention kernel that the user chose
+        self.chosen: ChosenKernel | None = None  # that kernel, instead of ComfyUI's own function
+        self.exchange_dtype = SAME  # of the tensors that ranks exchange for attention
+        self._sends_tokens = layout.strategy.sends_tokens  # until a block does not allow it
+        self.rounds = False  # True once an exchange was rounded (exchange_dtype)
 
     def use_kernel(self, name: str) -> None:
-        """Has attention computed by this kernel. Raises RequestError for one that cannot run here."""
+        """Makes this kernel compute attention. Raises RequestError if it cannot run here."""
         self.kernel = kernel_for(self.model.device, self.model.compute_dtype, name).name
         self.wish, self.chosen = name, ChosenKernel(name)
         if name in APPROXIMATE_KERNELS:
@@ -188,7 +188,7 @@ class ModuleForward:
 
     @cached_property
     def known_blocks(self) -> list[nn.Module]:
-        """As the table has them; none where this version of the module has others."""
+        """The blocks listed in the table; empty if this version of the module has different ones."""
         paths = [path for region in self.model.regions for path in region.lists]
         try:
             return [
@@ -206,11 +206,11 @@ class ModuleForward:
     def __call__(
         self, call: ModuleCall, cache: ModuleCache | None = None, keys: StaleKeyCache | None = None
     ) -> Answer:
-        """`cache`: of the sampling job that the call belongs to; `keys`: which patches that come after it need."""
+        """Computes a call. `cache`: the sampling job's step cache; `keys`: stores keys for the patches that follow."""
         with nullcontext() if self.chosen is None else attention_kernel(self.chosen):
             try:
                 return self._call(call, cache, keys)
-            except OtherProjections as reason:  # on all ranks, in the first block
+            except OtherProjections as reason:  # raised on all ranks, in the first block
                 self._sends_tokens = False
                 self.add_note(_PROJECTED.format(reason=reason))
                 return self._call(call, cache, keys)
@@ -236,7 +236,7 @@ class ModuleForward:
                 return self._answer(call, cached)
 
     def lay_out_stages(self) -> None:
-        """Has this rank compute one stage of the model (PipeFusion)."""
+        """Makes this rank compute one stage of the model (PipeFusion)."""
         calls = (self._block_calls(layout) for layout in (self.layout, self.layout.unshared_sequence))
         self.stages = ModuleStages(self.model, self.layout, self.traffic, *calls)
 
@@ -284,10 +284,10 @@ class ModuleForward:
     def _by_rows(
         self, call: ModuleCall, axes: Sequence[Axis], compute: Callable[[ModuleCall], Answer]
     ) -> Answer:
-        """The answer to all rows of `call`, shared out over the first axis and each share over the others.
+        """Returns the answer to all rows of `call`, split over the first axis and each share over the other axes.
 
-        A rank without rows computes the first one for nothing: so it knows the form of the answer that it gathers, and
-        joins the gathers of weights that are shared out.
+        A rank without rows computes the first ones and discards the result: so it knows the shape of the answer to
+        gather, and takes part in the gathers of sharded weights.
         """
         if not axes:
             return compute(call)
@@ -299,7 +299,7 @@ class ModuleForward:
         return _gathered(answer, part.rows, shares, axis, self.traffic)
 
     def local_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
-        """(the call with the rows of this rank of `axis`, or the first one's where it has none; rows of each rank)."""
+        """Returns (the call with this rank's rows, or with the first rank's if it has none; rows per rank)."""
         if call.joint_rows and call.rows > 1:
             self.add_note(_JOINT_ROWS)
         shares = split_rows(call, axis.size, self._rows_are_inseparable(call))
@@ -315,7 +315,7 @@ class ModuleForward:
         return self.model.module(*call.args, **call.kwargs)
 
     def _compute_rows(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
-        """Of whole images, with blocks compiled where they are to be."""
+        """Computes a call of whole images, with compiled blocks if requested."""
         if cached is not None:
             assert self._blocks is not None, "it was asked for outputs of theirs"
             with self._blocks.unsplit_call(cached):
@@ -333,7 +333,7 @@ class ModuleForward:
             return self._compute(call)
 
     def _compute_bands(self, call: ModuleCall) -> Answer:
-        """Rows over the sequence axis too where they divide; else a band of rows of each image."""
+        """Splits rows over the sequence axis if they divide evenly, otherwise images into bands, or attention."""
         sequence = self.layout.sequence
         if len(set(split_rows(call, sequence.size, self._rows_are_inseparable(call)))) == 1:
             return self._by_rows(call, (sequence,), self._compute_rows)
@@ -354,7 +354,7 @@ class ModuleForward:
     def _compute_queries(
         self, call: ModuleCall, why: str = _UNDESCRIBED, cached: CachedCall | None = None
     ) -> Answer:
-        """Rows over the sequence axis too where there are enough; else the queries of each attention."""
+        """Splits rows over the sequence axis if there are enough, otherwise queries or heads of attention."""
         sequence = self.layout.sequence
         if call.rows // max(call.unit, 1) >= sequence.size and not self._rows_are_inseparable(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
@@ -373,7 +373,7 @@ class ModuleForward:
         if isinstance(control, dict):
             control = {name: list(residuals) for name, residuals in control.items()}
             call = replace(call, kwargs=call.kwargs | {"control": control})
-        # Another pack's code would see tokens of two ranks where a block has heads of one.
+        # With paired projections another pack's code would see tokens of two ranks with half of the heads each.
         plain = not call.eager and self.compiler is None and self.xfuser is None
         self._blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
         with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
@@ -387,7 +387,7 @@ class ModuleForward:
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:
-    """The answers of all ranks to their rows, one after the other."""
+    """Returns the answers of all ranks, joined in the order of their rows."""
     if isinstance(answer, (list, tuple)):
         return type(answer)(_gathered(item, rows, shares, axis, traffic) for item in answer)
     if not isinstance(answer, Tensor):

@@ -1,4 +1,4 @@
-"""The prompts of a plain job as calls of a module with ComfyUI's signature: those that are alike go into one call."""
+"""The prompts of a plain job as calls of a module with ComfyUI's signature; prompts of one shape share a call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Compute = Callable[[ModuleCall], Any]
 
 
 def answers_to(rows: list[Rows], module: torch.nn.Module, compute: Compute) -> list[Tensor]:
-    """The module's answers [r, C, h, w] float32 to each entry: entries whose prompts have the same form go into one
-    call, one behind the other."""
+    """Returns the module's answer [r, C, h, w] float32 to each entry. Neighbouring entries whose prompts have the same
+    shape go into one call."""
     found: list[Tensor] = []
     first = 0
     while first < len(rows):

@@ -1,9 +1,9 @@
-"""Weights shared out over ranks as bytes: any dtype, packed and quantised tensors too; gathered for a block's turn.
+"""Weights sharded over ranks as bytes, for any dtype, also packed and quantised tensors; gathered when a block runs.
 
-Each block, and everything around the blocks as one more part, is one run of bytes of which each rank keeps an equal
-share. A part is whole while it computes, and the next one travels meanwhile: the order of the call before tells which.
-Ranks that share weights must make the same calls together, also those without rows of their own. What reads a weight
-while its part is not there is refused: it would compute on nothing, and nobody would see that.
+Each block is one part, and everything around the blocks is one more. A part is one run of bytes, of which each rank
+keeps an equal share. A part is whole while it computes. Meanwhile the next one is gathered, in the order of the last
+call. Ranks that share weights must make the same calls at the same time, also ranks without rows. Code that reads a
+weight while its part is not gathered gets an error: otherwise it would compute with wrong numbers unnoticed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from .comm.groups import Axis, is_gloo
 from .comm.traffic_counter import Traffic
 
 _BYTES = torch.uint8
-# Bytes; where tensors begin in what is gathered. Kernels want 16; a device's allocator gives 512, torch's on a host 64.
+# Bytes: tensors begin at multiples of it in a gathered part. Kernels need 16; torch's allocator gives 512 on a device
+# and 64 on a host.
 _ALIGNMENT = 512
-_LAYERS = ("torch.", "comfy.ops", "builtins")  # where layers are defined that blocks are made of
-# What code may ask of a weight that is not there, beside its attributes.
+_LAYERS = ("torch.", "comfy.ops", "builtins")  # modules that define the layers inside blocks
+# Functions that code may call on a weight that is not gathered.
 _KNOWN_OF_ABSENT = {
     "__get__",
     "__len__",
@@ -57,24 +58,24 @@ _KNOWN_OF_ABSENT = {
     "untyped_storage",
 }
 
-Owners = list[tuple[nn.Module, str]]  # modules that have a parameter, and its name there
+Owners = list[tuple[nn.Module, str]]  # modules that hold a parameter, with its name in each
 
 
 class AbsentWeight(nn.Parameter):
-    """Stands for a weight between its block's turns: it has shape, dtype and device, and one number in memory."""
+    """A stand-in for a weight that is not gathered: it has shape, dtype and device, but one number in memory."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answers what is known without the numbers. Raises RequestError for all that would read them."""
+        """Answers calls that do not need the numbers. Raises RequestError for calls that would read them."""
         name = getattr(func, "__name__", "")
-        if name in ("detach", "clone"):  # for a list of all weights, and by layers of ComfyUI that move
+        if name in ("detach", "clone"):  # called to list all weights, and by layers of ComfyUI that move
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _KNOWN_OF_ABSENT:
                 return func(*args, **(kwargs or {}))
-            if name == "to":  # the module moves, asleep or awake: one number does
+            if name == "to":  # a moved module: its one number moves
                 absent, *where = args
                 number = torch.empty((), dtype=absent.dtype, device=absent.device)
                 moved = func(number, *where, **(kwargs or {}))
@@ -86,7 +87,7 @@ class AbsentWeight(nn.Parameter):
 
 
 class ByteSharding:
-    """Shares out a module over `axis` (base.WeightSharding). `offload`: a device's shares lie in pinned host memory."""
+    """A base.WeightSharding of a module over `axis`. `offload`: a device's shares lie in pinned host memory."""
 
     def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, *, offload: bool) -> None:
         self._axis = axis
@@ -95,20 +96,20 @@ class ByteSharding:
         self._host = offload and device.type != "cpu"
         self.shares = nn.ParameterList()
         self._around: _Part | None = None
-        self._order: list[_Part] = []  # in which the call before gathered blocks
-        self._taken: list[_Part] = []  # in which this one did so far
+        self._order: list[_Part] = []  # blocks in the order in which the previous call gathered them
+        self._taken: list[_Part] = []  # blocks that this call has gathered so far
         self._ahead: tuple[_Part, _Arrival] | None = None
-        self._rests = False  # until the end of this call
+        self._rests = False  # True if the rest of this call gathers no more blocks
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def shard(
         self, module: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """Leaves this rank its share of the parameters of a module in host memory. Buffers stay what they are.
+        """Replaces the parameters of a module in host memory by this rank's share of them. Buffers stay unchanged.
 
-        A block is a module that is called as one, by its `forward` or another method; of one that is never called, as
-        it has neither, its parts are. What several of them hold stays with what is around.
+        A block is a module that is called through its `forward` or another method. If one of `blocks` has neither, its
+        children are the blocks. A parameter that several blocks hold belongs to the part around the blocks.
         """
         owner_of: dict[int, nn.Module] = {}
         for block in _called(blocks):
@@ -143,7 +144,7 @@ class ByteSharding:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call of the module: what is around the blocks is whole, and blocks gather themselves."""
+        """Wraps a call of the module: gathers the part around the blocks; hooks gather the blocks."""
         self._taken, self._rests = [], False
         try:
             if self._around is not None:
@@ -157,11 +158,11 @@ class ByteSharding:
                 self._around.drop()
 
     def rest(self) -> None:
-        """The blocks that this call still comes to compute nothing. All ranks say so at the same block."""
+        """Tells that no further block of this call computes. All ranks call it at the same block."""
         self._rests = True
 
     def _run(self, part: _Part, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a block by another method than `forward` (Wan-Animate 2 has one for a pose)."""
+        """Calls a block's method other than `forward` with its weights gathered (Wan-Animate 2 has one for poses)."""
         try:
             self._enter(part)
             return method(*args, **kwargs)
@@ -175,7 +176,7 @@ class ByteSharding:
         if self._ahead is not None and self._ahead[0] is part:
             arrival, self._ahead = self._ahead[1], None
         else:
-            self._drop_ahead()  # another order than before
+            self._drop_ahead()  # the order has changed
             arrival = self._start(part)
         part.fill(self._finish(arrival))
         self._taken.append(part)
@@ -187,7 +188,7 @@ class ByteSharding:
             part.drop()
 
     def _look_ahead(self) -> None:
-        """Has the next block's bytes travel, if this call goes as the one before went so far."""
+        """Starts to gather the next block, if this call has had the same blocks as the previous one so far."""
         count = len(self._taken)
         if count < len(self._order) and self._taken == self._order[:count]:
             following = self._order[count]
@@ -199,7 +200,7 @@ class ByteSharding:
             self._ahead = None
 
     def _start(self, part: _Part) -> _Arrival:
-        """Begins to gather a part; nobody waits."""
+        """Starts to gather a part, without waiting."""
         axis, mine = self._axis, part.share.to(self._device, non_blocking=True)
         if axis.group is None:
             return _Arrival(mine, mine, [])
@@ -207,7 +208,7 @@ class ByteSharding:
         self._traffic.add(mine.numel() * (axis.size - 1), mine)
         if not is_gloo(axis, self._device):
             return _Arrival(whole, mine, [all_gather_single(whole, mine, group=axis.group, async_op=True)])
-        # Shares go straight there: gloo's own all-gather fills a buffer of its thread first, whose heap keeps it.
+        # Shares go straight to `whole`: gloo's own all-gather fills a buffer first, whose memory its thread keeps.
         shares, works = whole.chunk(axis.size), list[dist.Work | None]()
         shares[axis.index].copy_(mine)
         for peer in ((axis.index + hop) % axis.size for hop in range(1, axis.size)):
@@ -224,7 +225,7 @@ class ByteSharding:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A part on its way: `gathered` when the works are done; `mine`: what is sent, in use until then."""
+    """A gather in progress. `gathered`: complete when `works` are done; `mine`: the sent share, in use until then."""
 
     gathered: Tensor
     mine: Tensor
@@ -233,9 +234,9 @@ class _Arrival:
 
 @dataclass
 class _Shared:
-    """A parameter of a part: where it belongs, and of which plain tensors it is made (dtype, shape, first byte).
+    """A parameter of a part: its owners, and the plain tensors that it consists of (dtype, shape, first byte).
 
-    `absent` stands for it between turns, with one number in memory: code may ask for its shape, dtype and device.
+    `absent` takes its place while the part is not gathered: code may ask for its shape, dtype and device.
     """
 
     owners: Owners
@@ -249,7 +250,7 @@ class _Shared:
 
 
 class _Part:
-    """Parameters that are gathered together: one run of bytes, of which `share` is this rank's."""
+    """Parameters that are gathered as one run of bytes. `share`: this rank's bytes."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class _Part:
         pinned: bool,
     ) -> None:
         self._shared: dict[str, _Shared] = {}
-        self.turns = 0  # calls of the block that are under way, one within the other
+        self.turns = 0  # nested calls of the block that are running
         end, found = 0, []
         for name, (parameter, owners) in parameters.items():
             tensors, assemble_tensor = component_tensors(parameter)
@@ -281,7 +282,7 @@ class _Part:
         self.drop()
 
     def fill(self, whole: Tensor) -> None:
-        """Makes the parameters whole, views of what was gathered."""
+        """Sets the parameters to views of the gathered bytes."""
         for shared in self._shared.values():
             tensors = [
                 whole[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -294,7 +295,7 @@ class _Part:
             shared.put(shared.absent)
 
     def _keep(self, tensor: Tensor, begin: int) -> None:
-        """Of a tensor whose first byte is `begin`, the bytes that fall into this rank's share; no others are read."""
+        """Copies the bytes of a tensor that fall into this rank's share; reads no others. `begin`: its first byte."""
         low, high = max(begin, self._first), min(begin + tensor.nbytes, self._first + self.share.numel())
         if low < high:
             data = tensor.contiguous().reshape(-1).view(_BYTES)
@@ -310,7 +311,7 @@ def _called(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _other_methods(block: nn.Module) -> set[str]:
-    """The public methods but `forward` of the classes that a model gives its block; a layer's own are not called."""
+    """Returns the public methods of a block's own classes, except nn.Module's; methods of layers are left out."""
     kinds = [kind for kind in type(block).__mro__ if not kind.__module__.startswith(_LAYERS)]
     functions = {
         name for kind in kinds for name, value in vars(kind).items() if isinstance(value, FunctionType)

@@ -1,5 +1,5 @@
-"""The layers of a text encoder shared out over ranks, in order: each is computed where its weights lie, and all ranks
-are given the answer. What is around them every rank computes."""
+"""The layers of a text encoder shared out over ranks, in order: the rank with a layer's weights computes it and sends
+the output to all ranks. Every rank computes the code around the layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .comm.groups import Layouts
 
 Meet = Callable[[Exception | None], None]
 
-_FORM_BYTES = 16 * 1024  # of an answer's form: a layer answers with a few tensors
-_LEAST = 2  # layers in a list of them
+_FORM_BYTES = 16 * 1024  # for the description of a layer's output, which is a few tensors
+_LEAST = 2  # a list of layers has at least this many
 
 
 def find_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns the layers that can be shared out, in order: those of each outermost list of modules of one class."""
+    """Returns the layers to share out, in order: the modules of each outermost ModuleList of one class."""
     return list(_layers_in(module))
 
 
@@ -42,7 +42,7 @@ def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def assign_owners(layers: list[nn.Module], ranks: int) -> list[int]:
-    """Returns the rank of each layer: ranks follow each other, with about as many bytes of weights on each."""
+    """Returns the rank of each layer, in ascending order; each rank gets about the same number of bytes."""
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     total, before, owners = max(sum(sizes), 1), 0, []
     for size in sizes:
@@ -52,8 +52,8 @@ def assign_owners(layers: list[nn.Module], ranks: int) -> list[int]:
 
 
 def share_layers(module: nn.Module, layouts: Layouts, meet: Meet) -> None:
-    """Leaves this rank the weights of its layers of `module`, and has each layer's calls answered by the rank that has
-    them. `meet(error)`: called by all ranks after each layer; raises on all of them where one has an error."""
+    """Drops the weights of other ranks' layers of `module`; each layer's calls are then computed by the rank that has
+    its weights. `meet(error)`: called by all ranks after each layer; raises on all of them if one has an error."""
     layers = find_layers(module)
     for layer, owner in zip(layers, assign_owners(layers, layouts.world.world_size), strict=True):
         if owner != layouts.world.rank:
@@ -72,7 +72,7 @@ def _drop_weights(layer: nn.Module) -> None:
 def _answer(
     layouts: Layouts, meet: Meet, owner: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns on every rank what the owner's `forward` gives. Collective."""
+    """Returns the output of the owner's `forward` on every rank. Collective."""
     is_mine = owner == layouts.world.rank
     leaves: list[Any] = []
     form, error = "", None
@@ -98,7 +98,7 @@ def _answer(
 
 def _leaf_form(leaf: Any) -> dict[str, Any]:
     if not isinstance(leaf, Tensor):
-        return {"is_tensor": False, "value": leaf}  # json refuses what is no plain value
+        return {"is_tensor": False, "value": leaf}  # json refuses values that are not plain
     dtype = str(leaf.dtype).removeprefix("torch.")
     return {
         "is_tensor": True,

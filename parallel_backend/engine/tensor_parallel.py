@@ -1,4 +1,4 @@
-"""Tensor parallelism's meeting points: how the ranks of the tensor axis put their slices' results together."""
+"""The collectives of tensor parallelism: they combine the results of the slices on the ranks of the tensor axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .comm.operators import SliceMeeting
 
 
 def slices_of(axis: Axis, layouts: Layouts) -> Slices | None:
-    """This rank's slices of every layer; None where the axis has one rank."""
+    """Returns this rank's slices of every layer; None if the axis has one rank."""
     if axis.size == 1:
         return None
     if axis.ranks not in layouts.meetings:
@@ -27,7 +27,7 @@ def _meeting(axis: Axis, layouts: Layouts) -> SliceMeeting:
         return all_reduce(partial, axis, traffic)
 
     def join(columns: Tensor) -> Tensor:
-        """[B, n] of each rank -> [B, P * n]; columns go first on the wire."""
+        """Joins [B, n] of each rank to [B, P * n]; sends the transposed tensor, columns first."""
         sizes = (columns.shape[1],) * axis.size
         return all_gather(columns.T, sizes, axis, traffic).T
 

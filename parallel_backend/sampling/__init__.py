@@ -1,1 +1,1 @@
-"""Samplers as pure functions over a model that hides all parallelism, whole or patch by patch."""
+"""Samplers as pure functions over a model that hides all parallelism; whole latents or patch by patch."""

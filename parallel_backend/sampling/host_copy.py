@@ -1,4 +1,4 @@
-"""What a device computed, on its way to the host, which goes on meanwhile."""
+"""Copies from a device to host memory, during which the host continues."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..requests import bad_numbers
 
 
 def most_lag(device: torch.device) -> int:
-    """Steps that the host may be ahead of what it knows of its device: a GPU without work would wait for the host.
+    """Returns how many steps the host may be ahead of the last known result of `device`.
 
-    On the CPU the host computes itself: a step that was computed is known.
+    With 0 a GPU would run out of work and wait for the host. On the CPU the host computes, so it knows every result.
     """
     return 1 if device.type == "cuda" else 0
 
 
 class HostCopy:
-    """A copy of a tensor in host memory, once it is `taken`; what is on the host already stays where it is."""
+    """A copy of a tensor to host memory, complete when `taken` returns it. A tensor on the host is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor.to("cpu", non_blocking=True)  # into pinned memory
@@ -28,26 +28,26 @@ class HostCopy:
             self._arrived.record()
 
     def taken(self) -> Tensor:
-        """Waits for it."""
+        """Waits for the copy and returns it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy
 
 
 class NumbersCheck:
-    """requests.check_numbers of one step after the other, each answered `lag` steps later."""
+    """A check that the values of each step are finite, like requests.check_numbers, but evaluated `lag` steps later."""
 
     def __init__(self, lag: int) -> None:
         self._lag = lag
         self._asked: deque[tuple[HostCopy, str]] = deque()
 
     def __call__(self, found: Tensor, when: str) -> None:
-        """Raises RequestError for this step or an earlier one, the same on ranks that have the same latent."""
+        """Checks `found`; raises RequestError for this or an earlier step, alike on all ranks with the same latent."""
         self._asked.append((HostCopy(found.isfinite().all()), when))
         self._settle(self._lag)
 
     def finish(self) -> None:
-        """Raises RequestError for any step."""
+        """Evaluates all remaining checks. Raises RequestError for the first bad step."""
         self._settle(0)
 
     def _settle(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""The patches of a latent of any form, by which of its elements belong to each."""
+"""The patches of a latent of any shape, defined by the elements that belong to each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..layout import slice_of
 
 
 class ElementPatches:
-    """`owners` [elements]: of each element of a row of latents [B, …] the number of its patch, of `count`. `shape`: of
-    a row."""
+    """The patches of latents [B, …]. `owners` [elements]: the patch number of each element of a row; `shape`: that of a
+    row; `count`: the number of patches."""
 
     def __init__(self, owners: Tensor, shape: torch.Size, count: int) -> None:
         self._shape = shape
@@ -21,23 +21,23 @@ class ElementPatches:
         return len(self._sizes)
 
     def span(self, patch: int) -> slice:
-        """Of a patch in what `pack` gives."""
+        """Returns the slice of a patch in the result of `pack`."""
         return slice_of(self._sizes, patch)
 
     def take(self, latent: Tensor, patch: int) -> Tensor:
-        """[B, …] -> [B, n]: the elements of a patch."""
+        """Returns the elements of a patch, [B, n] from [B, …]."""
         return latent.flatten(1)[:, self._order[self.span(patch)]]
 
     def put(self, elements: Tensor, patch: int, latent: Tensor) -> None:
-        """Writes the elements of a patch into a latent, which lies in one piece."""
+        """Writes the elements [B, n] of a patch into `latent`, which must be contiguous."""
         latent.view(len(latent), -1)[:, self._order[self.span(patch)]] = elements.to(latent.dtype)
 
     def pack(self, latent: Tensor) -> Tensor:
-        """[B, …] -> [B, elements], patch after patch."""
+        """Returns [B, elements] from [B, …], patch after patch."""
         return latent.flatten(1)[:, self._order]
 
     def unpack(self, elements: Tensor) -> Tensor:
-        """[B, elements] -> [B, …]"""
+        """Reverses `pack`: returns [B, …] from [B, elements]."""
         latent = torch.empty_like(elements)
         latent[:, self._order] = elements
         return latent.unflatten(1, self._shape)

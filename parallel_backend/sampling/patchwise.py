@@ -1,4 +1,4 @@
-"""A sampler that runs patch by patch: each patch of the latent takes its steps as soon as its velocity is there."""
+"""A sampler that runs patch by patch: each patch of the latent takes a step as soon as it is denoised."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class OnPatchStep(Protocol):
     """The boundary between two steps of flowing patches."""
 
     def passed(self, i: int, denoised: Tensor) -> None:
-        """After step i (0-based), on ranks where samplers run; never raises."""
+        """Reports that step i (0-based) is done, on ranks where samplers run; never raises."""
 
     def is_stopped(self, lag: int) -> bool:
-        """Whether the request was cancelled, as known `lag` questions ago; the same on all ranks."""
+        """Returns True if the request was cancelled, as known `lag` calls ago; the same on all ranks."""
 
 
 class SharedNoise:
-    """The noise that all patches of a run draw from, in the latent's own shape as if it were sampled whole."""
+    """The noise that all patches of a run share: drawn in the latent's shape, as if it were sampled whole."""
 
     def __init__(self, history: History, like: Tensor, patches: ElementPatches) -> None:
         self._history = history
@@ -32,7 +32,7 @@ class SharedNoise:
         self._draws: dict[int, Tensor] = {}
 
     def draw(self, number: int) -> Tensor:
-        """Returns draw `number` of this run, [B, elements]. Patches ask in turns: only the last two draws are kept."""
+        """Returns draw `number` of this run, [B, elements]. Patches take turns, so only the last two draws are kept."""
         while number not in self._draws:
             following = max(self._draws, default=-1) + 1
             self._draws[following] = self._patches.pack(self._history.noise_like(self._like))
@@ -41,7 +41,7 @@ class SharedNoise:
 
 
 class PatchHistory(History):
-    """A sampler's memory of one patch from step to step: its noise is its part of what all patches draw together."""
+    """A sampler's memory of one patch from step to step; its noise is the patch's part of the shared noise."""
 
     def __init__(
         self, generator: torch.Generator, denoised: Tensor | None, noise: SharedNoise, patch: slice
@@ -55,7 +55,7 @@ class PatchHistory(History):
 
 
 class _Patch:
-    """One patch between two model calls: `wish` is what its sampler wants denoised next, None when it has ended."""
+    """One patch between two model calls. `wish`: (x, sigma) to denoise next, None after the last step."""
 
     def __init__(
         self, step: Callable[..., Step], x: Tensor, sigmas: Sigmas, first: int, history: PatchHistory
@@ -75,12 +75,12 @@ class _Patch:
 
     @property
     def next_call(self) -> tuple[Tensor, Tensor]:
-        """(x, sigma) of its next model call."""
+        """(x, sigma) of the patch's next model call."""
         assert self.wish is not None, "it has ended"
         return self.wish
 
     def answer(self, denoised: Tensor) -> bool:
-        """Goes on with the denoised patch; whether that ended a step."""
+        """Continues with the denoised patch; returns True if that ended a step."""
         try:
             self.wish = self._running.send(denoised)
             return False
@@ -94,8 +94,8 @@ class _Patch:
 
 
 class PatchSampling:
-    """Samples `x` [B, …] from step `first` on, as rank/pipefusion/patch_flow.py asks for it. A patch is named by its
-    span in what `patches` packs."""
+    """A run over `x` [B, …] from step `first` on, driven by rank/pipefusion/patch_flow.py. A patch is named by its
+    slice in the elements that `patches` packs."""
 
     def __init__(
         self,
@@ -120,16 +120,16 @@ class PatchSampling:
 
     @property
     def latent(self) -> Tensor:
-        """[B, …] after the last step."""
+        """The latent [B, …] after the last step."""
         return self._joined([patch.x for patch in self._in_order()])
 
     def enter(self, patch: slice) -> Tensor:
-        """Returns what the next model call of a patch sees of it, [B, elements]."""
+        """Returns the input of a patch's next model call, [B, elements]."""
         state = self._states.get(patch.start) or self._start(patch)
         return state.next_call[0]
 
     def leave(self, patch: slice, denoised: Tensor) -> None:
-        """Takes what that call gave: the patch denoised, [B, elements]."""
+        """Takes the denoised patch that this model call gave, [B, elements]."""
         state = self._states[patch.start]
         if state.answer(denoised) and patch.stop == self._start_latent.shape[1]:
             found = [each.denoised for each in self._in_order()]
@@ -146,5 +146,5 @@ class PatchSampling:
         return [self._states[start] for start in sorted(self._states)]
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
-        """The latent of the elements of all patches."""
+        """Returns the latent [B, …] made of the elements of all patches."""
         return self._patches.unpack(torch.cat(parts, dim=1))

@@ -1,12 +1,12 @@
 """Samplers as step functions: generators `(x, sigmas, i, history)` that return (x, denoised).
 
-They compute in sigma, as k-diffusion's do, so all but one hold however a model's latents and noise mix; that one has a
-form for flow-matching models (STEPS) and one for others (USUAL_STEPS).
+They compute in sigma, like k-diffusion's samplers, so all but one are correct however a model mixes latents and noise.
+That one, euler_ancestral, has a form for flow-matching models (STEPS) and one for others (USUAL_STEPS).
 
-A step yields (x, sigma) where it wants the model's denoised latent and is sent it, so that who calls the model decides
-when: `run` at once, PipeFusion patch by patch. x: [B, C, H/8, W/8] float32, or any part of its elements, since every
-sampler here works element by element. The state that outlives a step is `History`, so a run can be resumed between any
-two steps. Noise comes from a seeded generator.
+A step yields (x, sigma) when it needs the model's denoised latent, and the caller sends that latent back. So the caller
+decides when to call the model: `run` at once, PipeFusion patch by patch. x: [B, C, H/8, W/8] float32, or any subset of
+its elements, because every sampler here works element by element. The only state that outlives a step is `History`, so
+a run can be resumed between any two steps. Noise comes from a seeded generator.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Step = Generator[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]
 
 
 class Sigmas:
-    """The noise levels of a run, [S + 1] descending: on its device to compute with, on the host to decide by.
+    """The noise levels of a run, [S + 1] descending: on the device for computing, on the host for decisions.
 
-    To look at a number of a device would hold the host up until the device has done all that it was given.
+    Reading a number from the device would make the host wait until the device has finished all its work.
     """
 
     def __init__(self, sigmas: Tensor, device: torch.device) -> None:
@@ -43,8 +43,8 @@ class Sigmas:
 
 @dataclass
 class History:
-    """A sampler's memory from step to step: the previous denoised latent, and its source of noise. `noise_scale`: of
-    the noise, where a model was trained with more than that of variance 1."""
+    """A sampler's memory from step to step: the previous denoised latent, and its source of noise. `noise_scale`: a
+    factor on the noise, for models trained with noise of a variance above 1."""
 
     generator: torch.Generator
     denoised: Tensor | None = None
@@ -56,15 +56,15 @@ class History:
 
 
 def start_history(seed: int, device: torch.device, noise_scale: float = 1.0) -> History:
-    """ComfyUI's noise source of ancestral samplers: on the CPU it offsets the seed by one, since the initial noise was
-    drawn there from the seed itself (comfy/k_diffusion/sampling.py, default_noise_sampler)."""
+    """Returns a History with ComfyUI's noise source for ancestral samplers. On the CPU that adds one to the seed,
+    because the initial noise was drawn from the seed there (comfy/k_diffusion/sampling.py, default_noise_sampler)."""
     generator = torch.Generator(device=device)
-    generator.manual_seed((seed + 1) % 2**64 if device.type == "cpu" else seed)  # 2**64 - 1 is a seed too
+    generator.manual_seed((seed + 1) % 2**64 if device.type == "cpu" else seed)  # 2**64 - 1 is a valid seed
     return History(generator, noise_scale=noise_scale)
 
 
 def run(step: Step, model: Model) -> tuple[Tensor, Tensor]:
-    """(x, denoised) after one step whose wishes `model(x, sigma)` fulfils."""
+    """Runs one step with `model(x, sigma)` for its model calls; returns (x, denoised)."""
     try:
         wish = next(step)
         while True:
@@ -74,7 +74,7 @@ def run(step: Step, model: Model) -> tuple[Tensor, Tensor]:
 
 
 def model_calls(step: Callable[..., Step], sigmas: Sigmas, i: int) -> list[Tensor]:
-    """The sigmas at which step i calls the model; they depend on `sigmas` alone."""
+    """Returns the sigmas at which step i calls the model; they depend only on `sigmas`."""
     calls = []
 
     def model(x: Tensor, sigma: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def euler_ancestral(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step
 
 
 def usual_euler_ancestral(x: Tensor, sigmas: Sigmas, i: int, history: History) -> Step:
-    """Euler steps with noise added back (eta = 1), where a latent at sigma is a clean one and sigma times noise: each
-    goes down to a level to which noise of variance up**2 adds what sigma[i + 1] is short of."""
+    """Euler steps with noise added back (eta = 1), for models whose latent at sigma is clean + sigma * noise.
+    Each step goes down to `down`, so that noise of variance up**2 brings it to sigma[i + 1]."""
     denoised = yield x, sigmas[i]
     sigma, sigma_next = sigmas[i], sigmas[i + 1]
     if sigmas.is_zero(i + 1):

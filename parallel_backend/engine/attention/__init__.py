@@ -1,1 +1,1 @@
-"""Attention over the sequence axis: kernels, the engines `native` and `xfuser`, and stale keys for PipeFusion."""
+"""Attention over the sequence axis: the kernels on one rank, and the engines `native` and `xfuser`."""

@@ -1,13 +1,13 @@
 """The one place that imports xfuser and changes it (written for 0.7.0; checked by the parity tests on both engines).
 
-`load_xfuser` is called in a rank only, when its engine is first used: the import takes seconds and replaces torch's
-group_norm. On a machine with an accelerator and triton nothing is changed. On the CPU:
-- triton is imported unconditionally by xfuser.core.sparge_attention, for kernels that the CPU never runs: where it is
-  not installed, empty modules stand in for it during the import only;
-- xfuser.envs knows no CPU (`get_device_version`, `get_torch_distributed_backend` raise) and refuses yunchang, whose
-  groups USP needs, without CUDA;
-- usp.PROCESS_GROUP is left empty, though yunchang's groups work on gloo;
-- the ring wants a log-sum-exp, which only the `_for_cpu` kernel of torch returns there.
+Only a rank calls `load_xfuser`, when it first uses this engine: the import takes seconds and replaces torch's
+group_norm. On CUDA only xfuser's runtime state is replaced (`_RUNTIME_OPTIONS`). On the CPU more has to change:
+- xfuser.core.sparge_attention always imports triton, for kernels that the CPU never runs. If triton is not installed,
+  empty modules stand in for it during the import;
+- xfuser.envs does not support the CPU: `get_device_version` and `get_torch_distributed_backend` raise. Without CUDA it
+  also refuses yunchang, whose groups USP needs;
+- xfuser leaves usp.PROCESS_GROUP empty, though yunchang's groups work on gloo;
+- the ring needs a log-sum-exp, and on the CPU only torch's `_for_cpu` kernel returns one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum
 from types import ModuleType
 
 import torch
-import torch._dynamo  # must see that triton is missing before anything stands in for it
+import torch._dynamo  # must see that triton is missing before the stand-in is there
 from torch import Tensor
 
 from ...errors import PlatformError
@@ -39,8 +39,8 @@ class Xfuser:
     backends: type[Enum]  # AttentionBackendType
 
 
-# USP asks the runtime state for options. The real one is bound to xfuser's own pipelines; here all options are off, and
-# the attention backend is given with each call.
+# USP reads options from the runtime state. The real one belongs to xfuser's own pipelines. Here all options are off,
+# and each call names its attention backend.
 _RUNTIME_OPTIONS = types.SimpleNamespace(
     fp8_comms=None,
     attention_backend=None,
@@ -51,7 +51,7 @@ _loaded: Xfuser | None = None
 
 
 def load_xfuser() -> Xfuser:
-    """Imports xfuser, adjusted where there is no accelerator. Raises PlatformError where it cannot be imported."""
+    """Imports xfuser, and adapts it if there is no CUDA. Raises PlatformError if the import fails."""
     global _loaded
     if _loaded is None:
         try:
@@ -62,7 +62,7 @@ def load_xfuser() -> Xfuser:
 
 
 def _import() -> Xfuser:
-    os.environ.setdefault("XDIT_LOGGING_LEVEL", "WARNING")  # else it prints its internals for every group
+    os.environ.setdefault("XDIT_LOGGING_LEVEL", "WARNING")  # otherwise it prints internals for every group
     on_cpu = not torch.cuda.is_available()
     with _triton_stand_in():
         if on_cpu:
@@ -80,7 +80,7 @@ def _import() -> Xfuser:
 
 
 def _import_for_cpu() -> None:
-    """Executes the package after its `envs` have learned of the CPU; its __init__ would read them too early."""
+    """Adapts xfuser.envs to the CPU, then executes the package: its __init__ reads values from envs."""
     spec = importlib.util.find_spec("xfuser")
     if spec is None or spec.loader is None:
         raise ImportError("the package xfuser is not installed")
@@ -126,7 +126,7 @@ def _triton_stand_in() -> Iterator[None]:
 
 
 class _Anything(types.ModuleType):
-    """A module whose every attribute is another one, and a decorator that leaves what it decorates alone."""
+    """An empty module: every attribute is another such module, and used as a decorator it changes nothing."""
 
     def __getattr__(self, name: str) -> _Anything:
         if name.startswith("__"):

@@ -1,7 +1,7 @@
-"""LTX's guides, each of a strength: what is added to the scores of attention, in parts by where the queries lie.
+"""Attention masks for LTX's guides, each with its own strength: one mask per range of queries.
 
-As ComfyUI computes it (comfy.ldm.lightricks.model.GuideAttentionMask): one row for all queries of the video, one for
-each token of a guide, nothing for queries after them; never a row for each of all tokens.
+ComfyUI computes the same (comfy.ldm.lightricks.model.GuideAttentionMask). All queries of the video share one row, each
+token of a guide has its own row, and queries after the guides have no mask. There is never one row per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .kernels import additive, attend_with_lse
 
 @dataclass(frozen=True)
 class _Part:
-    """What is added to the scores of the queries [begin, end), end None for all that follow: [1, 1, 1 or n, S]."""
+    """A mask [1, 1, 1 or n, S], added to the scores of queries [begin, end). `end` None: of all later queries."""
 
     begin: int
     end: int | None
@@ -26,13 +26,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class Guides:
-    """Of all queries of a sequence, over all its keys, both in its order."""
+    """The masks for all queries of a sequence over all its keys, both in the order of the sequence."""
 
     parts: tuple[_Part, ...]
 
     @classmethod
     def of(cls, value: Any) -> Guides | None:
-        """From what a block was given; None where that is a mask as any, or none."""
+        """Returns the guides in a block's argument, or None if that is a plain mask or None."""
         if value is None or isinstance(value, Tensor):
             return None
         first, end = value.guide_start, value.guide_start + value.tracked_count
@@ -41,7 +41,7 @@ class Guides:
         )
 
     def of_queries(self, first: int, count: int) -> list[tuple[slice, Tensor | None]]:
-        """Of `count` queries from number `first` on: which of these, counted from there, have which mask."""
+        """Splits `count` queries, from number `first` on, into (slice relative to `first`, its mask or None)."""
         found = []
         for part in self.parts:
             begin = max(part.begin, first)
@@ -56,14 +56,14 @@ class Guides:
     def attend_with_lse(
         self, q: Tensor, first: int, key: Tensor, value: Tensor, keys: slice, kernel: str
     ) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse) of queries, from number `first` on, over keys of these numbers."""
+        """Returns (out, lse). `first`: number of the first query of `q`; `keys`: the numbers of the given keys."""
         found = []
         for local, mask in self.of_queries(first, q.shape[2]):
             queries = q[:, :, local]
             if mask is not None:
                 mask = additive(mask[..., keys], q.dtype).expand(-1, -1, queries.shape[2], -1)
             found.append(attend_with_lse(queries, key, value, mask, kernel))
-        if not found:  # a group without tokens
+        if not found:  # a Ulysses group without tokens
             return attend_with_lse(q, key, value, None, kernel)
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -1,5 +1,5 @@
-"""ComfyUI's attention with its heads shared out over ranks, each of which has whole tokens: exact for any kernel that
-computes head by head, such as another pack's attention override."""
+"""ComfyUI's attention with its heads split over the ranks, each of which has all tokens. This is exact for any kernel
+that computes head by head, such as another pack's attention override."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..comm.traffic_counter import Traffic
 
 
 class HeadAttention:
-    """base.AttentionCall of a whole call of a module. `least`: keys below which nothing is shared out."""
+    """A base.AttentionCall for a whole call of a module. `least`: with fewer keys, heads are not split."""
 
     def __init__(self, layout: Layout, traffic: Traffic, least: int) -> None:
         self._axis, self._weights, self._traffic, self._least = (
@@ -59,7 +59,7 @@ class HeadAttention:
             q, k, v = (t[..., local.start * width : local.stop * width] for t in (q, k, v))
         if mask is not None and mask.ndim == 4 and mask.shape[1] == heads > 1:
             mask = mask[:, local]
-        self._is_inside = True  # another pack's function may call ComfyUI's, on the heads that it was given
+        self._is_inside = True  # another pack's function may call ComfyUI's on the heads that it got
         try:
             part = original(q, k, v, count, mask=mask, **others)
         finally:

@@ -1,7 +1,7 @@
-"""Which kernel of attention a rank uses: the fastest that is there, fits the device and was seen to work on it.
+"""The choice of a rank's attention kernel: the fastest that is installed, fits the device and passes a test on it.
 
-That a package can be imported says little: builds for another torch, cards that a kernel lacks and drivers that are too
-old fail in the first step or give wrong numbers. So each kernel is tried once per process before it is chosen.
+An import that succeeds proves little. A build for another torch, an unsupported GPU or an old driver fails in the first
+step or gives wrong numbers. So each kernel is tried once per process before it is chosen.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ...errors import RequestError
 from ...options import APPROXIMATE_KERNELS
 from .kernels import BY_NAME, HALVES, KERNELS, TORCH, Kernel, attend, attend_with_lse, capability_of
 
-# Largest errors against attention in float32 over values of order 1: bf16 rounds by some thousandths, SageAttention by
-# some hundredths, and what is broken is off by much more.
+# Largest allowed errors against attention in float32 on values of order 1. bf16 rounds by some thousandths and
+# SageAttention by some hundredths; a broken kernel is off by much more.
 _EXACT, _APPROXIMATE = 0.05, 0.2
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """`name`: one of options.ATTENTION_KERNELS; `passed_over`: faster ones that do not work here, with the fault of
-    each, in a user's words."""
+    """The kernel to use. `name`: one of options.ATTENTION_KERNELS; `passed_over`: "kernel: fault" for each faster one
+    that does not work here, worded for users."""
 
     name: str
     passed_over: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class KernelChoice:
 def kernel_for(
     device: torch.device, dtype: torch.dtype, wish: str = "auto", *, ring: bool = False, head_dim: int = 128
 ) -> KernelChoice:
-    """The kernel `wish` (options.ATTENTION_KERNELS), with auto the fastest exact one that works.
+    """Returns the kernel `wish` (options.ATTENTION_KERNELS), or for "auto" the fastest exact one that works.
 
-    `ring`: it must return the log-sum-exp, and where `wish` does not, auto takes its place. `head_dim`: 128 in
-    most models. Raises RequestError for a wish that cannot run here.
+    `ring`: the kernel must return the log-sum-exp; if `wish` does not, "auto" chooses instead. `head_dim`: 128 in most
+    models. Raises RequestError if `wish` cannot run here.
     """
     if wish == TORCH:
         return KernelChoice(TORCH)
@@ -78,7 +78,7 @@ def candidates(
     installed: set[str],
     rocm: bool = False,
 ) -> list[Kernel]:
-    """The exact kernels that should run, and faster than torch's own, the fastest first."""
+    """Returns the exact kernels that should run here, faster than torch's own, the fastest first."""
     return [
         kernel
         for kernel in KERNELS
@@ -96,7 +96,7 @@ def why_not(
     installed: set[str],
     rocm: bool = False,
 ) -> str | None:
-    """Why a kernel cannot compute in `dtype` on a device, in a user's words; None when it should."""
+    """Returns why a kernel cannot compute in `dtype` on a device, worded for users; None if it should work."""
     if device_type != "cuda":
         return f"it needs a GPU, and this process computes on the {device_type.upper()}"
     if rocm and kernel.nvidia:
@@ -115,7 +115,7 @@ def why_not(
 
 
 def why_not_on(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """`why_not` of a device of this process."""
+    """Returns `why_not` for a device of this process, with the packages installed here."""
     return why_not(kernel, device.type, dtype, capability_of(device), installed_packages(), _on_rocm())
 
 
@@ -129,7 +129,7 @@ def installed_packages() -> set[str]:
 
 @functools.cache
 def fault_of(name: str, device: torch.device, dtype: torch.dtype, ring: bool, head_dim: int) -> str | None:
-    """What a kernel did wrong when it was tried, in a user's words, or None."""
+    """Tries a kernel once; returns what went wrong, worded for users, or None."""
     limit = _APPROXIMATE if name in APPROXIMATE_KERNELS else _EXACT
     try:
         with torch.inference_mode():
@@ -145,8 +145,8 @@ def fault_of(name: str, device: torch.device, dtype: torch.dtype, ring: bool, he
 def _as_delivered(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values [1, 2, S, D] with the strides that they come with: off an exchange between ranks (tokens
-    before heads, what travelled together side by side), and off a projection."""
+    """Returns two sets of test queries, keys and values [1, 2, S, D] with the strides of real ones: after an exchange
+    between ranks (tokens before heads, tensors of one message side by side), and after a projection."""
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> Tensor:
@@ -159,7 +159,7 @@ def _as_delivered(
 
 
 def _error(name: str, query: Tensor, key: Tensor, value: Tensor, ring: bool) -> float:
-    """The largest deviation from attention in float32, and of its log-sum-exp where it must give that."""
+    """Returns the largest deviation from attention in float32; over a ring also that of the log-sum-exp."""
     scores = query.float() @ key.float().mT / query.shape[-1] ** 0.5
     exact = scores.softmax(dim=-1) @ value.float()
     if not ring:

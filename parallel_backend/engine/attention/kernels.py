@@ -1,6 +1,6 @@
 """Attention on one rank: the kernels that compute it, with or without the log-sum-exp that a ring needs.
 
-All tensors are [B, H, S, D]; a mask is additive or boolean and broadcasts to [B, H, S_q, S_k].
+All tensors are [B, H, S, D]. A mask is additive or boolean and broadcasts to [B, H, S_q, S_k].
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from torch import Tensor
 
 from ...options import APPROXIMATE_KERNELS
 
-HEAD_DIM = 128  # of most models, with which kernels are tried before they are chosen (kernel_choice.py)
-_OVERRIDE = "optimized_attention_override"  # of a call's transformer_options: a pack's own attention
-TORCH = "torch"  # its own scaled_dot_product_attention
+HEAD_DIM = 128  # of most models; kernels are tested with it before they are chosen (kernel_choice.py)
+_OVERRIDE = "optimized_attention_override"  # key in transformer_options: another pack's attention
+TORCH = "torch"  # torch's scaled_dot_product_attention
 HALVES = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)
-# Scores this low have no weight in any softmax, and unlike infinity they leave no NaN where a mask hides all keys of a
-# part.
+# A score this low has no weight in any softmax. Unlike -infinity it gives no NaN if a mask hides all keys of a part.
 _MASKED = -1e30
 WithLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel beside torch's own. `diffusers`: its name there; `package`: to import, None for torch's own;
-    `install`: the package to install; `least`, `most`: compute capabilities; `auto`: from which one on it is the
-    fastest exact one where it is installed, None for never; `with_lse`: it and the log-sum-exp, None where it gives
-    none; `nvidia`: it has no build for ROCm."""
+    """An attention kernel that can replace scaled_dot_product_attention. `diffusers`: its name in diffusers; `package`:
+    the package to import, None if torch has it; `install`: the package to install; `least`, `most`: range of compute
+    capabilities; `auto`: the capability from which on it is the fastest exact kernel if installed, None for never;
+    `with_lse`: computes (out, log-sum-exp), None if it cannot; `nvidia`: True if it has no build for ROCm."""
 
     name: str
     diffusers: str
@@ -47,11 +46,11 @@ class Kernel:
 
 def _flash_3_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = _dispatch(query, key, value, "_flash_3", return_lse=True)
-    return out.transpose(1, 2), lse.transpose(1, 2)  # diffusers has it as [B, S, H]
+    return out.transpose(1, 2), lse.transpose(1, 2)  # diffusers returns the lse as [B, S, H]
 
 
 def _cudnn_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    # From its aten operator cuDNN gives wrong numbers for other strides (diffusers' attention_dispatch).
+    # Called by its aten operator, cuDNN gives wrong numbers for other strides (diffusers' attention_dispatch).
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
     return out, lse
@@ -62,8 +61,8 @@ def _flash_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     return out.transpose(1, 2), lse
 
 
-# Best first. FlashAttention 3 is for Hopper; cuDNN's fused attention comes with torch and is ahead of torch's
-# FlashAttention 2 from Hopper on. SageAttention quantises, so it is never chosen unasked.
+# Fastest first. FlashAttention 3 is for Hopper. cuDNN's fused attention comes with torch and is faster than torch's
+# FlashAttention 2 from Hopper on. SageAttention quantises, so "auto" never chooses it.
 KERNELS = (
     Kernel(
         "flash_3",
@@ -84,13 +83,13 @@ BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """CUDA's compute capability; (0, 0) for no GPU. On ROCm another count: gfx942 is (9, 4)."""
+    """Returns CUDA's compute capability; (0, 0) without a GPU. ROCm counts differently: gfx942 is (9, 4)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: str) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, [B, H, S_q, D]."""
-    if not query.numel():  # a rank may have no tokens, and kernels have no launch for that
+    """Returns softmax(q k^T / sqrt(D)) v, [B, H, S_q, D]."""
+    if not query.numel():  # a rank may have no tokens, and kernels cannot launch on none
         return torch.empty_like(query)
     if kernel == TORCH or mask is not None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -98,12 +97,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kerne
 
 
 def dispatched(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Tensor:
-    """The same by a kernel that diffusers calls `backend`."""
+    """Returns attention without a mask by the kernel that diffusers calls `backend`, [B, H, S_q, D]."""
     return _dispatch(query, key, value, backend).transpose(1, 2)
 
 
 def _dispatch(query: Tensor, key: Tensor, value: Tensor, backend: str, **options: Any) -> Any:
-    """diffusers' answer, whose tensors are [B, S, H, D]."""
+    """Returns what diffusers' dispatcher gives; its tensors are [B, S, H, D]."""
     swapped = (t.transpose(1, 2) for t in (query, key, value))
     return dispatch_attention_fn(*swapped, backend=backend, attention_kwargs=options)
 
@@ -111,9 +110,9 @@ def _dispatch(query: Tensor, key: Tensor, value: Tensor, backend: str, **options
 def attend_with_lse(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, kernel: str = TORCH
 ) -> tuple[Tensor, Tensor]:
-    """The same with the natural log-sum-exp of the scores, [B, H, S_q] float32, for merging partial results.
+    """Returns attention and the natural log-sum-exp of its scores, [B, H, S_q] float32, for merging partial results.
 
-    `mask`: additive, in the queries' dtype; torch's own operators take one. `kernel`: one that has it (`with_lse`).
+    `mask`: additive, in the queries' dtype; with a mask torch's operators compute. `kernel`: one with a `with_lse`.
     """
     if not query.numel():
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -121,7 +120,7 @@ def attend_with_lse(
         with_lse = BY_NAME[kernel].with_lse
         assert with_lse is not None, "kernel_for was told of the ring"
         out, lse = with_lse(query, key, value)
-        if lse.ndim == 4:  # cuDNN's is [B, H, S, 1] since torch 2.9
+        if lse.ndim == 4:  # cuDNN returns [B, H, S, 1] since torch 2.9
             lse = lse.squeeze(-1)
     elif query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -136,7 +135,7 @@ def attend_with_lse(
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B or 1, H or 1, S_q or 1, S_k], added to the scores, from the masks that ComfyUI's functions take."""
+    """Turns a mask of ComfyUI's functions into one to add to the scores: [B or 1, H or 1, S_q or 1, S_k]."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, _MASKED)
     while mask.ndim < 4:
@@ -145,23 +144,23 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _takes_flash_operator(query: Tensor) -> bool:
-    """Whether torch's FlashAttention 2 computes it: halves on Ampere or newer. Older cards, and ROCm, whose support
-    differs by card, take the memory-efficient one."""
+    """Returns True if torch's FlashAttention 2 supports `query`: 16-bit on Ampere or newer. Older cards take the
+    memory-efficient operator, and so does ROCm, because its support differs by card."""
     if query.dtype not in HALVES or torch.version.hip is not None:
         return False
     return capability_of(query.device) >= _AMPERE
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """The same in memory whose rows begin where the memory-efficient kernel wants them: at multiples of 16."""
+    """Copies a mask so that its rows begin at multiples of 16 elements, as the memory-efficient kernel requires."""
     keys = mask.shape[-1]
     return F.pad(mask, (0, -keys % 16))[..., :keys]
 
 
 def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Attention over all keys from (out, lse) over disjoint sets of them: a softmax over lse weighs the parts.
+    """Merges (out, lse) over disjoint sets of keys into attention over all of them, weighted by a softmax over lse.
 
-    Ring Attention (Liu et al. 2023), §3; accumulated in float32.
+    Ring Attention (Liu et al. 2023), §3. Accumulates in float32.
     """
     parts = iter(parts)
     out, total = next(parts)  # there is at least one set of keys
@@ -175,7 +174,7 @@ def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
 
 
 class ChosenKernel:
-    """`name`: one of options.ATTENTION_KERNELS but auto. Where it cannot answer a call, ComfyUI's own function does."""
+    """Attention by kernel `name` (options.ATTENTION_KERNELS, not "auto"); ComfyUI's function where that cannot run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -192,7 +191,7 @@ class ChosenKernel:
         skip_output_reshape: bool = False,
         **others: Any,
     ) -> Tensor:
-        """As ComfyUI's attention functions."""
+        """Answers a call with the signature of ComfyUI's attention functions."""
         by_head: tuple[Tensor, ...] = (q, k, v)
         if not skip_reshape and q.shape[-1] == k.shape[-1] == v.shape[-1] == heads * HEAD_DIM:
             by_head = tuple(t.reshape(*t.shape[:2], heads, HEAD_DIM).transpose(1, 2) for t in (q, k, v))

@@ -1,14 +1,14 @@
-"""Queries, keys and values of a block on two ranks, projected from the tokens of both by the rows of this rank's heads.
+"""Projections on two ranks that exchange tokens first: each rank projects the tokens of both for its own heads only.
 
-Ulysses exchanges what projections give: of each token half of its queries, keys and values, 1.5 times its own width.
-Two ranks send less when they exchange the tokens before: their width once, and each then projects all tokens for its
-own heads, which is as much arithmetic. With more ranks, or where keys have half as many heads as queries or fewer, it
-would be no less.
+Ulysses exchanges what the projections give: for each token half of its queries, keys and values, 1.5 times the token's
+width. Two ranks send less if they exchange the tokens before projecting them: the width once. Each rank then projects
+all tokens for half of the heads, which is the same amount of arithmetic. With more ranks, or if keys have at most half
+as many heads as queries, this would not send less.
 
-A block's own code runs in between (norms by head, rotation), so each layer gives what it would have given in shape: in
-the first half of the heads' places this rank's heads of a token of the first rank, in the second half those of a token
-of the second rank. The tokens that one rank has more than the other stay as they would have been, and are exchanged
-after they were projected.
+The block's own code runs between projection and attention (norms by head, rotation), so each layer's output keeps its
+shape. In the first half of the heads' places it has this rank's heads of a token of the first rank; in the second half
+this rank's heads of a token of the second rank. If one rank has more tokens, its surplus tokens are projected for all
+heads as usual and exchanged afterwards.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
 
 RANKS = 2
-_ROWS = {"weight", "bias"}  # parameters of a linear layer that have a row for each output
+_ROWS = {"weight", "bias"}  # parameters of a linear layer with one row per output
 
 
 class OtherProjections(Exception):
-    """A block takes its queries and keys another way from its layers to its attention than is known."""
+    """The error for a block that passes queries and keys from its layers to its attention in an unknown way."""
 
 
 class Exchanges(Protocol):
-    """The exchanges of one call of attention, as sequence.SequenceAttention makes them."""
+    """The exchanges between ranks in one call of attention; sequence.SequenceAttention implements them."""
 
     def group_lengths(self, stream: str) -> tuple[int, ...]: ...
 
@@ -51,9 +51,9 @@ class Exchanges(Protocol):
 
 
 class PairedProjections:
-    """The projections of one call of a block. `common`: of each stream that is exchanged before it is projected, how
-    many tokens both ranks have; `rotary`: what rotates this rank's queries and keys, and which argument that is.
-    `attention` exchanges."""
+    """The projections of one call of a block. `common`: for each stream that is exchanged before projection, the number
+    of tokens that both ranks have; `rotary`: this rank's share of the argument that rotates queries and keys, and its
+    description; `attention`: makes the exchanges."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class PairedProjections:
         self._block, self._words, self._common = block, words, common
         self._model, self._tokens, self._attention = model, tokens, attention
         self._ulysses = layout.ulysses
-        self._first = layout.ring.index * RANKS  # of this pair, on the sequence axis
+        self._first = layout.ring.index * RANKS  # index of the pair's first rank on the sequence axis
         self._heads = _heads(block, words)
         self._rotary = rotary
         self._rotated = self._inside = False
-        self._arrived: tuple[Tensor, Tensor] | None = None  # tokens that were sent, and the other rank's
+        self._arrived: tuple[Tensor, Tensor] | None = None  # (tokens sent, tokens received)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the block's layers project so."""
+        """Replaces the forwards of the block's projections, their norms and the rotation inside the context."""
         with ExitStack() as restore:
             layers = [layer for layer in self._words.layers if layer.stream in self._common]
             ways: dict[str, Callable[..., Tensor]] = dict.fromkeys(self._words.norms, self._norm)
@@ -91,8 +91,8 @@ class PairedProjections:
             yield
 
     def arrive(self, tensors: Sequence[Tensor], stream: str) -> list[Tensor]:
-        """Each [B, H, s, D], as the block gives it to its attention -> [B, H / 2, S, D]: this rank's heads, with the
-        tokens in the order in which an exchange brings them."""
+        """Turns each tensor [B, H, s, D], as the block gives it to its attention, into [B, H / 2, S, D]: this rank's
+        heads, with tokens rank by rank, as after an exchange. Raises OtherProjections if the rotation was not seen."""
         if self._rotary is not None and not self._rotated:
             raise OtherProjections("this ComfyUI does not rotate queries and keys where it did")
         self._arrived = self._rotary = None
@@ -113,7 +113,7 @@ class PairedProjections:
     def _of_both(
         self, tensors: tuple[Tensor, ...], lengths: tuple[int, ...], common: int
     ) -> list[list[tuple[Tensor, ...]]]:
-        """For each rank, of each tensor its tokens in one or two parts. `lengths`: tokens of each rank."""
+        """Returns for each rank and tensor the tokens in one or two parts. `lengths`: tokens per rank."""
         halves = [t[:, :, :common].chunk(RANKS, 1) for t in tensors]
         rest = tuple(length - common for length in lengths)
         if not any(rest):
@@ -128,7 +128,7 @@ class PairedProjections:
         ]
 
     def _project(self, layer: Projection, module: nn.Linear, x: Tensor) -> Tensor:
-        """[..., all heads of each part, rest] in place of the layer's own answer to this rank's tokens."""
+        """Replaces the layer's forward for this rank's tokens; returns [..., all heads of each part, rest]."""
         width = module.in_features if layer.rest else module.out_features // layer.parts
         half, mine, common = width // RANKS, self._ulysses.index, self._common[layer.stream]
         first = x.narrow(-2, 0, common)
@@ -139,7 +139,7 @@ class PairedProjections:
                 rows, place = part * width + mine * half, part * width + rank * half
                 self._give(module, slice(rows, rows + half), tokens, out[..., :common, place : place + half])
 
-        theirs = self._exchanged(x, first)  # flies while what does not need it is computed
+        theirs = self._exchanged(x, first)  # on its way while this rank's own tokens are computed
         project(first, mine)
         if layer.rest:
             begin = layer.parts * width
@@ -150,9 +150,9 @@ class PairedProjections:
         return out
 
     def _exchanged(self, x: Tensor, first: Tensor) -> Callable[[], Tensor]:
-        """Begins to send the `first` tokens of x; the function that is returned waits for the other rank's."""
+        """Starts to exchange the `first` tokens of x; returns a function that waits for the other rank's tokens."""
         sent, theirs = self._arrived or (None, x)
-        if sent is x:  # queries, keys and values each have a layer
+        if sent is x:  # an earlier layer has exchanged these tokens (separate layers for q, k and v)
             return lambda: theirs
         channels = x.shape[-1] // self._heads if x.shape[-1] % self._heads == 0 else x.shape[-1]
         sizes = [first.numel(), first.numel()]
@@ -166,7 +166,7 @@ class PairedProjections:
         return arrive
 
     def _give(self, module: nn.Linear, rows: slice, x: Tensor, out: Tensor) -> None:
-        """Writes some outputs of a layer into `out`: by its own code, or by what that does, which needs no copy."""
+        """Writes the outputs `rows` of a layer into `out`: by a matmul without a copy, or by the layer's own code."""
         parameters = {name: value for name, value in module._parameters.items() if value is not None}
         parts = {name: self._model.weight_rows(parameters[name], rows) for name in _ROWS & parameters.keys()}
         if x.ndim <= 3 and self._model.multiplies(module, x):
@@ -183,7 +183,7 @@ class PairedProjections:
             module._parameters.update(parameters)
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        """Norms all heads of each token, of which this rank has half, by their root mean square. In place."""
+        """Norms each token by the root mean square over all its heads, half of them on each rank. In place."""
         (common,) = self._common.values()
         by_rank = x[..., :common, :].unflatten(-1, (RANKS, -1))
         squares = torch.linalg.vector_norm(by_rank, dim=-1, dtype=torch.float32).square()
@@ -200,7 +200,7 @@ class PairedProjections:
     def _rotate(
         self, apply: Callable[[list[Tensor], Any], list[Tensor]], tensors: list[Tensor], by: Any, dim: int
     ) -> list[Tensor]:
-        """base.Rotate: the halves of the heads, which lie in `dim`, are rotated as the tokens of their ranks."""
+        """Rotates each half of the heads (in `dim`) by the places of the tokens that it belongs to. A base.Rotate."""
         if self._inside or self._rotary is None:
             return apply(tensors, by)
         share, argument = self._rotary
@@ -230,9 +230,9 @@ def paired_projections(
     layout: Layout,
     attention: Exchanges,
 ) -> PairedProjections | None:
-    """Returns the projections of a call of a block; None where ranks exchange what projections give: they are more than
-    two, one has no token, or the block has other layers than are known. Alike on all ranks. `argument`: gives one of
-    the call by its name."""
+    """Returns the projections of one call of a block, or None if ranks must exchange queries, keys and values instead:
+    there are not two ranks, one has no token, or the block has unexpected layers. The result is the same on all ranks.
+    `argument`: returns an argument of the call by its name."""
     if layout.ulysses.size != RANKS or layout.tensor.size > 1:
         return None
     try:
@@ -264,8 +264,8 @@ def _heads(block: nn.Module, words: Projections) -> int:
 
 
 def _has_rows(module: Any, layer: Projection, heads: int, model: ModuleModel) -> bool:
-    """True for a layer whose own code computes with some rows of its weight if it is given those alone, and whose
-    tokens are less than what it gives for them to half of the heads."""
+    """Returns True if the layer can compute with only some rows of its weight, and if a token's input is no wider than
+    its queries, keys and values for half of the heads."""
     if not _is_plain(module) or not model.gives_rows(module):
         return False
     width = module.in_features if layer.rest else module.out_features // layer.parts
@@ -274,7 +274,7 @@ def _has_rows(module: Any, layer: Projection, heads: int, model: ModuleModel) ->
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """True if nothing was put around the module's own forward."""
+    """Returns True if the module runs its class's forward without hooks."""
     return "forward" not in module.__dict__ and not module._forward_hooks and not module._forward_pre_hooks
 
 

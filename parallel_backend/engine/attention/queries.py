@@ -1,6 +1,7 @@
-"""ComfyUI's attention with its queries shared out over ranks, each of which computes everything else for itself.
+"""ComfyUI's attention with its queries split over the ranks; every rank computes everything else in full.
 
-Exact for any model: queries do not look at each other. Nothing of the model is known, so nothing of it is proven.
+This is exact for any model, because a query does not depend on other queries. It uses no description of the model, so
+there is none to prove.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from ..comm.collectives import all_gather
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
 
-# Each 16-bit number of an answer takes 4 FLOPs a key to compute and 2 bytes on the wire: with fewer keys than this,
-# gathering it over PCIe takes longer (at 100 TFLOPS and 25 GB/s; both in 80 ps). It would be 1 on a perfect link.
+# Each 16-bit number of the output costs 4 FLOPs per key to compute and 2 bytes to send. With fewer keys than this,
+# sending it over PCIe takes longer than computing it (80 ps at 25 GB/s, and at 100 TFLOPS). A perfect link allows 1.
 MIN_KEYS = 2048
 
 
 class QueryAttention:
-    """base.AttentionCall of a whole call of a module, whose tokens are whole on every rank."""
+    """A base.AttentionCall for a whole call of a module; every rank has all tokens."""
 
     def __init__(self, layout: Layout, traffic: Traffic) -> None:
         self._axis = layout.sequence
@@ -42,8 +43,8 @@ class QueryAttention:
         skip_output_reshape: bool = False,
         **others: Any,
     ) -> Tensor:
-        """As ComfyUI's attention functions, with the whole answer on every rank. Collective where it is shared out,
-        which the sizes alone decide."""
+        """Answers a call of ComfyUI's attention, with the whole output on every rank. Collective if queries are split;
+        the shapes of q, k and mask decide that."""
         others |= {
             "attn_precision": attn_precision,
             "skip_reshape": skip_reshape,
@@ -66,6 +67,6 @@ class QueryAttention:
 
 
 def _may_be_of_rows(mask: Tensor | None, q: Tensor, queries: int) -> bool:
-    """Some of ComfyUI's functions take a mask [a, keys] for one of each query, others for one of each row; with as many
-    queries as rows nobody can tell which."""
+    """Returns True if a mask [a, keys] is ambiguous, because there are as many queries as rows: some of ComfyUI's
+    functions take `a` as queries, others as rows."""
     return mask is not None and mask.ndim == 2 and mask.shape[0] == queries == q.shape[0]

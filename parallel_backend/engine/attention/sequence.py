@@ -1,8 +1,8 @@
-"""ComfyUI's attention over the tokens of all ranks: Ulysses with any counts of heads and tokens, and Ring outside.
+"""ComfyUI's attention over the tokens of all ranks: Ulysses with any number of heads and tokens, inside a Ring.
 
-Within a Ulysses group (Jacobs et al. 2023) the attention function is the one that ComfyUI chose; its heads and tokens
-need not divide, and where several heads share keys, the keys travel once. Over a ring (Liu et al. 2023) partial results
-merge by log-sum-exp, from the fastest kernel that returns it.
+A Ulysses group (Jacobs et al. 2023) calls the attention function that ComfyUI chose. Heads and tokens need not divide,
+and keys that several heads share are sent once. A ring (Liu et al. 2023) merges partial results by log-sum-exp, from
+the fastest kernel that returns it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of one call of attention beside its tensors. `queries`, `keys`: the streams whose tokens they are,
-    None for whole queries; `options`: arguments that go on to the attention function as they came."""
+    """The arguments of one call of attention except its tensors. `queries`, `keys`: the streams of their tokens, None
+    for queries that every rank has whole; `options`: arguments passed unchanged to the attention function."""
 
     queries: str | None
     keys: str
@@ -47,18 +47,18 @@ class Asked:
 
 
 class StaleKeys(Protocol):
-    """Gives a PipeFusion stage keys and values of tokens that a call has not (engine/stages/stale_keys.py)."""
+    """The source of keys and values for tokens that a PipeFusion stage's call lacks (engine/stages/stale_keys.py)."""
 
     def meet_mask(self) -> None: ...
     def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]: ...
 
 
 class SequenceAttention:
-    """base.AttentionCall of one call of a block. `attends`: of each call of attention inside, used up in turn; `block`:
-    whose attributes a Window names; `guides`: what the block was given as its argument that a Guided names; `wish`: the
-    kernel over a ring, one of options.ATTENTION_KERNELS that the rank has; `exchange_dtype`: of what ranks send each
-    other, one of options.EXCHANGE_DTYPES; `stale_keys`: of a PipeFusion stage. It has keys of all tokens, so over a
-    ring those of a call's own tokens are gathered and no partial results merge: of a patch that sends least."""
+    """A base.AttentionCall for one call of a block. `attends`: one entry per attention call inside, in order; `block`:
+    has the attribute that a Window names; `guides`: the value of the argument that a Guided names; `wish`: the kernel
+    over a ring, one of options.ATTENTION_KERNELS that works here; `exchange_dtype`: one of options.EXCHANGE_DTYPES;
+    `stale_keys`: for a PipeFusion stage. That has the keys of all tokens, so a ring gathers the keys of the call's own
+    tokens and merges no partial results: for a patch this sends least."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class SequenceAttention:
         self._wish, self._rounds = wish, exchange_dtype == ROUNDED
         self._stale_keys = stale_keys
         self.calls = 0
-        self.projections: PairedProjections | None = None  # of the block's first attention, until that comes
+        self.projections: PairedProjections | None = None  # for the block's first attention; None after that
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ class SequenceAttention:
         skip_output_reshape: bool = False,
         **others: Any,
     ) -> Tensor:
-        """As ComfyUI's attention functions: [B, s, H D] or, with `skip_reshape`, [B, H, s, D] of this rank's tokens."""
+        """Answers ComfyUI's attention for this rank's tokens: [B, s, H D], or [B, H, s, D] with `skip_reshape`."""
         attends = next(self._attends, None)
         self.calls += 1
         if isinstance(attends, Window):
@@ -119,11 +119,11 @@ class SequenceAttention:
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
 
     def _attend(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-        """[B, H, s, D] of this rank's tokens, or of all where queries are whole."""
+        """Returns attention [B, H, s, D] for this rank's tokens, or for all tokens if queries are whole."""
         size, heads = self._ulysses.size, q.shape[1]
         shares = split_sizes(heads, size)
         q_heads = [slice_of(shares, rank) for rank in range(size)]
-        group = heads // k.shape[1]  # of heads that share keys
+        group = heads // k.shape[1]  # number of heads that share keys
         mine = q_heads[self._ulysses.index]
         asked = replace(asked, mask=self._full_mask(asked, q_heads))
         if asked.queries is None:
@@ -137,7 +137,7 @@ class SequenceAttention:
         if size == 1:
             k, v = self._newest(k, v, asked)
             return self._of_heads(original, q, *one_each(k, v, mine, group), asked)
-        # While one group of heads is attended to, the next one is on its way here and the last one on its way back.
+        # While one group of heads is computed, the next one is on its way here and the one before on its way back.
         groups = head_groups(shares, self._groups, group)
         lengths = self.group_lengths(asked.queries)
         send = partial(self._send, q, k, v, group, asked.queries, asked.keys)
@@ -163,7 +163,7 @@ class SequenceAttention:
         return whole.transpose(1, 2)
 
     def _newest(self, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of all tokens in a stage, and k and v as they are elsewhere."""
+        """Returns the keys and values of all tokens in a PipeFusion stage; elsewhere k and v unchanged."""
         if self._stale_keys is None:
             return k, v
         if asked.mask is not None or asked.guides is not None:
@@ -174,9 +174,9 @@ class SequenceAttention:
         return self._stale_keys.newest(k, v, asked.keys)
 
     def _of_heads(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-        """[B, h, S, D] of some heads' tokens: all of this rank's Ulysses group."""
+        """Returns attention [B, h, S, D] for some heads and all tokens of this rank's Ulysses group."""
         is_passed_on = self._ring.size > 1 and self._stale_keys is None
-        if is_passed_on and q.shape[1]:  # without tokens too: the others wait for the ring
+        if is_passed_on and q.shape[1]:  # even without tokens: the other ranks wait in the ring
             return self._over_ring(q, k, v, asked)
         if not q.numel():
             return q.new_empty(*q.shape[:3], v.shape[3])
@@ -184,14 +184,14 @@ class SequenceAttention:
         mask, first = self._of_queries(asked)
         if asked.guides is None:
             return original(q, k, v, q.shape[1], mask=mask, **whole)
-        whole["low_precision_attention"] = False  # as ComfyUI has it under such masks
+        whole["low_precision_attention"] = False  # ComfyUI sets it for these masks
         parts = asked.guides.of_queries(first, q.shape[2])
         return torch.cat(
             [original(q[:, :, local], k, v, q.shape[1], mask=part, **whole) for local, part in parts], 2
         )
 
     def _of_queries(self, asked: Asked) -> tuple[Tensor | None, int]:
-        """(the mask of this Ulysses group's queries, the number of their first one)."""
+        """Returns (the mask for the queries of this Ulysses group, the number of its first query)."""
         mask, local = asked.mask, slice(0, None)
         if asked.queries is not None:
             local = slice_of(self._ring_lengths(asked.queries), self._ring.index)
@@ -202,7 +202,7 @@ class SequenceAttention:
     def _send(
         self, q: Tensor, k: Tensor, v: Tensor, group: int, queries: str, keys: str, heads: list[slice]
     ) -> Callable[[], list[Tensor]]:
-        """Begins to exchange tokens for `heads` of each rank; returns what waits for this rank's q, k and v."""
+        """Starts to exchange tokens for `heads`; returns a function that waits for this rank's q, k and v."""
         sharing = sharing_heads(heads, group)
         if queries == keys:
             return self.to_heads((q, k, v), (heads, sharing, sharing), self.group_lengths(keys))
@@ -211,12 +211,12 @@ class SequenceAttention:
         return lambda: [*query(), *pair()]
 
     def _here(self, arrived: list[Tensor], first: int, heads: list[slice]) -> Callable[[], list[Tensor]]:
-        """Gives as `_send` does what is here already. `first`: number of the first head of `arrived`."""
+        """Replaces `_send` for tensors that have arrived. `first`: the number of the first head of `arrived`."""
         local = heads[self._ulysses.index]
         return lambda: [t[:, local.start - first : local.stop - first] for t in arrived]
 
     def _band(self, window: Window, q: Tensor) -> Tensor | None:
-        """[1, 1, S, S], added to the scores of all tokens."""
+        """Returns a window's mask [1, 1, S, S] over all tokens, to be added to the scores; None for no limit."""
         reach: int | None = operator.attrgetter(window.attribute)(self._block)
         if reach is None:
             return None
@@ -226,21 +226,21 @@ class SequenceAttention:
         return mask.masked_fill_(far, torch.finfo(q.dtype).min)[None, None]
 
     def group_lengths(self, stream: str) -> tuple[int, ...]:
-        """Tokens of each rank of this rank's Ulysses group."""
+        """Returns the number of tokens on each rank of this rank's Ulysses group."""
         size = self._ulysses.size
         return self._tokens.lengths(stream)[self._ring.index * size : (self._ring.index + 1) * size]
 
     def _ring_lengths(self, stream: str) -> tuple[int, ...]:
-        """Tokens of each Ulysses group."""
+        """Returns the number of tokens in each Ulysses group."""
         size, lengths = self._ulysses.size, self._tokens.lengths(stream)
         return tuple(sum(lengths[group * size : (group + 1) * size]) for group in range(self._ring.size))
 
     def to_heads(
         self, tensors: tuple[Tensor, ...], heads: tuple[list[slice], ...], lengths: tuple[int, ...]
     ) -> Callable[[], list[Tensor]]:
-        """Each [B, H, s, D] -> [B, h, S, D]: the group's tokens (`lengths`: of each rank), this rank's heads (`heads`:
-        of each rank), all in one exchange that begins here; the function that is returned waits for it. Tokens come
-        first on the wire, so what arrives is one contiguous tensor and needs no copy."""
+        """Starts one exchange of tensors [B, H, s, D]; returns a function that waits for [B, h, S, D] each: the group's
+        tokens (`lengths`: per rank) for this rank's heads (`heads`: for each tensor, per rank). Tokens come first in
+        the buffer, so the received data is contiguous and needs no copy."""
         ranks, index = self._ulysses.size, self._ulysses.index
         if ranks == 1:
             return lambda: list(tensors)
@@ -249,7 +249,7 @@ class SequenceAttention:
         columns = [[head_count(local[rank]) * t.shape[3] for t, local in pairs] for rank in range(ranks)]
         rows, widths = batch * tokens, [sum(of_rank) for of_rank in columns]
         send = tensors[0].new_empty(rows * sum(widths))
-        if all(is_even(local) for _, local in pairs):  # one copy of each then does for all ranks
+        if all(is_even(local) for _, local in pairs):  # then one copy of each tensor serves all ranks
             parts = send.view(ranks, tokens, batch, widths[0]).split(columns[0], dim=3)
             for part, (t, of) in zip(parts, pairs, strict=True):
                 local = by_rank_view(t, of, 1).permute(1, 2, 0, 4, 3)
@@ -276,8 +276,8 @@ class SequenceAttention:
     def _to_tokens(
         self, out: Tensor, heads: list[slice], lengths: tuple[int, ...]
     ) -> Callable[[Tensor], None]:
-        """[B, h, S, D] goes back to the ranks of its tokens; the function that is returned waits for this rank's tokens
-        of all `heads`, and writes them into the [B, s, H, D] that it is given."""
+        """Starts to send [B, h, S, D] back to the ranks of its tokens. Returns a function that waits for this rank's
+        tokens of all `heads` and writes them into the tensor [B, s, H, D] that it gets."""
         batch, local, _, channels = out.shape
         mine = lengths[self._ulysses.index]
         counts = [head_count(of_rank) for of_rank in heads]
@@ -303,7 +303,7 @@ class SequenceAttention:
     def exchange(
         self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], channels: int
     ) -> Callable[[], Tensor]:
-        """`channels`: numbers of a vector, of which all sizes are multiples."""
+        """Starts an all-to-all, rounded if requested. `channels`: length of a vector; divides all sizes."""
         if self._rounds and channels >= LEAST_CHANNELS:
             return exchange(self._all_to_all, send, send_sizes, receive_sizes, channels)
         return self._all_to_all(send, send_sizes, receive_sizes)
@@ -317,7 +317,7 @@ class SequenceAttention:
         return lambda: received
 
     def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-        """[B, h, s, D] of this group's tokens over the keys and values of all groups."""
+        """Returns attention [B, h, s, D] of this group's tokens over the keys and values of all groups."""
         scale, guides = asked.options.get("scale"), asked.guides
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
@@ -332,7 +332,7 @@ class SequenceAttention:
         def partial_results() -> Iterator[tuple[Tensor, Tensor]]:
             for hop, share in enumerate(shares):
                 if not len(share):
-                    continue  # a group without tokens adds nothing, and the kernels have no answer for no keys
+                    continue  # a group without tokens adds nothing, and kernels fail on zero keys
                 key, value = self._received(share, q.dtype)
                 local = slice_of(sizes, (index - hop) % len(sizes))
                 if guides is not None:
@@ -344,25 +344,25 @@ class SequenceAttention:
         return merge(partial_results(), q.dtype)
 
     def _to_send(self, k: Tensor, v: Tensor) -> Tensor:
-        """Returns keys and values [B, h, s, D] as a ring sends them: [s, 2, B, h, …], rounded where asked for."""
+        """Returns keys and values [B, h, s, D] as a ring sends them: [s, 2, B, h, …], rounded if requested."""
         pairs = torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=1)
         return pack(pairs) if self._rounds and pairs.shape[-1] >= LEAST_CHANNELS else pairs
 
     def _received(self, pairs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of some tokens, from what `_to_send` gave of them."""
+        """Reverses `_to_send`: returns keys and values [B, h, s, D] in `dtype`."""
         known = pairs if pairs.dtype == dtype else unpack(pairs, dtype)
         return known[:, 0].permute(1, 2, 0, 3), known[:, 1].permute(1, 2, 0, 3)
 
     def _full_mask(self, asked: Asked, heads: list[slice]) -> Tensor | None:
-        """A mask over all keys in the order in which the ranks bring them, for this rank's heads.
+        """Returns the mask for this rank's heads over all keys, in the order in which an exchange brings them.
 
-        One of this rank's keys only, made from tokens that were cut, is gathered first.
+        A mask over this rank's keys only, made from tokens already cut, is gathered first.
         """
         mask, queries, keys = asked.mask, asked.queries, asked.keys
         if mask is None:
             return None
         lengths, total = self._tokens.lengths(keys), self._tokens.total(keys)
-        if max(lengths) == total and len(lengths) > 1:  # then a part and the whole look alike
+        if max(lengths) == total and len(lengths) > 1:  # a part and the whole then have the same length
             raise RequestError(
                 f"{total} tokens with an attention mask are too few for {len(lengths)} devices. Set ulysses_degree and "
                 f"ring_degree to 1."
@@ -372,7 +372,7 @@ class SequenceAttention:
             mask = mask.index_select(-1, order)
         else:
             axis, traffic = self._tokens.axis, self._tokens.traffic
-            flags = mask.dtype == torch.bool  # which not every transport carries
+            flags = mask.dtype == torch.bool  # not every transport carries bool
             mask = self._tokens.local(mask, keys, mask.ndim - 1)
             moved = (mask.to(torch.uint8) if flags else mask).movedim(-1, 0)
             mask = all_gather(moved, lengths, axis, traffic).movedim(0, -1)
@@ -384,7 +384,7 @@ class SequenceAttention:
         return mask
 
     def _local(self, tensor: Tensor, stream: str | None) -> Tensor:
-        """This rank's tokens. Raises RequestError where attention has others than the table of blocks says."""
+        """Removes stand-ins from `tensor`. Raises RequestError if its token count contradicts the table of blocks."""
         if stream is None:
             return tensor
         if tensor.shape[2] != self._tokens.held(stream):
@@ -396,5 +396,5 @@ class SequenceAttention:
 
 
 def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:
-    """(queries', keys')."""
+    """Returns (the stream of the queries, the stream of the keys)."""
     return attends if isinstance(attends, tuple) else (attends, attends)

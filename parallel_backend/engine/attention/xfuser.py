@@ -1,8 +1,8 @@
-"""xfuser's attention for any module's blocks, where it computes exactly what a call asks for; native does the rest.
+"""xfuser's attention for any module's blocks, if it computes exactly what a call asks for; native does the rest.
 
-USP (xfuser/model_executor/layers/usp.py) wants the same number of tokens on every rank. Each rank gives USP as
-many tokens as all have, and the few left over go in as its *joint* tensors, which are replicated: every rank computes
-them and keeps its own. No padding reaches a softmax.
+USP (xfuser/model_executor/layers/usp.py) needs the same number of tokens on every rank. Each rank gives USP as many
+tokens as the rank with the fewest has. The few surplus tokens go in as USP's *joint* tensors, which are replicated:
+every rank computes all of them and keeps its own. No padding reaches a softmax.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .sequence import Asked, Attend, SequenceAttention, StaleKeys
 if TYPE_CHECKING:
     from .compat_xfuser import Xfuser
 
-# Tokens that one rank may have more than another: all ranks compute those, each keeps its own.
+# The most tokens that one rank may have more than another: all ranks compute all surplus tokens.
 _MAX_SURPLUS = 4
-# Arguments of ComfyUI's attention that change nothing here.
+# Arguments of ComfyUI's attention that do not change the result here.
 _HARMLESS = {"attn_precision", "transformer_options", "low_precision_attention"}
 # xfuser's names for the kernels that kernel_choice.kernel_for picks.
 _BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
@@ -40,7 +40,7 @@ _current: Layout | None = None  # xfuser keeps its groups in module globals: one
 
 
 def why_not_xfuser(layout: Layout) -> str:
-    """Says why xfuser computes nothing under this layout, in a user's words; empty where it does."""
+    """Returns why xfuser has nothing to compute under this layout, worded for users; empty if it has."""
     if layout.tensor.size > 1:
         return "its tensor parallelism splits the feed-forward layers only"
     if layout.pipe.size > 1:
@@ -53,13 +53,13 @@ def why_not_xfuser(layout: Layout) -> str:
 
 
 class XfuserEngine:
-    """xfuser's groups for one layout, and how blocks attend by them. `add_note`: is told, once for each reason, what
-    native computes in its place. Collective: all ranks make it together, and import xfuser and lay out its groups."""
+    """xfuser's groups for one layout, and attention over them. `add_note`: called with the reason each time native
+    computes instead. Collective: all ranks create it together, which imports xfuser and makes its groups."""
 
     def __init__(
         self, layout: Layout, dtype: torch.dtype, traffic: Traffic, add_note: Callable[[str], None]
     ) -> None:
-        from .compat_xfuser import load_xfuser  # takes seconds to import, so only where it is asked for
+        from .compat_xfuser import load_xfuser  # takes seconds to import, so only on request
 
         kernel = kernel_for(layout.world.device, dtype, ring=layout.ring.size > 1).name
         self._layout, self._traffic = layout, traffic
@@ -70,8 +70,8 @@ class XfuserEngine:
         _lay_groups(self._xfuser, layout)
 
     def prepare(self) -> None:
-        """Makes xfuser's global groups this layout's again, if another strategy ran since. Collective; each call of the
-        module begins with it."""
+        """Sets xfuser's global groups back to this layout's, if another strategy ran since. Collective; every call of
+        the module starts with it."""
         _lay_groups(self._xfuser, self._layout)
         self.attended = False
 
@@ -84,13 +84,13 @@ class XfuserEngine:
         guides: Guides | None = None,
         stale_keys: StaleKeys | None = None,
     ) -> SequenceAttention:
-        """Returns the attention of one call of a block, in place of SequenceAttention."""
+        """Returns the attention for one call of a block, a subclass of SequenceAttention."""
         assert stale_keys is None, "PipeFusion's stages attend by native"
         return _UspAttention(self, layout, tokens, attends, block, guides)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """Attends from this rank's queries to all keys: [B, H, s, D] of this rank's tokens in and out. `lengths`: the
-        tokens of each rank."""
+        """Returns attention of this rank's queries over all keys. Tensors have this rank's tokens: [B, H, s, D].
+        `lengths`: the number of tokens on each rank."""
         self.attended = True
         common = min(lengths)
         surplus = tuple(length - common for length in lengths)
@@ -113,7 +113,7 @@ class XfuserEngine:
         return out
 
     def _count(self, query: Tensor, common: int, surplus: int) -> None:
-        """Counts what USP sends from this rank: q, k, v and the output over Ulysses, keys and values round the ring."""
+        """Counts what USP sends from this rank: q, k, v and output over Ulysses, keys and values over the ring."""
         u, r = self._layout.ulysses.size, self._layout.ring.size
         ulysses = (4 * common + 2 * surplus) * (u - 1) // u
         ring = 2 * common * (r - 1)
@@ -122,7 +122,7 @@ class XfuserEngine:
     def _surplus_of_all(
         self, query: Tensor, key: Tensor, value: Tensor, surplus: tuple[int, ...]
     ) -> Iterator[Tensor]:
-        """The tokens that only some ranks have, from every rank that has one: 3 x [B, H, surplus, D]."""
+        """Gathers the surplus tokens of all ranks: queries, keys and values [B, H, surplus, D]."""
         common = query.shape[2] - surplus[self._layout.sequence.index]
         mine = torch.stack([t[:, :, common:] for t in (query, key, value)]).permute(3, 0, 1, 2, 4)
         gathered = all_gather(mine, surplus, self._layout.sequence, self._traffic)
@@ -130,7 +130,7 @@ class XfuserEngine:
 
 
 class _UspAttention(SequenceAttention):
-    """Attention by xfuser where it is exact."""
+    """Attention by xfuser if that is exact, otherwise by native."""
 
     def __init__(self, engine: XfuserEngine, *of_call: Any) -> None:
         super().__init__(*of_call)
@@ -146,7 +146,7 @@ class _UspAttention(SequenceAttention):
         return self._engine.attend(q, k, v, lengths)
 
     def _refusal(self, q: Tensor, k: Tensor, asked: Asked, lengths: tuple[int, ...]) -> str:
-        """Says why this call is native's, in a user's words, alike on all ranks; empty where it is xfuser's."""
+        """Returns why native must compute this call, worded for users, or "" for xfuser. The same on all ranks."""
         if asked.mask is not None or asked.guides is not None:
             return "it computes no attention masks"
         if k.shape[1] != q.shape[1] or q.shape[1] % self._ulysses.size:
@@ -171,7 +171,7 @@ def _backend(xfuser: Xfuser, kernel: str, layout: Layout) -> Enum:
 
 
 def _lay_groups(xfuser: Xfuser, layout: Layout) -> None:
-    """Makes xfuser's global groups those of `layout`. Collective when they change."""
+    """Sets xfuser's global groups to those of `layout`. Collective when they change."""
     global _current
     if _current is layout:
         return

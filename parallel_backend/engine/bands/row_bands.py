@@ -1,9 +1,8 @@
-"""Bands: each rank computes some rows of one image, and layers that look beyond them ask the ranks that hold the rest.
+"""Bands: each rank computes some rows of one image, and layers that need other rows get them from the other ranks.
 
-Three kinds of layer do, in a decoder or encoder of convolutions; everything else works row by row. The layers are
-ComfyUI's own, turned into these classes in place (`split_rows`), so that no forward is copied. Rows are
-the last dimension but one, of images [B, C, H, W] and of videos [B, C, T, H, W]: what lies before is whole on every
-rank.
+Three kinds of layer need other rows: convolutions, group norms and attention. All others work row by row. ComfyUI's own
+layers are turned into these classes in place (`split_rows`), so no forward is copied. Rows are the last dimension but
+one, in images [B, C, H, W] and videos [B, C, T, H, W]. All dimensions before the rows are whole on every rank.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ..comm.collectives import all_gather
 from ..comm.groups import Axis
 from ..comm.traffic_counter import Traffic
 
-# A group norm looks at its input in up to 8 slices of at least this many elements, so that neither torch's scratch nor,
-# in half precision, a copy in float32 is as large as the input. Small inputs are worth no further launches.
+# A group norm reads its input in up to 8 slices of at least this many elements, so that torch's scratch memory and the
+# float32 copy of a 16-bit input stay smaller than the input. For small inputs more launches do not pay.
 SLICE_ELEMENTS = 2**22
 
 
 class Bands:
-    """The rows that each rank holds. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows of each.
+    """The rows that each rank holds. `axis`: the ranks that hold any, from top to bottom; `rows`: latent rows per rank.
 
-    Deeper layers have `scale` times the rows, everywhere alike, so that proportions are all that a layer needs.
+    Inside the network every rank has the same multiple of its latent rows, so a layer only needs the proportions.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -41,32 +40,33 @@ class Bands:
         self.share_out(Axis((0,), 0, None), (1,), torch.device("cpu"))
 
     def share_out(self, axis: Axis, rows: tuple[int, ...], device: torch.device) -> None:
-        """Sets who holds which rows from now on."""
+        """Sets the ranks and the number of rows of each from now on."""
         self.axis, self.rows = axis, rows
-        # Each band's part of the image, [ranks, 1, 1]: its weight in the mean of a group. Made on the device: a copy
-        # to it would hold the host up.
+        # Each band's part of the image, [ranks, 1, 1]: its weight in a group's mean. Made on the device, because a copy
+        # to it would make the host wait.
         parts = (torch.full((1, 1, 1), row / sum(rows), dtype=torch.float64, device=device) for row in rows)
         self.parts = torch.cat(list(parts))
 
     def sizes(self, mine: int) -> tuple[int, ...]:
-        """Each rank's part of what is proportional to rows, when this rank has `mine`."""
+        """Returns the size of each rank's part of something proportional to rows. `mine`: this rank's size."""
         local = self.rows[self.axis.index]
         return tuple(mine * rows // local for rows in self.rows)
 
     def span(self, mine: int) -> tuple[tuple[int, ...], int]:
-        """base.RowSpan's."""
+        """Returns (the rows of each rank, this rank's index) if this rank has `mine` rows; see RowSpan.span."""
         return self.sizes(mine), self.axis.index
 
     def start_halo(
         self, x: Tensor, *, above: bool = True, below: bool = True
     ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-        """Swaps border rows of x [..., rows, W] with the neighbours; call the result to wait for (above, below).
+        """Starts to swap border rows of x [..., rows, W] with the neighbours; returns a function that waits.
 
-        Each is [..., 1, W]; None at the image's own border, and on a side where nobody asks for it.
+        That function returns the rows (above, below), [..., 1, W] each. A row is None at the image's border, and on a
+        side that was not requested. All ranks pass the same `above` and `below`.
         """
         axis, operations = self.axis, []
         received: list[Tensor | None] = []
-        ways = (  # (whose, is it sent what, is it waited for)
+        ways = (  # (neighbour, its border row here, True to send, True to receive)
             (axis.index - 1, x[..., :1, :], below, above),
             (axis.index + 1, x[..., -1:, :], above, below),
         )
@@ -89,13 +89,13 @@ class Bands:
             with heartbeat.inside("an exchange of edge rows", neighbours):
                 for work in works:
                     work.wait()
-            operations.clear()  # held until here: what they send must outlive the sending
+            operations.clear()  # kept until here: tensors must stay alive while they are sent
             return received[0], received[1]
 
         return wait
 
     def gather(self, mine: Tensor) -> Tensor:
-        """[..., rows, W] of each rank -> [..., all rows, W] on every rank."""
+        """Gathers [..., rows, W] of each rank into [..., all rows, W] on every rank."""
         if self.axis.size == 1:
             return mine
         rows = mine.movedim(-2, 0)
@@ -103,18 +103,19 @@ class Bands:
 
 
 class BandConv(_ConvNd):
-    """A convolution over this rank's rows that looks at one row above and below, and any columns and frames.
+    """A convolution over this rank's rows that reads one row above and below, and any columns and frames.
 
-    With a stride of 2 bands begin at even rows, so that none looks below itself. Rows inside the band are computed
-    while the neighbours' border rows travel; the first and the last row are then computed from three rows each. No copy
-    of the band with its halo is made. Stands before the layer's own class, which computes each piece.
+    With a stride of 2 bands begin at even rows, so no band reads the row below it, unless its caller pads the bottom
+    only. Rows inside the band are computed while the neighbours' border rows travel. Then the first and the last row
+    are computed from three rows each; the band is not copied with its halo. This class comes before the layer's own
+    class, which computes each piece.
     """
 
     bands: Bands
 
     def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:  # type: ignore[override]
-        """[B, C, ..., rows, W] -> [B, out, ..., rows / stride, W]. Where the caller has padded them, rows + 2, or + 1
-        below for a stride of 2."""
+        """Computes [B, out, ..., rows / stride, W] from [B, C, ..., rows, W]. If the caller has padded x, it has
+        rows + 2; with a stride of 2 it may have rows + 1, padded at the bottom only."""
         compute: Callable[..., Tensor] = functools.partial(super()._conv_forward, **options)
         if self.kernel_size[-2] == 1 or self.bands.axis.size == 1:
             return compute(x, *weights)
@@ -124,7 +125,7 @@ class BandConv(_ConvNd):
             return self._padded_by_mode(compute, x, weights)
         wait = self.bands.start_halo(x, below=self.stride[-2] == 1)
         rows = x.shape[-2]
-        # Its first and last row are only right at the image's own border; the others are replaced below.
+        # The first and last row are right only at the image's border; otherwise they are replaced below.
         out = compute(x, *weights) if rows > 2 else None
         above, below = wait()
         padding: Any = self.padding
@@ -143,12 +144,12 @@ class BandConv(_ConvNd):
             self.padding = padding
 
     def _padded_by_mode(self, compute: Callable[..., Tensor], x: Tensor, weights: tuple[Any, ...]) -> Tensor:
-        """The rows above and below a band's own are the neighbours', and at the image's border what the mode makes."""
+        """Pads x with the neighbours' rows, or by the padding mode at the image's border, and computes that."""
         padding, mode = self.padding, self.padding_mode
         sides = list(self._reversed_padding_repeated_twice)
         columns = [*sides[:2], 0, 0, *sides[4:]]
         wait = self.bands.start_halo(x)
-        if mode == "reflect" and x.shape[-2] == 1:  # the row that is reflected is a neighbour's
+        if mode == "reflect" and x.shape[-2] == 1:  # the row to reflect is a neighbour's
             rows = [row for row in wait() if row is not None]
             padded = F.pad(torch.cat([rows[0], x, rows[-1]], dim=-2), columns, mode)
         else:
@@ -166,10 +167,10 @@ class BandConv(_ConvNd):
             self.padding, self.padding_mode = padding, mode
 
     def _with_halo(self, x: Tensor) -> Tensor:
-        """x with its outermost rows, which the caller made up, replaced by the neighbours' at a border of two bands."""
+        """Replaces the outermost rows of x, the caller's padding, by the neighbours' rows at a border of two bands."""
         halves = self.stride[-2] == 2
-        # Of an even number of rows, as halved ones are, one more is a row below alone, which is then looked at; of two
-        # more only the one above is.
+        # Bands to be halved have an even number of rows. One padded row more is at the bottom, and is read. Of two more
+        # only the one above is read.
         first = 0 if halves and x.shape[-2] % 2 else 1
         wait = self.bands.start_halo(x[..., first:-1, :], above=first == 1, below=not (halves and first))
         above, below = wait()
@@ -183,14 +184,14 @@ class BandConv(_ConvNd):
 class BandGroupNorm(nn.GroupNorm):
     """Group norm with the statistics of the whole image, from one exchange of each band's mean and variance.
 
-    Merged as in Chan, Golub and LeVeque 1979 (eq. 2.1): no difference of large sums, so that it is as exact as one pass
-    over the whole image.
+    Merged as in Chan, Golub and LeVeque 1979 (eq. 2.1). That subtracts no large sums from each other, so it is as exact
+    as one pass over the whole image.
     """
 
     bands: Bands
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, ..., rows, W], or tokens [B, C, rows * W]; the same shape."""
+        """Norms [B, C, ..., rows, W], or tokens [B, C, rows * W], in the same shape."""
         if self.bands.axis.size == 1:
             return super().forward(x)
         axis = self.bands.axis
@@ -199,11 +200,11 @@ class BandGroupNorm(nn.GroupNorm):
         return self._normed(x, *self._full_affine(moments, x), torch.empty_like(x))
 
     def _moments(self, x: Tensor) -> Tensor:
-        """[2, B, groups] float32: mean and variance of this band."""
+        """Returns mean and variance of this band, [2, B, groups] float32."""
         return torch.stack(_moments(x, self.num_groups))
 
     def _full_affine(self, moments: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm as x * scale + shift, from the moments of all bands [ranks, 2, B, groups]: [B, C, 1, …] each."""
+        """Returns scale and shift [B, C, 1, …] of the norm, from the moments of all bands [ranks, 2, B, groups]."""
         mean, var = moments.double().unbind(1)
         parts = self.bands.parts
         whole = (parts * mean).sum(0)
@@ -214,11 +215,11 @@ class BandGroupNorm(nn.GroupNorm):
 
     @staticmethod
     def _normed(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """Computed in float32, as torch's own kernel does, and rounded once."""
+        """Computes x * scale + shift into `out` in float32, rounded once, as torch's own kernel does."""
         return torch.addcmul(shift, x, scale, out=out)
 
     def _affine(self, mean: Tensor, rstd: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """The norm as x * scale + shift: [B, C] float32 each, from [B, groups]."""
+        """Returns scale and shift [B, C] float32 of the norm, from mean and rstd [B, groups]."""
         each = channels // self.num_groups
         mean, scale = (moment.repeat_interleave(each, dim=1) for moment in (mean, rstd))
         if self.weight is not None:
@@ -230,7 +231,7 @@ class BandGroupNorm(nn.GroupNorm):
 
 
 def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance per image and group, [B, groups] float32, by torch's own group norm kernel."""
+    """Returns mean and variance per image and group, [B, groups] float32, by torch's own group norm kernel."""
     batch, channels = x.shape[:2]
     each = channels // groups
     slices = min(8, groups, max(1, x.numel() // SLICE_ELEMENTS))
@@ -248,9 +249,9 @@ def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def split_rows(network: nn.Module, bands: Bands) -> None:
-    """Has every layer of `network` (convolutions, group norms, self-attention) work on this rank's rows.
+    """Turns the layers of `network` (convolutions, group norms, self-attention) into layers over this rank's rows.
 
-    Raises RequestError for a layer that looks at other rows in a way not known here.
+    Raises RequestError for a convolution that reads other rows in an unknown way.
     """
     for name, layer in list(network.named_modules()):
         if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
@@ -271,19 +272,19 @@ def become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
 
 
 def banded(kind: type[_ConvNd]) -> type[nn.Module]:
-    """`kind` over bands: still of that class, for a network that asks."""
+    """Returns a class for `kind` over bands. It is a subclass of `kind`, for networks that check the class."""
     return type(f"Band{kind.__name__}", (BandConv, kind), {})
 
 
 def _is_simple(conv: nn.Conv2d | nn.Conv3d) -> bool:
-    """Whether it looks at no row but its own, or at one above and one below; where it halves rows, its caller pads."""
+    """Returns True if `conv` reads only its own row, or one above and below; with a stride of 2 its caller pads."""
     rows = conv.kernel_size[-2], conv.padding[-2], conv.stride[-2]
     plain = conv.dilation[-2] == 1 and conv.padding_mode in ("zeros", "replicate", "reflect")
     return plain and rows in ((1, 0, 1), (3, 0, 1), (3, 1, 1), (3, 0, 2))
 
 
 def _banded_norm(kind: type[nn.GroupNorm]) -> type[nn.Module]:
-    """BandGroupNorm; below the forward of a class of a network's own, which takes frames apart before it norms them."""
+    """Returns BandGroupNorm, under a network's own subclass that splits frames before it norms them."""
     parent = kind.__mro__[1]
     if "forward" in vars(kind) and parent is not nn.GroupNorm and issubclass(parent, nn.GroupNorm):
         return type(f"Band{kind.__name__}", (kind, BandGroupNorm), {})

@@ -1,4 +1,4 @@
-"""One image or video whose network cuts it into tiles by itself: the tiles shared out among ranks, joined on one."""
+"""One image or video whose network cuts it into tiles by itself: ranks share out the tiles, rank 0 joins them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..comm.collectives import all_to_all
 from ..comm.groups import Layouts
 from .vae import check_latent, check_limit
 
-_MAX_SIDE = 1024  # rows of a latent that any network cuts
+_MAX_SIDE = 1024  # rows of a latent that every network cuts into tiles
 
 
 class TiledDecoder:
-    """As BandedDecoder, for a network whose tiles do not ask each other for anything. Collective in the same way.
+    """A decoder like BandedDecoder, for a network whose tiles are independent of each other. Collective like that one.
 
-    Tiles travel to rank 0 one by one and wait in host memory until the network joins them as it joins its own.
+    Tiles travel to rank 0 one by one and wait in host memory until the network's own code joins them.
     """
 
     def __init__(self, vae: TiledComfyUIVae, layouts: Layouts) -> None:
@@ -31,16 +31,16 @@ class TiledDecoder:
 
     @torch.inference_mode()
     def parts(self, latent: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
-        """Tiles of the latent [C, (t,) h, w] on each rank."""
+        """Returns the number of tiles of the latent [C, (t,) h, w] on each rank."""
         return split_sizes(len(self.vae.tiles(self._placed(latent))), self._world.world_size, shares)
 
     @torch.inference_mode()
     def __call__(
         self, latent: Tensor, shares: tuple[float, ...] = (), on_step: Callable[[], None] | None = None
     ) -> Tensor | None:
-        """latent [C, (t,) h, w] -> its frames [T, H, W, 3], about -1..1, on the CPU of rank 0; None on the others.
+        """Decodes latent [C, (t,) h, w] to frames [T, H, W, 3], about -1..1, on the CPU of rank 0; None on others.
 
-        `shares`, `on_step`: as of BandedDecoder.
+        `shares`, `on_step`: see BandedNetwork.__call__.
         """
         world, vae = self._world, self.vae
         placed = self._placed(latent)
@@ -61,7 +61,7 @@ class TiledDecoder:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """As of BandedDecoder."""
+        """Raises PlatformError on rank 0 if shared tiles do not give what one rank computes. Collective."""
         vae, world = self.vae, self._world
         if world.world_size == 1:
             return
@@ -82,14 +82,14 @@ class TiledDecoder:
         check_limit(shared, whole, vae.compute_dtype, "tiles shared out are")
 
     def check_input(self, given: Tensor) -> None:
-        """As of BandedDecoder."""
+        """Raises RequestError, worded for users, for a batch that this network does not decode."""
         check_latent(self.vae, given)
 
     def _placed(self, latent: Tensor) -> Tensor:
         return latent[None].to(self._world.device, self.vae.compute_dtype)
 
     def _compute(self, tiles: list[Tensor], numbers: list[int | None], computed: list[Tensor | None]) -> None:
-        """`numbers`: of the tile that each rank computes now, None where it has none left; rank 0 keeps all of them."""
+        """Computes one tile per rank; rank 0 stores all of them. `numbers`: the tile of each rank, None for no tile."""
         vae, world = self.vae, self._world
         shapes = [None if number is None else vae.tile_shape(tiles[number]) for number in numbers]
         sizes = tuple(0 if shape is None else math.prod(shape) for shape in shapes)
@@ -111,6 +111,6 @@ class TiledDecoder:
 
     @staticmethod
     def _frames(pixels: Tensor) -> Tensor:
-        """[1, 3, (T,) H, W] -> [T, H, W, 3]."""
+        """Rearranges [1, 3, (T,) H, W] to [T, H, W, 3]."""
         whole = pixels[0]
         return (whole if whole.ndim == 4 else whole[:, None]).permute(1, 2, 3, 0)

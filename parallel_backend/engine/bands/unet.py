@@ -1,7 +1,7 @@
-"""One call of ComfyUI's UNet by all ranks of an axis, each of which computes a band of the image's rows.
+"""One call of ComfyUI's UNet by all ranks of an axis; each rank computes a band of the image's rows.
 
-The layers are ComfyUI's own, which for the time of a call are of the classes below: no forward is copied. Bands begin
-where the lowest resolution has a row, so that they halve and double without remainder; the last one takes what is odd.
+During a call ComfyUI's own layers have the classes below, so no forward is copied. Bands begin at rows of the lowest
+resolution, so they halve and double without remainder. The last band takes any odd rows.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .row_bands import BandConv, BandGroupNorm, Bands
 
 _BYTES = torch.uint8
 _OPTIONS = "transformer_options"
-# What nodes put between or into blocks.
+# Options by which nodes put code between or into blocks.
 _LOOKING = ("optimized_attention_override", "patches", "patches_replace")
 _MAY_LOOK = "a patch of this model's blocks (such as IP-Adapter's) may look at the whole image"
 
 
 class BandNormForConv(BandGroupNorm):
-    """A group norm whose output a convolution takes: with one row more above and below, zero at the image's border.
+    """A group norm before a convolution: its output has one row more above and below, zero at the image's border.
 
-    The neighbours' rows travel before they are normed, beside each band's moments: one exchange serves both layers.
+    The neighbours' rows are sent before they are normed, with each band's moments: one exchange serves both layers.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, ..., rows, W] -> [B, C, ..., rows + 2, W]."""
+        """Norms [B, C, ..., rows, W] and returns [B, C, ..., rows + 2, W]."""
         axis, traffic = self.bands.axis, self.bands.traffic
         moments, borders = self._moments(x), torch.stack([x[..., 0, :], x[..., -1, :]])
         sent = torch.cat([moments.flatten().view(_BYTES), borders.flatten().view(_BYTES)])
@@ -61,10 +61,10 @@ class BandNormForConv(BandGroupNorm):
 
 
 class ConvOfHalo(_ConvNd):
-    """A convolution over this rank's rows, which come with one more above and below."""
+    """A convolution over this rank's rows; its input has one row more above and below."""
 
     def _conv_forward(self, x: Tensor, *weights: Any, **options: Any) -> Tensor:  # type: ignore[override]
-        """[B, C, ..., rows + 2, W] -> [B, out, ..., rows, W]."""
+        """Computes [B, out, ..., rows, W] from [B, C, ..., rows + 2, W]."""
         padding: Any = self.padding
         self.padding = (*padding[:-2], 0, padding[-1])
         try:
@@ -74,12 +74,12 @@ class ConvOfHalo(_ConvNd):
 
 
 class BandAttention(nn.Module):
-    """ComfyUI's cross-attention: where it attends to the image's own tokens, those of all bands are its keys."""
+    """ComfyUI's cross-attention: when it attends to the image's own tokens, its keys come from all bands."""
 
     bands: Bands
 
     def forward(self, x: Tensor, context: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        """x [B, own tokens, C]; the same shape."""
+        """Attends from x [B, tokens of this band, C]; returns the same shape."""
         if context is not None:
             return super().forward(x, context, *args, **kwargs)
         with attention_by(self._attend):
@@ -88,7 +88,7 @@ class BandAttention(nn.Module):
     def _attend(
         self, original: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **others: Any
     ) -> Tensor:
-        """base.AttentionCall. Keys and values [B, own tokens, H D] travel together."""
+        """Gathers keys and values [B, tokens of this band, H D] in one collective. A base.AttentionCall."""
         mine = torch.cat([k, v], dim=2).transpose(0, 1)
         sizes = self.bands.sizes(len(mine))
         everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic).transpose(0, 1)
@@ -97,7 +97,7 @@ class BandAttention(nn.Module):
 
 
 class BandSelfAttention(BandAttention):
-    """The same to the image's own tokens alone, which a patch may have changed on their way to keys and values."""
+    """Attention to the image's own tokens only, which a patch may have replaced for keys and values (`context`)."""
 
     def forward(self, x: Tensor, context: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         with attention_by(self._attend):
@@ -105,8 +105,8 @@ class BandSelfAttention(BandAttention):
 
 
 class UNetBands:
-    """Of a UNet whose rows are shared out over the sequence axis of `layout`. Raises RequestError for one that has
-    layers which no rule covers."""
+    """A UNet whose rows are shared out over the sequence axis of `layout`. Raises RequestError if no rule covers one of
+    its layers."""
 
     def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
         self._module = model.module
@@ -115,10 +115,10 @@ class UNetBands:
         found = unet_layers(model.module)
         self._levels = [Bands(traffic) for _ in range(found.levels + 1)]
         self._layers = list(self._banded(found))
-        self._shared_out: dict[int, list[slice]] = {}  # of the height that the levels are set to
+        self._shared_out: dict[int, list[slice]] = {}  # by height of the image; only the height in use
 
     def _banded(self, found: UNetLayers) -> Iterator[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
-        """(layer, its class in bands, attributes that it then has)."""
+        """Yields (layer, its class in bands, the attributes that it then has)."""
         kinds: list[tuple[type[nn.Module], nn.Module, int]] = []
         kinds += [(BandConv, layer, level) for layer, level in found.convolutions]
         kinds += [(BandGroupNorm, layer, level) for layer, level in found.norms]
@@ -129,12 +129,12 @@ class UNetBands:
         made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
         for kind, layer, level in kinds:
             pair = kind, type(layer)
-            if pair not in made:  # still of its own class, for code that asks
+            if pair not in made:  # a subclass of its own class, for code that checks
                 made[pair] = type(f"{kind.__name__}Of{pair[1].__name__}", pair, {})
             yield layer, made[pair], {"bands": self._levels[level]}
 
     def refusal(self, call: ModuleCall) -> str:
-        """Why this call cannot be computed in bands, in words; alike on all ranks. Empty where it can."""
+        """Returns why bands cannot compute this call, worded for users; empty if they can. The same on all ranks."""
         latent = call.args[0]
         if not isinstance(latent, Tensor) or latent.ndim != 4:
             return "this latent is no image"
@@ -150,7 +150,7 @@ class UNetBands:
         return ""
 
     def __call__(self, call: ModuleCall) -> Tensor:
-        """The whole answer, on each rank. Collective over the sequence axis."""
+        """Returns the whole answer on each rank. Collective over the sequence axis."""
         latent, *others = call.args
         heights = self._heights(latent.shape[-2])
         if heights[0] not in self._shared_out:
@@ -168,14 +168,14 @@ class UNetBands:
         return self._levels[0].gather(answer).contiguous()
 
     def _heights(self, height: int) -> list[int]:
-        """Of the whole image at each resolution."""
+        """Returns the height of the whole image at each resolution."""
         heights = [height]
         for _ in self._levels[1:]:
             heights.append(-(-heights[-1] // 2))
         return heights
 
     def _share_out(self, heights: list[int]) -> list[slice]:
-        """This rank's rows at each resolution."""
+        """Sets the rows of all ranks at each resolution; returns this rank's."""
         of_ranks = split_sizes(heights[-1], self._axis.size, self._shares)
         local = []
         for level, (height, bands) in enumerate(zip(heights, self._levels, strict=True)):
@@ -188,7 +188,7 @@ class UNetBands:
 
     @contextmanager
     def _in_bands(self) -> Iterator[None]:
-        """Inside, the module's layers work on bands."""
+        """Makes the module's layers work on bands inside the context."""
         local = [type(layer) for layer, _, _ in self._layers]
         try:
             for layer, kind, attributes in self._layers:
@@ -203,8 +203,8 @@ class UNetBands:
 
 
 def _cut(residual: Tensor | None, rows: dict[int, slice]) -> Tensor | None:
-    """This rank's rows of a ControlNet's residual [B, C, h, w]; one of no height of this image is one that ComfyUI
-    would leave out as well, but for what is the same everywhere."""
+    """Returns this rank's rows of a ControlNet's residual [B, C, h, w], or all of it if h is 1. Returns None for
+    a height that the image has at no resolution: ComfyUI would leave out such a residual as well."""
     if residual is None or residual.ndim != 4 or residual.shape[-2] == 1:
         return residual
     return residual[..., rows[residual.shape[-2]], :] if residual.shape[-2] in rows else None

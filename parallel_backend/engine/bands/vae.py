@@ -1,4 +1,4 @@
-"""One image or video decoded or encoded by all ranks: each computes a band of rows, exactly as one rank does all."""
+"""One image or video decoded or encoded by all ranks: each computes a band of rows, as exactly as one rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from ..comm.groups import Axis, Layouts
 from ..comm.traffic_counter import Traffic
 from .row_bands import Bands, split_rows
 
-# How far a decode in bands may be from the whole, of the largest pixel, in check(). Measured on random networks of 7
-# kinds: float32 rounds to 8e-6, bfloat16 to 1.4e-2, float32 in convolutions that NVIDIA computes as TF32 to 2.2e-3, and
-# a rank that goes without its neighbours is off by 0.5 or more.
+# The largest difference that check() allows between bands and the whole, relative to the largest pixel. Measured on
+# random networks of 7 kinds: float32 differs by 8e-6, bfloat16 by 1.4e-2, float32 with convolutions in NVIDIA's TF32 by
+# 2.2e-3. A rank without its neighbours' rows is off by 0.5 or more.
 _CHECK_LIMIT, _CHECK_LIMIT_HALF, _CHECK_LIMIT_TF32 = 1e-3, 0.1, 2e-2
 
 
 class BandedNetwork:
-    """Splits the rows of half a VAE over all ranks. Collective: all give it the same inputs in the same order.
+    """Half a VAE whose rows are split over all ranks. Collective: all call it with the same inputs in the same order.
 
-    `network` has its layers, `compute` calls it with a batch of one. `unit`: rows of an input that belong to one row of
-    the latent.
+    `network`: has the layers; `compute`: calls it with a batch of one; `unit`: rows of the input per row of the latent.
     """
 
     def __init__(
@@ -51,18 +50,18 @@ class BandedNetwork:
             layer.register_forward_hook(lambda *_: self._steps.count())
 
     def parts(self, given: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
-        """Rows of the latent that each rank computes of an input [C, (t,) rows, w]."""
+        """Returns how many rows of the latent each rank computes of an input [C, (t,) rows, w]."""
         return split_sizes(given.shape[-2] // self._unit, self._world.world_size, shares)
 
     @torch.inference_mode()
     def __call__(
         self, latent: Tensor, shares: tuple[float, ...] = (), on_step: Callable[[], None] | None = None
     ) -> Tensor | None:
-        """latent [C, h, w], or [C, t, h, w] of a video -> its frames [T, H, W, 3], about -1..1, on the CPU of rank 0;
-        one frame of an image. None on the others. An encoder's pixels and latent have their places changed.
+        """Decodes a latent [C, h, w], or [C, t, h, w] for a video, to frames [T, H, W, 3], about -1..1; an image gives
+        one frame. Returns them on the CPU of rank 0, None on the others. An encoder takes pixels and gives a latent.
 
-        `shares`: how much of the rows each rank takes, empty for equal shares. A rank may have no row at all.
-        `on_step`: called `vae.steps` times, on every rank alike.
+        `shares`: how much of the rows each rank takes, empty for equal shares; a rank may have no row.
+        `on_step`: called `vae.steps` times on every rank.
         """
         world, vae = self._world, self.vae
         rows = self.parts(latent, shares)
@@ -83,8 +82,8 @@ class BandedNetwork:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raises PlatformError on rank 0 when bands of a small random latent do not give what one rank computes of the
-        whole: another version of a network may look at rows in a way not known here. Collective."""
+        """Raises PlatformError on rank 0 if bands of a small random input do not give what one rank computes: another
+        version of a network may read rows in an unknown way. Collective."""
         vae, world = self.vae, self._world
         if world.world_size == 1:
             return
@@ -97,20 +96,20 @@ class BandedNetwork:
         check_limit(banded, whole, vae.compute_dtype, "bands of rows are")
 
     def check_input(self, given: Tensor) -> None:
-        """Raises RequestError, in a user's words, for a batch that this network does not take."""
+        """Raises RequestError, worded for users, for a batch that this network does not take."""
         raise NotImplementedError
 
     def _small_shape(self) -> tuple[int, ...]:
-        """Of an input for check(), with a row for each rank."""
+        """Returns the shape of an input for check(), with one row of the latent for each rank."""
         raise NotImplementedError
 
     def _decode(self, rows: Tensor) -> Tensor:
-        """[C, (t,) rows, w] -> frames [T, scale * rows, scale * w, 3] on the device, and likewise the other way."""
+        """Decodes [C, (t,) rows, w] to [T, scale * rows, scale * w, 3] on the device; an encoder, pixels to latent."""
         pixels = self._compute(rows[None].to(self._world.device, self.vae.compute_dtype))[0]
         return (pixels if pixels.ndim == 4 else pixels[:, None]).permute(1, 2, 3, 0)
 
     def _on_rank_0(self, band: Tensor | None) -> Tensor | None:
-        """Frame by frame, so that no device holds more of the whole than one frame. band: [T, rows, W, 3] or None."""
+        """Joins the bands ([T, rows, W, 3] or None) on rank 0, frame by frame: no device holds two whole frames."""
         world, ranks, axis = self._world, self._world.world_size, self._layouts.everyone
         if world.group is None:
             return None if band is None else band.cpu()
@@ -126,7 +125,7 @@ class BandedNetwork:
         others = (0,) * (ranks - 1)
         receive = sizes if world.rank == 0 else (0, *others)
         for number, frame in enumerate(band):
-            frame = frame.to(world.device).contiguous()  # some networks leave their frames in host memory
+            frame = frame.to(world.device).contiguous()  # some networks return frames in host memory
             arrived = all_to_all(frame, (len(frame), *others), receive, axis, self._layouts.traffic)
             if whole is not None:
                 whole[number] = arrived
@@ -134,7 +133,7 @@ class BandedNetwork:
 
 
 class BandedDecoder(BandedNetwork):
-    """`vae`'s decoder."""
+    """The decoder of `vae`, in bands."""
 
     vae: ComfyUIVae
 
@@ -150,7 +149,7 @@ class BandedDecoder(BandedNetwork):
 
 
 class BandedEncoder(BandedNetwork):
-    """`vae`'s encoder. Heights of its inputs divide by `vae.scale`."""
+    """The encoder of `vae`, in bands. Heights of its inputs are multiples of `vae.scale`."""
 
     vae: ComfyUIVaeEncoder
 
@@ -171,7 +170,7 @@ class BandedEncoder(BandedNetwork):
 
 
 def check_latent(vae: ComfyUIVae, latent: Tensor) -> None:
-    """Raises RequestError, in a user's words, for a batch that `vae` does not decode."""
+    """Raises RequestError, worded for users, for a batch that `vae` does not decode."""
     channels, dims, least = vae.latent_channels, vae.latent_dims, vae.min_side
     if latent.ndim != 2 + dims:
         raise RequestError(
@@ -191,7 +190,7 @@ def check_latent(vae: ComfyUIVae, latent: Tensor) -> None:
 
 
 def check_limit(found: Tensor, whole: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Raises PlatformError when `found` is further from `whole` than rounding in `dtype` explains."""
+    """Raises PlatformError if `found` differs from `whole` by more than rounding in `dtype` explains."""
     same_shape = found.shape == whole.shape
     difference = ((found - whole).abs().max() / whole.abs().max()).item() if same_shape else math.inf
     limit = _rounding(dtype, found.device)
@@ -209,7 +208,7 @@ def _rounding(dtype: torch.dtype, device: torch.device) -> float:
 
 
 class _Steps:
-    """Calls `on_step` after every `layers` layers, `steps` times in all: what a network leaves is called at the end."""
+    """A counter that calls `on_step` after every `layers` layers; `end` makes up the calls that are left of `steps`."""
 
     def __init__(self, steps: int, layers: int, on_step: Callable[[], None]) -> None:
         self._left = steps

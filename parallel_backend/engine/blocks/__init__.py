@@ -1,1 +1,1 @@
-"""Blocks of a module on one rank's tokens: called, compiled, cached."""
+"""Calls of a module's blocks on one rank's tokens, torch.compile for them, and the step cache."""

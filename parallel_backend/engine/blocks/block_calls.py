@@ -1,7 +1,7 @@
-"""Blocks of a module on one rank's tokens: inside a call their forwards get shares and meet at attention.
+"""Calls of a module's blocks on one rank's tokens: the blocks' forwards get shares, and ranks exchange at attention.
 
-Nothing of a model's own forward is known here. What lies between blocks sees whole tokens where each block gathers what
-it gives, and shares where tokens stay apart.
+This code knows nothing of a model's own forward. If each block gathers its outputs, the code between blocks gets all
+tokens; if tokens stay apart, it gets this rank's share.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def run_unmodified(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class AttentionBypassed(Exception):
-    """A block's attention did not come here, so that it saw a share of the tokens."""
+    """The error for a block that did not call the given attention, so that it saw only this rank's tokens."""
 
 
 class BlockCalls:
-    """The blocks of `model` over the sequence axis of `layout`. Raises RequestError where this version of the module is
-    not the one that its table describes. `run_block`: for those in which ranks meet at attention only;
-    `make_attention`: SequenceAttention, or what is made of the same to take its place."""
+    """The blocks of `model` over the sequence axis of `layout`. Raises RequestError if the table does not describe this
+    version of the module. `run_block`: runs blocks in which ranks exchange at attention only; `make_attention`:
+    SequenceAttention, or a function with the same arguments that returns a subclass."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class BlockCalls:
         self._layout = layout
         self._traffic = traffic
         self._regions = [(region, blocks_of(model.module, region)) for region in model.regions]
-        # True where two ranks send tokens before they are projected, and nothing but the module's own code sees what is
-        # inside of blocks.
+        # True if two ranks may exchange tokens before their projection: only the module's own code then reads values
+        # inside blocks.
         self.sends_tokens = False
 
     @contextmanager
     def shared_out(
         self, *, stay: bool, control: dict[str, Any] | None, cached: CachedCall | None = None
     ) -> Iterator[None]:
-        """Inside, calls of the module share out tokens. `stay`: they stay apart from the first block of a region to the
-        last; `control`: a ControlNet's residuals, in lists that the module got, to be cut in place; `cached`: whether
-        blocks run."""
+        """Makes calls of the module share out tokens inside the context. `stay`: tokens stay apart from the first block
+        of a region to the last; `control`: a ControlNet's residuals, in the lists that the module gets, to be cut in
+        place; `cached`: decides which blocks run."""
         with ExitStack() as restore:
             for region, blocks in self._regions:
                 region_stays = stay and region.leave is not None
@@ -83,7 +83,7 @@ class BlockCalls:
 
     @contextmanager
     def unsplit_call(self, cached: CachedCall) -> Iterator[None]:
-        """Inside, a call of the module with whole tokens runs only the blocks that `cached` wants."""
+        """Makes a call of the module with all tokens run only the blocks that `cached` requests, inside the context."""
         with ExitStack() as restore:
             for region, blocks in self._regions:
                 for block in blocks:
@@ -93,7 +93,7 @@ class BlockCalls:
             yield
 
     def cached_outputs(self) -> tuple[CachedOutput, ...]:
-        """Those of this module's blocks that a step cache keeps; none where it cannot."""
+        """Returns the outputs of this module's blocks that a step cache keeps; empty if it cannot keep any."""
         region, blocks = self._regions[-1]
         if main_region(self._model.regions) is None or len(blocks) < 2:
             return ()
@@ -103,7 +103,7 @@ class BlockCalls:
         return cached if region is main_region(self._model.regions) else None
 
     def _replace_what_leaves(self, cached: CachedCall | None, restore: ExitStack) -> None:
-        """Before anything gathers it."""
+        """Hooks `cached` in front of the module after the blocks, before the hook that gathers tokens."""
         region, _ = self._regions[-1]
         if cached is not None and region.leave != LAST_BLOCK:
             leave = self._model.module.get_submodule(str(region.leave))
@@ -129,8 +129,8 @@ class BlockCalls:
         kwargs: dict[str, Any],
         stale_keys: StaleKeys | None = None,
     ) -> Any:
-        """The block's own forward, with what it calls as attention going over all ranks. `stale_keys`: of a PipeFusion
-        stage."""
+        """Runs the block's own forward with attention over all ranks. `stale_keys`: for a PipeFusion stage. Raises
+        AttentionBypassed if the block did not call that attention."""
         args, kwargs, guides = block.without_guides(args, kwargs)
         attention = self._make_attention(
             self._layout, tokens, block.kind.attends, block.module, Guides.of(guides), stale_keys=stale_keys
@@ -151,7 +151,7 @@ class BlockCalls:
             return out
 
     def run_unshared(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's own forward on all tokens."""
+        """Runs the block's own forward on all tokens."""
         return self._run_block(block.module, args, kwargs)
 
     def _pair(
@@ -163,7 +163,7 @@ class BlockCalls:
         kwargs: dict[str, Any],
         inside: ExitStack,
     ) -> None:
-        """Has two ranks exchange tokens before they are projected, where that can be."""
+        """Makes two ranks exchange tokens before their projection, if the block allows it."""
         words = block.kind.projections
         if words is None or words.rotary not in (None, *block.names):
             return
@@ -177,7 +177,7 @@ class BlockCalls:
 
 
 class _Pass:
-    """One pass through a region's blocks, in a call of the module."""
+    """One pass through a region's blocks in one call of the module."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Pass:
         self._region = region
         self._stays = stays
         self._control = control if stays else None
-        self._tokens: BlockTokens | None = None  # whose shares are on their way from block to block
+        self._tokens: BlockTokens | None = None  # the shares that blocks pass on now
 
     def forward_of(self, block: Block) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -221,11 +221,11 @@ class _Pass:
         cached = self._cached
         if cached is None or self._stays:
             return forward
-        # A block that is left out has nothing to gather.
+        # A block that does not run has nothing to gather.
         return lambda *args, **kwargs: cached.run(block, args, kwargs, lambda: forward(*args, **kwargs))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before the module that needs whole tokens again."""
+        """Gathers the tokens for the module that needs all of them again; a forward pre-hook."""
         if self._tokens is None:  # no block of the region ran
             return args
         tokens, self._tokens = self._tokens, None
@@ -238,7 +238,7 @@ class _Pass:
 
 
 def _gather_and_cut(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that gather the first argument of a module, and cut what it gives."""
+    """Returns two hooks: one gathers a module's first argument, the other cuts its output."""
 
     def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (tokens.gather(args[0], argument), *args[1:])
@@ -252,7 +252,7 @@ def _gather_and_cut(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[...
 def cut_arguments(
     block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments with this rank's tokens."""
+    """Returns a block's arguments with this rank's tokens only."""
     listed, named = list(args), dict(kwargs)
     for name, argument in block.kind.arguments.items():
         carried = name in block.kind.gives

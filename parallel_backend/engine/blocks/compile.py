@@ -1,7 +1,7 @@
-"""A model's blocks compiled by torch.compile, one graph for all blocks of a kind, or as they are.
+"""A model's blocks compiled by torch.compile, with one graph for all blocks of a class; what fails runs uncompiled.
 
-Regional compilation (PyTorch recipes) as diffusers' compile_repeated_blocks has it, but of each block's forward alone:
-hooks around it stay outside, which gather sharded weights.
+This is regional compilation (PyTorch recipes), like diffusers' compile_repeated_blocks, but for each block's forward
+only. The hooks around it, which gather sharded weights, stay outside the graph.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from torch import Tensor, nn
 
 from ...options import COMPILE_BACKEND, CompileStats
 
-# Versions that are compiled of each kind of block. One image size takes one, all others together one or two more, and
-# images one by one others than several at once; more come from a change of dtype or of the split of the weights.
+# The most versions compiled of each class of block. The first image size takes one and all other sizes together one or
+# two more. Single images and batches need separate versions; so do other dtypes and other splits of the weights.
 MAX_VERSIONS = 12
 
 
 class Compiler:
-    """Compiles kinds of blocks for this process, and counts it.
+    """Compiles classes of blocks for this process, and counts what it compiled.
 
-    The first shape that a kind meets is compiled for that shape alone, which is fastest; all others share versions for
-    any number of tokens. `on_begin()` is called each time that a graph is about to be compiled.
+    The first shape of a class is compiled for that shape only, which is fastest. All later shapes share versions for
+    any number of tokens. `on_begin()` is called each time before a graph is compiled.
     """
 
     def __init__(self, backend: str) -> None:
-        import torch._dynamo  # takes a second
+        import torch._dynamo  # takes a second to import
 
         config = torch._dynamo.config
         limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before 2.7
         setattr(config, limit, MAX_VERSIONS)
-        config.suppress_errors = True  # what torch cannot compile runs as it is
+        config.suppress_errors = True  # what torch cannot compile runs uncompiled
         self.on_begin: Callable[[], None] = lambda: None
         self._backend = torch._dynamo.lookup_backend(backend)
         self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         self._problems: dict[type[nn.Module], str] = {}  # why a class cannot be one graph
-        self._left_out: dict[type[nn.Module], None] = {}  # of these, what ran since it was asked last
+        self._left_out: dict[type[nn.Module], None] = {}  # those of them that ran since the last `take`
         self._left_out_before: tuple[type[nn.Module], ...] = ()
         self._started = 0.0
         self._graphs, self._seconds, self._uncompiled, self._problem = 0, 0.0, 0, ""
 
     def run_compiled(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of a block whose attention is an operator, as one graph. What cannot be one runs as it is.
+        """Runs the forward of a block, whose attention is an operator, as one graph, or uncompiled if it cannot be one.
 
-        The first shape is compiled for itself; what differs in a later one is dynamic from then on.
+        The first shape is compiled with fixed sizes; a size that differs in a later call is dynamic from then on.
         """
         kind = type(block)
         if kind not in self._problems:
@@ -61,8 +61,8 @@ class Compiler:
                 plain = {name: _with_plain_strides(value) for name, value in kwargs.items()}
                 return self._compiled[kind](block, *map(_with_plain_strides, args), **plain)
             except _beyond_max_versions():
-                pass  # versions that there are go on serving what they fit
-            except torch._dynamo.exc.TorchDynamoException as error:  # while tracing: nothing of the block ran
+                pass  # the existing versions still serve the calls that they fit
+            except torch._dynamo.exc.TorchDynamoException as error:  # while tracing: no part of the block ran
                 self._problems[kind] = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
         if kind in self._problems:
             self._left_out[kind] = None
@@ -70,14 +70,14 @@ class Compiler:
         return kind.forward(block, *args, **kwargs)
 
     def take(self) -> CompileStats:
-        """Takes the counts of what was done since this was asked last."""
+        """Returns the counts since the last call, and resets them."""
         done = CompileStats(self._graphs, self._seconds, self._uncompiled)
         self._graphs, self._seconds, self._uncompiled = 0, 0.0, 0
         self._left_out_before, self._left_out = tuple(self._left_out), {}
         return done
 
     def notes_on(self, done: CompileStats) -> list[str]:
-        """Notes on what went otherwise than a person asked for. `done`: what `take` gave last."""
+        """Returns notes for the user on what ran uncompiled. `done`: the result of the last `take`."""
         if self._problem:
             return [f"torch.compile failed, so blocks ran uncompiled: {self._problem}; set compile to off"]
         if self._left_out_before:
@@ -94,7 +94,7 @@ class Compiler:
         return []
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """A backend of torch.compile. `_begun`: torch began to trace then."""
+        """Compiles a graph; a torch.compile backend. Counts the seconds since `_started`, when torch began to trace."""
         self.on_begin()
         try:
             compiled = self._backend(graph, inputs)
@@ -111,12 +111,12 @@ class Compiler:
 
 @functools.cache
 def compiler() -> Compiler:
-    """This process's: what torch compiled is kept per process, so there is one."""
+    """Returns this process's only compiler: torch keeps compiled code per process."""
     return Compiler(os.environ.get(COMPILE_BACKEND) or "inductor")
 
 
 def start_compiler(device_type: str) -> tuple[Compiler | None, list[str]]:
-    """(this process's compiler for blocks on a device, []), or (None, what there is to say about its lack)."""
+    """Returns (this process's compiler, []), or (None, notes for the user) if it cannot compile for the device."""
     reason = why_not(device_type)
     if reason is None:
         try:
@@ -128,14 +128,14 @@ def start_compiler(device_type: str) -> tuple[Compiler | None, list[str]]:
 
 
 def why_not(device_type: str) -> str | None:
-    """The lack that keeps this machine from compiling for a device, with the remedy; None where nothing is missing."""
+    """Returns what this machine lacks to compile for a device, with the remedy; None if nothing is missing."""
     if os.environ.get(COMPILE_BACKEND):
         return None
     if device_type == "cpu":
         name = os.environ.get("CXX", "g++")
         if shutil.which(name) is None:
             return f"there is no C++ compiler ({name}); install g++, or set compile to off"
-        if " " in torch.__file__:  # inductor hands it to the compiler as it is
+        if " " in torch.__file__:  # inductor passes the path to the compiler unquoted
             return "torch lies in a folder with a space in its name, which its compiler cannot read; set compile to off"
         return None
     if find_spec("triton") is None:
@@ -147,18 +147,18 @@ def why_not(device_type: str) -> str | None:
 
 
 def _beyond_max_versions() -> type[Exception]:
-    """Returns the error that torch raises where a block of one graph would need more than MAX_VERSIONS versions."""
+    """Returns the error that torch raises if a block would need more than MAX_VERSIONS versions."""
     names = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")  # the second one before 2.7
     found: type[Exception] = next(filter(None, (getattr(torch._dynamo.exc, name, None) for name in names)))
     return found
 
 
 def _with_plain_strides(argument: Any) -> Any:
-    """Tokens come to a first block in other strides than to the next ones."""
+    """Gives tokens plain strides: the first block gets them with other strides than the next blocks."""
     is_tokens = isinstance(argument, Tensor) and argument.ndim == 3 and argument.is_floating_point()
     return _plain(argument) if is_tokens and 0 not in argument.stride() else argument
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same with the strides of a new tensor, so that views of different kinds need no versions of their own."""
+    """Returns the tensor with the strides of a new tensor, so that different views need no separate versions."""
     return tensor.contiguous().flatten().view(tensor.shape)

@@ -1,13 +1,13 @@
-"""First Block Cache over all ranks: blocks after the first may be left out of a call of a module.
+"""First Block Cache over all ranks: a call of a module may skip the blocks after the first.
 
-First Block Cache (chengzeyi, ParaAttention, 2024; diffusers/hooks/first_block_cache.py), a simple form of TeaCache (Liu
-et al. 2024): where what the first block added differs from what it added in the last call that was computed by less
-than a threshold of it (mean absolute values over a row's tokens), the other blocks are taken to add what they added
-then. The row that differs most decides for all. diffusers' hooks decide on each rank by its own tokens, so ranks would
-go different ways; here ranks add up what they saw, in the same order, and all decide alike.
+First Block Cache (chengzeyi, ParaAttention, 2024; diffusers/hooks/first_block_cache.py) is a simple form of TeaCache
+(Liu et al. 2024). It compares what the first block adds with what it added in the last call that was computed in full.
+If the relative difference (mean absolute values over a row's tokens) is below a threshold, the other blocks are skipped
+and what they added in that call is added again. The row that differs most decides for all rows. diffusers' hooks decide
+on each rank by its own tokens, so ranks could differ. Here all ranks add up the same sums in the same order.
 
-A module's forward is not cut in two: it runs, and blocks that are left out hand on what they get. What the region's end
-then takes is replaced, so it does not matter what the module does between its blocks, such as adding residuals.
+The module's forward still runs: skipped blocks pass on their inputs. The value that leaves the blocks is replaced, so
+it does not matter what the module does between its blocks, such as adding residuals.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from ..tokens.region_blocks import Block
 
-# Of calls that are compared: whose prompts they are of, and the strategy.
+# (prompts, strategy): only calls with the same key are compared.
 Key = tuple[tuple[int, ...], Hashable]
 
 
 @dataclass(frozen=True)
 class CachedResidual:
-    """Of an output, in the last call that was computed: what the first block changed, and what the others added."""
+    """One output in the last computed call: `change` by the first block, and what the other blocks `added`."""
 
     change: Tensor
     added: Tensor
 
 
 class ModuleCache:
-    """What one sampling job keeps from one network call to the next, of each of its prompts; it ends with the job.
+    """The step cache of one sampling job: residuals of each prompt, kept from one network call to the next.
 
-    Rows of one network call decide together; prompts that ComfyUI puts into calls of their
-    own (of other lengths) decide each for itself, under every strategy alike.
+    The rows of one network call decide as one. Prompts that ComfyUI puts into separate calls (because their lengths
+    differ) decide separately, under every strategy.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -54,7 +54,7 @@ class ModuleCache:
 
     @contextmanager
     def call(self, key: Key, outputs: Sequence[CachedOutput], vote: ReuseVote) -> Iterator[CachedCall]:
-        """Around a network call. A call that fails leaves nothing."""
+        """Wraps a network call and keeps its residuals; a call that fails leaves none."""
         one = CachedCall(self.threshold, outputs, self._residuals.pop(key, None), vote)
         yield one
         self.calls += 1
@@ -65,8 +65,8 @@ class ModuleCache:
 
 @dataclass(frozen=True)
 class ReuseVote:
-    """Where ranks decide. `shared`: a row's tokens are shared out over the sequence axis while blocks run; `on_reuse`:
-    what all ranks do once they have decided to leave blocks out."""
+    """The vote of all ranks on reuse. `shared`: True if the sequence axis shares out a row's tokens while blocks run;
+    `on_reuse`: called on all ranks when they have decided to skip blocks."""
 
     layout: Layout
     traffic: Traffic
@@ -74,8 +74,9 @@ class ReuseVote:
     on_reuse: Callable[[], None]
 
     def largest(self, change: Tensor, before: Tensor) -> float:
-        """The largest change / before of any row on any rank, NaN where it is that on one. Sums of tokens [rows,
-        outputs] float64. The same on all ranks, which gather before they add (decision 025). Collective."""
+        """Returns the largest change / before of any row on any rank, or NaN if it is NaN on one. `change`, `before`:
+        sums over tokens, [rows, outputs] float64. Collective. The result is the same on all ranks, because they gather
+        before they add (decision 025)."""
         sums = torch.stack([change, before])
         if self.shared:
             axis = self.layout.sequence
@@ -87,7 +88,7 @@ class ReuseVote:
 
 
 class CachedCall:
-    """One network call on one rank. `reuses`: blocks after the first are left out."""
+    """One network call on one rank. `reuses`: True if the blocks after the first are skipped."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class CachedCall:
         self._outputs = outputs
         self._before = before
         self._vote = vote
-        self._first_gave: list[Tensor] = []  # what the first block gave
+        self._first_gave: list[Tensor] = []  # outputs of the first block
         self._changes: list[Tensor] = []
         self._added: dict[int, Tensor] = {}  # by output
         self.reuses = False
@@ -113,9 +114,9 @@ class CachedCall:
         compute: Callable[[], Any],
         tokens: BlockTokens | None = None,
     ) -> Any:
-        """What a call of the block gives; computed, or what it gets. `tokens`: of which the arguments are shares."""
+        """Returns a block's outputs; for a skipped block its inputs. `tokens`: set if the arguments are shares."""
         if block.is_first:
-            taken = self._copied(block.handed_on(args, kwargs))  # blocks may change what they get
+            taken = self._copied(block.handed_on(args, kwargs))  # blocks may change their inputs
             out = compute()
             self._first_gave = self._copied(out)
             self._changes = [after - before for after, before in zip(self._first_gave, taken, strict=True)]
@@ -127,12 +128,12 @@ class CachedCall:
         return out
 
     def take_leave(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hook before the module that follows the blocks, first of all hooks."""
+        """Replaces the input of the module after the blocks; the first of its forward pre-hooks."""
         (number,) = (n for n, output in enumerate(self._outputs) if not output.at_end)
         return (self._at_end(number, args[0]), *args[1:])
 
     def residuals(self) -> list[CachedResidual] | None:
-        """For the next call with these prompts; None where the module did not come to all that there is to keep."""
+        """Returns what to keep for the next call with these prompts; None if the module did not reach every output."""
         if self.reuses:
             return self._before
         if len(self._added) < len(self._outputs):
@@ -152,12 +153,12 @@ class CachedCall:
             )
             moved = [now - one.change for one, now in zip(known, self._changes, strict=True)]
             difference = torch.stack([_sums(one, output, tokens) for one, output in self._deciding(moved)], 1)
-        # NaN, where there is nothing to compare with, is not below.
+        # NaN means that there is nothing to compare with; it is not below the threshold.
         self.reuses = self._vote.largest(difference, before) < self._threshold
         if self.reuses:
             self._vote.on_reuse()
         else:
-            self._before = None  # its memory is for what comes now
+            self._before = None  # frees its memory for this call's residuals
 
     def _deciding(self, of_outputs: Sequence[Any]) -> Iterator[tuple[Any, CachedOutput]]:
         pairs = zip(of_outputs, self._outputs, strict=True)
@@ -175,8 +176,8 @@ class CachedCall:
         return type(out)(found) if isinstance(out, (list, tuple)) else found[0]
 
     def _at_end(self, number: int, value: Tensor) -> Tensor:
-        """An output as the blocks give it, from as they handed it on where they were left out."""
-        if not self._first_gave:  # the first block itself was left out, by a node that skips layers
+        """Returns the output as the blocks would give it; if they ran, stores what they added."""
+        if not self._first_gave:  # a node that skips layers has skipped the first block
             return value
         given = self._first_gave[number]
         if self.reuses:
@@ -192,7 +193,7 @@ def _several(out: Any) -> Sequence[Tensor]:
 
 
 def _sums(value: Tensor, output: CachedOutput, tokens: BlockTokens | None) -> Tensor:
-    """[rows] float64 sums of absolute values, over this rank's tokens where `value` is a share of `tokens`."""
+    """Returns sums of absolute values, [rows] float64. `tokens`: set if `value` is this rank's share."""
     argument = output.tokens
     if argument is not None and tokens is not None:
         value = tokens.local(value, argument.stream, argument.dim % value.ndim)

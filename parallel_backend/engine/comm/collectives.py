@@ -1,6 +1,6 @@
-"""Collectives over shares of different sizes, each over a group it is given, each counted in one place.
+"""Collectives over shares of different sizes. Each takes its group and the counter of its traffic as arguments.
 
-Tensors are split along their first dimension, so that what arrives is one contiguous tensor.
+Tensors are split along their first dimension, so the received data is one contiguous tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...wire.heartbeat import heartbeat
 from .groups import Axis, is_gloo
 from .traffic_counter import Traffic
 
-# Its name before torch 2.13 warns in that version.
+# torch 2.13 renamed it and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_to_all(
     send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
 ) -> Tensor:
-    """Rows of `send` ([sum(send_sizes), …]) go to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
+    """Sends rows of `send` [sum(send_sizes), …] to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
     received, begin = _all_to_all(send, send_sizes, receive_sizes, axis, traffic)
     with heartbeat.inside("an all-to-all", axis.ranks):
         begin(async_op=False)
@@ -34,9 +34,9 @@ def all_to_all(
 def start_all_to_all(
     send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
 ) -> Callable[[], Tensor]:
-    """Begins all_to_all; the function that is returned waits for it. What is computed between flies beside it."""
+    """Starts all_to_all; returns a function that waits for the result. The caller can compute in the meantime."""
     received, begin = _all_to_all(send, send_sizes, receive_sizes, axis, traffic)
-    with heartbeat.inside("an all-to-all", axis.ranks):  # the first one of a group makes its communicator
+    with heartbeat.inside("an all-to-all", axis.ranks):  # a group's first collective makes its communicator
         work = begin(async_op=True)
 
     def arrive() -> Tensor:
@@ -50,7 +50,7 @@ def start_all_to_all(
 def _all_to_all(
     send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """(what will be received, a function that begins it)"""
+    """Returns (the tensor to receive into, a function that starts the exchange)."""
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
@@ -59,7 +59,7 @@ def _all_to_all(
 
 
 def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Tensor:
-    """[sizes[index], …] of each rank -> [sum(sizes), …] on every rank. Shares are padded to the largest on the way."""
+    """Gathers [sizes[index], …] of each rank into [sum(sizes), …] on every rank. Sends shares padded to the largest."""
     if axis.group is None:
         return mine
     largest = max(sizes)
@@ -71,7 +71,7 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
     with heartbeat.inside("an all-gather", axis.ranks):
         if is_gloo(axis, mine.device):
             dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
-        else:  # into a list NCCL copies out of a second tensor as large as all of that
+        else:  # given a list, NCCL copies from a second tensor as large as the whole
             all_gather_single(gathered, padded, group=axis.group)
     if min(sizes) == largest:
         return gathered
@@ -79,7 +79,7 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
 
 
 def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tensor:
-    """The tensor of rank `source` (an index in the axis) on every rank; the others give one of its shape and dtype."""
+    """Returns the tensor of rank `source` (an index in the axis); the others pass one of that shape and dtype."""
     if axis.group is None or not tensor.numel():
         return tensor
     traffic.add(tensor.numel() * (axis.size - 1) if axis.index == source else 0, tensor)
@@ -89,9 +89,9 @@ def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tens
 
 
 def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
-    """The sum over the axis, in place, on every rank.
+    """Sums a tensor over the axis, in place, on every rank.
 
-    Counted as a ring sends it: 2 (P - 1) / P of the tensor, the least that any algorithm can (Patarasuk and Yuan 2009).
+    Counted as sent by a ring: 2 (P - 1) / P of the tensor, the least of any algorithm (Patarasuk and Yuan 2009).
     """
     if axis.group is not None and tensor.numel():
         traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
@@ -101,16 +101,16 @@ def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
 
 
 def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Iterator[Tensor]:
-    """Yields every rank's share, this rank's own first, as they travel round the ring.
+    """Yields the share of every rank in the order in which the ring brings them, this rank's own first.
 
-    The hop of the next share runs while the caller works on the current one. `mine`: [sizes[index], …].
+    The next share is on its way while the caller works on the current one. `mine`: [sizes[index], …].
     """
     ranks, index, size = axis.ranks, axis.index, axis.size
     current = mine.contiguous()
     for hop in range(1, size):
         following = mine.new_empty(sizes[(index - hop) % size], *mine.shape[1:])
         traffic.add(current.numel(), current)
-        operations = []  # none for a share without elements: both sides know its size
+        operations = []  # an empty share is not sent: both sides know its size
         if current.numel():
             operations.append(dist.P2POp(dist.isend, current, ranks[(index + 1) % size], axis.group))
         if following.numel():

@@ -1,4 +1,4 @@
-"""Rank groups: the process group of a sidecar, and the subgroups that a strategy lays over it."""
+"""Rank groups: the process group of a sidecar, and a strategy's subgroups of it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from .numa import stay_near
 from .operators import SliceMeeting
 from .traffic_counter import Traffic
 
-_NO_INTERFACE = "Unable to find address for"  # gloo's words
-# Of every group, and of the store over which NCCL's ranks meet. A collective waits as long as the slowest rank
-# computes, alone or compiling it may be; the supervisor has a limit for that by what is computed (wire/deadlines.py),
-# and names who keeps the others waiting. Torch's own limits, 5 and 10 minutes, would end the ranks that wait.
+_NO_INTERFACE = "Unable to find address for"  # in gloo's error message
+# The timeout of every group, and of the store through which NCCL's ranks find each other. A collective waits for the
+# slowest rank, which may be compiling. The supervisor limits that time by what is computed (wire/deadlines.py), and
+# names the rank that the others wait for. torch's own timeouts, 5 and 10 minutes, would end the waiting ranks.
 PATIENCE = timedelta(days=1)
-# Purposes of groups beside those of tokens: over which weights are gathered, and over which stages return.
+# Purposes of separate groups: to gather weights, and to return answers from the last stage to the first.
 _WEIGHTS, _RETURN = "weights", "return"
 
 
 class World:
     """This rank's place in its sidecar and the process groups that span it.
 
-    `group` carries tensors (NCCL on GPUs, gloo on the CPU); `control` is always gloo, for flags that the host reads.
-    Both are None for a single rank. Rendezvous is a FileStore on a fresh path: no port. `devices`: of all ranks.
+    `group` carries tensors (NCCL on GPUs, gloo on the CPU). `control` is always gloo, for flags that the host reads.
+    Both are None for a single rank. `store_path`: a fresh path for a FileStore (which opens no port), or a prefix in
+    torchrun's store; `devices`: those of all ranks.
     """
 
     def __init__(
@@ -79,21 +80,21 @@ class World:
 
 
 def _open_store(path: str, world_size: int) -> Any:
-    """A file, or a prefix in the store of torchrun's agents, which the ranks of several machines reach. (torch exports
-    the stores, but not to type checkers.)"""
+    """Opens a file store, or a prefix in the store of torchrun's agents, which ranks on several machines can reach.
+    (torch exports the stores, but not to type checkers.)"""
     if not path.startswith(SHARED_STORE):
         return dist.FileStore(path, world_size)  # type: ignore[attr-defined]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=False,  # the agent, or torchrun's first process (rank/joined/join.py)
+        is_master=False,  # the master is the agent, or torchrun's first process (rank/joined/join.py)
     )
     return dist.PrefixStore(path.removeprefix(SHARED_STORE), store)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One group of ranks as this rank sees it. `ranks`: global ranks in order; `group` is None for a single rank."""
+    """One group of ranks. `ranks`: global ranks in order; `index`: this rank's; `group`: None for a single rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -104,7 +105,7 @@ class Axis:
         return len(self.ranks)
 
 
-ALONE = Axis((0,), 0, None)  # a rank that shares nothing with others
+ALONE = Axis((0,), 0, None)  # for a rank that shares nothing with other ranks
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,10 @@ class Layout:
     """The groups of one strategy that this rank is in.
 
     `row` shares out whole images (data x cfg), `pipe` the blocks of the model, `sequence` the tokens of one image
-    (ring x ulysses), `tensor` the heads and columns of each layer. `return_group` has the ranks of `pipe`: what the
-    last stage returns must not queue behind what the stages hand on, as it would within one NCCL group. `shard` has the
-    ranks among which equal weights are shared out, this one only where none are; these do not queue behind tokens.
-    `everyone` has all ranks.
+    (ring x ulysses), `tensor` the heads and columns of each layer. `return_group` has the ranks of `pipe`: within one
+    NCCL group the last stage's answers would queue behind the tensors that stages pass on. `shard` has the ranks that
+    share out the same weights, or only this rank if weights are not sharded; as a separate group it does not queue
+    behind tokens. `everyone` has all ranks.
     """
 
     strategy: ParallelStrategy
@@ -137,7 +138,7 @@ class Layout:
 
     @property
     def unshared_sequence(self) -> Layout:
-        """The same ranks, each with all tokens of an image."""
+        """This layout with all tokens of an image on every rank."""
         return replace(self, sequence=ALONE, ring=ALONE, ulysses=ALONE)
 
     @property
@@ -151,9 +152,9 @@ class Layout:
 
 
 class Layouts:
-    """Lays groups over a world, once per strategy. All ranks must ask for the same strategies in the same order.
+    """The layouts over a world, made once per strategy. All ranks must get the same strategies in the same order.
 
-    `traffic`: what this rank sends over any of them; `meetings`: where the ranks of a tensor axis meet, by those.
+    `traffic`: counts what this rank sends over any of them; `meetings`: the operators of tensor axes, by their ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -165,12 +166,13 @@ class Layouts:
 
     @property
     def everyone(self) -> Axis:
-        """All ranks."""
+        """The axis of all ranks."""
         world = self.world
         return Axis(tuple(range(world.world_size)), world.rank, world.group)
 
     def get(self, strategy: ParallelStrategy) -> Layout:
-        """Of one device among several ranks: each is alone in it, and the first one computes (lead.py)."""
+        """Returns the layout of `strategy`. If that has one rank and the world has more, every rank gets a layout
+        for itself, and rank 0 computes (rank/work/meeting.py). Raises RequestError for any other number of ranks."""
         if strategy.world_size not in (1, self.world.world_size):
             raise RequestError(
                 f"{strategy.describe()} needs {strategy.world_size} ranks and this group has {self.world.world_size}."
@@ -204,8 +206,8 @@ class Layouts:
         return mine
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
-        """Returns the group of these ranks, made once: torch never gives a group's threads and descriptors back.
-        Collective: every rank asks for every group, in the same order, member or not."""
+        """Returns the group of these ranks, made once: torch never frees a group's threads and descriptors.
+        Collective: every rank, member or not, calls this for every group in the same order."""
         if len(ranks) == 1:
             return None
         if len(ranks) == self.world.world_size and not purpose:
@@ -216,11 +218,11 @@ class Layouts:
 
 
 def _connect_stages(layout: Layout) -> None:
-    """Has each two stages that will send to each other meet once, all in the same order.
+    """Sends one message between every two stages that will communicate, in the same order on all ranks.
 
-    NCCL makes a communicator for two ranks at their first send, and holds both hosts up until the other one comes. In
-    the middle of a run a stage may be waiting for something else, and the pipeline would hang. A `device_id` would have
-    all pairs share one communicator, whose messages wait for each other: process groups are made without.
+    At the first send between two ranks NCCL makes their communicator, and each host waits for the other. During a run a
+    stage may be waiting for something else, and the pipeline would hang. Process groups are made without a `device_id`:
+    with one, all pairs would share a communicator and their messages would wait for each other.
     """
     last = layout.pipe.size - 1
     meetings = [(layout.pipe, stage, stage + 1) for stage in range(last)]
@@ -236,14 +238,14 @@ def _connect_stages(layout: Layout) -> None:
 
 
 def is_gloo(axis: Axis, device: torch.device) -> bool:
-    """Whether gloo carries, or would carry, what the ranks of an axis send of their `device`."""
+    """Returns True if gloo carries (or for a single rank would carry) tensors on `device` over the axis."""
     if axis.group is None:
         return device.type == "cpu"
     return dist.get_backend(axis.group) == dist.Backend.GLOO
 
 
 def rank_groups(strategy: ParallelStrategy, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Global ranks of every group that spans `axes`: ranks that agree on all other coordinates."""
+    """Returns the global ranks of every group over `axes`: ranks with the same coordinates on all other axes."""
     others = tuple(axis for axis in AXES if axis not in axes)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(strategy.world_size):

@@ -1,7 +1,7 @@
-"""Keeps a rank on the CPU cores near its GPU, so that launches, staging buffers and gloo's messages cross no socket.
+"""Binding of a rank to the CPU cores near its GPU: launches, staging buffers and gloo's messages cross no socket.
 
-Linux says in sysfs which NUMA node a PCI device hangs on and which cores that node has. (torch.numa does it for
-processes that torchrun starts.)
+Linux lists in sysfs the NUMA node of each PCI device and the cores of each node. (torch.numa does this for processes
+that torchrun starts.)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SYS = Path("/sys")
 
 
 def stay_near(device: torch.device, sys_root: Path = SYS) -> None:
-    """Restricts this thread, and those that it starts, to the cores near `device` that it may use.
+    """Restricts this thread, and threads that it starts, to those of its allowed cores that are near `device`.
 
-    Nothing changes on a CPU, where sysfs says nothing (one node, a virtual machine), and where none of those cores is
-    this process's to use.
+    Changes nothing for a CPU, if sysfs names no node (a single node, a virtual machine), or if none of those cores is
+    allowed for this process.
     """
     if device.type != "cuda":
         return
@@ -31,17 +31,17 @@ def stay_near(device: torch.device, sys_root: Path = SYS) -> None:
 
 
 def cores_near(address: str, sys_root: Path) -> set[int]:
-    """The CPU cores of the NUMA node of the PCI device at `address` (0000:3b:00.0); empty where nobody says."""
+    """Returns the cores of the NUMA node of the PCI device at `address` (0000:3b:00.0); empty if sysfs has none."""
     try:
         node = int((sys_root / "bus/pci/devices" / address / "numa_node").read_text())
         text = (sys_root / f"devices/system/node/node{node}/cpulist").read_text()
         return parse_cores(text)
-    except (OSError, ValueError):  # -1 where the firmware says nothing: there is no such node
+    except (OSError, ValueError):  # the node is -1 if the firmware names none
         return set()
 
 
 def parse_cores(text: str) -> set[int]:
-    """0-3,8,10-11 as the kernel writes lists of cores. Raises ValueError for anything else."""
+    """Parses the kernel's lists of cores, such as 0-3,8,10-11. Raises ValueError for anything else."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -50,7 +50,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def _address(card: Any) -> str | None:
-    """sysfs's name of a GPU; None with a torch that does not tell (before 2.8)."""
+    """Returns the name of a GPU in sysfs; None if torch does not provide it (before 2.8)."""
     bus = getattr(card, "pci_bus_id", None)
     if bus is None:
         return None

@@ -1,9 +1,9 @@
-"""Meetings of ranks inside a block as operators of torch: a compiled block calls them, and torch never looks inside.
+"""Collectives inside a block as custom torch operators: a compiled block calls them, and torch does not trace them.
 
-What is inside cannot be compiled: collectives, notes of where a rank is. A break of the
-graph would do too, but would cut each block in many. An operator takes tensors and the name of what does the work,
-which is known here as long as its owner holds it: names, unlike objects, can stand in what is compiled. Each operator
-says that it changes `order`, a tensor that nobody reads: so none is left out, and two in one block keep their order,
+Their contents cannot be compiled: collectives, and notes of a rank's position. Graph breaks would work, but would split
+each block into many graphs. An operator takes tensors and the name of a SliceMeeting, because compiled code can contain
+a name but not an object. `_by_name` finds the meeting as long as its owner keeps it. Each operator declares that it
+changes `order`, a tensor that nothing reads. So torch drops no call and keeps the calls of one block in their order,
 which must be the same on all ranks.
 """
 
@@ -20,7 +20,7 @@ _by_name: WeakValueDictionary[str, SliceMeeting] = WeakValueDictionary()
 
 
 class SliceMeeting:
-    """A meeting of the ranks of the tensor axis: `add_up` and `join` of base.Slices, as operators in what is compiled.
+    """The collectives of the tensor axis: `add_up` and `join` of base.Slices, as operators in compiled code.
 
     `join` gives `degree` times as many columns.
     """
@@ -53,7 +53,7 @@ class SliceMeeting:
 
 @functools.cache
 def _order_on(device_type: str) -> Tensor:
-    with torch.inference_mode(False):  # sharded weights are computed with outside of it
+    with torch.inference_mode(False):  # blocks with sharded weights run outside of inference mode
         return torch.zeros(1, device=device_type)
 
 

@@ -1,4 +1,4 @@
-"""Counts the collectives that a rank begins, and the payload that leaves it."""
+"""A counter of the collectives that a rank starts and of the payload that it sends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """Payload bytes that left this rank: what it handed to collectives for other ranks, not counting protocol.
+    """Payload bytes that this rank gave to collectives for other ranks, without protocol overhead.
 
-    `collectives`: how many it began.
+    `collectives`: the number of collectives that it started.
     """
 
     bytes_sent: int = 0
     collectives: int = 0
 
     def add(self, elements: int, like: Tensor) -> None:
-        """A collective, or a hop of one, that begins now and takes `elements` of the dtype of `like` to other ranks."""
+        """Counts a collective, or a hop of one, that sends `elements` of the dtype of `like` to other ranks."""
         self.collectives += 1
         self.bytes_sent += elements * like.element_size()

@@ -1,1 +1,1 @@
-"""A module's blocks over the stages of a pipeline."""
+"""A module's blocks, split over the stages of a pipeline."""

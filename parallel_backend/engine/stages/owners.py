@@ -1,4 +1,4 @@
-"""A module's answer of several tensors (video and sound) as one, as ComfyUI's samplers have such latents."""
+"""Packing of a module's answer of several tensors (video and sound) into one, the form in ComfyUI's samplers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pack(answer: Any) -> Tensor | None:
-    """[B, …], or tensors of B rows in a list or tuple as [B, 1, elements]; None for anything else."""
+    """Returns a tensor unchanged, and a list or tuple of tensors with B rows as [B, 1, elements]; otherwise None."""
     if isinstance(answer, Tensor):
         return answer
     if not isinstance(answer, (list, tuple)) or not answer:
@@ -20,7 +20,7 @@ def pack(answer: Any) -> Tensor | None:
 
 
 def unpack(packed: Tensor, like: Any) -> Any:
-    """`packed` in the form of an answer, of as many rows as `packed` has."""
+    """Reverses `pack`: returns `packed`, with its number of rows, in the form of the answer `like`."""
     if isinstance(like, Tensor):
         return packed
     sizes = [one.shape[1:].numel() for one in like]

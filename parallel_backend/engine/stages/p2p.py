@@ -1,4 +1,4 @@
-"""Messages from one stage of a pipeline to another: sent without waiting, received in the order they were sent."""
+"""Messages between the stages of a pipeline: sent without waiting, received in the order they were sent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..comm.traffic_counter import Traffic
 
 @dataclass
 class PendingRecv:
-    """A message on its way here; `taken` waits for it."""
+    """A message to be received; `taken` waits for it and returns it."""
 
     tensor: Tensor
     work: dist.Work | None
-    ranks: tuple[int, ...] = ()  # this one and the sender
+    ranks: tuple[int, ...] = ()  # this rank and the sender
 
     def taken(self) -> Tensor:
         if self.work is not None:
@@ -29,10 +29,10 @@ class PendingRecv:
 
 
 class P2PChannel:
-    """Messages from this rank to others of `axis`, and from them.
+    """A channel for messages between this rank and others of `axis`.
 
-    A message without elements is not sent: both sides know its size. Handles of messages on their way are kept, since
-    a tensor must outlive its transfer; the oldest is waited for when there are `most` of them.
+    An empty message is not sent: both sides know its size. Handles and tensors of unfinished sends are kept, because a
+    tensor must stay alive during its transfer. With more than `most` of them, `send` waits for the oldest.
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, most: int = 64) -> None:
@@ -43,7 +43,7 @@ class P2PChannel:
         self._sent_in_round = 0
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """`to`: index in the axis."""
+        """Starts to send `tensor`. `to`: the receiver's index in the axis."""
         if not tensor.numel():
             return
         tensor = tensor.contiguous()
@@ -56,7 +56,7 @@ class P2PChannel:
             self._leaving.popleft()[0].wait()
 
     def receive(self, tensor: Tensor, source: int) -> PendingRecv:
-        """Begins to fill `tensor` with the next message of `source`, an index in the axis."""
+        """Starts to receive the next message of `source`, an index in the axis, into `tensor`."""
         if not tensor.numel():
             return PendingRecv(tensor, None)
         ranks = self._axis.ranks
@@ -64,15 +64,15 @@ class P2PChannel:
         return PendingRecv(tensor, work, (ranks[self._axis.index], ranks[source]))
 
     def end_round(self) -> None:
-        """Waits until everything that was sent before the round which ends now has left, so that its memory is free.
+        """Waits until all messages sent before this round have left, which frees their memory.
 
-        Who got as far as the end of a round has had answers to all of the round before: this holds nobody up.
+        A rank at the end of a round has received the answers to the previous round, so this does not delay it.
         """
         while len(self._leaving) > self._sent_in_round:
             self._leaving.popleft()[0].wait()
         self._sent_in_round = 0
 
     def settle(self) -> None:
-        """Waits until everything has left."""
+        """Waits until all messages have left."""
         while self._leaving:
             self._leaving.popleft()[0].wait()

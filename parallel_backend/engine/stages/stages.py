@@ -1,11 +1,11 @@
-"""The stages of a ComfyUI module under PipeFusion: each rank runs the module's own forward with its own blocks alone.
+"""The stages of a ComfyUI module under PipeFusion: each rank runs the module's forward with its stage's blocks only.
 
-Blocks of other stages hand on what they get; the first own one takes what the stage before sent, and behind the last
-own one tokens are sent on. So a stage computes its blocks, and everything around blocks as every other stage does; but
-what other lists of blocks compute before these (refiners) the first stage alone has a use for.
+Blocks of other stages pass on their inputs. The stage's first block takes the tokens that the previous stage sent.
+After its last block the tokens go to the next stage. So a stage computes its blocks and, like every stage, the code
+around the blocks. Only the first stage computes other lists of blocks before these (refiners): no other needs them.
 
-The ranks of a stage share out the tokens of an image, or of a patch, as far as these stay apart between blocks. Each
-sends its share to the rank with the same place in the next stage.
+The ranks of a stage share out the tokens of an image or patch, if tokens stay apart between blocks. Each rank sends its
+share to the rank with the same index in the next stage.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .owners import pack, unpack
 from .p2p import P2PChannel, PendingRecv
 from .stale_keys import NO_KEYS, StaleKeyCache
 
-_MARKS = 4  # at which a layer of low precision gives twice the same by chance once in ten billion elements
+_MARKS = 4  # tries; a low-precision layer hides a change in all of them for one element in ten billion
 
 
 class _Left(Exception):
-    """A patch has been sent on; what the module still would compute is another stage's."""
+    """The signal that a patch has been sent on: another stage computes the rest of the module."""
 
 
 class ModuleStages:
-    """This rank's stage of `model`. Raises RequestError where this version of the module has other blocks than its
-    table says. `calls`: of its blocks, over the ranks of the stage; `calls_alone`: on this rank alone."""
+    """This rank's stage of `model`. `calls`: calls of its blocks over the ranks of the stage; `calls_alone`: on this
+    rank only. Raises RequestError if this version of the module has other blocks than its table says."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class ModuleStages:
         self._traffic = traffic
         self._onward = P2PChannel(layout.pipe, traffic)
         self._back = P2PChannel(layout.return_group, traffic)
-        self.tokens = 0  # of an image in the last whole call
-        self._like: Any = None  # the answer to that, in the module's own form
-        # Whether the ranks of this stage had their shares of the last call's tokens.
+        self.tokens = 0  # number of an image's tokens in the last call of whole images
+        self._like: Any = None  # the answer to that call without rows, in the module's own form
+        # True if the ranks of this stage shared out the tokens of the last call.
         self.shares_tokens = True
 
     def _leaving_tokens(self) -> Tokens:
-        """Of the image."""
+        """Returns the place of the image's tokens in what leaves the blocks."""
         if self._region.leave != LAST_BLOCK:
             return tokens_of(self._region.leaves)
         return self._blocks[-1].image[1]
@@ -88,17 +88,17 @@ class ModuleStages:
         return self._pipe.index == self.count - 1
 
     def empty_answer(self, rows: int, *sizes: int) -> Tensor:
-        """Like the module's answers to whole images, packed, as far as `sizes` do not say otherwise."""
+        """Returns zeros [rows, *sizes]; without `sizes` in the shape of the packed answer to whole images."""
         packed = pack(self._like)
         assert packed is not None, "whole images went before"
         return packed.new_zeros(rows, *(sizes or packed.shape[1:]))
 
     def in_form(self, packed: Tensor) -> Any:
-        """An answer of patches as the module itself would give it."""
+        """Turns a packed answer into the form in which the module itself gives it."""
         return unpack(packed, self._like)
 
     def full_call(self, call: ModuleCall, keys: StaleKeyCache | None) -> Any:
-        """The answer to a call of whole images, on every stage. `keys`: where their keys and values are left."""
+        """Computes a call of whole images, with the answer on every stage. `keys`: stores their keys and values."""
         with self._running(call, None, keys):
             answer = self._model.module(*call.args, **call.kwargs)
         packed = pack(answer)
@@ -112,12 +112,12 @@ class ModuleStages:
         answer = unpack(packed, answer)
         several = isinstance(answer, (list, tuple))
         empty = [one.new_empty(0, *one.shape[1:]) for one in (answer if several else [answer])]
-        self._like = empty if several else empty[0]  # and no views, which would keep it
+        self._like = empty if several else empty[0]  # no views, which would keep the answer's memory
         return answer
 
     def flow_blocked_by(self, call: ModuleCall, keys: StaleKeyCache) -> str:
-        """Why calls like this one of whole images, which left these keys, cannot be taken through stages in patches, in
-        a user's words; empty where they can."""
+        """Returns why calls like this one cannot go through the stages in patches, worded for users; empty if they can.
+        `call`: a call of whole images; `keys`: the keys that it left."""
         if keys.masked:
             return "attention has a mask here, which patches do not know"
         if call.kwargs.get("control") is not None:
@@ -127,8 +127,8 @@ class ModuleStages:
         )
 
     def patch(self, call: ModuleCall, patch: ImagePatch, keys: StaleKeyCache) -> Tensor | None:
-        """Takes one patch through this stage. On the last one the answer, packed, in which only the elements of that
-        patch mean anything."""
+        """Takes one patch through this stage. The last stage returns the packed answer, in which only the patch's own
+        elements are valid; the others return None."""
         try:
             with self._running(call, patch, keys):
                 return pack(self._model.module(*call.args, **call.kwargs))
@@ -136,11 +136,11 @@ class ModuleStages:
             return None
 
     def send_back(self, answer: Tensor) -> None:
-        """From the last stage to the first."""
+        """Sends an answer from the last stage to the first."""
         self._back.send(answer, 0)
 
     def expect_back(self, empty: Tensor) -> PendingRecv:
-        """What the last stage sends back next, on the first."""
+        """Starts to receive on the first stage what the last one sends back next, into `empty`."""
         return self._back.receive(empty, self.count - 1)
 
     def end_round(self) -> None:
@@ -153,10 +153,10 @@ class ModuleStages:
         self._back.settle()
 
     def owners(self, call: ModuleCall, patches: int, keys: StaleKeyCache) -> Tensor:
-        """Of each element of a row of the answer, the number of the patch whose tokens alone make it; -1 where there is
-        no such patch. [elements] int64. Asks the module itself: which of them change if the tokens of a patch do that
-        leave the blocks? Of answers behind the first what no patch changes is the last one's: sound whose tokens are
-        whole in each patch, in that one beside the newest keys. Computes no block; no other rank takes part."""
+        """Returns for each element of a row of the answer the patch that alone determines it, [elements] int64; -1 if
+        there is no such patch. Runs the module without its blocks: an element belongs to the patch whose tokens change
+        it. In answers after the first, elements that no patch changes (audio, whose tokens are whole in each patch)
+        belong to the last patch, which has the newest keys. No other rank takes part."""
         plain, found = self._marked(call, None, 0, keys), None
         for mark in range(1, _MARKS + 1):
             changed = [
@@ -174,12 +174,12 @@ class ModuleStages:
         return owner.where((owners == 1) | (behind & (owners == 0)), -torch.ones_like(owner))
 
     def _first_answer(self) -> int:
-        """Elements of a row of the answer, or of the first one of several."""
+        """Returns the number of elements in a row of the answer, or of the first of several answers."""
         first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]
         return first.shape[1:].numel()
 
     def _marked(self, call: ModuleCall, patch: ImagePatch | None, mark: int, keys: StaleKeyCache) -> Tensor:
-        """One row of the answer if all tokens left the blocks alike, and those of a patch with another value."""
+        """Returns a row of the answer if all tokens leave the blocks with one value, those of `patch` with another."""
         cut = None if patch is None else self._tokens_of(patch, keys, ALONE)
 
         def marked(tokens: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class ModuleStages:
             for block in chain(*self._refiners, self._blocks):
                 block.module.forward = lambda *args, _block=block, **kwargs: _block.handed_on(args, kwargs)
                 restore.callback(block.module.__dict__.pop, "forward")
-            if cut is not None:  # it learns how many tokens each stream has
+            if cut is not None:  # `cut` learns the number of tokens of each stream
                 first = self._blocks[0].module
                 restore.callback(first.register_forward_pre_hook(learn, with_kwargs=True).remove)
             restore.callback(self._on_leaving(marked))
@@ -207,7 +207,7 @@ class ModuleStages:
         return answer[0]
 
     def _on_leaving(self, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-        """From now on the tokens that leave the blocks are `change(tokens)`. Gives what ends that."""
+        """Replaces the tokens that leave the blocks by `change(tokens)`; returns a function that ends this."""
         if self._region.leave != LAST_BLOCK:
             leave = self._model.module.get_submodule(str(self._region.leave))
             return leave.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
@@ -223,8 +223,8 @@ class ModuleStages:
         return last.module.register_forward_hook(given).remove
 
     def _tokens_of(self, patch: ImagePatch | None, keys: StaleKeyCache | None, axis: Axis) -> BlockTokens:
-        """Returns the tokens of a patch, or of whole images, over the ranks of `axis`. Where text goes before the image
-        in its stream, each prompt's image is cut into patches at the same places: as the last tokens of the longest."""
+        """Returns the tokens of a patch, or of whole images, over the ranks of `axis`. If text comes before the image
+        in its stream, patches are those of the longest prompt's stream: so every image is cut at the same places."""
         weights = self._shares if axis.size > 1 else ()
         if patch is not None and keys is not None and keys.among:
             return LastTokens(axis, weights, self._traffic, patch, among=keys.among)
@@ -234,7 +234,7 @@ class ModuleStages:
     def _running(
         self, call: ModuleCall, patch: ImagePatch | None, keys: StaleKeyCache | None
     ) -> Iterator[None]:
-        """Inside, a call of the module computes this stage's blocks."""
+        """Makes calls of the module compute this stage's blocks inside the context."""
         stay = call.tokens == STAY and call.kwargs.get("control") is None
         self.shares_tokens = stay
         cuts = stay and (keys is not None or self._sequence.size > 1)
@@ -281,7 +281,7 @@ class ModuleStages:
                     self._onward.send(tensor, self._pipe.index + 1)
                 if not is_whole:
                     raise _Left
-                # What lies between blocks may write into tokens (a ControlNet's residuals), and these are on their way.
+                # Code between blocks may write into tokens (a ControlNet's residuals), and these are still being sent.
                 args, kwargs = block.with_carried([tensor.clone() for tensor in leaving], args, kwargs)
             if number not in self._local_blocks:
                 return block.handed_on(args, kwargs)
@@ -302,9 +302,9 @@ class ModuleStages:
         tokens: BlockTokens | None,
         keys: StaleKeyCache | None,
     ) -> Callable[..., Any]:
-        """Returns the forward of a block in a list before those of the stages, which each rank of the first stage
-        computes. `place`: the number of its region, and its own there. Patches go through the first region; others (of
-        references) are small."""
+        """Returns the forward of a block in a list before the stages' blocks; each rank of the first stage computes it.
+        `place`: (number of its region, its number there). Only the first region computes patches; the others (for
+        references) are small and computed whole."""
         region, number = place
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -320,20 +320,20 @@ class ModuleStages:
         return forward
 
     def _refined_tokens(self, patch: ImagePatch | None, call: ModuleCall, keys: StaleKeyCache) -> BlockTokens:
-        """Returns a refiner's tokens: the last of the image's stream, as the self-test finds."""
+        """Returns a refiner's tokens: the last ones of the image's stream, which the self-test verifies."""
         if patch is None:
             return BlockTokens(ALONE, (), self._traffic)
         among = keys.among or keys.counts[call.prompts]
         return LastTokens(ALONE, (), self._traffic, patch, among=among)
 
     def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """What the stage before sent, in tensors of these forms."""
+        """Receives what the previous stage sent, in new tensors like these."""
         empty = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in like]
         coming = [self._onward.receive(one, self._pipe.index - 1) for one in empty]
         return [one.taken() for one in coming]
 
 
 def _values(mark: int, like: Tensor) -> Tensor:
-    """[width] of some values, other ones for each mark."""
+    """Returns random values [width], different for each mark."""
     generator = torch.Generator().manual_seed(mark)
     return torch.randn(like.shape[-1], generator=generator).to(like)

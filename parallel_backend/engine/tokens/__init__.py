@@ -1,1 +1,1 @@
-"""Finds the blocks of a module, and cuts and gathers their tokens."""
+"""The blocks of a module, and functions that cut and gather their tokens."""

@@ -1,8 +1,8 @@
-"""The tokens of blocks, cut to one rank's share and gathered again, by the words of models/tokens/regions.py.
+"""The tokens of blocks, cut to one rank's share and gathered again, as described in models/tokens/regions.py.
 
-A joined stream ("txt+img") has this rank's share of each stream that is known by itself, one after the other; where its
-streams are not known, it is one stream. A rank without a token of a stream (an empty prompt has five) holds a stand-in,
-since blocks cannot compute nothing: it goes into no exchange and no result.
+The share of a joined stream ("txt+img") is the share of each of its streams, one after the other. If these streams have
+not been seen separately, the joined stream is cut as one. A rank without a token of a stream (an empty prompt has five)
+holds a stand-in, because blocks cannot compute on no tokens. A stand-in enters no exchange and no result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..comm.traffic_counter import Traffic
 
 @dataclass(frozen=True)
 class ImagePatch:
-    """Number `number` of `count` patches of an image's tokens."""
+    """One of `count` patches of an image's tokens; `number` counts from 0."""
 
     number: int
     count: int
@@ -34,10 +34,10 @@ class ImagePatch:
 @dataclass
 class BlockTokens:
     """The tokens of each stream in one pass through blocks. `axis`: the ranks that share them; `weights`: how much each
-    takes, empty for equal shares; `patch`: they share the tokens of this one alone, a run of each stream.
+    takes, empty for equal shares; `patch`: the ranks share only the tokens of this patch, a run of each stream.
 
-    `counts`: tokens of each stream, learnt from the first tensors that are cut; `shapes`: of the streams whose tokens
-    take several dims.
+    `counts`: number of tokens by stream, learnt from the first tensors that are cut; `shapes`: sizes of the token dims,
+    for streams whose tokens have several dims.
     """
 
     axis: Axis
@@ -46,7 +46,7 @@ class BlockTokens:
     patch: ImagePatch | None = None
     counts: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
-    # What was cut already, by id; the value is kept, so that its id stays its own.
+    # (value, its cut) by (id of value, argument). The value is kept, so that its id is not used again.
     _cuts: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
     _orders: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
@@ -54,17 +54,17 @@ class BlockTokens:
         return sum(self.counts[name] for name in self._names(stream))
 
     def lengths(self, stream: str) -> tuple[int, ...]:
-        """Tokens of `stream` on each rank of the axis."""
+        """Returns the number of tokens of `stream` on each rank of the axis."""
         bounds = [self._bounds(self.counts[name]) for name in self._names(stream)]
         each = ([end - begin for begin, end in pairwise(of_name)] for of_name in bounds)
         return tuple(map(sum, zip(*each, strict=True)))
 
     def held(self, stream: str) -> int:
-        """Tokens of `stream` that this rank holds, stand-ins counted."""
+        """Returns the number of tokens of `stream` that this rank holds, including stand-ins."""
         return sum(piece.stop - piece.start for piece in self._held(stream))
 
     def pieces(self, stream: str, index: int | None = None) -> list[slice]:
-        """Where the tokens of a rank, this one by default, lie in a whole tensor of `stream`."""
+        """Returns the slices of a rank's tokens, by default this rank's, in a whole tensor of `stream`."""
         found, offset = [], 0
         rank = self.axis.index if index is None else index
         for name in self._names(stream):
@@ -74,7 +74,7 @@ class BlockTokens:
         return found
 
     def local(self, value: Tensor, stream: str, dim: int) -> Tensor:
-        """This rank's tokens of what it holds, without stand-ins."""
+        """Returns this rank's tensor `value` without stand-ins."""
         sizes = [piece.stop - piece.start for piece in self.pieces(stream)]
         if 0 not in sizes:
             return value
@@ -82,7 +82,7 @@ class BlockTokens:
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(held, sizes, strict=True)], dim)
 
     def with_stand_ins(self, value: Tensor, stream: str, dim: int) -> Tensor:
-        """What this rank holds, from its tokens; a stand-in is 0."""
+        """Returns this rank's tokens `value` with stand-ins of 0 inserted."""
         sizes = [piece.stop - piece.start for piece in self.pieces(stream)]
         if 0 not in sizes:
             return value
@@ -91,7 +91,7 @@ class BlockTokens:
         return torch.cat([part if part.shape[dim] else stand_in for part in parts], dim)
 
     def order(self, stream: str, device: torch.device) -> Tensor:
-        """The numbers of the tokens of `stream`, rank by rank as an exchange brings them."""
+        """Returns the numbers of all tokens of `stream`, rank by rank, as an exchange brings them."""
         key = tuple(self._names(stream))
         if key not in self._orders:
             pieces = (piece for rank in range(self.axis.size) for piece in self.pieces(stream, rank))
@@ -100,11 +100,11 @@ class BlockTokens:
         return self._orders[key]
 
     def cut(self, value: Any, argument: Argument, carried: bool = False) -> Any:
-        """This rank's share of a block's argument. `carried`: it may be a share already, as a block before gave it."""
+        """Returns this rank's share of a block's argument. `carried`: a previous block may have given a share."""
         carried = carried or (isinstance(argument, Tokens) and argument.passed)
         if value is None or (carried and self._is_share(value, argument)):
             return value
-        if carried:  # another one for each block, not to be kept
+        if carried:  # it differs for each block, so it is not cached
             return self._cut(value, argument, carried)
         key = (id(value), argument)
         if key not in self._cuts:
@@ -112,8 +112,8 @@ class BlockTokens:
         return self._cuts[key][1]
 
     def share_of(self, share: Any, argument: Tokens, rank: int, common: Mapping[str, int]) -> Any:
-        """Returns what stands in place of `share`, this rank's of some argument, where the first tokens are another
-        `rank`'s: as many of each stream as `common` says, none of those that it does not name."""
+        """Returns `share`, this rank's share of an argument, with its first tokens replaced by those of `rank`.
+        `common`: how many tokens of each stream to replace; streams that it does not name stay unchanged."""
         key = (id(share), (argument, rank, *common.items()))
         if key not in self._cuts:
             whole = next(value for value, cut in self._cuts.values() if cut is share)
@@ -133,7 +133,7 @@ class BlockTokens:
         return self._cuts[key][1]
 
     def gather(self, value: Tensor, argument: Tokens) -> Tensor:
-        """The whole tensor, from the ranks' shares, with 0 for tokens of other patches. Collective."""
+        """Returns the whole tensor from the ranks' shares, with 0 for tokens of other patches. Collective."""
         stream, dim = argument.stream, argument.dim % value.ndim
         several = stream in self.shapes and value.ndim > dim + argument.over
         if several:
@@ -151,7 +151,7 @@ class BlockTokens:
         return value.unflatten(dim, self.shapes[stream]) if several else value
 
     def cut_residuals(self, control: dict[str, Any], stream: str) -> None:
-        """Cuts, in its lists, what a ControlNet adds after blocks: [B, n, C] to the first n tokens of `stream`."""
+        """Cuts a ControlNet's residuals in place, in their lists: [B, n, C] for the first n tokens of `stream`."""
         (local,) = self.pieces(stream)
         for residuals in control.values():
             residuals[:] = [None if tensor is None else tensor[:, local] for tensor in residuals]
@@ -161,7 +161,7 @@ class BlockTokens:
         return names if all(name in self.counts for name in names) else [stream]
 
     def _held(self, stream: str) -> list[slice]:
-        """As `pieces`, with the stream's first token as the stand-in."""
+        """Returns `pieces` of this rank, with the stream's first token as a stand-in for no tokens."""
         found, offset = [], 0
         for name, piece in zip(self._names(stream), self.pieces(stream), strict=True):
             found.append(piece if piece.start < piece.stop else slice(offset, offset + 1))
@@ -169,7 +169,7 @@ class BlockTokens:
         return found
 
     def _bounds(self, total: int) -> tuple[int, ...]:
-        """The number of each rank's first token of a stream, and the one behind the last rank's last."""
+        """Returns the number of each rank's first token of a stream, and the end of the last rank's tokens."""
         run = slice(0, total)
         if self.patch is not None:
             run = slice_of(split_sizes(total, self.patch.count), self.patch.number)
@@ -212,7 +212,7 @@ class BlockTokens:
         )
 
     def _ranges(self, ranges: Iterable[tuple[Any, ...]], stream: str) -> list[tuple[Any, ...]]:
-        """The parts of (first, end, …) that fall into this rank's tokens, as these are numbered."""
+        """Cuts (first, end, …) ranges to this rank's tokens, in the numbers of its share."""
         found, offset = [], 0
         for local in self.pieces(stream):
             for begin, end, *rest in ranges:
@@ -235,7 +235,7 @@ class BlockTokens:
             self.counts[stream] = value.shape[dim]
         total = self.total(stream)
         if value.shape[dim] != total and not argument.grouped and not several:
-            # Versions of ComfyUI differ in where rotary embeddings have their tokens.
+            # Versions of ComfyUI differ in the dim in which rotary embeddings have their tokens.
             dim = next((d for d in range(1, value.ndim) if value.shape[d] == total), dim)
         size = value.shape[dim]
         if size == 1 and total > 1:  # the same for all tokens
@@ -257,7 +257,7 @@ class BlockTokens:
         return value.index_select(dim, places)
 
     def _in_order(self, shares: Tensor, stream: str) -> Tensor:
-        """[S, …] with the tokens in the order of a whole tensor, from the ranks' shares one after the other."""
+        """Returns [S, …] with tokens in the order of a whole tensor. `shares`: those of all ranks, concatenated."""
         names = self._names(stream)
         if len(names) == 1 and self.patch is None:
             return shares
@@ -271,7 +271,7 @@ class BlockTokens:
 
 
 def _numbers(pieces: list[slice], begin: int, end: int | None) -> Iterator[slice]:
-    """Yields the tokens with these numbers among those of all pieces."""
+    """Yields slices of the tokens [begin, end), counted over all pieces; `end` None for all the rest."""
     for piece in pieces:
         size = piece.stop - piece.start
         first, last = min(begin, size), size if end is None else min(end, size)
@@ -282,8 +282,8 @@ def _numbers(pieces: list[slice], begin: int, end: int | None) -> Iterator[slice
 
 @dataclass
 class LastTokens(BlockTokens):
-    """Of a stream whose tokens are the last ones of a longer stream, of which each rank has its share: those of its
-    tokens that fall into that. `among`: tokens of the longer one."""
+    """The tokens of a stream that is the last part of a longer stream. Ranks share out the longer one; each holds those
+    tokens of this stream that are in its share. `among`: the number of tokens of the longer stream."""
 
     among: int = 0
 

@@ -1,4 +1,4 @@
-"""The blocks of a module as its table describes them: which they are, and where their arguments stand."""
+"""The blocks of a module as its table describes them, and the places of their arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...models.tokens.regions import Argument, Blocks, Guided, Region, Tokens
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a region. `names`: of its forward's arguments; `is_first`, `is_last`: of the region."""
+    """A block of a region. `names`: its forward's arguments; `is_first`, `is_last`: True for the region's ends."""
 
     module: nn.Module
     kind: Blocks
@@ -24,33 +24,33 @@ class Block:
     is_last: bool
 
     def place(self, name: str | int) -> int | None:
-        """Of an argument among those without a name."""
+        """Returns the position of an argument in `args`; None if the forward has no such argument."""
         if isinstance(name, int):
             return name
         return self.names.index(name) if name in self.names else None
 
     @property
     def image(self) -> tuple[str | int, Tokens]:
-        """The argument that has the image's tokens, and where it has them."""
+        """(the argument that has the image's tokens, their place in it)."""
         stream, arguments = main_stream(self.kind), self.kind.arguments
         given = ((name, arguments.get(name)) for name in self.kind.gives if name is not None)
         return next((name, one) for name, one in given if isinstance(one, Tokens) and one.stream == stream)
 
     def image_tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """How many of them a call has."""
+        """Returns the number of the image's tokens in a call."""
         name, tokens = self.image
         given = self.argument(name, args, kwargs)
         value: Tensor = given if tokens.item is None else given[tokens.item]
         return value.shape[tokens.dim :][: tokens.over].numel()
 
     def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call of it gives if it changes nothing."""
+        """Returns the block's output if it changed nothing: its inputs."""
         found = [self.argument(name, args, kwargs) for name in self.kind.gives if name is not None]
-        # A block that gives more than tokens takes all of that in one tuple.
+        # A block whose output is one tuple of several values also takes them as one argument.
         return tuple(found) if len(found) > 1 else found[0]
 
     def carried(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The arguments that a block before gave, each once; of a tuple (video and sound) its items."""
+        """Returns the arguments that the previous block gave, each once; of a tuple (video, sound) its items."""
         found: list[Tensor] = []
         for name in self._carried_names():
             value = self.argument(name, args, kwargs)
@@ -60,7 +60,7 @@ class Block:
     def with_carried(
         self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these in place of what `carried` gives."""
+        """Returns the arguments with `values` in place of those that `carried` returns."""
         listed, named, rest = list(args), dict(kwargs), iter(values)
         for name in self._carried_names():
             old = self.argument(name, args, kwargs)
@@ -79,8 +79,9 @@ class Block:
     def without_guides(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The arguments without the one that a Guided of its attention names, and that one: the block, which would tell
-        its own tokens apart by their numbers among all, is not to see it. None where it is a tensor or missing."""
+        """Returns (args, kwargs, guides). Removes the argument that a Guided of the block's attention names: the block
+        would apply its token numbers to a share. `guides`: the removed value, None for a tensor (which stays) or none.
+        """
         for attends in self.kind.attends:
             if not isinstance(attends, Guided):
                 continue
@@ -97,7 +98,7 @@ class Block:
         return args, kwargs, None
 
     def argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what a call gives for it, None where it is left out."""
+        """Returns the value of an argument in a call, or None if it is left out."""
         if name in kwargs:
             return kwargs[str(name)]
         place = self.place(name)
@@ -106,7 +107,7 @@ class Block:
 
 
 def blocks_of(module: nn.Module, region: Region) -> list[Block]:
-    """In the order of the table. Raises RequestError where this version of the module has others."""
+    """Returns a region's blocks in the table's order. Raises RequestError if this version of the module differs."""
     found: list[tuple[nn.Module, Blocks]] = []
     for path, kind in region.lists.items():
         try:
@@ -138,6 +139,6 @@ def tokens_of(leaves: str | Argument | None) -> Tokens:
 
 
 def main_stream(kind: Blocks) -> str:
-    """The image's, to whose tokens a ControlNet adds."""
+    """Returns the image's stream, to whose tokens a ControlNet adds."""
     streams = [argument.stream for argument in kind.arguments.values() if isinstance(argument, Tokens)]
     return "img" if "img" in streams else streams[0]
