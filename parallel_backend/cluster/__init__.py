@@ -1,1 +1,1 @@
-"""Machines that lend their devices: certificates, the encrypted link to each of them, and what travels over it."""
+"""Machines that lend their devices: certificates, the encrypted connection to each, and the frames on it."""

@@ -1,8 +1,8 @@
-"""Frames over the encrypted connection of one machine: messages of its ranks with their tensors, and signs of life.
+"""Frames on the encrypted connection of one machine: messages of its ranks with their tensors, and signs of life.
 
-A frame is a header, a text (a rank's datagram as on a local link, or what the kind says) and a payload (the tensors
-that a local link would pass as a descriptor). What comes is checked before anyone acts on it, and a frame that is not
-allowed ends the connection. Nothing here blocks; one thread uses a channel.
+A frame is a header, a text and a payload. The text is a rank's datagram, the same as on a local link, or what the kind
+of frame defines. The payload holds the tensors that a local link would pass as a file descriptor. Received data is
+checked before use; a forbidden frame ends the connection. No call blocks, and only one thread may use a channel.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..wire.protocol import MAX_MESSAGE_BYTES, Envelope, decode
 from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed, seal
 
 HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
-_CHUNK = 64 * 1024  # bytes given to TLS at once
-_MOST_READS = 64  # in one turn, so that a flood does not keep the other way waiting
+_CHUNK = 64 * 1024  # bytes passed to TLS at once
+_MOST_READS = 64  # per call of `read`: a flood of incoming data must not delay sending
 
 
 class Kind(enum.IntEnum):
-    """Of a frame. Datagrams and BEAT go both ways, JOIN and LEFT to the head, the others to a machine."""
+    """The kind of a frame. Datagrams and BEAT go both ways, JOIN and LEFT to the head, the others to a machine."""
 
     JOIN = 1  # the machine and its devices (handshake.Join)
     WELCOME = 2
     REFUSED = 3  # the reason in words
-    BEAT = 4  # a sign of life, of a machine with the heartbeats of its ranks
-    START = 5  # which ranks this machine's processes are (handshake.Start)
+    BEAT = 4  # a sign of life; from a machine it carries the heartbeats of its ranks
+    START = 5  # the ranks of this machine's processes (handshake.Start)
     MESSAGE = 6  # a datagram, from or to the rank in the header
     CARRYING = 7  # a datagram with a payload
-    AGAIN = 8  # a datagram with the payload of the one before
+    AGAIN = 8  # a datagram with the payload of the last CARRYING frame
     LEFT = 9  # the rank in the header closed its link
 
 
 @dataclass(frozen=True)
 class Frame:
-    """`envelope`: the text of a datagram, read; `payload`: the tensors' descriptor, which the taker closes."""
+    """A received frame. `envelope`: its decoded datagram; `payload`: a memfd of tensors, which the caller closes."""
 
     kind: Kind
     rank: int
@@ -52,8 +52,8 @@ class Frame:
 
 @dataclass
 class _Outgoing:
-    """What is left to send of a frame. `descriptor`: of the payload, -1 for none, of which the bytes from `offset` to
-    `size` are left; closed once it is sent."""
+    """The part of a frame that is not sent yet. `head`: the bytes to send next; `descriptor`: the payload, -1 for none.
+    The payload's bytes from `offset` to `size` are sent after `head`; then the descriptor is closed."""
 
     head: memoryview
     descriptor: int
@@ -62,7 +62,7 @@ class _Outgoing:
 
 
 class IncomingPayload:
-    """A memfd that takes what comes, and is sealed against any change once all has, as readers want it."""
+    """A memfd that collects a payload as it arrives. It is sealed once complete: unpack_tensors requires that."""
 
     def __init__(self, size: int) -> None:
         self._size, self._written = size, 0
@@ -79,7 +79,7 @@ class IncomingPayload:
         return self._written < self._size
 
     def write(self, view: memoryview) -> int:
-        """Takes from `view`; returns how many bytes."""
+        """Writes the missing bytes from the start of `view`; returns how many it took."""
         taken = 0
         while self.missing and taken < len(view):
             part = view[taken : taken + self._size - self._written]
@@ -89,7 +89,7 @@ class IncomingPayload:
         return taken
 
     def finish(self) -> int:
-        """Returns the descriptor, sealed; the taker closes it."""
+        """Seals the memfd and returns its descriptor, which the caller closes."""
         seal(self.descriptor)
         descriptor, self.descriptor = self.descriptor, -1
         return descriptor
@@ -104,7 +104,7 @@ DATAGRAMS = frozenset({Kind.MESSAGE, Kind.CARRYING, Kind.AGAIN})
 
 
 class Channel:
-    """One end of a machine's connection, `accepts` the kinds that may come. It owns its socket."""
+    """One end of a machine's connection; owns its socket. `accepts`: the kinds of frames that it may receive."""
 
     def __init__(self, sock: ssl.SSLSocket, accepts: frozenset[Kind]) -> None:
         sock.setblocking(False)
@@ -112,29 +112,28 @@ class Channel:
         self._accepts = accepts
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
         self._buffer = bytearray(_CHUNK)
-        self._held = bytearray()  # of a header and text that is not whole yet
+        self._held = bytearray()  # bytes of an incomplete header and text
         self._incoming: IncomingPayload | None = None
-        self._frame: Frame | None = None  # whose payload comes
-        self.heard = time.monotonic()  # when anything came last
-        self.waiting = False  # more has come than one turn reads
+        self._frame: Frame | None = None  # the frame whose payload is being received
+        self.heard = time.monotonic()  # time.monotonic() of the last received bytes
+        self.waiting = False  # True if more data may have arrived than one `read` takes
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
     def backlog(self) -> int:
-        """Frames that are not sent yet."""
+        """The number of frames that are not sent yet."""
         return len(self._outgoing)
 
     def send(self, kind: Kind, rank: int = 0, text: bytes = b"", descriptor: int = -1) -> None:
-        """Puts a frame behind those that wait; `flush` sends them. `descriptor`: of its payload, which stays the
-        caller's."""
+        """Queues a frame for `flush`. `descriptor`: a memfd with its payload, -1 for none; the caller closes it."""
         size = os.fstat(descriptor).st_size if descriptor >= 0 else 0
         head = memoryview(HEADER.pack(kind, rank, len(text), size) + text)
         self._outgoing.append(_Outgoing(head, os.dup(descriptor) if size else -1, size))
 
     def flush(self) -> None:
-        """Sends as much as the connection takes. Raises LinkClosed."""
+        """Sends as much as the connection accepts now. Raises LinkClosed if it has ended."""
         while self._outgoing:
             first = self._outgoing[0]
             if not first.head and first.offset < first.size:
@@ -158,7 +157,7 @@ class Channel:
             os.close(done.descriptor)
 
     def read(self) -> Iterator[Frame]:
-        """The frames that have come whole. Raises LinkClosed, TransportError for what is not allowed."""
+        """Yields each frame that has arrived completely. Raises LinkClosed, or TransportError if one is forbidden."""
         self.waiting = False
         for _ in range(_MOST_READS):
             try:
@@ -189,7 +188,7 @@ class Channel:
                 yield frame
 
     def _take_head(self, view: memoryview) -> int:
-        """Adds to the header and text that come; how much of `view` belonged to them."""
+        """Collects header and text from the start of `view`; returns how many bytes it took."""
         needed = HEADER.size
         if len(self._held) >= needed:
             needed += _read_header(self._held, self._accepts)[2]
@@ -211,7 +210,7 @@ class Channel:
         return taken
 
     def close(self) -> None:
-        """Gives up what was not sent or has not come whole."""
+        """Closes the socket; drops unsent frames and an incomplete payload."""
         while self._outgoing:
             self._drop_first()
         if self._incoming is not None:

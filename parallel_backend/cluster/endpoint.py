@@ -1,6 +1,6 @@
-"""The two secret files of a cluster, the head's and the machines', and where the head keeps its own.
+"""The two secret files of a cluster, one for the head and one for the machines, and the folder of the heads' files.
 
-Each holds one end's key and certificate and the certificate of the other end, which is the only one that it accepts.
+Each file holds the key and certificate of one end, and the other end's certificate: that end accepts no other one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from ..errors import DeviceError, PlatformError, RequestError, TransportError
 from ..wire.strict_json import from_json, parse, to_json
 
-VARIABLE = "PARALLEL_SAMPLING_CLUSTERS"  # a folder with the heads' files
+VARIABLE = "PARALLEL_SAMPLING_CLUSTERS"  # an environment variable: the folder with the heads' files
 PORT = 29600
 HEAD, MACHINE = "head", "machine"
 NAME = re.compile(
     r"[a-z0-9][a-z0-9_.-]{0,62}"
-)  # of a cluster or a machine; devices are written in lower case
+)  # the name of a cluster or machine; lower case, as in device names
 _MOST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One end of a cluster's links. `role`: HEAD or MACHINE; `address`: on which the head listens, "" for all;
-    `key`, `certificate`, `peer` (the other end's certificate): PEM."""
+    """One end of a cluster's connections. `role`: HEAD or MACHINE; `address`, `port`: where the head listens, address
+    "" for all interfaces; `key`, `certificate`, `peer` (the other end's certificate): PEM."""
 
     cluster: str
     role: str
@@ -39,7 +39,7 @@ class Endpoint:
 
 
 def clusters_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the heads' files are: VARIABLE, else in $XDG_CONFIG_HOME, else in ~/.config."""
+    """Returns the folder of the heads' files: VARIABLE, else a folder in $XDG_CONFIG_HOME, else one in ~/.config."""
     if chosen := environ.get(VARIABLE):
         return Path(chosen)
     base = environ.get("XDG_CONFIG_HOME", "")
@@ -56,13 +56,13 @@ def machine_file(cluster: str) -> Path:
 
 
 def known_clusters() -> tuple[str, ...]:
-    """The clusters of which this computer is the head."""
+    """Returns the names of the clusters whose head is this computer."""
     suffix = f".{HEAD}.json"
     return tuple(sorted(file.name.removesuffix(suffix) for file in clusters_folder().glob(f"*{suffix}")))
 
 
 def find_head(cluster: str) -> Endpoint:
-    """The head's end of a cluster. Raises DeviceError for one that this computer does not know."""
+    """Reads the head's end of a cluster. Raises DeviceError if the cluster is unknown or its file cannot be read."""
     if not NAME.fullmatch(cluster):
         raise DeviceError(
             f"devices 'cluster:{cluster[:80]}': {cluster[:80]!r} is no name of a cluster; write the one that it was "
@@ -83,7 +83,7 @@ def find_head(cluster: str) -> Endpoint:
 
 
 def read_endpoint(path: Path, role: str) -> Endpoint:
-    """Raises PlatformError for a file that cannot be read, that others can read, or that is not such an end's."""
+    """Reads a secret file. Raises PlatformError if it cannot be read, others can read it, or it is not for `role`."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -107,16 +107,16 @@ def read_endpoint(path: Path, role: str) -> Endpoint:
 
 
 def write_endpoint(path: Path, endpoint: Endpoint) -> None:
-    """For this user alone. Raises OSError."""
+    """Writes a secret file that only this user can read. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # its mode would stay
+    path.unlink(missing_ok=True)  # an existing file would keep its mode
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(to_json(endpoint), file, indent=1)
 
 
 def check_name(what: str, name: str) -> str:
-    """`name` of a cluster or machine. Raises RequestError for one that a device's name cannot hold."""
+    """Returns the `name` of a cluster or machine. Raises RequestError if a device's name cannot contain it."""
     if not NAME.fullmatch(name):
         raise RequestError(
             f"{what} {name[:80]!r}: a name is made of a-z, 0-9, '-', '_' and '.', at most 63 of them, and begins "

@@ -1,4 +1,4 @@
-"""How a machine joins: its first frame, and the head's word which ranks its processes are."""
+"""The first frames of a connection, by which a machine joins, and the frame that assigns ranks to its processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Join:
-    """Machine to head, its first frame. `devices`: of its processes by local rank, such as cuda:0; `memory`: bytes of
-    each, 0 where ranks share the computer's; others as in protocol.Hello."""
+    """A machine's first frame to the head. `devices`: one per process in the order of local ranks, such as cuda:0;
+    `memory`: bytes of each device, 0 for a CPU, whose ranks share the host's; for the others see protocol.Hello."""
 
     machine: str
     devices: tuple[str, ...]
@@ -32,14 +32,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Start:
-    """Head to machine: a group begins. `ranks`: of its processes by local rank, -1 for one that is not needed."""
+    """The head's order to serve a group. `ranks`: one per process in the order of local ranks, -1 for an unused one."""
 
     epoch: int
     ranks: tuple[int, ...]
 
 
 def versions() -> tuple[int, str, str]:
-    """(protocol, Python, torch) of this end."""
+    """Returns this process's versions of the protocol, Python and torch."""
     import torch
 
     return VERSION, platform.python_version(), str(torch.__version__)
@@ -50,7 +50,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(text: bytes, kind: type[T]) -> T:
-    """Raises TransportError."""
+    """Reads a `kind` from its JSON. Raises TransportError if it is not valid."""
     try:
         return from_json(parse(text.decode()), kind, kind.__name__)
     except (ValueError, RecursionError) as error:
@@ -58,12 +58,12 @@ def unpack(text: bytes, kind: type[T]) -> T:
 
 
 def send_first(sock: ssl.SSLSocket, kind: Kind, text: bytes = b"") -> None:
-    """One frame on a connection that is no channel yet."""
+    """Sends one frame on a connection that has no Channel yet."""
     sock.sendall(HEADER.pack(kind, 0, len(text), 0) + text)
 
 
 def receive_first(sock: ssl.SSLSocket, seconds: float) -> tuple[Kind, bytes]:
-    """The first frame, within so many seconds however slowly it comes. Raises TransportError, OSError."""
+    """Receives the whole first frame within `seconds`. Raises TransportError or OSError if it is late or invalid."""
     until = time.monotonic() + seconds
     kind, _, length, size = HEADER.unpack(_read(sock, HEADER.size, until))
     if kind not in (Kind.JOIN, Kind.WELCOME, Kind.REFUSED) or length > MAX_MESSAGE_BYTES or size:

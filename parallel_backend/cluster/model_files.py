@@ -1,4 +1,4 @@
-"""Weights files by content: what tells one from another, and the same one in a machine's own model folders."""
+"""The identity of a weights file by its content, and the search for that file in a machine's own model folders."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..errors import CheckpointError
 from ..requests import FileContent
 
 _MOST_HEADER = 100 * 1000**2  # bytes, safetensors' own limit
-# Two models of one family have the same header, so a little of the data counts as well.
+# Models of one family can have the same header, so 32 samples of the data, 4096 bytes each, are hashed as well.
 _SAMPLES, _SAMPLE = 32, 4096
-_DEMO = Path(__file__).resolve().parents[2] / "demo_model"  # which every machine has with the pack
+_DEMO = Path(__file__).resolve().parents[2] / "demo_model"  # part of the pack, so every machine has it
 
 
 def content_of(path: Path) -> FileContent:
-    """Reads the header and 128 KiB of the data, whatever the size. Raises CheckpointError."""
+    """Hashes the header and 128 KiB of the data of a file of any size. Raises CheckpointError if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -35,8 +35,8 @@ def content_of(path: Path) -> FileContent:
 
 
 def find_model(folders: Sequence[Path], path: PurePath, content: FileContent, machine: str) -> Path:
-    """The file with this content that is called as `path` is at its end, as many folders deep as it can be; the demo's
-    model lies in the pack itself. Raises CheckpointError naming the machine."""
+    """Returns the file with this content that shares the name of `path`, and as many of its parent folders as possible,
+    in one of `folders`. The demo model is found in the pack. Raises CheckpointError, which names the machine."""
     searched = ", ".join(map(str, folders))
     different: Path | None = None
     for count in range(len(path.parts) - 1, 0, -1):

@@ -1,7 +1,7 @@
-"""Carries the messages of ranks between their local links and the channel of their machine: at the head, between the
+"""Forwards messages of ranks between their local links and the channel of their machine: at the head, between the
 links of a group and a machine; on a machine, between the head and the ranks that torchrun started.
 
-The same loop runs at both ends, in a thread of its own, so that both sides of a local link are what they always are.
+Both ends run the same loop in a thread of its own, so code at either side of a local link need not know of clusters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..wire.protocol import encode
 from ..wire.transport import Link, LinkClosed, LinkFull, close_all
 from .channel import DATAGRAMS, Channel, Frame, Kind
 
-_MOST_WAITING = 4  # frames that wait to be sent, beyond which no more are taken from the ranks
+_MOST_WAITING = 4  # unsent frames; with this many, no more messages are taken from the ranks
 
 log = logging.getLogger(__name__)
 
 
 class Relay:
-    """One machine's. `links`: by rank, this end's; `on_frame` gets what is no rank's datagram, `on_left` a rank whose
-    link ended, `make_beat` gives the sign of life that goes out. They run in the relay's thread."""
+    """The relay of one machine. `links`: this end's link of each rank; `on_frame` gets frames that are no rank's
+    datagram, `on_left` a rank whose link ended, `make_beat` returns a sign of life. They run in the relay's thread."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Relay:
         self._on_frame, self._on_left, self._make_beat = on_frame, on_left, make_beat
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # of `_wake`, which ends with the thread
-        self._sent: tuple[bytes, int] | None = None  # the last datagram that went with a payload, and that
-        self._came: int | None = None  # the last payload that came
+        self._lock = threading.Lock()  # guards `_wake`, which the thread closes at its end
+        self._sent: tuple[bytes, int] | None = None  # the last datagram sent with a payload, and the payload
+        self._came: int | None = None  # the last received payload
 
     def submit(self, command: Callable[[], None]) -> bool:
-        """Has the relay's thread run `command`; False where it has ended. Any thread."""
+        """Runs `command` in the relay's thread; returns False if that has ended. May be called from any thread."""
         with self._lock:
             if self._wake < 0:
                 return False
@@ -55,7 +55,7 @@ class Relay:
             return True
 
     def run(self) -> TransportError:
-        """Serves until the channel ends or a frame comes that is not allowed; why it ended. Closes what it has."""
+        """Forwards messages until the channel ends or breaks the rules. Closes everything and returns the reason."""
         try:
             next_beat = 0.0
             while True:
@@ -68,7 +68,7 @@ class Relay:
             return error
         except OSError as error:
             return LinkClosed(f"the connection ended ({error})")
-        except Exception as error:  # whoever waits for these ranks must learn of its end all the same
+        except Exception as error:  # callers that wait for these ranks must learn that it ended
             log.exception("a relay met an error and ends")
             return TransportError(f"{type(error).__name__}: {error}")
         finally:
@@ -97,7 +97,7 @@ class Relay:
                 self._forward(rank, link)
 
     def _take(self, frame: Frame) -> None:
-        """Passes a datagram on to its rank."""
+        """Passes a datagram to its rank's link, and any other frame to `on_frame`."""
         if frame.kind not in DATAGRAMS:
             self._on_frame(frame)
             return
@@ -107,7 +107,7 @@ class Relay:
         if frame.kind is Kind.AGAIN and self._came is None:
             raise TransportError("a frame wants a payload again that never came")
         if (link := self.links.get(frame.rank)) is None:
-            return  # it has just ended
+            return  # the rank has just ended
         payload = () if frame.kind is Kind.MESSAGE or self._came is None else (self._came,)
         try:
             link.send_encoded(frame.text, payload, deadlines.SEND / 2)
@@ -117,7 +117,7 @@ class Relay:
             raise TransportError(f"process {frame.rank} takes no messages") from None
 
     def _forward(self, rank: int, link: Link) -> None:
-        """Passes one datagram of a local link on."""
+        """Forwards one datagram of a local link to the channel."""
         try:
             received = link.receive(0.0)
         except TransportError as error:
@@ -133,7 +133,7 @@ class Relay:
             if not descriptors:
                 self.channel.send(Kind.MESSAGE, rank, text)
                 return
-            # The same to all ranks of a machine travels once.
+            # A payload for all ranks of a machine is sent only once.
             if self._sent is not None and self._sent[0] == text and _same(self._sent[1], descriptors[0]):
                 self.channel.send(Kind.AGAIN, rank, text)
                 return
@@ -148,7 +148,7 @@ class Relay:
         self._on_left(rank)
 
     def _forget(self) -> None:
-        """Closes the payloads that were kept to be named again."""
+        """Closes the payloads that were kept for AGAIN frames."""
         if self._sent is not None:
             os.close(self._sent[1])
         if self._came is not None:

@@ -1,6 +1,6 @@
-"""TLS 1.3 between a head and its machines: both show a certificate, and each accepts the one that it was given.
+"""TLS 1.3 between a head and its machines: both present a certificate, and each accepts only the pinned one.
 
-The openssl command, which every Linux has or can install, makes the keys and self-signed certificates.
+The openssl command creates the keys and self-signed certificates; every Linux has it or can install it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from ..errors import PlatformError, TransportError
 from .endpoint import HEAD, Endpoint
 
-DAYS = 3650  # a certificate is pinned and made anew by `cluster init`; nothing renews it
+DAYS = 3650  # a certificate's life; only a new `cluster init` replaces the pinned one
 
 
 def make_certificate(name: str) -> tuple[str, str]:
-    """(key, certificate) in PEM, on the curve P-256. Raises PlatformError where there is no openssl."""
+    """Creates a key on the curve P-256 and its certificate, both PEM. Raises PlatformError if openssl fails."""
     if shutil.which("openssl") is None:
         raise PlatformError(
             "The openssl command, which makes the certificates, is not installed (Debian: apt-get install openssl)."
@@ -37,11 +37,11 @@ def make_certificate(name: str) -> tuple[str, str]:
 
 
 def make_context(endpoint: Endpoint) -> ssl.SSLContext:
-    """Of one end. No session is resumed: every handshake is a whole one, which a recording of another cannot answer."""
+    """Returns the TLS context of one end. No session is resumed: a full handshake cannot be answered by a replay."""
     server = endpoint.role == HEAD
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate itself is pinned, whatever the address is called
+    context.check_hostname = False  # the certificate is pinned, so the host name does not matter
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_TICKET
     if server:
@@ -57,9 +57,9 @@ def make_context(endpoint: Endpoint) -> ssl.SSLContext:
 
 
 def secure(sock: socket.socket, endpoint: Endpoint, context: ssl.SSLContext, seconds: float) -> ssl.SSLSocket:
-    """The connection after a handshake of at most so many seconds; takes `sock` over. Raises OSError (TLS's errors are
-    some of those), TransportError for another certificate."""
-    sock.settimeout(seconds)  # for the whole handshake, however slowly its bytes come
+    """Does the TLS handshake on `sock`, in `seconds` at most, and returns the connection, which owns `sock`. Raises
+    OSError (ssl.SSLError is one), and TransportError if the other end's certificate is not the pinned one."""
+    sock.settimeout(seconds)  # limits the whole handshake, not each read
     try:
         wrapped = context.wrap_socket(sock, server_side=endpoint.role == HEAD)
     except BaseException:

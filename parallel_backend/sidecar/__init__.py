@@ -1,1 +1,1 @@
-"""ComfyUI's side of the ranks: start them, talk to them, keep them warm, restart and end them; tells events."""
+"""ComfyUI's side of the ranks: starts them, talks to them, keeps them warm, restarts and ends them, emits events."""

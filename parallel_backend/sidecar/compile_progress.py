@@ -1,4 +1,4 @@
-"""Ranks that compile in the middle of a request: said once to the person who waits, and given the time it takes."""
+"""Compilation in the middle of a request: the user is told once, and the ranks get more time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .group.phases import OnPhase, Phase, PhaseKind
 
 
 def latent_in_words(latent: object) -> str:
-    """Returns the size of what is sampled in words; ComfyUI has several parts (video and sound) in one object."""
+    """Returns a latent's size in words; "this model" for one of several parts (video and sound), which is no Tensor."""
     if not isinstance(latent, Tensor) or latent.ndim < 2:
         return "this model"
     return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 class CompileWatch:
-    """Of one request. `size`: of what it computes, for people."""
+    """The compilation state of one request. `size`: of what it computes, in words for the user."""
 
     def __init__(self, size: str, on_phase: OnPhase) -> None:
         self._phase = Phase(PhaseKind.COMPILING, size)
@@ -26,7 +26,7 @@ class CompileWatch:
         self._compiling = False
 
     def took(self, message: Message) -> bool:
-        """Whether `message` was about compiling; any other ends it."""
+        """Returns True if `message` says that a rank compiles; any other message ends that state."""
         self._compiling = isinstance(message, Compiling)
         if self._compiling and not self._reported:
             self._reported = True
@@ -34,5 +34,5 @@ class CompileWatch:
         return self._compiling
 
     def budget(self, usual: float) -> float:
-        """Seconds until the next sign of life, where it would be `usual` without compiling."""
+        """Returns the seconds allowed until the next sign of life: `usual`, and at least FIRST_STEP while compiling."""
         return max(usual, deadlines.FIRST_STEP) if self._compiling else usual

@@ -1,4 +1,4 @@
-"""The holdings of a group's ranks as ComfyUI's process knows them: models, text encoders and VAEs, awake or asleep."""
+"""The record in ComfyUI's process of what a group's ranks hold: models, text encoders and VAEs, awake or asleep."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from .model_room import (
 
 
 class RankHoldings:
-    """The holdings of one sidecar's ranks. `start`: another object after each start, from which on they have nothing;
-    `modules`: text encoders and VAEs."""
+    """The holdings of one sidecar's ranks. `start`: an object that is replaced when the ranks end or sleep, since they
+    then lose all that they were sent; `modules`: text encoders and VAEs."""
 
     start: object
-    _held: list[CountedModel]  # the least recently used first
-    _is_synced: bool  # False after a load that failed: the ranks may have dropped models, so they are asked
-    _discarded: tuple[ModelKey, ...] | None  # what ranks that sleep held before; None if they are awake
+    _held: list[CountedModel]  # least recently used first
+    _is_synced: bool  # False after a failed load: the ranks may have dropped models, so ask them first
+    _discarded: tuple[ModelKey, ...] | None  # the models that sleeping ranks held before; None if awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks, self.modules = ranks, CountedModules(ranks.devices)
-        self._took: dict[ModelKey, Room] = {}  # by models that were loaded before
-        self._one_model_at_a_time = False  # memory ended in a request while others were held
-        self._pending_notes: list[str] = []  # what was dropped, for the next request to tell
+        self._took: dict[ModelKey, Room] = {}  # the memory that each model took when it was loaded before
+        self._one_model_at_a_time = False  # True once memory ran out in a request beside other held models
+        self._pending_notes: list[str] = []  # dropped models, reported with the next request
         self.forget()
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
-        """Those in the devices' memory, the one in use first; none while the ranks sleep."""
+        """The models in the devices' memory, the most recently used first; empty while the ranks sleep."""
         return tuple(held.key.spec for held in reversed(self._held))
 
     @property
     def asleep(self) -> bool:
-        """True if the ranks have discarded all that they held, by `sleep`."""
+        """True if the ranks have discarded all that they held (`sleep`)."""
         return self._discarded is not None
 
     @property
     def current(self) -> CountedModel:
-        """The one that was made ready last."""
+        """The model that was made ready last."""
         return self._held[-1]
 
     def forget(self) -> None:
@@ -82,10 +82,10 @@ class RankHoldings:
     def _forget_models(self) -> None:
         self._held, self._is_synced = [], False
 
-    # What a request needs first.
+    # Preparing a request.
 
     def ensure_started(self, lease: Lease) -> float:
-        """Starts or wakes the ranks; returns the seconds that a start took, 0.0 when they ran."""
+        """Starts or wakes the ranks; returns the seconds that a start took, 0.0 if they were running."""
         if not self._ranks.running:
             return self._ranks.start(lease)
         if self.asleep:
@@ -94,8 +94,8 @@ class RankHoldings:
         return 0.0
 
     def ensure_ready(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
-        """Has the model loaded and in use. It is of the lease's file, and of the one that is there now where the lease
-        has none yet."""
+        """Loads the model if needed and makes it the current one. Its file must be `lease.file`; if that is None, the
+        file at its path now is used and noted there."""
         started = time.perf_counter()
         info = self._ensure_loaded(spec, strategy, lease, lease.file)
         lease.file = self.current.identity
@@ -117,7 +117,7 @@ class RankHoldings:
         switched = held is not self.current
         if switched:
             others = [model for model in self._held if model is not held]
-            self._held = [*others, held]  # in one step: others look meanwhile
+            self._held = [*others, held]  # one assignment, since other threads read it
             lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
         return replace(
             held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_pending_notes()
@@ -127,7 +127,7 @@ class RankHoldings:
         return next((model for model in self._held if model.key == key), None)
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
-        """Loads a model ahead of its first request, where that costs no other one. RequestError where it would."""
+        """Loads a model ahead of its first request. Raises RequestError if there is no room beside the held ones."""
         key = ModelKey.of(spec, strategy)
         self.ensure_started(lease)
         self._ranks.working()
@@ -151,7 +151,7 @@ class RankHoldings:
             ) from None
 
     def _load(self, key: ModelKey, lease: Lease) -> LoadInfo:
-        """Loads one more model. Others give way where there is no room for all."""
+        """Loads one more model. If there is no room for all, drops text encoders and VAEs, then other models."""
         check_same(key.spec.path, key.identity)
         dropped: list[tuple[CountedModel, str]] = []
         if self._held or self.modules:
@@ -162,7 +162,7 @@ class RankHoldings:
         return self._load_alongside(key, dropped, lease)
 
     def _conflicting_models(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
-        """The held models that give way to `key`, and why. `free`: at this moment."""
+        """Returns the held models to drop for `key`, each with the reason. `free`: the room now."""
         if self._one_model_at_a_time:
             return [(model, "models are held one at a time now") for model in self._held]
         return choose_to_drop(self._held, key, self._room_for(key), free)
@@ -179,7 +179,7 @@ class RankHoldings:
         *,
         yields: bool = False,
     ) -> LoadInfo:
-        """Loads a model in place of those `dropped`. `yields`: where memory ends, to all others that are held."""
+        """Loads a model in place of those `dropped`. `yields`: if memory runs out, fails and drops no more."""
         before = list(self._held)
         going = {id(model): reason for model, reason in dropped}
         self._held = [model for model in before if id(model) not in going]
@@ -202,7 +202,7 @@ class RankHoldings:
                 )
         info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_pending_notes())
         self._is_synced = False
-        check_same(key.spec.path, key.identity)  # else each rank may have read another file
+        check_same(key.spec.path, key.identity)  # if it changed, ranks may have read different files
         self._is_synced = True
         self._held.append(CountedModel(number, key, info, takes))
         for note in info.notes:
@@ -212,7 +212,7 @@ class RankHoldings:
         return info
 
     def load_module(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> CountedModule:
-        """Has the ranks hold the text encoder or VAE in a payload, whose weights have `size` bytes."""
+        """Loads the text encoder or VAE in the payload `tensors` on the ranks. `size`: bytes of its weights."""
         before = list(self._held)
         found = CountedModule(message.rank, tuple(self._send_load(message, tensors, size, exchange)))
         self.modules.add(message.model, found)
@@ -225,7 +225,7 @@ class RankHoldings:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Returns those of all that the ranks hold, first what goes first where memory ends."""
+        """The numbers of all that the ranks hold, in the order in which they drop it if memory runs out."""
         return (*self.modules.numbers, *(model.number for model in self._held))
 
     def _send_load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
@@ -241,7 +241,7 @@ class RankHoldings:
     def _keep(
         self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
     ) -> list[RankModels]:
-        """Has the ranks hold these models, and these `modules` or all, at most; returns what each holds then."""
+        """Makes the ranks drop all but these models and `modules` (None: all); returns what each rank then holds."""
         self._is_synced = False
         exchange = lease.exchange(AGREED_ERRORS)
         kept = self.modules.numbers if modules is None else tuple(modules)
@@ -249,7 +249,7 @@ class RankHoldings:
         return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
 
     def _take_models(self, done: list[Done], exchange: Exchange) -> list[RankModels]:
-        """Notes what the ranks say that they hold."""
+        """Updates this record by what the ranks report that they hold."""
         ranks = reports(done, lambda answer: answer.models)
         if len({rank.models for rank in ranks}) > 1:
             raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
@@ -261,15 +261,15 @@ class RankHoldings:
     # Giving memory back.
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Returns the bytes of one device's memory that the model holds now."""
+        """Returns the bytes of `device` memory that the model occupies."""
         if device not in self._ranks.devices:
             return 0
         rank = self._ranks.devices.index(device)
         return sum(model.bytes_on(rank) for model in self._held if model.key.spec == absolute(spec))
 
     def give_back(self, spec: ModelSpec, device: str, lease: Lease) -> None:
-        """Gives back what the model takes of one device: the other ranks' devices are not what somebody needs. Where
-        the host has no room for what is not in the file, which may be all, all ranks give it up."""
+        """Frees what the model takes of one device; other devices keep theirs. Weights that are not in the file move to
+        host memory: those may be all, so if the host has no room for all of them, all ranks drop the model."""
         rank = self._ranks.devices.index(device)
         held = [model for model in self._held if model.key.spec == absolute(spec) and model.bytes_on(rank)]
         if not self._ranks.running or not held:
@@ -282,7 +282,7 @@ class RankHoldings:
             model.offloaded_ranks |= {rank}
 
     def _take_back(self, key: ModelKey, lease: Lease) -> CountedModel | None:
-        """Has ranks move to their devices again what they gave back; None where that cost the model `key`."""
+        """Moves weights that were given back to their devices again. Returns None if that dropped the model `key`."""
         lease.on_phase(Phase(PhaseKind.WAKING))
         before = self._held
         self._move(TakeBack(), lease)
@@ -292,35 +292,35 @@ class RankHoldings:
         return self._find(key)
 
     def drop(self, spec: ModelSpec, lease: Lease) -> None:
-        """Gives the memory of one model back, however it is split; the others stay."""
+        """Drops one model, however it is split; the others stay."""
         staying = [model for model in self._held if model.key.spec != absolute(spec)]
         if self._ranks.running and len(staying) < len(self._held):
             self._keep(staying, lease)
 
     def release_cache(self, lease: Lease) -> None:
-        """As Sidecar.release_cache."""
+        """Frees the device memory that torch caches, see Sidecar.release_cache."""
         if self._ranks.running and self._held:
             self._keep(self._held, lease)
 
     def drop_modules(self, lease: Lease) -> Room:
-        """Has the ranks let go of text encoders and VAEs, which are sent again when they are called: most are mapped
-        from their file. Returns the room that there is then."""
+        """Makes the ranks drop text encoders and VAEs; returns the room then. The next call of one sends it again; most
+        are mapped from their file."""
         return free_room(self._keep(self._held, lease, modules=()))
 
     def keep_modules(self, numbers: Sequence[int], lease: Lease) -> None:
-        """Has the ranks let go of text encoders and VAEs with other numbers, which nobody has any more."""
+        """Makes the ranks drop text encoders and VAEs with other numbers, which are no longer in use."""
         known = self.modules.numbers
         kept = [number for number in known if number in numbers]
         if len(kept) < len(known) or (known and not self._is_synced):
             self._keep(self._held, lease, modules=kept)
 
     def free_room(self, lease: Lease) -> Room:
-        """Asks the ranks for the room that there is for weights now."""
+        """Asks the ranks how much room there is for weights now."""
         return free_room(self._keep(self._held, lease))
 
     def drop_conflicting(self, spec: ModelSpec) -> bool:
-        """Memory ended in a request for `spec`: whether it may do without other models that were held beside it. From
-        then on models are held one at a time."""
+        """Returns True if a request for `spec`, in which memory ran out, may be tried again without what else was held.
+        From then on models are held one at a time."""
         others = [model for model in self._held if model.key.spec != absolute(spec)]
         if self._one_model_at_a_time or not (others or self.modules):
             return False
@@ -332,7 +332,7 @@ class RankHoldings:
         return True
 
     def undo_drop(self) -> None:
-        """Takes back what `drop_conflicting` decided."""
+        """Reverts the decision of `drop_conflicting`."""
         self._one_model_at_a_time = False
 
     def _take_pending_notes(self) -> tuple[str, ...]:
@@ -340,8 +340,8 @@ class RankHoldings:
         return notes
 
     def check_files(self) -> None:
-        """After a crash: raises CheckpointError for a file that was cut short under the ranks, which map it. Who reads
-        what is gone is killed, by no fault of a device, and would be again."""
+        """Raises CheckpointError, after a crash, if a file that the ranks map was truncated. A process that reads past
+        its end is killed: no device is at fault, and a restart would crash again."""
         for held in self._held:
             size = held.identity.size
             left = bytes_left(held.key.spec.path, held.identity)
@@ -352,7 +352,7 @@ class RankHoldings:
                 )
 
     def sleep(self, lease: Lease) -> None:
-        """As Sidecar.sleep."""
+        """Discards all that the ranks hold, see Sidecar.sleep."""
         if not self._ranks.running or self.asleep:
             return
         discarded = tuple(held.key for held in self._held)
@@ -361,19 +361,19 @@ class RankHoldings:
         self._forget_modules()
 
     def wake(self, lease: Lease) -> None:
-        """As Sidecar.wake."""
+        """Loads again what `sleep` discarded, see Sidecar.wake."""
         discarded, self._discarded = self._discarded or (), None
         for key in discarded:
             self._ensure_loaded(key.spec, key.weights, lease)
 
     def _move(self, message: MoveOut | TakeBack, lease: Lease) -> None:
-        """Has ranks move weights, which may cost models that have no room then."""
+        """Makes the ranks move weights; models that then have no room are dropped."""
         size = sum(held.info.bytes for held in self._held)
         exchange = lease.exchange(AGREED_ERRORS)
         exchange.send(message)
         try:
             done = exchange.wait(lambda: deadlines.load_budget(size))
         except BaseException:
-            self._forget_models()  # who knows where the weights are
+            self._forget_models()  # where the weights are now is unknown
             raise
         self._take_models(done, exchange)

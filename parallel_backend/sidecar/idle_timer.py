@@ -1,6 +1,6 @@
-"""Puts ranks to sleep that nobody has used for a while, and ends them after a longer one; one timer, no busy thread.
+"""Puts idle ranks to sleep, and ends them after a longer time, with one timer and no busy thread.
 
-The timer looks again every minute while there are idle ranks, so that changed settings count without being told.
+The timer fires at least every minute while there are ranks, so that changed settings take effect by themselves.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Timer(Protocol):
 
 
 class IdleWatch:
-    """Hears what happens (`on_event` is a listener of events.py) and acts on `sidecars()` that are idle.
+    """The watch over `sidecars()`: it puts idle ones to sleep or ends them. `on_event` is a listener of events.py.
 
-    Never on ranks that serve a request: those are left to it. `clock` and `timer(seconds, function)` are for tests.
+    Ranks that serve a request are left alone. `clock` and `timer(seconds, function)` are for tests.
     """
 
     def __init__(
@@ -54,25 +54,25 @@ class IdleWatch:
     ) -> None:
         self._sidecars, self._timeouts, self._clock, self._make_timer = sidecars, timeouts, clock, timer
         self._lock = threading.Lock()
-        self._used: dict[tuple[str, ...], float] = {}  # when a request of these devices ended
+        self._used: dict[tuple[str, ...], float] = {}  # when the last request of these devices ended
         self._timer: _Timer | None = None
         self._runs_out = 0.0
 
     def on_event(self, event: Event) -> None:
-        """Notes the end of a request, and that ranks have started."""
+        """Notes when ranks have started, or a request other than a sleep has ended."""
         if isinstance(event, Started) or (isinstance(event, RequestEnded) and event.request != "sleep"):
             with self._lock:
                 self._used[event.devices] = self._clock()
                 self._arm()
 
     def close(self) -> None:
-        """Forgets everything; the timer with it."""
+        """Forgets all ranks and cancels the timer."""
         with self._lock:
             self._used.clear()
             self._arm()
 
     def _arm(self) -> None:
-        """Has the timer run out when the first thing is due; one that runs out earlier is left alone."""
+        """Sets the timer to the next due time; one that fires earlier is left alone."""
         if not self._used:
             if self._timer is not None:
                 self._timer.cancel()
@@ -92,11 +92,11 @@ class IdleWatch:
             self._timer.cancel()
         self._runs_out = at
         self._timer = self._make_timer(at - now, self._look)
-        self._timer.daemon = True  # ComfyUI may end before that
+        self._timer.daemon = True  # ComfyUI may exit before it fires
         self._timer.start()
 
     def _wished(self) -> Timeouts:
-        """The timeouts; never for now, where nobody can tell them: the next look may."""
+        """Returns the timeouts, or 'never' if they cannot be read now; the next check reads them again."""
         try:
             return self._timeouts()
         except Exception:
@@ -109,7 +109,7 @@ class IdleWatch:
                 at, timeouts = self._used.get(sidecar.devices), self._wished()
                 if at is not None and sidecar.state in _IDLE:
                     _act(sidecar, self._clock() - at, timeouts)
-        except Exception:  # the next look is not lost for it
+        except Exception:  # the timer must still be set again
             log.exception("parallel sampling: looking after idle processes met an error and goes on")
         living = {sidecar.devices for sidecar in self._sidecars() if sidecar.pids}
         with self._lock:
@@ -127,7 +127,7 @@ def _act(sidecar: Sidecar, idle_s: float, timeouts: Timeouts) -> None:
         elif 0 < timeouts.sleep_s <= idle_s and sidecar.state is State.READY:
             sidecar.sleep(should_cancel=lambda: sidecar.state not in _IDLE)
             log.info("parallel sampling: put the processes on %s to sleep, idle for %.0f s", names, idle_s)
-    except Cancelled:  # somebody asked for them meanwhile
+    except Cancelled:  # a request came meanwhile
         log.info("parallel sampling: the processes on %s are wanted and stay awake", names)
     except ParallelError:
         log.warning("parallel sampling: idle processes on %s did not obey", names, exc_info=True)

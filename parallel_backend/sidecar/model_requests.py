@@ -1,4 +1,4 @@
-"""The requests that compute with the model that the ranks hold: sampling jobs, and calls of a network."""
+"""The requests that compute with a model that the ranks hold: sampling jobs, and calls of a network."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .group.phases import Phase, PhaseKind
 from .holdings import RankHoldings
 from .resume import ResumableJob, ShippedRequest
 
-STEPS_SHOWN = 60  # whose times a status has
+STEPS_SHOWN = 60  # whose times a status shows
 
 
 @dataclass
 class StepProgress:
-    """The progress of the sampling job that runs: its step, and how long those before took, in seconds."""
+    """The progress of the running sampling job. `seconds`: how long each of its finished steps took."""
 
     step: int = 0
     steps: int = 0
     seconds: list[float] = field(default_factory=list)
 
     def end(self) -> None:
-        """No job runs; the times of its steps stay."""
+        """Notes that the job has ended; the times of its steps stay."""
         self.step = self.steps = 0
 
 
 class ModelRequests:
-    """Of one sidecar. Each method runs on ranks that are leased, and makes them hold the model first."""
+    """The model requests of one sidecar. Each method needs leased ranks, and loads the model on them first."""
 
     def __init__(self, holdings: RankHoldings, devices: tuple[str, ...]) -> None:
         self._holdings = holdings
@@ -57,13 +57,13 @@ class ModelRequests:
         message: Sample | RunJob,
         lease: Lease,
     ) -> SampleResult:
-        """The job from where it is to its end."""
+        """Runs the job from its current state to its end."""
         trials, placement = job.trials, message.placement
         assert placement is not None, "a model of a file has one"
         strategies = (placement.strategy, *trials.strategies)
         load, latent = self._holdings.ensure_ready(spec, placement.strategy, lease), job.request.noise
         shown: Phase | None = None
-        under = collections.Counter[int]()  # steps by strategy
+        under = collections.Counter[int]()  # number of steps under each strategy
         compiling = CompileWatch(latent_in_words(latent), lease.on_phase)
         held = self._holdings.current
 
@@ -99,8 +99,8 @@ class ModelRequests:
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
         exchange.guard(lambda: lease.on_phase(phase))
 
-        def budget() -> float:  # steps whose model calls a cache answered are no measure for the others
-            if trials and len(seconds) <= LONGEST:  # one device takes as much longer as there are ranks
+        def budget() -> float:  # steps that a step cache answered are no measure for the others
+            if trials and len(seconds) <= LONGEST:  # one device takes as many times longer as there are ranks
                 return max(deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, latent))
             steps = [max(seconds)] if job.has_cache and seconds else seconds
             return compiling.budget(self._step_budget(steps, latent))
@@ -111,7 +111,7 @@ class ModelRequests:
             step_seconds = [reports(done, lambda answer: answer.run)[0].seconds]
         else:
             denoised = exchange.result.pop(DENOISED, None)
-            # A sampler of ComfyUI's or of a pack may give another size than it was given.
+            # A sampler of ComfyUI or of a pack may return another size than it was given.
             shape = job.shape if isinstance(job.request, SampleRequest) else None
             result = _result(exchange, {ANSWER: shape, "step_seconds": None})
             parts, step_seconds = [result[ANSWER]], result["step_seconds"].tolist()
@@ -133,7 +133,7 @@ def sample_message(
     previews: bool,
     states: bool,
 ) -> Sample | RunJob:
-    """What a sampling job is asked for by, beside its tensors."""
+    """Returns the message that requests a sampling job; its tensors are sent with it."""
     if isinstance(request, ShippedRequest):
         return RunJob(placement, request.steps, previews, states)
     return Sample(
@@ -144,14 +144,14 @@ def sample_message(
 
 
 def _positions(latent: object) -> int:
-    """Returns the positions of a latent [B, C, ...], 0 where it is none: ComfyUI has several parts in one object."""
+    """Returns the positions of a latent [B, C, ...] in all B images; 0 for one of several parts, which is no Tensor."""
     if not isinstance(latent, Tensor) or latent.ndim < 3 or not latent.numel():
         return 0
     return latent.numel() // latent.shape[1]
 
 
 def _answer(exchange: Exchange) -> list[Tensor]:
-    """Rank 0's answer to a call of the network: one tensor, or several."""
+    """Returns rank 0's answer to a call of the network: float32 tensors. Ends the ranks if it is anything else."""
     parts = unpack_answer(exchange.result)
     if not parts or any(part.dtype != torch.float32 for part in parts):
         raise exchange.refuse("process 0 gave no answer to a model call")
@@ -159,7 +159,7 @@ def _answer(exchange: Exchange) -> list[Tensor]:
 
 
 def _result(exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> Tensors:
-    """Rank 0's tensors, named and shaped as they must be (None: any shape); those with a shape are float32."""
+    """Returns rank 0's tensors if they match the names and `shapes` (None: any); those with a shape must be float32."""
     result = exchange.result
     found = {name: tuple(tensor.shape) for name, tensor in result.items()}
     fits = set(result) == set(shapes) and all(
@@ -191,7 +191,7 @@ def _run_info(done: list[Done], load: LoadInfo, step_seconds: tuple[float, ...])
 
 
 def _most(compiled: list[CompileStats]) -> CompileStats | None:
-    """Of all ranks, each of which compiles for itself at the same time."""
+    """Returns the maximum over all ranks: each compiles for itself at the same time."""
     if not compiled:
         return None
     return CompileStats(

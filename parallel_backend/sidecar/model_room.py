@@ -1,4 +1,4 @@
-"""The models that ranks hold, as ComfyUI's process knows them, and which of them give way to another one."""
+"""The memory of the models that ranks hold, as ComfyUI's process knows it, and which to drop for another one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ..strategy import ParallelStrategy
 from ..wire.file_identity import FileIdentity, read_identity
 from ..wire.protocol import RankModels
 
-# Models that take no memory of their own, since on the CPU whole weights are the mapped file: their modules take some,
-# and pages of a file that nobody uses only push out others. An expert and its partner, a base and its refiner.
+# The maximum of held models that take no memory of their own: on the CPU, whole weights are the mapped file. Their
+# modules take some memory, and unused pages of a file push out others. Four: an expert, its partner, a base, its
+# refiner.
 MOST_MAPPED = 4
-# Of a GPU's memory, and of the host's, that stays free of weights when a model is loaded beside others: what a large
-# image or a short video takes in a call. For one that takes more, the others give way then
+# The share of a GPU's memory, and of the host's, that a model loaded beside others leaves free of weights: a call for a
+# large image or a short video takes that much. If a call takes more, the other models are dropped then
 # (RankHoldings.drop_conflicting).
 FREE_FOR_CALLS = 0.1
 LACK_OF_MEMORY = "for lack of memory"
@@ -27,14 +28,14 @@ _numbers = itertools.count(1)
 
 
 def new_number() -> int:
-    """Returns a number for what ranks are to hold, which nothing else in this process has."""
+    """Returns a number, unique in this process, for a model, text encoder or VAE that ranks will hold."""
     return next(_numbers)
 
 
 @dataclass(frozen=True)
 class ModelKey:
-    """What makes two models the same. `weights`: how it is split over the ranks (ParallelStrategy.weights);
-    `identity`: the file's, since a path can be overwritten."""
+    """The key of a loaded model. `weights`: how it is split over the ranks (ParallelStrategy.weights); `identity`: of
+    its file, since a path can be overwritten."""
 
     spec: ModelSpec
     weights: ParallelStrategy
@@ -42,7 +43,7 @@ class ModelKey:
 
     @classmethod
     def of(cls, spec: ModelSpec, strategy: ParallelStrategy, file: FileIdentity | None = None) -> ModelKey:
-        """Returns the key of `file`'s model, or of the file that is there now. Raises CheckpointError for none."""
+        """Returns the key for `file`, by default the file at the path now. Raises CheckpointError if there is none."""
         spec = absolute(spec)
         return cls(spec, strategy.weights, file or read_identity(spec.path))
 
@@ -52,13 +53,13 @@ class ModelKey:
 
 
 def absolute(spec: ModelSpec) -> ModelSpec:
-    """Returns the same model, by a path that holds in any folder."""
+    """Returns `spec` with an absolute path."""
     return spec if Path(spec.path).is_absolute() else replace(spec, path=str(Path(spec.path).absolute()))
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes for weights: on each rank's accelerator, and in host memory, of all ranks together."""
+    """Bytes for weights: on each rank's accelerator, and in host memory as the sum over all ranks."""
 
     devices: tuple[int, ...]
     host: int = 0
@@ -71,7 +72,7 @@ class Room:
         return Room(tuple(mine + more for mine, more in both), self.host + other.host)
 
     def lacks(self, needed: Room) -> Room:
-        """What is missing, by place."""
+        """Returns the bytes of `needed` that exceed this room, by place."""
 
         def missing(size: int, room: int) -> int:
             return max(0, size - room) if size else 0
@@ -85,8 +86,8 @@ class Room:
 
 @dataclass(eq=False)
 class CountedModel:
-    """A model under the `number` that the ranks know it by. `takes`: of their memory; `offloaded_ranks`: the ranks
-    whose part lies in host memory for now."""
+    """A model that the ranks hold under `number`. `takes`: the memory that it occupies; `offloaded_ranks`: the ranks
+    that have given back its device memory for now."""
 
     number: int
     key: ModelKey
@@ -99,21 +100,21 @@ class CountedModel:
         return self.key.identity
 
     def bytes_on(self, rank: int) -> int:
-        """Of that rank's accelerator, now."""
+        """Returns the bytes that it occupies on the rank's accelerator now."""
         return 0 if rank in self.offloaded_ranks else self.takes.devices[rank]
 
 
 @dataclass(frozen=True)
 class CountedModule:
-    """A text encoder or VAE that ranks hold. `rank`: the one that computes it, ALL_RANKS where all do; `infos`: of its
-    load, by rank."""
+    """A text encoder or VAE that ranks hold. `rank`: the one that computes it, ALL_RANKS if all do; `infos`: the record
+    of its load on each rank."""
 
     rank: int
     infos: tuple[LoadInfo, ...]
 
 
 class CountedModules:
-    """The text encoders and VAEs that ranks hold beside models of files, by number."""
+    """The text encoders and VAEs that ranks hold beside their models, by number."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self._devices = devices
@@ -121,23 +122,23 @@ class CountedModules:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Returns those of all of them, the oldest first."""
+        """The numbers of all of them, the oldest first."""
         return tuple(self._held)
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Notes that these stay, and that others are gone."""
+        """Removes all others from the record."""
         self._held = {number: one for number, one in self._held.items() if number in numbers}
 
     def get(self, number: int) -> CountedModule | None:
-        """Returns what is held under this number, None for nothing."""
+        """Returns what is held under this number, None if nothing is."""
         return self._held.get(number)
 
     def add(self, number: int, held: CountedModule) -> None:
-        """Notes that this one is held."""
+        """Adds one to the record."""
         self._held[number] = held
 
     def bytes_on(self, device: str, number: int | None = None) -> int:
-        """Returns the bytes that they take of an accelerator. `number`: of one of them alone."""
+        """Returns the bytes that they occupy on an accelerator. `number`: counts this one alone."""
         if is_cpu(self._devices) or device not in self._devices:
             return 0
         rank = self._devices.index(device)
@@ -149,7 +150,7 @@ class CountedModules:
 
 
 def bytes_left(path: str, pinned: FileIdentity) -> int | None:
-    """Returns the bytes of this very file, None where it is gone: the ranks keep what they have mapped."""
+    """Returns the size of `pinned` now; None if `path` leads to another file, as ranks still map the old one then."""
     try:
         found = read_identity(path)
     except CheckpointError:
@@ -158,8 +159,8 @@ def bytes_left(path: str, pinned: FileIdentity) -> int | None:
 
 
 def predict_room(key: ModelKey, file_bytes: int, world_size: int, on_cpu: bool) -> Room:
-    """What a model will take: the ranks' parts of the file. What lies beside the model in a checkpoint, and casts to
-    another dtype, are not known before it was loaded once."""
+    """Predicts the room that a model will take: the ranks' shares of the file. Other contents of a checkpoint, and
+    casts to another dtype, are known only after a first load."""
     weights, nothing = key.weights, (0,) * world_size
     if weights.offload_weights or (on_cpu and weights.shards):
         return Room(nothing, file_bytes)
@@ -169,7 +170,7 @@ def predict_room(key: ModelKey, file_bytes: int, world_size: int, on_cpu: bool) 
 
 
 def share_of_file(strategy: ParallelStrategy, file_bytes: int) -> int:
-    """Bytes of the file that lie on one rank's accelerator, to a first approximation."""
+    """Returns approximately how many bytes of the file lie on one rank's accelerator."""
     if strategy.offload_weights:
         return 0
     parts = strategy.world_size if strategy.shards else strategy.pipefusion_degree * strategy.tensor_degree
@@ -177,7 +178,7 @@ def share_of_file(strategy: ParallelStrategy, file_bytes: int) -> int:
 
 
 def free_room(ranks: Sequence[RankModels]) -> Room:
-    """What there is for weights now."""
+    """Returns the room that there is for weights now."""
     memory = host_memory()
     return Room(
         tuple(int(rank.free_bytes - FREE_FOR_CALLS * rank.total_bytes) for rank in ranks),
@@ -188,7 +189,7 @@ def free_room(ranks: Sequence[RankModels]) -> Room:
 def choose_to_drop(
     held: Sequence[CountedModel], key: ModelKey, needed: Room, free: Room
 ) -> list[tuple[CountedModel, str]]:
-    """Those of `held`, least recently used first, that give way to `key`, and why."""
+    """Returns the models to drop for `key`, each with the reason. `held`: least recently used first."""
     found: list[tuple[CountedModel, str]] = []
     staying: list[CountedModel] = []
     for model in held:
@@ -212,7 +213,7 @@ def choose_to_drop(
 
 
 def slowest(infos: Sequence[LoadInfo]) -> LoadInfo:
-    """Of all ranks' answers to one load."""
+    """Returns one record of a load for all ranks: the longest time, the most memory."""
     return replace(
         infos[0],
         seconds=max(info.seconds for info in infos),

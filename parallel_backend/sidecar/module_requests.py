@@ -1,4 +1,4 @@
-"""Calls of what ranks hold beside their models: text encoders, and halves of VAEs."""
+"""Calls of the text encoders and VAE halves (encoder or decoder) that ranks hold beside their models."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .group.phases import Phase, PhaseKind, ShowPhase
 from .holdings import RankHoldings
 from .model_room import absolute
 
-# Where a text encoder is computed: on one device, or its layers on all of them; auto goes by memory.
+# Where a text encoder is computed: on one device, or its layers on all of them; auto decides by free memory.
 AUTO, ONE_DEVICE, ALL_DEVICES = PLACEMENTS = ("auto", "one device", "all devices")
 
 
 class ModuleKind(Enum):
     """The kind of a module. `request`: its name in events; `sending`, `calling`: the phases of its load and of its
-    calls; `survivable`: the errors that leave the ranks usable, which do not agree on each layer of a VAE; `noun`: for
-    errors; `without`: what one does to have ComfyUI's process compute it."""
+    calls; `survivable`: the errors that leave the ranks usable, not out-of-memory in a VAE, since the ranks do not
+    agree on each layer's outcome; `noun`: for errors; `without`: how to have ComfyUI's process compute it."""
 
     TEXT = ("text", PhaseKind.SENDING_ENCODER, PhaseKind.ENCODING_TEXT, AGREED_ERRORS)
     VAE_DECODER = ("decode", PhaseKind.SENDING_VAE, PhaseKind.DECODING, USER_ERRORS)
@@ -49,11 +49,11 @@ class ModuleKind(Enum):
 
 @dataclass(frozen=True)
 class ModuleRequest:
-    """A call of a module. `number`: the ranks' of it (model_room.new_number); `keep`: those of all that ComfyUI's
-    process has; `bytes`: of its weights; `placement`: one of PLACEMENTS; `module(holdings)`: the payload by which the
-    ranks of these RankHoldings load it; `tensors(holdings, is_new)`: that of the call, `is_new` where they have just
-    loaded it for it. Of a VAE, `images`: how many; `steps`: in which its progress is told; `positions`: of the latent
-    of each image, by which the time limit of a step goes."""
+    """A call of a module. `number`: the ranks' number of it (model_room.new_number); `keep`: the numbers of all modules
+    in use in ComfyUI's process; `bytes`: size of its weights; `placement`: one of PLACEMENTS; `module(holdings)`: the
+    payload from which the ranks of these RankHoldings load it; `tensors(holdings, is_new)`: the payload of the call,
+    `is_new` if they have just loaded the module. For a VAE, `images`: their number; `steps`: the number of progress
+    steps; `positions`: latent positions of each image, which set the time limit of a step."""
 
     kind: ModuleKind
     number: int
@@ -70,10 +70,10 @@ class ModuleRequest:
 
 @dataclass(frozen=True)
 class ModuleAnswer:
-    """`value`: what the call gave, tensors on the CPU; `devices`: those that computed; `bytes`: of the weights that
-    each of the ranks computed with; `bytes_sent`: collective payload of each; `is_new`: True if the module was
-    loaded for this call, which took `load_seconds` more; `parts`, `peak_bytes`: as in RankCall; `compute_dtype`: of a
-    VAE, as torch names it."""
+    """The answer to a call. `value`: its result, tensors on the CPU; `devices`: the ones that computed; `bytes`: of the
+    weights that each rank computed with; `bytes_sent`: each rank's collective payload; `is_new`: True if the module
+    was loaded for this call, which took `load_seconds` more; `parts`, `peak_bytes`: as in RankCall; `compute_dtype`:
+    of a VAE, as torch names it."""
 
     value: Any
     devices: tuple[str, ...]
@@ -96,8 +96,8 @@ class ModuleRequests:
     _awaited: tuple[ModelSpec, int] | None = None
 
     def leave_room_for(self, spec: ModelSpec, size: int) -> None:
-        """Has text encoders that are sent from now on leave `size` bytes of each device to this model, which a prompt
-        has named and not asked for yet."""
+        """Reserves `size` bytes of each device for a model that a prompt names but has not used yet: text encoders that
+        are sent from now on leave them free."""
         self._awaited = absolute(spec), size
 
     def call_module(
@@ -108,11 +108,11 @@ class ModuleRequests:
         should_cancel: ShouldCancel | None = None,
         waits: bool = True,
     ) -> ModuleAnswer:
-        """Makes a call of a module. The ranks load it before its first one, as those do that were started anew.
-        `waits`: False for a call that is not worth it: it raises Cancelled where another request has the ranks.
+        """Calls a module. The ranks load it before its first call, and again after a restart. `waits`: False to
+        raise Cancelled if another request has the ranks.
 
-        The models they hold stay loaded, unless memory ends beside them. Raises PlatformError for a VAE's network that
-        is not exact in bands.
+        The models that the ranks hold stay loaded unless memory runs out. Raises PlatformError if a VAE's network is
+        not exact when it is split into bands of rows.
         """
         if request.placement not in PLACEMENTS:
             raise RequestError(f"placement is {request.placement}; choose one of {', '.join(PLACEMENTS)}.")
@@ -123,8 +123,8 @@ class ModuleRequests:
     def _beside_models(
         self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None
     ) -> ModuleAnswer:
-        """Makes the call on ranks that run; once more where ranks die on the way, or where memory ends beside the
-        models that they hold: those come back with the next request for them."""
+        """Makes the call; once more if a rank crashes. If memory runs out, drops the held models and makes it again:
+        the next request for those loads them."""
         holdings = self._holdings
 
         def attempt() -> ModuleAnswer:
@@ -140,7 +140,7 @@ class ModuleRequests:
                 raise
         lease.on_phase(Phase(PhaseKind.MAKING_ROOM))
         for spec in models:
-            holdings.drop(spec, lease)  # of ranks that still run: not all survive an end of memory
+            holdings.drop(spec, lease)  # no effect if the ranks have ended: not all survive an out-of-memory
         return self._ranks.retry_after_crash(attempt, lease)
 
     def _attempt(
@@ -179,7 +179,7 @@ class ModuleRequests:
         exchange.listener = max(held.rank, 0)
         exchange.send(RunJob(None, request.steps, model=request.number), tensors)
         budget = deadlines.decode_budget(request.positions, is_cpu(self.devices))
-        # A text encoder's weights come to the device with its first call, and a VAE is tried in it.
+        # The first call moves a text encoder's weights to the device, and checks a VAE.
         budget += deadlines.load_budget(request.bytes) if is_new else 0.0
         calls = reports(exchange.wait(lambda: budget, show), lambda done: done.call)
         return ModuleAnswer(
@@ -196,7 +196,7 @@ class ModuleRequests:
         )
 
     def _choose_rank(self, request: ModuleRequest, lease: Lease) -> int:
-        """Returns the rank that computes, or ALL_RANKS by hand or where no device has the room."""
+        """Returns the rank that computes; ALL_RANKS if that was requested or no single device has the room."""
         if len(self.devices) == 1:
             return 0
         if request.placement == ALL_DEVICES:
@@ -208,8 +208,8 @@ class ModuleRequests:
         return roomiest if request.placement == ONE_DEVICE or free[roomiest] >= request.bytes else ALL_RANKS
 
     def _free_devices(self, needed: int, lease: Lease) -> tuple[int, ...]:
-        """Returns the bytes of each device that weights may take beside the awaited model. Text encoders and VAEs go
-        where what is needed fits on one device without them, or not even in equal parts beside them."""
+        """Returns the bytes of each device that weights may take beside the awaited model. Drops the held text encoders
+        and VAEs if `needed` bytes fit on one device only without them, or do not even fit in equal parts."""
         holdings, awaited = self._holdings, self._awaited_bytes()
         modules = holdings.modules
         free = [size - awaited for size in holdings.free_room(lease).devices]
@@ -227,8 +227,8 @@ class ModuleRequests:
 
 
 def _within_limit(tensors: Tensors, what: str, remedy: str) -> Tensors:
-    """Returns a payload. Raises RequestError, which says what has the bytes and what helps, for one that cannot be sent
-    at once."""
+    """Returns the payload `tensors`. Raises RequestError if it is too large to send. `what`, `remedy`: its words for
+    what takes the bytes and what helps."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > MOST_BYTES:
         raise RequestError(

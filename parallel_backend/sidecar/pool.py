@@ -1,7 +1,7 @@
 """The live sidecars of this process, one per device set; node objects hold no processes, so this registry does.
 
-They hold their GPUs against other processes. Bench, the doctor and the GPU check have sidecars of their own, which do
-not.
+They lock their GPUs against other processes. Bench, the doctor and the GPU check have sidecars of their own, which
+lock none.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _RUNNING = (State.STARTING, State.READY, State.RUNNING, State.ASLEEP)
 log = logging.getLogger(__name__)
 
 _sidecars: dict[tuple[str, ...], Sidecar] = {}
-_lock = threading.RLock()  # what stops under it tells listeners, who may ask for all sidecars
+_lock = threading.RLock()  # reentrant: a stop under it calls listeners, which may call all_sidecars
 _owner = os.getpid()
 
 
 def get_sidecar(devices: tuple[str, ...]) -> Sidecar:
-    """The sidecar of this device set. Others that use one of its devices are stopped first. Starts nothing."""
+    """Returns the sidecar of this device set and starts nothing. First stops others that use one of its devices."""
     devices = tuple(devices)
     with _lock:
         for other in [key for key in _sidecars if key != devices and set(key) & set(devices)]:
@@ -43,15 +43,15 @@ def get_sidecar(devices: tuple[str, ...]) -> Sidecar:
 
 
 def running_within(devices: tuple[str, ...]) -> Sidecar | None:
-    """The running sidecar with the most ranks among those whose devices all belong to `devices`."""
+    """Returns the running sidecar with the most ranks among those that use no device outside `devices`, or None."""
     with _lock:
         within = [s for key, s in _sidecars.items() if set(key) <= set(devices) and s.state in _RUNNING]
     return max(within, key=lambda sidecar: len(sidecar.devices), default=None)
 
 
 def preload(devices: tuple[str, ...], spec: ModelSpec, strategy: ParallelStrategy) -> LoadInfo:
-    """As Sidecar.preload, on the ranks of these devices, which start where there are none. Raises RequestError where
-    that would end ranks on some of the devices."""
+    """Calls Sidecar.preload on these devices; starts their ranks if there are none. Raises RequestError if that would
+    end other ranks on some of the devices."""
     with _lock:
         for key, other in _sidecars.items():
             if key != devices and set(key) & set(devices) and other.state in _RUNNING:
@@ -87,14 +87,14 @@ def _running_on(devices: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def all_sidecars() -> tuple[Sidecar, ...]:
-    """Every sidecar of the registry, started or not."""
+    """Returns every sidecar of the registry, started or not."""
     with _lock:
         return tuple(_sidecars.values())
 
 
 def put_to_sleep(spec: ModelSpec) -> None:
-    """Discards `spec` on ranks that hold it and are idle; they stay, and load it again when they are asked for it.
-    Other models that they hold stay as well."""
+    """Discards `spec` on idle ranks that hold it; the ranks and their other models stay. The next request for `spec`
+    loads it again."""
     for sidecar in all_sidecars():
         if spec in sidecar.models and sidecar.state is State.READY:
             alone = set(sidecar.models) == {spec}
@@ -102,53 +102,53 @@ def put_to_sleep(spec: ModelSpec) -> None:
 
 
 def give_back(spec: ModelSpec, device: str) -> None:
-    """Has the idle rank on `device` give back what `spec` takes there. Ranks on other devices keep theirs."""
+    """Frees what `spec` takes of `device` if its ranks are idle. Ranks on other devices keep their parts."""
     for sidecar in all_sidecars():
         if device in sidecar.devices and spec in sidecar.models and sidecar.state is State.READY:
             _let_go(sidecar, partial(sidecar.give_back, spec, device))
 
 
 def release_cache(spec: ModelSpec) -> None:
-    """Has idle ranks that hold `spec` on GPUs give back what torch keeps there for the next model call: none comes."""
+    """Frees the GPU memory that torch caches on idle ranks that hold `spec`, since no model call is coming."""
     for sidecar in all_sidecars():
         if spec in sidecar.models and sidecar.state is State.READY and not is_cpu(sidecar.devices):
             _let_go(sidecar, sidecar.release_cache)
 
 
 def drop_modules() -> None:
-    """Has idle ranks let go of the text encoders and VAEs that they hold on GPUs."""
+    """Makes idle ranks drop the text encoders and VAEs that they hold on GPUs."""
     for sidecar in all_sidecars():
         if any(map(sidecar.module_bytes, sidecar.devices)) and sidecar.state is State.READY:
             _let_go(sidecar, sidecar.drop_modules)
 
 
 def module_bytes(device: str, number: int | None = None) -> int:
-    """Returns the bytes of a device that ranks hold for text encoders and VAEs now. `number`: for one of them alone."""
+    """Returns the bytes of `device` that text encoders and VAEs occupy now. `number`: counts this one alone."""
     return sum(sidecar.module_bytes(device, number) for sidecar in all_sidecars())
 
 
 def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
     try:
         ask()
-    except Cancelled:  # the ranks were stopped, or asked for something else
+    except Cancelled:  # the ranks were stopped, or serve another request
         log.info("parallel sampling: the processes on %s keep their memory", ", ".join(sidecar.devices))
     except ParallelError:
         log.warning("parallel sampling: processes did not give their memory back", exc_info=True)
 
 
 def bytes_on(spec: ModelSpec, device: str) -> int:
-    """Of one device's memory that ranks hold for `spec` now."""
+    """Returns the bytes of `device` memory that ranks hold for `spec` now."""
     return sum(sidecar.bytes_on(spec, device) for sidecar in all_sidecars())
 
 
 def reset() -> tuple[tuple[str, ...], ...]:
-    """Lets groups that failed too often start again, and takes back devices that were left out; returns the devices of
-    the groups that were BROKEN."""
+    """Lets groups that failed too often start again, and uses devices again that were left out. Returns the devices of
+    each group that was BROKEN."""
     FAILING.clear()
     clusters.drop_departed()
     broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
     for sidecar in broken:
-        sidecar.stop()  # which forgets its failures
+        sidecar.stop()  # clears its failures
     return tuple(sidecar.devices for sidecar in broken)
 
 

@@ -1,4 +1,4 @@
-"""A sampling job as it stands outside the ranks, so that it goes on where it was when they crash."""
+"""The state of a sampling job, kept outside the ranks so that it can resume where it was after they crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnStep = Callable[[int, int, Tensor | None], None]
 
 
 class LoopRecord:
-    """What model calls of ComfyUI's loop gave so far, as rank 0 sends it part by part. A part that got lost ends it."""
+    """The answers to model calls of ComfyUI's loop so far, sent by rank 0 in parts. It stops growing if one is lost."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -39,11 +39,11 @@ class LoopRecord:
 
 @dataclass(frozen=True)
 class ShippedRequest:
-    """A job of ComfyUI's objects. `noise`: of the shape of its latent; `tensors(holdings)`: its payload for the ranks
-    of these RankHoldings, without what they were sent before; `is_call`: it is one call of the network, whose answer
-    may have another shape, or several parts; `imports()`: the packs that the ranks import for it first; `trials`:
-    strategies that it tries on its way; each is exact and needs the placement's own weights, on all ranks or on the
-    first one."""
+    """A job of ComfyUI's objects. `noise`: has the shape of its latent; `tensors(holdings)`: returns its payload for
+    the ranks of these RankHoldings, without what they were sent before; `is_call`: True for one call of the
+    network, whose answer may have another shape, or several parts; `imports()`: names the packs that the ranks import
+    first; `trials`: strategies that it tries on its way. Each is exact and needs the same weights as the placement, on
+    all ranks or on the first one."""
 
     noise: Tensor
     steps: int
@@ -55,10 +55,10 @@ class ShippedRequest:
 
 
 class ResumableJob:
-    """One request, and what is known of it so far; a plain one (SampleRequest) begins again after a crash.
+    """One request and its progress so far; a plain one (SampleRequest) begins again after a crash.
 
-    The record lives no longer than its request, whose weights' file stays the same (Lease.file). `trials`: those that
-    it still makes; after a failure, which may be a trial's own, it makes none.
+    The record lives no longer than its request, whose weights file stays the same (Lease.file). `trials`: those still
+    to be made; none after a failure, which a trial may have caused.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ResumableJob:
         self.request = request
         self.trials = request.trials if isinstance(request, ShippedRequest) else NO_TRIALS
         self._given_up: tuple[Trial, ...] = ()
-        self._tensors: Tensors = {}  # of a shipped request: made for the ranks that run it
+        self._tensors: Tensors = {}  # for a shipped request, `begin` makes them
         if isinstance(request, SampleRequest):
             self._tensors = sample_tensors(request)
         self._on_step = on_step
@@ -80,7 +80,7 @@ class ResumableJob:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the latent."""
+        """The shape of the latent."""
         return tuple(self.request.noise.shape)
 
     @property
@@ -89,8 +89,8 @@ class ResumableJob:
         return isinstance(self.request, ShippedRequest) and self.request.cache_threshold > 0
 
     def begin(self, holdings: object = None) -> Tensors:
-        """Returns the payload for ranks that hold the job's model. `holdings`: what they were sent. Raises RequestError
-        for more than they can be sent at once."""
+        """Returns the payload for ranks that hold the job's model. `holdings`: their RankHoldings, see ShippedRequest.
+        Raises RequestError if it is too large to send."""
         if isinstance(self.request, ShippedRequest):
             self._tensors = self.request.tensors(holdings)
             needed = sum(tensor.nbytes for tensor in self._tensors.values())
@@ -105,7 +105,7 @@ class ResumableJob:
         return self._tensors | state_tensors(self._record.joined()) if self._first else self._tensors
 
     def take(self, message: Progress, tensors: Tensors | None) -> None:
-        """Rank 0's word on a step."""
+        """Records rank 0's report on a step and calls `on_step`."""
         tensors = dict(tensors or {})
         if (state := take_state(tensors)) is not None:
             self._record.add(state)
@@ -114,7 +114,7 @@ class ResumableJob:
             self._on_step(message.step, message.steps, tensors.get("denoised"))
 
     def survive(self, error: RankFailed, device: str | None) -> str:
-        """Says what happens now that the ranks failed, here and in the result's notes."""
+        """Gives up trials after the ranks failed; returns what happens next, which the result's notes also say."""
         self.give_up_trials()
         cause = error.summary
         step = self._record.step
@@ -124,7 +124,7 @@ class ResumableJob:
         return text
 
     def give_up_trials(self) -> bool:
-        """Whether there were any to give up."""
+        """Cancels the remaining trials; returns True if there were any."""
         if not self.trials:
             return False
         self._given_up = tuple(Trial(strategy) for strategy in self.trials.strategies)
@@ -133,7 +133,7 @@ class ResumableJob:
         return True
 
     def merged(self, info: RunInfo) -> RunInfo:
-        """The record of the whole job, of which `info` is the part after the last crash."""
+        """Returns the record of the whole job. `info`: the record of its part after the last crash."""
         earlier = tuple(self._seconds.get(step, 0.0) for step in range(1, self._first + 1))
         notes = self._notes
         if self._first and info.strategy.pipefusion_degree > 1 and not info.exact:

@@ -1,4 +1,4 @@
-"""Runs self-tests of classes of ComfyUI's modules in a process of its own (rank/checks/self_test.py), on the CPU."""
+"""Runs self-tests of ComfyUI's module classes in a separate process on the CPU (rank/checks/self_test.py)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run_self_tests(
     module: str = MODULE,
     limit: float | None = None,
 ) -> tuple[SelfTest, ...]:
-    """The outcome for each of these classes in the ComfyUI in folder `root`. Blocks, and ends with this thread.
+    """Returns the outcome for each of these classes in the ComfyUI in folder `root`. Blocks.
 
-    `limit`: seconds for all. Raises Cancelled, and RankFailed for a process that crashed, took too long or gave no
-    outcome, which says nothing of the classes.
+    `limit`: seconds for all. Raises Cancelled, or RankFailed if the process crashed, took too long or gave no outcome:
+    that proves nothing about the classes. The process ends if this thread does.
     """
     require_linux()
     if limit is None:
@@ -57,7 +57,7 @@ def run_self_tests(
 def _process(
     root: str, class_names: Sequence[str], module: str, answers: IO[bytes], output: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """It and what it forked are gone afterwards."""
+    """Starts the process; at the end, kills it and what it forked."""
     command = [sys.executable, "-u", *interpreter_flags(), "-m", module, "--root", root]
     process = subprocess.Popen(
         [*command, "--parent", str(os.getpid()), "--class", *class_names],
@@ -71,7 +71,7 @@ def _process(
     try:
         yield process
     finally:
-        if process.returncode is None:  # else its ranks went with it
+        if process.returncode is None:  # once it has ended, its ranks are gone too
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(deadlines.REAP)
@@ -90,7 +90,7 @@ def _wait(process: subprocess.Popen[bytes], limit: float, should_cancel: ShouldC
 
 
 def _outcomes(lines: bytes) -> tuple[SelfTest, ...]:
-    """None where something else came."""
+    """Returns the outcomes; an empty tuple if the output is anything else."""
     try:
         return tuple(
             from_json(parse(line), SelfTest, "the self-test") for line in lines.decode().splitlines()

@@ -40,12 +40,12 @@ T = TypeVar("T")
 class Sidecar(ModuleRequests):
     """A group of ranks, one per device in `devices`, kept warm between requests.
 
-    Requests are served one after another; any thread may call. When a rank crashes, the group is started again and its
-    model loaded again, and the request goes on where it was, once (`resumes`); the second crash is raised, and the next
-    request starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a
-    1-based step and a preview [1, C, h, w] or None, `on_phase(text)`. Whatever a callback raises ends the request on
-    the ranks, which stay warm, and is raised again. `should_cancel()` is asked at least every 50 ms. `exclusive`: no
-    other process's exclusive ranks may use the same GPUs; a start where some do raises DeviceError.
+    Requests are served one after another; any thread may call. If a rank crashes, the group is restarted, its model is
+    loaded again, and the request goes on where it was (`resumes`). A second crash is raised, and the next request
+    starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a 1-based step and a
+    preview [1, C, h, w] or None, `on_phase(text)`. An exception from a callback ends the request on the ranks, which
+    stay warm, and is raised again. `should_cancel()` is called at least every 50 ms. `exclusive`: the GPUs are locked
+    against exclusive ranks of other processes; a start raises DeviceError if such ranks use one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Sidecar(ModuleRequests):
         self._resumes = resumes
         self._holdings = RankHoldings(self._ranks)
         self._requests = ModelRequests(self._holdings, self.devices)
-        # Held while a job is on its way to the ranks: what they have of it is counted when it has ended.
+        # Held during a request that ships objects: what the ranks have of them is recorded when it has ended.
         self.jobs = threading.RLock()
 
     def _forget(self) -> None:
@@ -76,16 +76,16 @@ class Sidecar(ModuleRequests):
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
-        """Those that the ranks hold in their devices' memory, the one used last first; none while they sleep."""
+        """The models in the devices' memory, the most recently used first; empty while the ranks sleep."""
         return self._holdings.models
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks, in rank order; empty when there are none."""
+        """The process ids of the ranks, in rank order; empty if there are none."""
         return self._ranks.pids
 
     def status(self) -> GroupStatus:
-        """The ranks' state and progress, without asking them. Any thread, at any time."""
+        """Returns the ranks' state and progress without asking them. Any thread may call it at any time."""
         progress = self._requests.progress
         return GroupStatus(
             devices=self.devices,
@@ -108,10 +108,11 @@ class Sidecar(ModuleRequests):
         on_phase: ShowPhase | None = None,
         should_cancel: ShouldCancel | None = None,
     ) -> LoadInfo:
-        """Makes the ranks hold `spec` as `strategy` splits it, each the whole model by default; beside the models that
-        they hold, where there is room for all.
+        """Loads `spec` on the ranks, split as `strategy` says; by default each rank holds the whole model. Other models
+        that they hold stay if there is room for all.
 
-        Other requests do so by themselves. Raises CheckpointError for a file they refuse; the group stays usable.
+        Other requests load their model by themselves. Raises CheckpointError for a file that the ranks refuse; the
+        group stays usable.
         """
         with self._ranks.lease("load", should_cancel, on_phase) as lease:
             lease.spec = spec
@@ -122,8 +123,8 @@ class Sidecar(ModuleRequests):
             )
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy | None = None) -> LoadInfo:
-        """As `load`, ahead of the first request for `spec`: only while no request has the ranks, and in place of
-        nothing that they hold. Raises RequestError where that cannot be; what they hold stays."""
+        """Loads `spec` ahead of its first request. Raises RequestError if a request has the ranks, or if there is no
+        room beside what they hold, which stays."""
         waiting = True
         try:
             with self._ranks.lease("preload", waits=False) as lease:
@@ -144,10 +145,10 @@ class Sidecar(ModuleRequests):
         should_cancel: ShouldCancel | None = None,
         file: FileIdentity | None = None,
     ) -> SampleResult:
-        """Runs a whole sampling job on the ranks, starting and loading first where needed (RunInfo.load).
+        """Runs a whole sampling job on the ranks; starts them and loads the model first if needed (RunInfo.load).
 
-        `file`: the model's, None for the one that is there now; the job takes no other one. Raises CheckpointError
-        where another one is there and the ranks have to read it.
+        `file`: the model's file, None for the one at its path now; the job uses no other one. Raises CheckpointError
+        if another one is there and the ranks have to read it.
         """
         self._check_placement(placement)
         if isinstance(request, ShippedRequest):
@@ -163,7 +164,7 @@ class Sidecar(ModuleRequests):
                 try:
                     return self._requests.sample(spec, job, message, lease)
                 except OutOfMemory:
-                    if not job.give_up_trials():  # which may need more than was foreseen
+                    if not job.give_up_trials():  # a trial may need more than was predicted
                         raise
                 return self._requests.sample(spec, job, message, lease)
 
@@ -197,7 +198,7 @@ class Sidecar(ModuleRequests):
             return tuple(reports(done, lambda answer: answer.calibration))
 
     def cancel(self) -> None:
-        """Ends the request that is running, if any, at its next step; its caller gets Cancelled. Any thread."""
+        """Ends the running request, if any, at its next step; its caller gets Cancelled. Any thread may call."""
         self._ranks.cancel()
 
     def _with_room(
@@ -207,7 +208,7 @@ class Sidecar(ModuleRequests):
         lease: Lease,
         survive: Callable[[RankFailed, str | None], str] | None = None,
     ) -> T:
-        """`attempt()`, through a crash, and once more without the other models that the ranks hold when memory ends."""
+        """Returns `attempt()`, tried again after a crash, and without the other held models if memory ran out."""
 
         def read() -> T:
             try:
@@ -226,19 +227,19 @@ class Sidecar(ModuleRequests):
         try:
             return self._ranks.retry_after_crash(read, lease, survive)
         except OutOfMemory:
-            self._holdings.undo_drop()  # they were not in the way
+            self._holdings.undo_drop()  # dropping them did not help
             raise
 
-    # The ranks' life.
+    # Starting and ending ranks, and freeing memory.
 
     def start(self, on_phase: ShowPhase | None = None) -> float:
-        """Starts the ranks unless they run; returns the seconds it took, 0.0 when they ran."""
+        """Starts the ranks unless they run; returns the seconds it took, 0.0 if they were running."""
         with self._ranks.lease("start", None, on_phase) as lease:
             return self._holdings.ensure_started(lease)
 
     def prepare(self, spec: ModelSpec) -> None:
-        """Starts the ranks and has them import what loading `spec` will need; ranks that run are left alone. Raises
-        what a start raises."""
+        """Starts the ranks and makes them import what loading `spec` needs; does nothing if they run. Raises what a
+        start raises."""
         with self._ranks.lease("start", None) as lease:
             if self._ranks.running:
                 return
@@ -249,31 +250,30 @@ class Sidecar(ModuleRequests):
             exchange.wait(lambda: deadlines.LOAD_BASE)
 
     def sleep(self, should_cancel: ShouldCancel | None = None) -> None:
-        """Discards all that the ranks hold and leaves them running; the next request loads what it needs again. Ranks
-        that do not run have nothing to give back."""
+        """Discards all that the ranks hold and leaves them running; the next request loads what it needs again. Does
+        nothing if they do not run."""
         with self._ranks.lease("sleep", should_cancel) as lease:
             self._holdings.sleep(lease)
 
     def drop(self, spec: ModelSpec, should_cancel: ShouldCancel | None = None) -> None:
-        """Gives back the device memory of one model, and leaves others where they are; the next request that needs it
-        loads it again."""
+        """Drops one model and leaves the others where they are; the next request that needs it loads it again."""
         with self._ranks.lease("drop", should_cancel) as lease:
             self._holdings.drop(spec, lease)
 
     def give_back(self, spec: ModelSpec, device: str, should_cancel: ShouldCancel | None = None) -> None:
-        """Gives back what one model takes of one device's memory; its rank keeps in host memory what the file does not
-        have, and the next request that needs the weights takes them back."""
+        """Frees what one model takes of one device. The device's rank keeps weights that are not in the file in
+        host memory; the next request that needs the model moves all back."""
         with self._ranks.lease("give back", should_cancel) as lease:
             self._holdings.give_back(spec, device, lease)
 
     def release_cache(self) -> None:
-        """Gives back what torch keeps of the devices' memory for the next model call. Raises Cancelled where a request
-        has the ranks."""
+        """Frees the device memory that torch caches for the next model call. Raises Cancelled if a request has the
+        ranks."""
         with self._ranks.lease("give back", waits=False) as lease:
             self._holdings.release_cache(lease)
 
     def drop_modules(self, should_cancel: ShouldCancel | None = None) -> None:
-        """Has the ranks let go of text encoders and VAEs; the next call of one sends it again."""
+        """Makes the ranks drop text encoders and VAEs; the next call of one sends it again."""
         with self._ranks.lease("give back", should_cancel) as lease:
             if self._ranks.running:
                 self._holdings.drop_modules(lease)
@@ -283,24 +283,24 @@ class Sidecar(ModuleRequests):
         return self._holdings.modules.get(number) is not None
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
-        """Returns the bytes of an accelerator that text encoders and VAEs take now. `number`: for one of them alone."""
+        """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
         return self._holdings.modules.bytes_on(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Returns the bytes of one device's memory that a model takes now."""
+        """Returns the bytes of `device` memory that a model occupies now."""
         return self._holdings.bytes_on(spec, device)
 
     def wake(self, on_phase: ShowPhase | None = None) -> None:
-        """Loads again what `sleep` discarded; ranks that are awake need nothing."""
+        """Loads again what `sleep` discarded; does nothing if the ranks are awake."""
         with self._ranks.lease("wake", None, on_phase) as lease:
             self._holdings.wake(lease)
 
     def stop(self) -> None:
-        """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""
+        """Ends the ranks and waits until all are gone. Any thread may call; a running request raises Cancelled."""
         self._ranks.stop()
 
     def stop_if_idle(self) -> bool:
-        """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
+        """Ends the ranks, see `stop`, unless they serve a request; returns False in that case."""
         return self._ranks.stop_if_idle()
 
     def _check_trials(self, request: ShippedRequest, placement: Placement) -> None:
@@ -316,7 +316,7 @@ class Sidecar(ModuleRequests):
             )
 
     def _check_placement(self, placement: Placement) -> None:
-        """One device of several is the first one; the others wait."""
+        """Raises StrategyError unless `placement` uses all ranks, or one: that is the first, and the others wait."""
         size = placement.strategy.world_size
         if size not in (1, len(self.devices)):
             raise StrategyError(

@@ -1,4 +1,4 @@
-"""The status of a group of ranks as a person looks at it: cheap to ask, at any time, of busy ranks too."""
+"""The status of a group of ranks for display: cheap to read at any time, also while the ranks are busy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from .group.supervisor import RankGroup
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank. `step`: steps of its request behind it; `loaded`: of the model that it loads, 0 to 1; bytes on its
-    device for weights and beside them; `bytes_sent` to other ranks since it began."""
+    """The status of one rank. `step`: finished steps of its request; `loaded`: the part of its model that is loaded, 0
+    to 1; `weight_bytes`, `working_bytes`: on its device, for weights and for all else; `bytes_sent`: to other ranks
+    since it began."""
 
     rank: int
     device: str
@@ -27,9 +28,9 @@ class RankStatus:
 class GroupStatus:
     """The ranks of one device set.
 
-    `state`: one of State's values; `reason`: of a failure, "" for none; `phase`: of the request that runs, None
-    for none; `models`: the names of the files that are held, the one in use first; `step` of `steps`, 0 outside a
-    sampling job; `step_seconds`: of its latest steps, or the job's before; `ranks`: empty when there are none.
+    `state`: one of State's values; `reason`: the last failure, "" for none; `phase`: of the running request, None for
+    none; `models`: the names of the held files, the most recently used first; `step` of `steps`, 0 outside a sampling
+    job; `step_seconds`: of the latest steps of this job or the previous one; `ranks`: empty if there are none.
     """
 
     devices: tuple[str, ...]
@@ -44,7 +45,7 @@ class GroupStatus:
 
 
 def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:
-    """The ranks' latest heartbeats; empty once they are gone."""
+    """Returns the ranks' latest heartbeats; empty once they are gone."""
     if group is None:
         return ()
     try:

@@ -1,1 +1,1 @@
-"""The other machines of a cluster, as the head has them."""
+"""The head's view of the other machines of a cluster."""

@@ -1,7 +1,7 @@
-"""The clusters of which this process is the head: listening, who joined, who has left, and machines for a group.
+"""The clusters of which this process is the head: it admits machines, notes which leave, assigns them to groups.
 
-A head listens as soon as its cluster is known or used. Who connects must show the certificate of the machines within
-deadlines.ADMIT; a few from one address, and some in all, may be about it at a time.
+A head listens as soon as its cluster is known or used. A client must present the machines' certificate within
+deadlines.ADMIT. The connections that have not joined yet are limited, in total and from one address.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ...wire.heartbeat import MOST_RANKS, Page
 from ...wire.transport import Link
 from .remote_machine import Departure, RemoteMachine
 
-MOST_AT_THE_DOOR, MOST_FROM_ONE = 32, 4  # connections that have not joined yet, in all and from one address
+MOST_AT_THE_DOOR, MOST_FROM_ONE = 32, 4  # connections that have not joined yet, in total and from one address
 _MAX_DEVICE_BYTES = 2**44  # 16 TiB, more than any device or host has
-_SAY = 10.0  # s between two lines of the log on connections that were refused
+_SAY = 10.0  # s between two log lines about refused connections
 
 OnDeparture = Callable[[Departure], None]
 log = logging.getLogger("parallel_backend.cluster")
@@ -39,7 +39,7 @@ log = logging.getLogger("parallel_backend.cluster")
 
 @dataclass(frozen=True)
 class _Gone:
-    """A machine that was there. `at`: time.monotonic()."""
+    """A machine that has left. `words`: why and when; `at`: time.monotonic() of that; `silent`: as in Departure."""
 
     devices: tuple[str, ...]
     words: str
@@ -48,12 +48,12 @@ class _Gone:
 
     @property
     def is_absent(self) -> bool:
-        """Rather than about to come back: torchrun starts processes anew whose group ended."""
+        """True if it was cut off or left long ago; else it may rejoin soon, as torchrun restarts its processes."""
         return self.silent or time.monotonic() - self.at > deadlines.MACHINES
 
 
 class ClusterHead:
-    """Listens from the beginning to `close`. Raises DeviceError where it cannot."""
+    """The head of one cluster; listens until `close`. Raises DeviceError if it cannot listen on its port."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -62,7 +62,7 @@ class ClusterHead:
         self._gone: dict[str, _Gone] = {}
         self._groups: dict[RemoteMachine, OnDeparture] = {}
         self._changed = threading.Condition()
-        self._door: collections.Counter[str] = collections.Counter()  # connections by address
+        self._door: collections.Counter[str] = collections.Counter()  # those not joined, by address
         self._refused, self._logged_at = 0, float("-inf")
         self._closed = False
         try:
@@ -76,10 +76,10 @@ class ClusterHead:
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name=f"cluster-{endpoint.cluster}", daemon=True).start()
 
-    # Who is there.
+    # The machines of the cluster.
 
     def devices(self) -> tuple[str, ...]:
-        """Of all machines, by name; also of those that left, until they are forgotten."""
+        """Returns the devices of all machines, sorted by machine name; of those that left, until `drop_departed`."""
         with self._changed:
             found = {name: gone.devices for name, gone in self._gone.items()}
             found |= {name: machine.devices for name, machine in self._machines.items()}
@@ -90,7 +90,7 @@ class ClusterHead:
             return next((m.memory[device] for m in self._machines.values() if device in m.memory), 0)
 
     def departure_reason(self, machine: str) -> str:
-        """In words; "" while it is there, or about to come back."""
+        """Returns in words why a machine left; "" while it is connected or about to rejoin."""
         with self._changed:
             gone = self._gone.get(machine)
         return gone.words if gone is not None and gone.is_absent else ""
@@ -100,7 +100,7 @@ class ClusterHead:
             self._gone = {name: gone for name, gone in self._gone.items() if not gone.is_absent}
 
     def wait_for(self, machines: Sequence[str], cancelled: Callable[[], bool]) -> None:
-        """Until all are there and serve no group. Raises DeviceError naming one after deadlines.MACHINES, Cancelled."""
+        """Waits until all have joined and serve no group. Raises Cancelled; DeviceError after deadlines.MACHINES."""
         until = time.monotonic() + deadlines.MACHINES
         with self._changed:
             while missing := [name for name in machines if not self._is_free(name)]:
@@ -114,8 +114,8 @@ class ClusterHead:
         return name in self._machines and not self._machines[name].busy
 
     def _missing(self, names: Sequence[str]) -> DeviceError:
-        """Names one: a machine that was cut off, else the one whose connection closed first. The others' processes
-        ended because their group did."""
+        """Returns an error that names one machine: one that was cut off, else the one whose connection closed first.
+        The processes of the others ended because their group did."""
         gone = [name for name in names if name in self._gone]
         gone.sort(key=lambda name: (not self._gone[name].silent, self._gone[name].at))
         name = (gone or list(names))[0]
@@ -133,7 +133,8 @@ class ClusterHead:
     def take(
         self, devices: Sequence[str], epoch: int, page: Page, on_departure: OnDeparture
     ) -> tuple[tuple[RemoteMachine, ...], dict[int, Link]]:
-        """The machines that have `devices`, now of one group, and its links by rank. Raises DeviceError."""
+        """Assigns the machines of `devices` to one group; returns them and its links by rank. Raises DeviceError if one
+        is missing or busy. `page`: gets the ranks' heartbeats; `on_departure`: called if a machine leaves."""
         names = dict.fromkeys(machine_of(device).partition("/")[2] for device in devices)
         ranks = {device: rank for rank, device in enumerate(devices)}
         with self._changed:
@@ -161,7 +162,7 @@ class ClusterHead:
         if on_departure is not None:
             on_departure(departure)
 
-    # The door.
+    # Connections that have not joined yet.
 
     def _listen(self) -> None:
         while True:
@@ -170,7 +171,7 @@ class ClusterHead:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(deadlines.POLL)  # no descriptors left, for the moment
+                time.sleep(deadlines.POLL)  # out of file descriptors for the moment
                 continue
             with self._changed:
                 full = self._door.total() >= MOST_AT_THE_DOOR or self._door[address] >= MOST_FROM_ONE
@@ -183,7 +184,7 @@ class ClusterHead:
             threading.Thread(target=self._admit, args=(connection, address), daemon=True).start()
 
     def _admit(self, plain: socket.socket, address: str) -> None:
-        """One connection: the handshake, the first frame, and welcome."""
+        """Handles one new connection: TLS handshake, first frame, welcome or refusal."""
         connection: ssl.SSLSocket | None = None
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,10 +205,10 @@ class ClusterHead:
         finally:
             with self._changed:
                 self._door[address] -= 1
-                self._door += collections.Counter()  # without those of none
+                self._door += collections.Counter()  # drops addresses with a count of 0
 
     def _check(self, join: Join) -> str:
-        """Why a machine is refused; "" where it is not."""
+        """Returns why a machine is refused; "" if it is accepted."""
         if not NAME.fullmatch(join.machine) or not 0 < len(join.devices) <= MOST_RANKS:
             return "its name or its number of processes is not allowed"
         if len(join.memory) != len(join.devices) or any(not _is_device(name) for name in join.devices):
@@ -237,7 +238,7 @@ class ClusterHead:
             machine.begin()
             closed = self._closed
             self._changed.notify_all()
-        if before is not None:  # which nobody has heard for a while
+        if before is not None:  # a stale connection, silent for a while
             before.end("it joined again")
         if closed:
             machine.end("the head ends")
@@ -250,7 +251,7 @@ class ClusterHead:
         )
 
     def _refuse(self, address: str, why: str) -> None:
-        """On the log, however many come."""
+        """Logs refused connections, at most one line every _SAY seconds."""
         self._refused += 1
         if time.monotonic() - self._logged_at > _SAY:
             log.warning(
@@ -263,7 +264,7 @@ class ClusterHead:
             self._refused, self._logged_at = 0, time.monotonic()
 
     def close(self) -> None:
-        """Ends the connections of all machines; their processes end, and dial until a head is there again."""
+        """Closes all connections. The machines' processes end and, restarted by torchrun, dial until a head is up."""
         with self._changed:
             self._closed = True
             machines = tuple(self._machines.values())
@@ -286,7 +287,7 @@ _lock = threading.Lock()
 
 
 def open_head(cluster: str) -> ClusterHead:
-    """The head of this cluster, which listens from now on. Raises DeviceError, PlatformError."""
+    """Returns the head of this cluster, which listens from now on. Raises DeviceError."""
     with _lock:
         if cluster not in _heads:
             _heads[cluster] = ClusterHead(find_head(cluster))
@@ -295,12 +296,12 @@ def open_head(cluster: str) -> ClusterHead:
 
 
 def find_by_name() -> None:
-    """Makes cluster:NAME a set of devices; a head listens from its first use on."""
+    """Allows cluster:NAME as a set of devices. A head starts to listen when it is first used."""
     find_clusters_by(_Registry())
 
 
 def serve_known() -> None:
-    """As find_by_name, and listens now for the machines of all clusters that this computer knows."""
+    """Calls find_by_name, and listens from now on for the machines of all clusters that this computer knows."""
     find_by_name()
     for cluster in known_clusters():
         try:
@@ -310,12 +311,12 @@ def serve_known() -> None:
 
 
 def served() -> dict[str, tuple[str, ...]]:
-    """The devices of each cluster whose machines this process listens for; none where no machine has joined."""
+    """Returns the devices of each cluster whose head this process is; empty if no machine has joined it."""
     return {cluster: head.devices() for cluster, head in tuple(_heads.items())}
 
 
 class _Registry:
-    """devices.Clusters"""
+    """The heads of this process, as devices.Clusters."""
 
     def devices_of(self, cluster: str) -> tuple[str, ...]:
         head = open_head(cluster)
@@ -334,19 +335,19 @@ class _Registry:
 
 
 def departure_reason(device: str) -> str:
-    """Of a device whose machine has left its cluster: in words; "" for any other."""
+    """Returns in words why the machine of `device` left its cluster; "" if it has not, or for a local device."""
     cluster, _, machine = machine_of(device).partition("/")
     return _heads[cluster].departure_reason(machine) if cluster in _heads else ""
 
 
 def drop_departed() -> None:
-    """Machines that have left do not count as a cluster's any more, until they are back."""
+    """Removes machines that have left from their clusters' devices, until they join again."""
     for head in tuple(_heads.values()):
         head.drop_departed()
 
 
 def wait_for(devices: Sequence[str], cancelled: Callable[[], bool]) -> None:
-    """Until the machines of these devices are there. Raises DeviceError."""
+    """Waits until the machines of these devices have joined and are free. Raises DeviceError, Cancelled."""
     for cluster, machines in _by_cluster(devices).items():
         open_head(cluster).wait_for(tuple(machines), cancelled)
 
@@ -354,7 +355,7 @@ def wait_for(devices: Sequence[str], cancelled: Callable[[], bool]) -> None:
 def take(
     devices: Sequence[str], epoch: int, page: Page, on_departure: OnDeparture
 ) -> tuple[tuple[RemoteMachine, ...], dict[int, Link]]:
-    """As ClusterHead.take. Raises DeviceError for devices of several clusters, and for any of this computer."""
+    """Assigns machines to a group, see ClusterHead.take. Raises DeviceError unless all devices are of one cluster."""
     clusters = _by_cluster(devices)
     if len(clusters) != 1 or not all(map(machine_of, devices)):
         raise DeviceError(f"{', '.join(devices)}: one group has devices of one cluster and no others.")
@@ -375,7 +376,7 @@ def _by_cluster(devices: Sequence[str]) -> dict[str, dict[str, None]]:
 
 
 def close_all() -> None:
-    """Ends the heads of this process."""
+    """Closes the heads of this process."""
     with _lock:
         while _heads:
             _heads.popitem()[1].close()

@@ -1,4 +1,4 @@
-"""One machine of a cluster as the head has it: processes that joined over one connection, and the group they serve."""
+"""One machine of a cluster as the head sees it: processes on one connection, and the group that they serve."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a machine is not there any more. `rank`: the first of its ranks in the group, None where it served none;
-    `silent`: cut off, rather than ended."""
+    """The end of a machine's connection. `rank`: the rank that ended first, else the machine's first one, None if it
+    served no group; `words`: the reason; `silent`: True if it went silent, False if the connection closed."""
 
     rank: int | None
     words: str
@@ -32,7 +32,7 @@ class Departure:
 
 
 class RemoteMachine:
-    """`on_gone(machine, departure)` is called once, from the machine's own thread, which `begin` starts."""
+    """A machine that has joined. `begin` starts its thread, which calls `on_gone(machine, departure)` at its end."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RemoteMachine:
         return time.monotonic() - self._relay.channel.heard < 4 * deadlines.BEAT
 
     def start(self, epoch: int, ranks: dict[str, int], page: Page) -> dict[int, Link]:
-        """Has its processes serve a group: the group's ends of their links by rank. `ranks`: by device."""
+        """Starts a group on its processes; returns the group's end of each rank's link. `ranks`: by device name."""
         self.busy = True
         numbers = tuple(ranks.get(device, -1) for device in self.devices)
         pairs = {rank: link_pair() for rank in numbers if rank >= 0}
@@ -71,13 +71,13 @@ class RemoteMachine:
             self._relay.channel.send(Kind.START, text=pack(Start(epoch, numbers)))
             self._relay.links.update({rank: theirs for rank, (_, theirs) in pairs.items()})
 
-        if not self._relay.submit(begin):  # its end is told as one of the group's
+        if not self._relay.submit(begin):  # it has left, and `on_gone` will end the group
             for _, theirs in pairs.values():
                 theirs.close()
         return {rank: ours for rank, (ours, _) in pairs.items()}
 
     def end(self, words: str) -> None:
-        """Closes the connection, whereupon its processes end; blocks until that is done here."""
+        """Closes the connection, which makes its processes end; blocks until this side is closed."""
 
         def close() -> None:
             raise TransportError(words)

@@ -1,1 +1,1 @@
-"""A group of ranks: started, watched, asked, restarted."""
+"""A group of ranks: how it is started, watched, sent requests and restarted."""

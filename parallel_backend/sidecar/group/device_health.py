@@ -1,4 +1,4 @@
-"""Devices whose ranks failed more than once lately, in any group: `auto` goes on without them."""
+"""Devices whose ranks failed more than once in recent minutes, in any group: `auto` leaves them out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAILURES_UNTIL_LEFT_OUT = 2  # within deadlines.BROKEN_WINDOW
 
 
 class FailingDevices:
-    """The failures of this process by device. Any thread; `clock` gives seconds that only grow."""
+    """The failures of each device in this process; thread-safe. `clock`: a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +22,7 @@ class FailingDevices:
         self._lock = threading.Lock()
 
     def add(self, device: str, failures: int = 1) -> None:
-        """A rank on `device` failed. Several `failures` at once: a device that is not there any more."""
+        """Records that a rank on `device` failed; several `failures` at once for a device that no longer exists."""
         with self._lock:
             self._failures.setdefault(device, []).extend([self._clock()] * failures)
 
@@ -31,7 +31,8 @@ class FailingDevices:
             self._failures.clear()
 
     def among(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """Those of `devices` to leave out: none where nothing would be left, none on the CPU, whose ranks share it."""
+        """Returns the `devices` to leave out, none if that were all of them. CPU ranks share one
+        device, so there only absent machines count."""
         absent = tuple(device for device in devices if clusters.departure_reason(device))
         if is_cpu(devices):
             return absent if len(absent) < len(devices) else ()
@@ -46,7 +47,7 @@ FAILING = FailingDevices()
 
 
 def left_out(failing: Sequence[str]) -> str:
-    """The line of a report on them."""
+    """Returns the line of a report on devices that are left out."""
     absent = {machine_of(d): words for d in failing if (words := clusters.departure_reason(d))}
     parts = [f"machine {name} left out until it is back: {words}" for name, words in absent.items()]
     failing = [device for device in failing if machine_of(device) not in absent]

@@ -1,6 +1,6 @@
-"""Events in the life of groups of ranks and of their requests, for whoever listens: the status panel, metrics, logs.
+"""Events of groups of ranks and of their requests, for listeners: the status panel, metrics, logs.
 
-Listeners are called in the thread where it happened, so they must be quick; what one raises is logged and harms nobody.
+A listener is called in the thread that emits the event, so it must be quick. Its exceptions are only logged.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Changed:
-    """A group's state or phase is another one now; Sidecar.status() has it."""
+    """A group's state or phase has changed; Sidecar.status() returns the new one."""
 
     devices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Started:
-    """All ranks of a group are ready. `after`: the failure that ended the ranks before them, "" for none."""
+    """All ranks of a group are ready. `after`: the failure that ended the previous ranks, "" for none."""
 
     devices: tuple[str, ...]
     seconds: float
@@ -34,7 +34,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Ranks hold another model."""
+    """The ranks have loaded a model."""
 
     devices: tuple[str, ...]
     spec: ModelSpec
@@ -54,12 +54,12 @@ class Stepped:
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """A rank failed; one that died idle is noticed with the next request. `cause`: in words; `crashed`: its process
-    ended or hung, not an error that its code raised; `broken`: that was too often, the group does not start again by
-    itself; `reason`: of errors.FAILURES."""
+    """A rank failed; if it died idle, this is emitted at the next request. `cause`: in words; `crashed`: True if its
+    process ended or hung, False if its code raised an error; `broken`: True if it failed too often, so that the group
+    does not restart by itself; `reason`: one of errors.FAILURES."""
 
     devices: tuple[str, ...]
-    rank: int | None  # None where all failed together
+    rank: int | None  # None if all failed together
     cause: str
     crashed: bool
     broken: bool
@@ -72,10 +72,10 @@ class RequestFailed:
 
 @dataclass(frozen=True)
 class RequestEnded:
-    """A request is over. `request`: what a caller asked for, such as "sample"; `result`: done, cancelled, refused,
-    out_of_memory or failed; `cancel_s`: from the first sight of a cancel to the end, None without one; `info`: how it
-    ran, None where nothing did; `strategy`: as asked for, None for requests without one; `images`: that it was for;
-    `spec`: the model, None for none; `prompt_id`: ComfyUI's, "" for none; `idle_s`: that ranks had waited for it."""
+    """A request has ended. `request`: its kind, such as "sample"; `result`: done, cancelled, refused, out_of_memory or
+    failed; `cancel_s`: seconds from the detection of a cancel to the end, None without one; `info`: the record of a
+    completed sampling job, else None; `strategy`: the requested one, or None; `images`: how many it is for; `spec`: its
+    model, or None; `prompt_id`: ComfyUI's, "" for none; `idle_s`: seconds that the ranks had been idle before."""
 
     devices: tuple[str, ...]
     request: str
@@ -92,7 +92,7 @@ class RequestEnded:
 
 @dataclass(frozen=True)
 class Released:
-    """Ranks were ended while no request had them, after `idle_s` without one."""
+    """Ranks were ended while no request used them, `idle_s` seconds after the last one."""
 
     devices: tuple[str, ...]
     idle_s: float
@@ -100,7 +100,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Recovering:
-    """Ranks failed during a job, and new ones start for it now. `words`: who failed, and where the job goes on."""
+    """Ranks failed during a request, and new ones start for it. `words`: which rank failed, and where a job resumes."""
 
     devices: tuple[str, ...]
     words: str
@@ -114,7 +114,7 @@ _lock = threading.Lock()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Has `listener` called with every event from now on; returns what ends that."""
+    """Calls `listener` with every event from now on; returns a function that ends that."""
     with _lock:
         _listeners.append(listener)
 

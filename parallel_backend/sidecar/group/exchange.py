@@ -1,11 +1,11 @@
-"""One request to all ranks of a group: send it, follow it to every rank's terminal message, and give one outcome.
+"""One request to all ranks of a group: sends it, waits for every rank's terminal message, and returns one outcome.
 
-The calling thread reads the links itself, so a request costs no thread switch. The rules, in one place:
-- every rank ends a request with one terminal message; a rank that does not, after another one failed, is stuck in a
-  collective, and the group is killed;
-- a cancel, or any exception from a callback, goes to one rank, the first as a rule, and the terminal messages are
-  waited for, so that the group stays warm; a message that is not due ends the group;
-- the error raised is the first failure, not those of its victims.
+The calling thread reads the links itself, so a request costs no thread switch. The rules:
+- every rank ends a request with one terminal message, Done or Failed. If one does not after another one failed, it is
+  stuck in a collective, and the group is killed;
+- a cancel, or any exception from a callback, is sent to one rank, usually the first. The terminal messages are still
+  awaited, so that the group stays warm. An unexpected message ends the group;
+- the error raised is the first failure, not one that followed from it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ...wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unp
 from .liveness import MOST_EXTENSIONS, is_computing, last_beat
 from .supervisor import RankGroup, get_supervisor
 
-# Errors that every rank raises at a point they all reach, so that no collective is left half done.
+# Errors that all ranks raise at the same point, so that no collective is left unfinished.
 USER_ERRORS = frozenset(
     {"PlatformError", "DeviceError", "StrategyError", "CheckpointError", "RequestError", "Cancelled"}
     | {"TransportError", PEER_FAILED}
 )
-# Ranks agree on the outcome before they report, so that an out-of-memory there leaves no collective half done.
+# For requests whose ranks agree on the outcome before they report: an out-of-memory leaves no collective unfinished.
 AGREED_ERRORS = USER_ERRORS | {"OutOfMemory"}
 
-# (rank, message, payload tensors or None)
+# The arguments: rank, message, payload tensors or None.
 OnMessage = Callable[[int, Message, "Tensors | None"], None]
 M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=BaseException)
@@ -45,14 +45,14 @@ log = logging.getLogger(__name__)
 
 
 def expect(rank: int, message: Message, kind: type[M]) -> M:
-    """`message`, which is a `kind`. Raises TransportError for any other."""
+    """Returns `message` if it is a `kind`. Raises TransportError otherwise."""
     if not isinstance(message, kind):
         raise TransportError(f"process {rank} sent {type(message).__name__} where {kind.__name__} was due")
     return message
 
 
 def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
-    """The part of each rank's answer that `of` gives, in rank order."""
+    """Returns `of(answer)` for each rank's answer, in rank order. Raises TransportError if one is None."""
     found: list[T] = []
     for rank, answer in enumerate(done):
         part = of(answer)
@@ -63,8 +63,8 @@ def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
 
 
 class Exchange:
-    """One request, from send to outcome. `cancelled()` is asked at least every 50 ms and may raise; `survivable`: the
-    errors that leave the group usable."""
+    """One request, from send to outcome. `cancelled()` is called at least every 50 ms and may raise; `survivable`: the
+    names of errors that leave the group usable."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class Exchange:
         self._failed: dict[int, Failed] = {}  # in the order of arrival
         self._interrupt: BaseException | None = None
         self._deadline = float("inf")
-        self._alive = 0.0  # when there was a sign of life last
-        self._extensions = 0  # of the deadline, since then
-        self._looked = 0.0  # when this thread last looked at its links
-        self.listener = 0  # the rank that hears of a cancel, and answers with the result
+        self._alive = 0.0  # time.monotonic() of the last sign of life
+        self._extensions = 0  # how often the deadline was extended since then
+        self._looked = 0.0  # time.monotonic() when this thread last checked its links
+        self.listener = 0  # the rank that is sent a cancel, and that returns the result
         self.result: Tensors = {}  # payload of its terminal message
 
     def send(self, message: Message, tensors: Tensors | None = None) -> None:
-        """Gives `message` to every rank, with the same payload."""
+        """Sends `message` to every rank, with `tensors` as the payload."""
         payload = () if tensors is None else (pack_tensors(tensors),)
         try:
             self._send_to_all(message, payload)
@@ -102,7 +102,7 @@ class Exchange:
             self._send(rank, data, payload)
 
     def send_to(self, rank: int, message: Message, payload: tuple[int, ...] = ()) -> None:
-        """Gives `message` to one rank; descriptors in `payload` stay the caller's."""
+        """Sends `message` to one rank; the caller closes the descriptors in `payload`."""
         self._send(rank, encode(self._envelope(message)), payload)
 
     def _send(self, rank: int, data: bytes, payload: tuple[int, ...]) -> None:
@@ -115,10 +115,10 @@ class Exchange:
             raise self._kill(RankFailed(rank, cause, crashed=True, reason="hang")) from None
 
     def wait(self, budget: Callable[[], float], on_message: OnMessage | None = None) -> list[Done]:
-        """Every rank's terminal message, in rank order. `budget()` is the seconds allowed until the next sign of life;
-        without `on_message` no other message is due.
+        """Waits for every rank's terminal message; returns them in rank order. `budget()`: seconds allowed until the
+        next sign of life; `on_message`: called with every other message, None if none may come.
 
-        Raises the first failure; a callback's own exception after the ranks have ended the request; Cancelled.
+        Raises the first failure, Cancelled, or a callback's own exception once the ranks have ended the request.
         """
         with selectors.PollSelector() as selector:
             for rank, link in enumerate(self._group.links):
@@ -139,7 +139,7 @@ class Exchange:
     ) -> None:
         now, before = time.monotonic(), self._looked
         self._looked = now
-        if now - before > deadlines.PAUSE:  # a container's or a laptop's, and likely the ranks' too
+        if now - before > deadlines.PAUSE:  # a paused container or laptop: the ranks likely paused too
             self._deadline += now - before
         left = self._deadline - now
         if left <= 0:
@@ -147,7 +147,7 @@ class Exchange:
                 raise self._expired(budget())
             left = 0.0
         events = selector.select(min(left, deadlines.POLL))
-        # Messages first: a rank that reports and then dies has told the better reason.
+        # Messages first: if a rank reports and then dies, its report is the better explanation.
         for key, _ in sorted(events, key=lambda event: event[0].data is None):
             if key.data is None:
                 if not self._pending:
@@ -165,7 +165,7 @@ class Exchange:
                     self._set_deadline(time.monotonic(), budget())
 
     def _still_working(self, allowed: float) -> bool:
-        """Whether the limit was passed by ranks that are slow and not stuck, which then get more time."""
+        """Returns True, and extends the deadline, if the ranks are slow but not stuck."""
         if self._interrupt is not None or self._failed:
             return False
         if self._has_gone_on(allowed):
@@ -174,10 +174,10 @@ class Exchange:
             self._extensions += 1
             self._deadline = time.monotonic() + allowed
             return True
-        return self._has_gone_on(allowed)  # while we looked whether they compute, which takes half a second
+        return self._has_gone_on(allowed)  # a beat may have come during is_computing, which takes 0.5 s
 
     def _has_gone_on(self, allowed: float) -> bool:
-        """Whether a rank that owes an answer has written down a sign of life that gives it more time."""
+        """Returns True if a pending rank wrote a heartbeat that moves the deadline into the future."""
         beat = last_beat(self._group, self._pending)
         if beat <= self._alive:
             return False
@@ -185,7 +185,7 @@ class Exchange:
         return self._deadline > time.monotonic()
 
     def _set_deadline(self, alive: float, allowed: float) -> None:
-        """`alive`: when there was a sign of life, after which the next is due within `allowed` seconds."""
+        """Expects the next sign of life within `allowed` seconds after the last one, at time.monotonic() `alive`."""
         self._alive, self._extensions = alive, 0
         self._deadline = alive + allowed
 
@@ -203,14 +203,14 @@ class Exchange:
             raise self._kill(self._interrupt)
 
     def guard(self, call: Callable[[], None]) -> None:
-        """Runs the caller's code; whatever it raises cancels the request and is raised at its end."""
+        """Runs code of the caller. An exception from it cancels the request and is raised after the request's end."""
         try:
             call()
         except BaseException as error:
             self._cancel(error)
 
     def refuse(self, text: str) -> TransportError:
-        """The error for ranks that do not keep to the protocol; ends them."""
+        """Ends ranks that broke the protocol and returns the error to raise."""
         return self._kill(TransportError(text))
 
     def _look_for_cancel(self) -> None:
@@ -225,7 +225,7 @@ class Exchange:
             self._deadline = 0.0
             return
         self._deadline = min(self._deadline, time.monotonic() + deadlines.CANCEL)
-        with contextlib.suppress(LinkClosed, LinkFull):  # the wait notices its end, and the deadline
+        with contextlib.suppress(LinkClosed, LinkFull):  # `wait` notices a closed link and the deadline
             self._group.links[self.listener].send(self._envelope(Cancel()))
 
     def _receive(self, rank: int) -> tuple[Message, Tensors | None] | None:
@@ -253,7 +253,7 @@ class Exchange:
             )
 
     def _take_terminal(self, rank: int, message: Message, tensors: Tensors | None) -> bool:
-        """Whether `message` ends the request on `rank`."""
+        """Returns True if `message` ends the request on `rank`."""
         if not isinstance(message, (Done, Failed)):
             return False
         if rank not in self._pending:
@@ -270,7 +270,7 @@ class Exchange:
         return True
 
     def _outcome(self) -> list[Done]:
-        """All ranks have reported."""
+        """Returns the answers or raises the error, once all ranks have reported."""
         if any(failed.kind not in self._survivable for failed in self._failed.values()):
             get_supervisor().kill(self._group)
         if self._interrupt is not None:
@@ -287,7 +287,7 @@ class Exchange:
         return from_wire(failed.kind, failed.message + detail, rank, failed.device)
 
     def _group_ended(self, rank: int | None) -> BaseException:
-        """The error for a group that died or was stopped; `rank`: whose link closed, if that is how we know."""
+        """Returns the error for a group that died or was stopped. `rank`: the one whose link closed, if known."""
         if not self._group.ended.wait(deadlines.DEATH_NOTICE):
             cause = "closed its control link"
             return self._kill(RankFailed(rank or 0, cause, crashed=True, reason="link"))
@@ -298,7 +298,7 @@ class Exchange:
             return self._interrupt
         if death is None:
             return Cancelled("The processes were stopped while they worked on the request.")
-        # A rank that reported before it ended gave the reason; otherwise the others are victims of its death.
+        # The rank's report explains its end best; without one, its death explains the others' failures.
         return self._first_failure() if death.rank in self._failed else death.error()
 
     def _collect_reports(self) -> None:
@@ -321,7 +321,7 @@ class Exchange:
         stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
         rank = stopped[0] if stopped else find_laggard(beats, self._pending)
         how = "was stopped by a signal" if stopped else "gave no sign of life"
-        if rank is None:  # all wait for each other: to leave out a device that may be sound helps nobody
+        if rank is None:  # all wait for each other: no device is to blame, so none should be left out
             how = f"{how}, none of them behind the others"
         shown = min(self._pending) if rank is None else rank
         where = in_words(beats, shown)
@@ -331,7 +331,7 @@ class Exchange:
         return self._kill(RankFailed(rank, cause, crashed=True, reason="hang"))
 
     def _kill(self, error: E) -> E:
-        """Ends the group; `error` says why."""
+        """Kills the group and returns `error`."""
         get_supervisor().kill(self._group)
         return error
 
@@ -340,7 +340,7 @@ class Exchange:
 
 
 def _is_stopped(group: RankGroup, rank: int) -> bool:
-    """Whether the rank's process is held by SIGSTOP or a debugger."""
+    """Returns True if the rank's process is stopped by SIGSTOP or a debugger."""
     pid = group.pid_of(rank)
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")

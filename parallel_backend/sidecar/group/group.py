@@ -1,4 +1,4 @@
-"""The ranks of one device set from start to end: one caller at a time, failures counted, a new start after a crash."""
+"""The ranks of one device set from start to end: one caller at a time, counted failures, a restart after a crash."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 class RankGroupRunner:
-    """Ranks that live from one request to the next, leased to one caller at a time.
+    """Ranks that stay alive between requests and are leased to one caller at a time.
 
-    `forget` is called when they are gone, and what was known of their memory with them. `exclusive`: other processes'
-    ranks may not use the same GPUs meanwhile.
+    `resumes`: True to retry a request after a crash. `exclusive`: True to lock the GPUs against ranks of other
+    processes. `forget` is called when the ranks are gone: records of what they held must be cleared.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class RankGroupRunner:
         self.devices = tuple(devices)
         self.crashes = CrashHistory()
         self.group: RankGroup | None = None
-        self.phase: Phase | None = None  # of the request that runs
+        self.phase: Phase | None = None  # of the running request
         self._rank_module = rank_module
         self._resumes = resumes
         self._exclusive = exclusive
         self._forget = forget
         self._lock = threading.Lock()
-        self._owner: int | None = None  # thread that serves a request
+        self._owner: int | None = None  # id of the thread whose request runs
         self._cancel = threading.Event()
         self._activity = State.READY
         self._requests = itertools.count(1)
-        self._last_failure = ""  # in a line: the error itself would keep the model of its job
-        self._failure_known = False  # to listeners, of these ranks
-        self._idle_since: float | None = None  # None while there are no ranks, or a request has them
+        self._last_failure = ""  # one line of text: the error itself would keep its job's model alive
+        self._failure_known = False  # True if listeners know that these ranks failed
+        self._idle_since: float | None = None  # time.monotonic(); None if there are no idle ranks
 
     @property
     def state(self) -> State:
-        """Any but ASLEEP, of which these know nothing."""
+        """The state of the ranks, but never ASLEEP: Sidecar.state adds that."""
         group = self.group
         if self.crashes.is_broken:
             return State.BROKEN
@@ -88,12 +88,12 @@ class RankGroupRunner:
 
     @property
     def running(self) -> bool:
-        """Whether there are ranks, as far as anyone knows."""
+        """True if there are ranks and none is known to have ended."""
         return self.group is not None and not self.group.ended.is_set()
 
     @property
     def last_failure(self) -> str:
-        """Why there are no ranks, in a line; "" where nothing failed."""
+        """The failure that ended the ranks, in one line; "" if nothing failed."""
         group = self.group
         if not self._last_failure and group is not None and group.death is not None:
             return _line(group.death.error())
@@ -101,7 +101,7 @@ class RankGroupRunner:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """In rank order; empty when there are none."""
+        """The process ids in rank order; empty if there are no ranks."""
         group = self.group
         return () if group is None else group.pids
 
@@ -109,7 +109,7 @@ class RankGroupRunner:
         self._cancel.set()
 
     def stop(self) -> None:
-        """Ends the ranks and blocks until every one is gone. Any thread; a running request raises Cancelled."""
+        """Ends the ranks and waits until all are gone. Any thread may call; a running request raises Cancelled."""
         if self._owner == threading.get_ident():  # from a callback: the request cleans up as it ends
             self._cancel.set()
             if self.group is None:
@@ -123,7 +123,7 @@ class RankGroupRunner:
         self._end_and_release()
 
     def stop_if_idle(self) -> bool:
-        """As `stop`, but leaves ranks alone that serve a request; whether it ended them."""
+        """Ends the ranks, see `stop`, unless they serve a request; returns False in that case."""
         if not self._lock.acquire(blocking=False):
             return False
         self._end_and_release()
@@ -142,7 +142,7 @@ class RankGroupRunner:
             emit(Changed(self.devices))
 
     def _end_of_idling(self) -> float:
-        """Seconds for which ranks have waited until now."""
+        """Returns the seconds for which the ranks have been idle, and stops that clock."""
         since, self._idle_since = self._idle_since, None
         return 0.0 if since is None else time.monotonic() - since
 
@@ -154,8 +154,8 @@ class RankGroupRunner:
         on_phase: Callable[[str], None] | None = None,
         waits: bool = True,
     ) -> Iterator[Lease]:
-        """Waits until no other caller has the ranks; keeps count of crashes. `request`: its kind, for Ended; `waits`:
-        False to raise Cancelled where another caller has them."""
+        """Waits until no other caller has the ranks, then leases them; counts crashes. `request`: its kind, for
+        RequestEnded; `waits`: False to raise Cancelled if another caller has them."""
         require_linux()
         if self._owner == threading.get_ident():
             raise RequestError("A callback of a request may not send another request to the same processes.")
@@ -224,13 +224,13 @@ class RankGroupRunner:
         emit(Changed(self.devices))
 
     def working(self) -> None:
-        """A request that computes has begun."""
+        """Notes that a request has begun to compute."""
         self._activity = State.RUNNING
         emit(Changed(self.devices))
 
     def _record_failure(self, error: RankFailed) -> None:
-        """Only a crash counts: what the code raises would come again on any device."""
-        if not self.crashes.is_broken:  # else it is the refusal, or recorded already
+        """Records a failure. Only a crash is counted: an error that code raised would recur on any device."""
+        if not self.crashes.is_broken:  # else this is the refusal, or already recorded
             if error.crashed:
                 device = error.device_of(self.devices)
                 self.crashes.add(error, device)
@@ -250,10 +250,10 @@ class RankGroupRunner:
         lease: Lease,
         survive: Callable[[RankFailed, str | None], str] | None = None,
     ) -> T:
-        """`attempt()`, once more when the ranks crash; `survive(error, device)` is told first and says so in words.
+        """Returns `attempt()`, tried once more if the ranks crash. Before that, `survive(error, device)` returns the
+        message for the user.
 
-        An error that the code raised would come again, and so would an out-of-memory; ranks that do not even start are
-        no better off for starting again. Those are not tried again.
+        Errors that code raised and out-of-memory are not retried: they would recur. Nor is a crash during the start.
         """
         try:
             return attempt()
@@ -273,13 +273,13 @@ class RankGroupRunner:
             return attempt()
 
     def _back_off(self, lease: Lease) -> None:
-        """Gives a driver time to recover when this is not the first crash lately, twice as long each time."""
+        """Gives a driver time to recover unless this is the first recent crash; the time doubles with each crash."""
         earlier = self.crashes.count - 1
         if earlier > 0:
             lease.wait(time.monotonic() + deadlines.BACK_OFF * 2 ** (earlier - 1))
 
     def start(self, lease: Lease) -> float:
-        """Starts the ranks, whether or not any were left; returns the seconds it took."""
+        """Starts the ranks, after it has ended any that were left; returns the seconds it took."""
         self.discard()
         started = time.monotonic()
         self._activity, self._failure_known = State.STARTING, False
@@ -300,7 +300,7 @@ class RankGroupRunner:
         return seconds
 
     def discard(self) -> None:
-        """Ends the ranks, if there are any, and gives back what belonged to them."""
+        """Ends the ranks, if there are any, and frees their resources."""
         group, self.group = self.group, None
         if group is None:
             return

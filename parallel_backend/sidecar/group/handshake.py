@@ -1,4 +1,4 @@
-"""Greeting the ranks of a group that has just been spawned, until all of them are ready."""
+"""The handshake with the ranks of a newly spawned group, until all of them are ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .supervisor import RankGroup
 
 
 def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
-    """Tells every rank who it is and waits until the process group stands. Raises what kept a rank from joining."""
+    """Sends every rank its Setup and waits until the process group is ready. Raises the error of a rank that fails."""
     exchange = Exchange(group, NO_REQUEST, cancelled, survivable=frozenset())
 
     def greet(rank: int, message: Message, tensors: Tensors | None) -> None:

@@ -21,8 +21,8 @@ PROMPT_ID: ContextVar[str] = ContextVar("PROMPT_ID", default="")
 
 
 class State(enum.Enum):
-    """DOWN -> STARTING -> READY <-> RUNNING; READY <-> ASLEEP; any -> FAILED -> STARTING; after three crashes in ten
-    minutes BROKEN, until those are past or somebody resets it."""
+    """The state of a group. DOWN -> STARTING -> READY <-> RUNNING; READY <-> ASLEEP; any -> FAILED -> STARTING. BROKEN
+    after three crashes within ten minutes, until that time has passed or the user resets the group."""
 
     DOWN = "down"
     STARTING = "starting"
@@ -34,9 +34,9 @@ class State(enum.Enum):
 
 
 class Lease:
-    """One caller's use of the ranks. `info`: how its request ran, once that is known; `strategy`: asked for, None where
-    it has none; `images`: that it makes; `spec`: the model that it is for; `file`: that
-    model's, as it was when the job began, None before that is known; `idle_s`: that ranks had waited for it."""
+    """One caller's use of the ranks. `info`: the record of a completed sampling job; `strategy`: the requested one, or
+    None; `images`: how many it is for; `spec`: its model; `file`: the model's file as it was when the job began,
+    None until that is known; `idle_s`: seconds that the ranks had been idle before."""
 
     def __init__(
         self,
@@ -62,15 +62,15 @@ class Lease:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """The seconds since the lease began."""
         return time.monotonic() - self.started
 
     def exchange(self, survivable: frozenset[str] = USER_ERRORS) -> Exchange:
-        """A new one with all ranks; `survivable`: the errors that leave them usable. Raises Cancelled."""
+        """Returns a new Exchange with all ranks. `survivable`: errors that leave them usable. Raises Cancelled."""
         return self._new_exchange(self, survivable)
 
     def cancelled(self) -> bool:
-        """Whether the caller wants it ended."""
+        """Returns True if the request is cancelled; notes when that was first seen."""
         if not (self._cancel.is_set() or (self._should_cancel is not None and self._should_cancel())):
             return False
         if self.cancelled_at is None:
@@ -78,6 +78,6 @@ class Lease:
         return True
 
     def wait(self, until: float) -> None:
-        """Until time.monotonic() is `until`, or it is cancelled."""
+        """Sleeps until time.monotonic() reaches `until` or the request is cancelled."""
         while time.monotonic() < until and not self.cancelled():
             time.sleep(deadlines.POLL)

@@ -1,4 +1,4 @@
-"""The signs of life of ranks that owe an answer: what they wrote down, and on the CPU whether they compute.
+"""The signs of life of ranks that have not answered yet: their heartbeats and, on the CPU, their processor time.
 
 A rank that computes for longer than its limit is slow, not stuck: the limit counts from its last sign of life.
 """
@@ -13,23 +13,23 @@ from pathlib import Path
 from ...devices import is_cpu
 from .supervisor import RankGroup
 
-PROBE = 0.5  # s over which the time on a processor is measured
-# Of the probe that a rank must have had a processor. A rank that computes gets that much on a machine with ten times
-# more to do than it has cores for; one that sleeps, or waits in a collective, gets none.
+PROBE = 0.5  # s over which a rank's processor time is measured
+# The share of PROBE for which a rank that computes has a processor. It gets that much even if the machine has work for
+# ten times its cores; a rank that sleeps, or waits in a collective, gets none.
 LEAST_SHARE = 0.05
-# Limits in a row that a rank may compute without writing anything down: an endless loop computes too.
+# Extensions in a row for a rank that computes without a heartbeat: limited, since an endless loop computes as well.
 MOST_EXTENSIONS = 10
 
 
 def last_beat(group: RankGroup, pending: Collection[int]) -> float:
-    """time.monotonic() of the last that any of these ranks wrote down."""
+    """Returns the time.monotonic() of the latest heartbeat of these ranks."""
     return max(group.heartbeat.read(rank).since for rank in pending)
 
 
 def is_computing(group: RankGroup, pending: Collection[int]) -> bool:
-    """Whether one of these ranks computes on the CPU, outside every collective. Takes PROBE seconds to find out.
+    """Returns True if one of these ranks computes on the CPU, outside every collective. Takes PROBE seconds.
 
-    On a GPU a process that waits for a stuck kernel keeps its processor busy, so there it tells nothing.
+    Returns False for GPUs: a process that waits for a stuck kernel also keeps its processor busy.
     """
     if not is_cpu(group.devices):
         return False
@@ -42,7 +42,7 @@ def is_computing(group: RankGroup, pending: Collection[int]) -> bool:
 
 
 def _processor_seconds(pid: int | None) -> float:
-    """That a process has used of its processors; 0.0 for one that is gone."""
+    """Returns the processor seconds that a process has used; 0.0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

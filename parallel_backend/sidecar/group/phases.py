@@ -1,4 +1,4 @@
-"""The phase of a request that is under way, as data; its text is for the person who waits."""
+"""The phase of a running request, as data and as text for the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class PhaseKind(enum.Enum):
-    """The value is the text, with room for what the phase is about."""
+    """The kind of a phase. The value is its text; {} stands for the subject."""
 
     STARTING = "starting {}"
     WAKING = "waking the processes"
@@ -20,7 +20,7 @@ class PhaseKind(enum.Enum):
     FIRST_STEP = "first step"
     IMPORTING = "importing {}, once"  # packs
     COMPILING = "compiling for {}; this step takes longer"
-    TRYING = "trying {}"  # a strategy, and which one of how many
+    TRYING = "trying {}"  # a strategy and its number, such as 2 of 3
     SAMPLING = "sampling"
     SENDING_VAE = "sending the VAE to the processes"
     DECODING = "decoding"
@@ -34,8 +34,8 @@ class PhaseKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase and what it is about, such as a file's name; how far a load is stands in each rank's heartbeat. `size`:
-    bytes of the file that it reads, 0 for none; `started`: time.monotonic() of its beginning."""
+    """One phase of a request. `about`: its subject, such as a file's name; `size`: bytes of the file that it reads, 0
+    for none (each rank's heartbeat has the progress); `started`: time.monotonic() of its beginning."""
 
     kind: PhaseKind
     about: str = ""

@@ -1,4 +1,4 @@
-"""The crashes of a group's ranks, and whether those were too many to start them again."""
+"""The recent crashes of a group's ranks, and the rule when they are too many to restart the ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ FAILURES_UNTIL_BROKEN = 3  # within deadlines.BROKEN_WINDOW
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """What is remembered of a crash: not its error, whose traceback would keep the model and the latent of its job."""
+    """The record of a crash. It has no exception: a traceback would keep the model and the latent of the job alive."""
 
-    at: float  # s of the history's clock
+    at: float  # seconds of CrashHistory's clock
     rank: int | None  # the one that failed first
-    device: str | None  # that of this rank
+    device: str | None  # the one of `rank`
     line: str
 
 
 class CrashHistory:
-    """The crashes of the last ten minutes; `clock` gives seconds that only grow."""
+    """The crashes of the last ten minutes. `clock`: a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._crashes: deque[Crash] = deque(maxlen=FAILURES_UNTIL_BROKEN)
 
     def add(self, error: RankFailed, device: str | None) -> None:
-        """`device`: of the rank that failed; None where all failed together."""
+        """Records a crash. `device`: of the rank that failed, None if all failed together."""
         line = f"{error.who(device)}: {error.summary}"
         self._crashes.append(Crash(self._clock(), error.rank, device, line))
 
@@ -40,17 +40,17 @@ class CrashHistory:
 
     @property
     def count(self) -> int:
-        """Crashes within the window that ends now."""
+        """The number of crashes in the last BROKEN_WINDOW seconds, FAILURES_UNTIL_BROKEN at most."""
         now = self._clock()
         return sum(now - crash.at < BROKEN_WINDOW for crash in self._crashes)
 
     @property
     def is_broken(self) -> bool:
-        """Whether FAILURES_UNTIL_BROKEN crashes lie within the window that ends now."""
+        """True if there were FAILURES_UNTIL_BROKEN crashes in the last BROKEN_WINDOW seconds."""
         return self.count >= FAILURES_UNTIL_BROKEN
 
     def refusal(self) -> RankFailed:
-        """The error for a request to a broken group: the history, and what to do."""
+        """Returns the error for a request to a broken group: the crashes, and what to do."""
         now = self._clock()
         history = "\n".join(f"- {now - crash.at:.0f} s ago, {crash.line}" for crash in self._crashes)
         devices = {crash.device for crash in self._crashes}

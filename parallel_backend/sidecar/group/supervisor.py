@@ -40,7 +40,7 @@ from ..process.rendezvous import RendezvousFolder
 
 PACK_ROOT = Path(__file__).resolve().parents[3]
 RANK_MODULE = "parallel_backend.rank"
-_FRAMES = 8  # of a rank that hangs
+_FRAMES = 8  # stack frames shown of a rank that hangs
 
 log = logging.getLogger("parallel_backend.ranks")
 
@@ -62,7 +62,7 @@ class Death:
 
 
 class RankGroup:
-    """The ranks of one start. The supervisor owns the processes; the caller that spawned it owns the links."""
+    """The ranks of one start. The supervisor owns the processes; the caller of `spawn` owns the links."""
 
     def __init__(self, epoch: int, devices: tuple[str, ...], locks: DeviceLocks) -> None:
         self.epoch = epoch
@@ -78,15 +78,13 @@ class RankGroup:
             half_made.pop_all()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
-        self.machines: tuple[
-            RemoteMachine, ...
-        ] = ()  # whose processes the ranks are, where they are not this one's
-        self._token = secrets.token_hex(8)  # of this start, in a store that others may have used
+        self.machines: tuple[RemoteMachine, ...] = ()  # run the ranks; empty if this one does
+        self._token = secrets.token_hex(8)  # of this start, in a store that other groups may have used
         self.death: Death | None = None
         self.ended = threading.Event()  # one rank died, or the group is being stopped
         self.gone = threading.Event()  # every rank is reaped
         self.kill_at: float | None = None
-        self.abandoned = False  # the start failed half-way: nobody else will close it
+        self.abandoned = False  # the start failed half-way: the supervisor closes the group
 
     @property
     def world_size(self) -> int:
@@ -104,7 +102,7 @@ class RankGroup:
         return next((member.pid for member in self.ranks if member.rank == rank), None)
 
     def end(self, death: Death | None) -> None:
-        """Records why the group ends; the first reason stays."""
+        """Marks the group as ended and shuts its links down. Only the first reason is kept; None: it was stopped."""
         if self.ended.is_set():
             return
         self.death = death
@@ -114,7 +112,7 @@ class RankGroup:
             link.shut_down()
 
     def close(self) -> None:
-        """Closes the caller's ends, once the group is gone and nobody waits on it."""
+        """Closes the links, the heartbeat page and the locks, once the group is gone and no caller waits for it."""
         for link in self.links:
             link.close()
         self.heartbeat.close()
@@ -138,25 +136,24 @@ class Supervisor:
     def spawn(
         self, devices: tuple[str, ...], module: str = RANK_MODULE, locks: DeviceLocks | None = None
     ) -> RankGroup:
-        """Starts one process per device; returns before they have said anything. `locks` are the group's from now
-        on."""
+        """Starts one process per device; returns before their first message. The group takes over `locks`."""
         future: Future[RankGroup] = Future()
 
         def command() -> None:
             try:
                 future.set_result(self._spawn(devices, module, locks or DeviceLocks()))
-            except BaseException as error:  # it belongs to the caller, not to this thread
+            except BaseException as error:  # the caller gets it, not this thread
                 future.set_exception(error)
 
         self._submit(command)
         return future.result()
 
     def stack_of(self, group: RankGroup, rank: int) -> str:
-        """The innermost Python frames of a rank that hangs, even one that holds the GIL; empty when it is silent."""
+        """Returns the innermost Python frames of a hanging rank, even if it holds the GIL; "" if it is silent."""
         member = next((one for one in group.ranks if one.rank == rank), None)
         if member is None:
             return ""
-        with contextlib.suppress(OSError):  # it has just ended; and its children are not asked
+        with contextlib.suppress(OSError):  # it has just ended; its children get no signal
             signal.pidfd_send_signal(member.pidfd, signal.SIGUSR1)
         until = time.monotonic() + deadlines.STACK
         while time.monotonic() < until:
@@ -167,7 +164,7 @@ class Supervisor:
         return ""
 
     def stop(self, group: RankGroup, grace: float = deadlines.TERMINATE) -> None:
-        """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Blocks until all are reaped, or could have been."""
+        """Ends every rank: SIGTERM, after `grace` seconds SIGKILL. Waits until all are reaped, up to REAP s longer."""
         self._submit(lambda: self._stop(group, grace))
         if not group.gone.wait(grace + deadlines.REAP):
             log.error(
@@ -175,7 +172,7 @@ class Supervisor:
             )
 
     def kill(self, group: RankGroup) -> None:
-        """As `stop`, without grace."""
+        """Ends every rank by SIGKILL, see `stop`."""
         self.stop(group, grace=0.0)
 
     def _submit(self, command: Callable[[], None]) -> None:
@@ -221,7 +218,7 @@ class Supervisor:
                     theirs.close()
                 try:
                     member = RankProcess(rank, process)
-                except BaseException:  # no descriptors left: nobody would watch it
+                except BaseException:  # out of descriptors, so it cannot be watched
                     process.kill()
                     process.communicate()
                     raise
@@ -243,7 +240,7 @@ class Supervisor:
         group.links = [links[rank] for rank in range(group.world_size)]
 
     def _departed(self, group: RankGroup, departure: Departure) -> None:
-        """A machine has gone; what its ranks' peers wait for will not come."""
+        """Ends the group after a machine has left: the other ranks would wait for its ranks forever."""
         if group.gone.is_set():
             return
         words = f"the machine has left the cluster: {departure.words}"
@@ -271,7 +268,7 @@ class Supervisor:
         first = not group.ended.is_set()
         try:
             exit_status = member.reap()
-        except Exception:  # whoever waits for this group must learn of its end all the same
+        except Exception:  # callers that wait for this group must learn that it ended
             log.exception("how process %d ended is unknown", member.rank)
             exit_status = ExitStatus("ended; how is unknown", "exit")
         group.ranks = [other for other in group.ranks if other is not member]
@@ -308,7 +305,7 @@ _supervisor_lock = threading.Lock()
 
 
 def get_supervisor() -> Supervisor:
-    """This process's supervisor. A forked child gets its own: it may not touch the ranks of its parent."""
+    """Returns this process's supervisor. A forked child gets its own: it may not touch the ranks of its parent."""
     global _supervisor, _supervisor_pid
     with _supervisor_lock:
         if _supervisor is None or _supervisor_pid != os.getpid():
@@ -317,7 +314,7 @@ def get_supervisor() -> Supervisor:
 
 
 def require_linux() -> None:
-    """Raises PlatformError where ranks cannot run."""
+    """Raises PlatformError on other systems: ranks need Linux."""
     if sys.platform != "linux":
         raise PlatformError(
             f"Parallel sampling needs Linux; this is {sys.platform}. On Windows, run ComfyUI inside WSL2."
@@ -325,7 +322,7 @@ def require_linux() -> None:
 
 
 def _popen(link: Link, module: str, group: RankGroup, rank: int) -> subprocess.Popen[bytes]:
-    # Unbuffered: the last words of a dying rank must reach its pipe.
+    # -u: unbuffered, so that the last output of a dying rank reaches its pipe.
     command = [
         sys.executable,
         "-u",

@@ -1,1 +1,1 @@
-"""One rank's process: its environment, its device's lock, its end."""
+"""One rank's process: its environment, the lock on its device, and its end."""

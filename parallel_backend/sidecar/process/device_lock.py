@@ -1,8 +1,8 @@
 """One lock per GPU, so that two processes never put ranks on the same one unknowingly; the second learns who has it.
 
-The lock is an flock on a small file named by the GPU's UUID, because device numbers depend on what each process may
-see. The GPU's rank inherits the descriptor: the kernel releases the lock with the last process that had it, however it
-ends.
+The lock is an flock on a small file named by the GPU's UUID, because device numbers depend on which GPUs a process can
+see. The GPU's rank inherits the descriptor: the kernel releases the lock when the last process that has it ends, even
+by a crash.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from ...errors import DeviceError
 from ...wire import deadlines
 from .rendezvous import lives
 
-VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # a folder that several containers share, or `off`
-CPU_TOO = "PARALLEL_SAMPLING_LOCK_CPU"  # `on`: cpu:0 and so on are locked as GPUs are, to try it where there is none
-_MOST_BYTES = 1024  # of a note on who holds a device
+VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # the lock folder, which several containers may share, or `off`
+CPU_TOO = "PARALLEL_SAMPLING_LOCK_CPU"  # `on` locks cpu:0 and so on like GPUs, for tests without a GPU
+_MOST_BYTES = 1024  # of the note in a lock file on who holds the device
 _LOCKS = Path("/proc/locks")  # proc(5): …, MAJOR:MINOR:INODE, the first byte, the last
 
 log = logging.getLogger(__name__)
 
 
 class DeviceLocks:
-    """The devices that a group holds, until `release`. `held`: descriptors by device; empty holds nothing."""
+    """The locks of a group's devices, held until `release`. `held`: the lock file's descriptor by device name."""
 
     def __init__(self, held: Mapping[str, int] = MappingProxyType({})) -> None:
         self._held = dict(held)
 
     def of(self, device: str) -> tuple[int, ...]:
-        """What the rank on `device` inherits: one descriptor, or none where it is not locked."""
+        """Returns the descriptors that the rank on `device` inherits: one, or none if the device is not locked."""
         return (self._held[device],) if device in self._held else ()
 
     def release(self) -> None:
-        """Leaves the devices to others, once the ranks that inherited the locks are gone as well."""
+        """Closes the descriptors. The locks end once the ranks that inherited them are gone as well."""
         while self._held:
             os.close(self._held.popitem()[1])
 
 
 def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> DeviceLocks:
-    """Locks the GPUs among `devices`, and nothing of the CPU, which ranks of any number of processes share.
+    """Locks the GPUs among `devices`, but not the CPU: ranks of any number of processes may share it.
 
-    Raises DeviceError where another process holds one: who, since when, and what to do. Where no lock file can be
-    written there are no locks, and the log says so: that is no reason not to run.
+    Raises DeviceError if another process holds one, and says who, since when, and what to do. If no lock file can be
+    written, it logs a warning and locks nothing: that should not prevent a run.
     """
     chosen = environ.get(VARIABLE, "").strip()
     cpu_too = environ.get(CPU_TOO, "").strip().lower() == "on"
@@ -84,9 +84,9 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
 
 
 def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The other process that has locked a GPU, in words; "" where there is none, or nobody knows.
+    """Returns in words which other process has locked a GPU; "" if none has, or if that is unknown.
 
-    Read from the kernel's list: even to try a lock for a moment could refuse it to a process that starts just then.
+    Reads the kernel's list of locks. Taking the lock for a moment could refuse it to a process that starts just then.
     """
     chosen = environ.get(VARIABLE, "").strip()
     name = _file_name(device, environ.get(CPU_TOO, "").strip().lower() == "on")
@@ -111,23 +111,23 @@ def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _file_name(device: str, cpu_too: bool) -> str | None:
-    """None for what is not locked."""
+    """Returns the name of the device's lock file, None if the device is not locked."""
     kind, _, index = device.partition(":")
-    if machine_of(device):  # a machine serves one head, and this one knows
+    if machine_of(device):  # a machine serves one head only, which tracks its groups
         return None
     if kind == "cpu":
         return f"cpu-{index}.lock" if cpu_too else None
     try:
         uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", index))
-    except (RuntimeError, AssertionError):  # not there: its rank will say so
+    except (RuntimeError, AssertionError):  # no such GPU: its rank will report that
         return None
     return f"gpu-{re.sub(r'[^A-Za-z0-9-]', '-', uuid)}.lock"
 
 
 def _locks_folder() -> Path:
-    """This user's. Raises OSError where somebody else has put one of that name there.
+    """Returns this user's folder for locks. Raises OSError if another user owns it or can write to it.
 
-    Not $XDG_RUNTIME_DIR: a service has none where a login has one, and it goes with the login that ranks outlive.
+    Not $XDG_RUNTIME_DIR: only logins have it, services do not, and it is removed at logout, which ranks outlive.
     """
     folder = Path(tempfile.gettempdir(), f"comfyui-parallel-sampling-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
@@ -139,7 +139,7 @@ def _locks_folder() -> Path:
 
 
 def _lock(path: Path, device: str) -> int:
-    """A descriptor that holds the lock. Raises DeviceError, OSError."""
+    """Takes the lock and returns its descriptor. Raises DeviceError if another process holds it, or OSError."""
     import fcntl  # not on Windows, where ranks do not run but this module must load
 
     until = time.monotonic() + 2 * deadlines.TERMINATE
@@ -147,7 +147,7 @@ def _lock(path: Path, device: str) -> int:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was deleted meanwhile
+            if os.path.samestat(os.fstat(descriptor), path.stat()):  # else the file was deleted meanwhile
                 note = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(note).encode(), 0)
@@ -168,7 +168,7 @@ def _lock(path: Path, device: str) -> int:
 
 
 def _read(descriptor: int) -> dict[str, object]:
-    """What the holder noted; empty where it has not yet."""
+    """Returns the holder's note; empty if it has not been written yet."""
     try:
         found = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
     except (OSError, ValueError, RecursionError):
@@ -177,7 +177,7 @@ def _read(descriptor: int) -> dict[str, object]:
 
 
 def _is_leaving(holder: Mapping[str, object]) -> bool:
-    """Whether only ranks hold it whose ComfyUI has ended, or was started anew under the same number."""
+    """Returns True if the holder's ComfyUI has ended or its process id is ours: then only ending ranks hold it."""
     pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False

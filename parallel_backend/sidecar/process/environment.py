@@ -21,7 +21,7 @@ _NAMES = {
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
-    "LIBRARY_PATH",  # with the next one where a compiler of Conda's or Nix' looks for CUDA
+    "LIBRARY_PATH",  # here and in CPATH compilers of Conda and Nix look for CUDA
     "CPATH",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
@@ -30,7 +30,7 @@ _NAMES = {
     "HF_HOME",
     "CC",
     "CXX",
-    "COMFYUI_ENABLE_MIOPEN",  # else ComfyUI turns it off on most of AMD's cards
+    "COMFYUI_ENABLE_MIOPEN",  # without it, ComfyUI turns MIOpen off on most AMD cards
     COMPILE_BACKEND,
     FAULT,  # set by tests and benchmarks only
 }
@@ -57,22 +57,21 @@ _PREFIXES = (
     "ROCBLAS_",
     "HIPBLAS",
     "MIOPEN_",
-    "FLASH_ATTENTION_",  # which of its two builds flash-attn takes on ROCm
+    "FLASH_ATTENTION_",  # which of its two builds flash-attn uses on ROCm
     "DISABLE_ADDMM_",  # torch's switches for fused products
     "MALLOC_",
 )
-# torch's allocator has had three names.
+# Three variables have configured torch's allocator over time.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Where ranks compute on the CPU alone there is none: libraries (comfy, xfuser) would take what they see for the device,
-# and no process can use a GPU that was forked from one which has looked for it (sidecar/self_test.py). To HIP an empty
-# text says nothing.
+# Ranks on the CPU see no GPU: libraries (comfy, xfuser) would take a visible one as the device, and a process cannot
+# use a GPU if its parent looked for one before the fork (sidecar/self_test.py). HIP ignores an empty value, hence -1.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
 def interpreter_flags() -> list[str]:
-    """Those of this process that decide what a rank may import and how. Not -P and -I: a rank is found by its working
-    directory."""
+    """Returns the flags of this interpreter that affect what a rank imports and how. Not -P and -I: Python finds the
+    rank's module in its working directory."""
     requested = (
         ("-s", sys.flags.no_user_site),  # PYTHONNOUSERSITE too
         ("-E", sys.flags.ignore_environment),
@@ -83,7 +82,7 @@ def interpreter_flags() -> list[str]:
 
 
 def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:
-    """The part of `source` a rank may see, plus what the ranks of `devices` need; `root` comes first on its path."""
+    """Returns the part of `source` a rank may see and what ranks of `devices` need. `root`: first in PYTHONPATH."""
     kept = {
         name: value
         for name, value in source.items()
@@ -91,7 +90,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     }
     for name in kept.keys() & set(_ALLOCATOR):
         kept[name] = _without_backend(kept[name])
-    # OpenMP takes one number for each level of threads. What it cannot read it ignores: all cores for each rank.
+    # OpenMP takes one number per nesting level. It ignores other values, and each rank would then use all cores.
     outermost = kept.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not outermost.isdecimal() or not int(outermost):
         kept.pop("OMP_NUM_THREADS", None)
@@ -101,17 +100,15 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     # MALLOC_* is left to glibc: a low mmap threshold gives memory back sooner but maps every activation anew, which
     # cost a quarter of the step time and made two ranks less efficient (docs/benchmarks.md).
     threads = max(1, cores // len(devices))
-    # torch's own choice is 32 processes that compile, for each rank.
+    # torch's default is 32 compile processes per rank.
     compiling = 1 if is_cpu(devices) else min(4, threads)
     defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
     if is_cpu(devices) and "OMP_WAIT_POLICY" not in kept:
-        # Where anything else runs, threads that spin while they wait for one without a core make a step 10 times as
-        # long. So many spins libgomp itself allows where it knows of more threads than cores.
+        # If other programs run, threads that spin while they wait for a thread without a core make a step 10 times as
+        # long. libgomp itself uses this number of spins if it knows that there are more threads than cores.
         defaults["GOMP_SPINCOUNT"] = "1000"
     if cache := _cache_folder(source):
-        defaults["TORCHINDUCTOR_CACHE_DIR"] = str(
-            cache / "compiled"
-        )  # torch's own is gone with the next boot
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "compiled")  # torch's own is lost at the next boot
     fixed = DEVICE_QUEUES | {
         THREADS_ALONE: outermost or str(cores),
         "PYTHONPATH": os.pathsep.join(search),
@@ -123,15 +120,15 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
 
 
 def _cache_folder(source: Mapping[str, str]) -> Path | None:
-    """The pack's own, beside its measurements."""
+    """Returns the pack's cache folder, where its measurements are as well; None if there is no home folder."""
     parent = source.get("XDG_CACHE_HOME") or (source.get("HOME") and f"{source['HOME']}/.cache")
     return Path(parent) / "comfyui-parallel-sampling" if parent else None
 
 
 def _without_backend(settings: str) -> str:
-    """An allocator's settings but its backend, so that it is torch's own.
+    """Removes the backend from an allocator's settings, so that torch's own is used.
 
-    ComfyUI sets backend:cudaMallocAsync for itself; beside NCCL, ranks run out of memory with it after a few steps
+    ComfyUI sets backend:cudaMallocAsync for itself; with that and NCCL, ranks run out of memory after a few steps
     (raylight issue 99).
     """
     options = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", settings)  # a value may be a list: [256:1,512:2]

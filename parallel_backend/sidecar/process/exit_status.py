@@ -9,14 +9,14 @@ from pathlib import Path
 from ...host_memory import host_memory
 from ...wire.device_faults import known_fault
 
-BUS_ERROR = "killed by SIGBUS"  # what a process dies of that reads behind the end of a file which it maps
+BUS_ERROR = "killed by SIGBUS"  # the end of a process that reads past the end of a mapped file
 _LINES = 12  # of a rank's output in an error message
-_THROWN = "what():"  # the runtime of C++ writes it before it aborts
+_THROWN = "what():"  # the C++ runtime writes it before it aborts
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """`words` for people; `reason`: of errors.FAILURES; `repeats`: another start would end in the same way."""
+    """The end of a process. `words`: for users; `reason`: one of errors.FAILURES; `repeats`: a restart fails again."""
 
     words: str
     reason: str
@@ -24,10 +24,10 @@ class ExitStatus:
 
 
 def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, peak_bytes: int) -> ExitStatus:
-    """`code`: as subprocess has it, negative for a signal; None where nobody can tell. `oom_kills`: how many processes
-    of this machine the system has killed for memory since this one began, None where it does not say; `peak_bytes`: of
-    host memory it held."""
-    # The system takes the largest: if it killed another process while this rank lived, this one need not be its victim.
+    """Describes the end of a process. `code`: its exit code, negative for a signal, None if unknown; `oom_kills`: how
+    many processes of this machine the system has killed for lack of memory since this one began, None if unknown;
+    `peak_bytes`: the most host memory that it held."""
+    # The system kills the largest process. If it killed one while this rank lived, a small rank need not be that one.
     out_of_memory = code == -signal.SIGKILL and bool(oom_kills) and peak_bytes > host_memory() / 10
     if out_of_memory:
         words = (
@@ -49,7 +49,7 @@ def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, pea
     reason = "out_of_memory" if out_of_memory else "signal" if code is not None and code < 0 else "exit"
     repeats = out_of_memory
     # NCCL's watchdog aborts the process when its device fails, often before the rank could report that; other libraries
-    # exit. What is killed says nothing.
+    # exit. A killed process reports nothing.
     speaks = code is not None and (code > 0 or code == -signal.SIGABRT)
     if speaks and (fault := known_fault(output.decode(errors="replace"))) is not None:
         words, reason, repeats = f"{words}: {fault.words}", "device", fault.repeats
@@ -57,8 +57,8 @@ def describe_exit(code: int | None, output: bytes, *, oom_kills: int | None, pea
 
 
 def _last_words(output: bytes) -> list[str]:
-    """The lines that tell most: what C++ threw and nobody caught, and the innermost frames of a crash (faulthandler
-    prints them first), else the last."""
+    """Returns the most useful lines: an uncaught C++ exception and the innermost frames of a crash (faulthandler prints
+    them first), else the last lines."""
     lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
     crashes = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not crashes:
@@ -68,7 +68,7 @@ def _last_words(output: bytes) -> list[str]:
 
 
 def count_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
-    """Processes that the system has killed for memory since it started, those of control groups among them."""
+    """Returns how many processes, also in control groups, the system killed for memory since boot; None if unknown."""
     try:
         for line in vmstat.read_text().splitlines():
             if line.startswith("oom_kill "):

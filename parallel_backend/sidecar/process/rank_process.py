@@ -1,4 +1,4 @@
-"""One rank's process on this computer: what it prints, its end, and what it leaves."""
+"""One rank's process on this computer: its output, its end, and the clean-up after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankProcess:
         os.set_blocking(self.stdout.fileno(), False)
 
     def drain(self, limit: int = _READ) -> bool:
-        """Reads up to `limit` bytes of output; False at end of file."""
+        """Reads and logs up to `limit` bytes of output; returns False at end of file."""
         try:
             data = os.read(self.stdout.fileno(), limit)
         except BlockingIOError:
@@ -46,16 +46,16 @@ class RankProcess:
         return bool(data)
 
     def signal(self, number: int) -> None:
-        """Signals the rank and what it started (it leads its own session). Safe until it is reaped."""
+        """Signals the rank and the processes that it started (it leads its own session). Safe until it is reaped."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def reap(self) -> ExitStatus:
-        """Collects the ended process and closes what belonged to it; says how it ended."""
+        """Reaps the ended process, closes its descriptors and returns how it ended."""
         self.signal(signal.SIGKILL)  # compile workers and the like
         try:
             code, peak_bytes = self._collect()
-            # Not until end of file: a grandchild may have kept the pipe.
+            # Do not wait for end of file: a grandchild may keep the pipe open.
             for _ in range(MAX_OUTPUT // _READ + 1):
                 if not self.drain():
                     break
@@ -68,12 +68,12 @@ class RankProcess:
             os.close(self.pidfd)
 
     def _collect(self) -> tuple[int | None, int]:
-        """(exit code, bytes of host memory that it held). No code where something else in this process has collected
-        it: another thread that waits for any child, or the kernel, since SIGCHLD is ignored."""
+        """Returns the exit code and the peak bytes of host memory. The code is None if something else has collected it:
+        another thread that waits for any child, or the kernel if SIGCHLD is ignored."""
         try:
             _, status, usage = os.wait4(self.pid, 0)
         except ChildProcessError:
-            self.process.returncode = 0  # as subprocess has it then
+            self.process.returncode = 0  # as subprocess does then
             return None, 0
         self.process.returncode = code = os.waitstatus_to_exitcode(status)
         return code, usage.ru_maxrss * 1024

@@ -1,6 +1,6 @@
-"""The folder in which the ranks of one group meet over a small file, and the end of those that dead processes left.
+"""The folder in which the ranks of one group meet over a small file, and the removal of folders of dead processes.
 
-A process that is killed removes none of its folders; the next group of this user does, whoever starts it.
+A killed process cannot remove its folders; the next group of the same user, in any process, removes them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from pathlib import Path
 from ...errors import PlatformError
 
 _PREFIX = "parallel-backend-"
-_NAMED = re.compile(
-    _PREFIX + r"([0-9]{1,9})-[a-z0-9_]+"
-)  # by the process it belongs to, and tempfile's letters
-_STORE, _PROBE = "store", "probe"  # all that is ever in one
+_NAMED = re.compile(_PREFIX + r"([0-9]{1,9})-[a-z0-9_]+")  # the id of its process, and tempfile's letters
+_STORE, _PROBE = "store", "probe"  # the only files in such a folder
 
 
 class RendezvousFolder:
-    """A private folder, until `remove`. Raises PlatformError where no files can be written.
+    """A private folder that exists until `remove`. Raises PlatformError if no files can be written.
 
-    It is locked as long as its process lives: process ids mean nothing to a container that shares the folder around it.
+    It is locked while its process lives: a container that shares the parent folder does not know its process ids.
     """
 
     def __init__(self) -> None:
@@ -58,7 +56,7 @@ class RendezvousFolder:
 
 
 def sweep(temp: Path) -> None:
-    """Removes this user's folders in `temp` whose processes are gone; nothing that holds anything but ranks' files."""
+    """Removes this user's folders in `temp` whose processes are gone, if they contain only files of ranks."""
     for folder in temp.glob(f"{_PREFIX}*"):
         named = _NAMED.fullmatch(folder.name)
         if named is not None and not lives(int(named[1])):
@@ -66,18 +64,18 @@ def sweep(temp: Path) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether there is a process of this number."""
+    """Returns True if there is a process with this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # another user's; no process id at all
+    except (PermissionError, OverflowError):  # another user's process; too large for a process id
         pass
     return True
 
 
 def _locked(folder: str | Path) -> int:
-    """A descriptor that holds the folder. Raises OSError where another process does, or where there is no folder."""
+    """Locks a folder and returns its descriptor. Raises OSError if another process has it or there is no folder."""
     import fcntl  # not on Windows, where ranks do not run but this module must load
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -92,7 +90,7 @@ def _locked(folder: str | Path) -> int:
 def _remove(folder: Path) -> None:
     try:
         descriptor = _locked(folder)
-    except OSError:  # somebody's, a link, or gone meanwhile
+    except OSError:  # in use, a link, or gone meanwhile
         return
     try:
         with os.scandir(descriptor) as found:
