@@ -37,7 +37,8 @@ def make_certificate(name: str) -> tuple[str, str]:
 
 
 def make_context(endpoint: Endpoint) -> ssl.SSLContext:
-    """Returns the TLS context of one end. No session is resumed: a full handshake cannot be answered by a replay."""
+    """Returns the TLS context of one end. No session is resumed: a full handshake cannot be answered by a replay.
+    Raises PlatformError for a damaged key or certificate."""
     server = endpoint.role == HEAD
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -46,11 +47,16 @@ def make_context(endpoint: Endpoint) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_TICKET
     if server:
         context.num_tickets = 0
-    context.load_verify_locations(cadata=endpoint.peer)
     descriptor = os.memfd_create("parallel-backend-key", os.MFD_CLOEXEC)  # ssl reads keys from files only
     try:
+        context.load_verify_locations(cadata=endpoint.peer)
         os.write(descriptor, (endpoint.key + endpoint.certificate).encode())
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    except (ssl.SSLError, ValueError) as error:
+        raise PlatformError(
+            f"The key or a certificate in the {endpoint.role}'s secret file of cluster {endpoint.cluster} is damaged "
+            f"({error}). Copy the file again, or make the cluster anew with `python -m parallel_backend cluster init`."
+        ) from None
     finally:
         os.close(descriptor)
     return context

@@ -70,7 +70,7 @@ class ClusterHead:
         except OSError as error:
             raise DeviceError(
                 f"The cluster {endpoint.cluster} cannot be served: port {endpoint.port} of "
-                f"{endpoint.address or 'this computer'} is not to be had ({error.strerror}). A ComfyUI, or a "
+                f"{endpoint.address or 'this computer'} cannot be opened ({error.strerror}). A ComfyUI, or a "
                 f"doctor or bench, may be its head already; only one can be, so end that one first."
             ) from None
         self.port = self._listener.getsockname()[1]
@@ -287,7 +287,8 @@ _lock = threading.Lock()
 
 
 def open_head(cluster: str) -> ClusterHead:
-    """Returns the head of this cluster, which listens from now on. Raises DeviceError."""
+    """Returns the head of this cluster, which listens from now on. Raises DeviceError, or PlatformError if the
+    certificates in its file are damaged."""
     with _lock:
         if cluster not in _heads:
             _heads[cluster] = ClusterHead(find_head(cluster))

@@ -314,8 +314,18 @@ def test_of_two_machines_of_one_name_that_join_at_once_one_is_served_and_the_oth
 
 def test_a_port_that_is_taken_is_named(head):
     endpoint = replace(head.endpoint, port=head.port)
-    with pytest.raises(DeviceError, match=f"port {head.port} of 127.0.0.1 is not to be had"):
+    with pytest.raises(DeviceError, match=f"port {head.port} of 127.0.0.1 cannot be opened"):
         clusters.ClusterHead(endpoint)
+
+
+@pytest.mark.parametrize("field", ["key", "certificate", "peer"])
+@pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+def test_a_damaged_certificate_is_named_and_does_not_keep_the_pack_from_loading(secret, caplog, field, text):
+    file = endpoints.head_file("lab")
+    endpoint = endpoints.read_endpoint(file, endpoints.HEAD)
+    endpoints.write_endpoint(file, replace(endpoint, **{field: text}))
+    clusters.serve_known()
+    assert "secret file of cluster lab is damaged" in caplog.text and clusters.served() == {}
 
 
 def test_secret_files_that_others_can_read_or_that_are_none_are_refused(secret, tmp_path):
