@@ -81,10 +81,15 @@ def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelMo
 
 
 def _samplers(prompt: Prompt, node: str) -> object:
-    """Returns the strategy link of the first node that takes this loader's PARALLEL_MODEL; None without one."""
-    for other in prompt.values():
-        if any(n == "parallel_model" and origin == node for n, origin, _ in links(other["inputs"])):
-            return other["inputs"].get("strategy")
+    """Returns the first strategy link of the nodes that this loader's PARALLEL_MODEL reaches; None without one."""
+    reached = [node]
+    for one in reached:
+        for name, other in prompt.items():
+            takes_it = any(n == "parallel_model" and origin == one for n, origin, _ in links(other["inputs"]))
+            if takes_it and "strategy" in other["inputs"]:
+                return other["inputs"]["strategy"]
+            if takes_it and name not in reached:
+                reached.append(name)
     return None
 
 

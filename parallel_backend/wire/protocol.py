@@ -147,7 +147,7 @@ class TakeBack:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Parent to rank 0: end the request named in the envelope at its next step boundary."""
+    """Parent to rank 0, or to the only rank that computes: end the envelope's request at its next step boundary."""
 
 
 @dataclass(frozen=True)
