@@ -1,4 +1,4 @@
-"""A weights file found by content, whatever the folder, and never another one under its name."""
+"""A weights file is found by its name and content in any folder; a different file with its name is not used."""
 
 from pathlib import Path, PurePosixPath
 

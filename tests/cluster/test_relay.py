@@ -22,7 +22,7 @@ WAIT = 30.0
 
 @contextmanager
 def relayed(folder, ranks):
-    """Pairs of links (head's, rank's) by rank, joined by two relays, which end with the block; and those relays."""
+    """Yields {rank: (head's link, rank's link)}, joined by two relays, and these relays, which end with the block."""
     secret = make_cluster(folder)
     head = endpoints.find_head("lab")
     machine = endpoints.read_endpoint(secret, endpoints.MACHINE)
@@ -77,7 +77,7 @@ def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks)
         sent = Envelope(3, 4, RunJob(None, 0, model=7))
         big = tensors(3_000_000)  # 36 MB: many turns of both loops
         payload = pack_tensors(big)
-        for rank in (0, 1):  # the same to both: it travels once
+        for rank in (0, 1):  # the same payload to both ranks: it is sent once
             pairs[rank][0].send(sent, (payload,), WAIT)
         os.close(payload)
         for rank in (0, 1):
@@ -85,7 +85,7 @@ def test_messages_and_sealed_payloads_arrive_as_they_were_sent(folder, no_leaks)
             assert envelope == sent
             assert_same(unpack_tensors(*descriptors), big)
             close_all(descriptors)
-        wait_until(lambda: not relays[0].channel._outgoing, WAIT)  # between two signs of life
+        wait_until(lambda: not relays[0].channel._outgoing, WAIT)  # no sign of life is queued
         pairs[0][0].send(Envelope(3, 5, TakeBack()))
         assert pairs[0][1].receive(WAIT) == (Envelope(3, 5, TakeBack()), ())
         answer = pack_tensors(tensors())

@@ -1,4 +1,4 @@
-"""What an encoder answers, there and back."""
+"""Answers of text encoders are packed into tensors and unpacked again."""
 
 from __future__ import annotations
 

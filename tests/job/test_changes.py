@@ -1,4 +1,4 @@
-"""What nodes have changed of a network: found, made elsewhere, and taken back."""
+"""Changes that nodes made to a network are found, made in a rank's network, and undone."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ WAYS = {
 
 
 def pair() -> tuple[Network, Network]:
-    """A network in ComfyUI's process, and the one that a rank holds, with the same weights."""
+    """Returns a network of ComfyUI's process and a rank's network with the same weights."""
     torch.manual_seed(1)
     here, there = Network(), Network()
     there.load_state_dict(here.state_dict())
@@ -93,7 +93,7 @@ def pair() -> tuple[Network, Network]:
 
 
 def translated(changes: list[NetworkChange], here: Network, there: Network) -> list[NetworkChange]:
-    """As pickling does it: modules of `here` as those of `there`."""
+    """Replaces modules of `here` by those of `there`, as pickling does."""
     paths = {module: path for path, module in WAYS_PRISTINE.items()}
 
     def over(value):
@@ -121,7 +121,7 @@ def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network]
     made: list[type] = []
     with contextlib.ExitStack() as undo:
         undo.enter_context(Original(there).restored())
-        if way is of_a_method:  # whose closure has the block of ComfyUI's process
+        if way is of_a_method:  # its closure refers to the block of ComfyUI's process
             block = there.blocks[0]
             changes = [
                 NetworkChange("attribute", "blocks.0", "forward", lambda x: Block.forward(block, x) * 3)
@@ -141,7 +141,7 @@ def test_what_a_node_keeps_on_the_network_while_it_runs_goes_with_the_job():
         there.blocks[0].comfy_patched_weights = True
     assert not hasattr(there, "previous_residual")
     assert there.blocks[1].scale == 2.0
-    assert there.blocks[0].comfy_patched_weights is True  # ComfyUI's own
+    assert there.blocks[0].comfy_patched_weights is True  # ComfyUI writes this one itself
 
 
 def test_a_parameter_is_replaced_for_one_job():
@@ -161,7 +161,7 @@ def test_what_comfyui_notes_on_a_model_for_itself_is_no_change():
     known = known_of(here)
     here.blocks[0].inner.comfy_patched_weights = True
     here.blocks[0].inner.weight_function = [halved]
-    here.blocks[0].forward = here.blocks[0].forward  # as ComfyUI leaves it when it takes an object patch out
+    here.blocks[0].forward = here.blocks[0].forward  # left over when ComfyUI removes an object patch
     assert list(changes_of(here, Network().to("meta"), known)) == []
 
 

@@ -1,4 +1,4 @@
-"""Objects as bytes and tensors, and again as objects over what a rank has itself."""
+"""Jobs are pickled into bytes and tensors, and unpickled in a rank, which puts its own objects in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel_backend.job.unpickling import unpack_payload, unpickle_job
 
 
 class Patcher:
-    """Stands for ComfyUI's ModelPatcher."""
+    """Stands in for ComfyUI's ModelPatcher."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.backup, self.object_patches_backup, self.hook_backup = model, {}, {}, {}
@@ -33,7 +33,7 @@ class Patcher:
 
 
 class Rank:
-    """What a rank has: its own copy of the network, and the tensors that it was sent."""
+    """A rank, with its own copy of the network and the tensors that it has received."""
 
     def __init__(self) -> None:
         self.network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -42,7 +42,7 @@ class Rank:
         self.files: dict[tuple[Any, ...], Tensor] = {}
 
     def ship(self, job: object, known: dict[int, tuple[str, ...]] | None = None, *files: FindInFile):
-        """The object as the rank has it; what was sent with it is in `latest`."""
+        """Returns the object as the rank unpickles it; sets `latest` to the pickled job."""
         self.latest = pickle_job(job, known or {}, self.sent, Patcher, *files)
         self.tensors |= {int(number): one.clone() for number, one in self.latest.tensors.items()}
         here = RankObjects(
@@ -76,7 +76,7 @@ class Control:
 
 
 class OtherControl(Control):
-    """Keeps the way to its parent class's methods, as packs' ControlNets do."""
+    """Stores `super()` to call its parent class's methods, as ControlNets of packs do."""
 
     def __init__(self) -> None:
         self.parent = super()
@@ -169,7 +169,7 @@ MARK = "as it was"
 
 
 def test_a_function_of_no_module_keeps_its_globals_and_what_it_closes_over(rank):
-    """As of code that a node has run itself, and of dataclasses, whose `__init__` closes over what it needs."""
+    """Such functions come from code that a node runs with `exec`, and from dataclasses (`__init__` is a closure)."""
     space: dict = {"__name__": "of no module", "step": 2}
     exec(  # noqa: S102
         "def counter():\n"
@@ -186,7 +186,7 @@ def test_a_function_of_no_module_keeps_its_globals_and_what_it_closes_over(rank)
 
 
 def test_what_lies_in_a_module_with_a_path_for_its_name_is_found_by_it(rank, monkeypatch):
-    """As ComfyUI calls its own extra nodes, with dots of folders in it."""
+    """ComfyUI names the modules of its extra nodes by their path, whose folder names can contain dots."""
     name = "/home/user/ComfyUI-1.0/comfy_extras/nodes_cache"
     module = types.ModuleType(name)
     module.Holder = type("Holder", (), {"__module__": name})
@@ -249,7 +249,7 @@ def test_a_quantised_tensor_goes_by_its_parts(rank):
 
 
 class PackedTensor(torch.Tensor):
-    """As packs have them for formats of their own (GGUF): bytes, and what they are of."""
+    """A tensor class as packs define for their own formats (GGUF): the bytes, and the shape of the real tensor."""
 
 
 def test_a_tensor_of_a_packs_own_class_keeps_it_and_its_values_are_sent_beside(rank):
@@ -291,7 +291,7 @@ def test_the_weights_of_a_module_stay_in_the_memory_that_all_ranks_share(stay_sh
 
 
 def test_nothing_of_this_is_loaded_by_looking_at_it():
-    """A pickle runs what it names: unpickling calls it, pickling does not."""
+    """Unpickling calls the functions that a pickle names, so pickling must not unpickle anything."""
 
     class Spring:
         def __reduce__(self):
@@ -302,7 +302,7 @@ def test_nothing_of_this_is_loaded_by_looking_at_it():
 
 
 def lock_class(kind: type) -> type:
-    """As ComfyUI locks the class of a node that it runs."""
+    """Returns a locked copy of `kind`, made as ComfyUI locks the class of a node that it runs."""
 
     class LockedMeta(type(kind)):
         def __setattr__(cls, name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""What tells in one look whether values and modules are as they were."""
+"""The quick check that values and modules are unchanged."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""One rank from the inside: hostile frames, late cancels, the handshake, and the real model at the end of it."""
+"""A rank's handshake, hostile frames and payloads, late cancels, and jobs with a real model."""
 
 import os
 from dataclasses import replace
@@ -111,7 +111,7 @@ def test_a_rank_ends_when_its_link_does(sidecar):
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-# The real thing: the product's own rank, on a tiny Flux.
+# The real rank program, on a tiny Flux.
 
 
 @pytest.fixture

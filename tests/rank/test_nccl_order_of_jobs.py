@@ -1,4 +1,4 @@
-"""Whole jobs of ComfyUI's own loop under NCCL's semantics: the communicators that come up, also in mid-job."""
+"""Whole jobs of ComfyUI's own loop under NCCL's semantics: the communicators that they connect, also in mid-job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def specs(tmp_path_factory):
 
 
 def communicators(world, spec, job, strategy):
-    """Those of this rank that stand after a job, the first of its process."""
+    """Returns the number of this rank's connected communicators after the first job of its process."""
     LoopRanks(world, spec).run(strategy, job)
     return count_connected()
 
@@ -59,7 +59,7 @@ TRIED = (
 
 
 def tried(world, spec, job):
-    """(latent, the strategies that steps ran under, communicators)."""
+    """Returns (latent, the strategies that steps ran under, number of connected communicators)."""
     trials = TrialPlan(tuple(map(TrialCandidate, TRIED)), budget=99.0)
     latent, run, _ = LoopRanks(world, spec).run(USP, job, trials=trials)
     return latent.cpu(), [trial.strategy.describe() for trial in run.trials], count_connected()
@@ -71,5 +71,5 @@ def test_groups_come_up_between_the_steps_of_a_job_that_tries_strategies(specs):
     expected = stock_latent(specs["flux"], job)
     assert (latent - expected).abs().max() <= EXACT * expected.abs().max()
     assert ran == [strategy.describe() for strategy in (USP, *TRIED)]
-    # Of all ranks, and of the two pairs that this one is in: strategies share them.
+    # One of all ranks, and one for each of the two pairs that a rank is in: strategies share them.
     assert {count, *(other for *_, other in others)} == {3}

@@ -1,4 +1,5 @@
-"""Jobs with exchange_dtype fp8: near stock's latent and called approximate, or exact where nothing is exchanged."""
+"""Jobs with exchange_dtype fp8 come close to stock's latent and are recorded as approximate, or as exact if they split
+no tokens."""
 
 import pytest
 
@@ -18,7 +19,7 @@ SUBJECTS = {"flux": (tiny_model, loop_job), "wan": (tiny_wan, wan_job)}
 
 
 def _run(world, spec, job, strategies, trials=NO_TRIALS):
-    """Of each strategy: (latent, True for a record that calls it exact, its notes, how many strategies were tried)"""
+    """Returns for each strategy (latent, True if recorded as exact, notes, number of strategies that were tried)."""
     ranks, found = LoopRanks(world, spec, IN_FP8), []
     for strategy in strategies:
         latent, run, _ = ranks.run(strategy, job, trials=trials)
@@ -48,7 +49,7 @@ def test_where_no_tokens_are_shared_out_the_latent_is_stocks_and_the_record_says
 
 
 def test_a_job_of_which_some_steps_were_rounded_is_approximate_whatever_it_ends_with(tmp_path):
-    """It tries one device on its way, and stays with the faster of the two."""
+    """The job tries one device in between, and continues with the faster of the two strategies."""
     spec, job = tiny_model(tmp_path), loop_job(steps=30)
     trials = TrialPlan((TrialCandidate(ParallelStrategy()),), budget=30.0)
     (first,), (second,) = run_ranks(_run, 2, spec, job, [ULYSSES], trials)

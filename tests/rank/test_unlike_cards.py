@@ -1,4 +1,4 @@
-"""Jobs whose samplers decide by values, on ranks that are taken for unlike cards: stock's latent, whatever is split."""
+"""Samplers that decide by tensor values give stock's latent on ranks that count as unlike cards."""
 
 from differences import relative_difference
 from loop_jobs import loop_job, tiny_model

@@ -21,7 +21,7 @@ from scripted import (
 
 
 class Stopped(BaseException):
-    """Stands for ComfyUI's InterruptProcessingException, which is a BaseException."""
+    """Stands in for ComfyUI's InterruptProcessingException, which is a BaseException."""
 
 
 @pytest.mark.parametrize("after", [1, 3, 6], ids=["first", "middle", "last"])
@@ -32,13 +32,13 @@ def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(side
         steps.append(step)
         if step == after:
             sidecar.cancel()
-            sidecar.cancel()  # which changes nothing
+            sidecar.cancel()  # a second cancel changes nothing
 
     sidecar.load(weights)
     pids = sidecar.pids
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
-    assert len(steps) == after  # of steps under way nobody is told
+    assert len(steps) == after  # steps that still run are not reported
     assert sidecar.state is State.READY
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
@@ -88,7 +88,7 @@ def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(si
 
     sidecar.load(weights)
     pids = sidecar.pids
-    with pytest.raises(Stopped):  # ranks that went on to the end would be killed before
+    with pytest.raises(Stopped):  # ranks that continued to the last step would be killed
         sidecar.sample(weights, scripted_request(SLOW, steps=2000), two_ranks(), on_step=on_step)
     sidecar.sample(weights, scripted_request(), two_ranks())
     assert sidecar.pids == pids
@@ -108,7 +108,7 @@ def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monke
         os.kill(sidecar.pids[1], signal.SIGSTOP)
         raise Stopped
 
-    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # which is not what ends them
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # so this limit does not end them
     with pytest.raises(Stopped):
         sidecar.sample(weights, scripted_request(SLOW, steps=50), two_ranks(), on_step=on_step)
     assert sidecar.pids == ()

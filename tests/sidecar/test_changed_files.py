@@ -1,4 +1,4 @@
-"""Files that change while a job runs: it keeps its first one or ends by name, and the next job takes the new one."""
+"""Files that change while a job runs: after a crash the job ends and names the file; the next job uses the new one."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def sidecar(no_leaks):
 
 
 def replace_file(spec, script="loads 3.0"):
-    """As download tools do: written beside it, then renamed."""
+    """Writes a new file next to the old one and renames it, as download tools do."""
     beside = Path(spec.path).with_suffix(".part")
     beside.write_text(script)
     beside.replace(spec.path)

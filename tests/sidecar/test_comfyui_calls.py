@@ -1,4 +1,4 @@
-"""Calls of ComfyUI's own modules through a sidecar: the answer of one process, under each way to share a call out."""
+"""Calls of ComfyUI's own modules through a sidecar give the answer of one process, however ranks split them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 
 
 def call(ranks, model, placement, args, kwargs, mode=STAY):
-    """(answer, how it ran) of one call of the network."""
+    """Calls the network once; returns its answer and the RunInfo."""
     result = ranks.sample(model, ship_call(model, args, kwargs, mode), placement)
     return result.parts[0], result.info
 

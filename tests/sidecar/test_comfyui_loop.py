@@ -1,5 +1,5 @@
-"""ComfyUI's own loop on the ranks through a sidecar: each sampler gives what stock gives, and stops and goes on at any
-step."""
+"""ComfyUI's own loop on the ranks through a sidecar: each sampler gives stock's latent, and can be cancelled or resumed
+at any step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shipped_jobs import ship, stock_latent
 
 TOLERANCE = 1e-5  # of the largest value, in fp32
 ULYSSES, CFG = ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
-# One that keeps nothing between steps, one of several steps, an ancestral one, one with a tree of noise.
+# A sampler without memory between steps, a multistep one, an ancestral one, and one with a Brownian tree of noise.
 KINDS = ("euler", "dpmpp_2m", "euler_ancestral", "dpmpp_sde")
 
 
@@ -37,7 +37,7 @@ def samplers() -> list[str]:
 
 
 def test_every_sampler_gives_the_stock_latent(two_real_ranks, spec, subtests):
-    """Over tokens and over prompts, with masks and without, in batches; and as often a step as planning reckons."""
+    """Splits tokens or prompts, with and without masks and batches; checks the calls per step that planning assumes."""
     names, met = samplers(), set()
     assert len(names) >= 40
     for number, name in enumerate(names):
@@ -47,9 +47,9 @@ def test_every_sampler_gives_the_stock_latent(two_real_ranks, spec, subtests):
         with subtests.test(sampler=name):
             assert relative_difference(result.latent, stock_latent(spec, job)) <= TOLERANCE
             assert result.info.exact and result.info.strategy == strategy and min(result.info.bytes_sent) > 0
-            # The last step has one call, the one before it may have less than the others.
+            # The last step has one call, the one before it may have fewer than the others.
             most = (len(result.info.step_seconds) - 1) * SEVERAL_CALLS.get(name, 1) + 1
-            if name not in ("dpm_fast", "dpm_adaptive"):  # whose steps are their own
+            if name not in ("dpm_fast", "dpm_adaptive"):  # these choose their own steps
                 assert result.info.model_calls in (most, most - 1)
             met.add(name)
     assert met == set(names)
@@ -63,7 +63,7 @@ def test_a_job_tells_its_steps_and_shows_the_first_image(two_real_ranks, spec):
         )
         assert [(step, steps) for step, steps, _ in told] == [(i + 1, STEPS) for i in range(STEPS)]
         assert {preview.shape for _, _, preview in told} == {job.noise[:1].shape}
-        last = told[-1][2]  # a step with no noise to come ends where the model says
+        last = told[-1][2]  # a step down to zero noise ends at the denoised latent
         assert relative_difference(last, result.latent[:1]) <= TOLERANCE
         assert len(result.info.step_seconds) == STEPS and min(result.info.step_seconds) > 0
 

@@ -1,4 +1,4 @@
-"""Compiling in the middle of a request: said once, and given its time."""
+"""Compiling in the middle of a request is reported once and extends the step's time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults on purpose, one for each way to fail: the right rank is named, nothing stays, the next job is bit-equal."""
+"""Injected faults (numbers: docs/reliability.md): the right rank is named, nothing stays, the next job is bit-equal."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """What every job here gives, from ranks that nothing happened to."""
+    """Returns the latent that every job here must give, from ranks without a fault."""
     spec = scripted_weights(tmp_path_factory.mktemp("plain") / "plain.safetensors", "good 0.5")
     sidecar = scripted_sidecar()
     try:
@@ -60,7 +60,7 @@ def expected(tmp_path_factory):
 
 @pytest.fixture
 def works_again(sidecar, weights, expected):
-    """Checks at the end that the next job gives the bits of one before."""
+    """Checks after the test that the next job gives the expected bits."""
     yield
     assert torch.equal(sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
     assert sidecar.state is State.READY
@@ -80,11 +80,11 @@ def test_a_rank_that_dies_in_a_collective_is_named_with_its_signal(works_again, 
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert caught.value.crashed
     if kind != "kill":
-        assert "fault_injection.py" in caught.value.cause  # where it was, from faulthandler
+        assert "fault_injection.py" in caught.value.cause  # faulthandler shows where it was
 
 
 def test_nothing_of_a_job_that_crashed_is_kept(works_again, sidecar, weights):
-    """What remembers the crash must not remember the frames that it passed, with the model and the latent."""
+    """The record of a crash must not hold the frames of its traceback, which hold the model and the latent."""
 
     def crash():
         request = scripted_request()
@@ -99,7 +99,7 @@ def test_nothing_of_a_job_that_crashed_is_kept(works_again, sidecar, weights):
 
 
 def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_leaks, tmp_path):
-    """In a control group of its own, which takes its ranks along."""
+    """Runs in its own control group, which its ranks share."""
     with in_control_group(1500 * 2**20) as join:
         if join is None:
             pytest.skip("no right to make a control group")
@@ -147,7 +147,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
 def test_a_rank_that_computes_for_longer_than_its_limit_is_not_taken_for_hung(
     works_again, sidecar, weights, expected, monkeypatch, point
 ):
-    # s; longer than ranks wait for each other's turn on a busy processor, and shorter than the fault computes
+    # s; longer than ranks wait for each other on a busy processor, and shorter than the fault computes
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 2.0)
     monkeypatch.setattr(deadlines, "load_budget", lambda size: 2.0)
     with fault("compute", point, step=2 if point == "an all-reduce" else 0):
@@ -194,7 +194,7 @@ def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_pa
 
 
 def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, weights, monkeypatch):
-    monkeypatch.setattr(deadlines, "START", 5.0)  # s; the other, a fork, has greeted by then
+    monkeypatch.setattr(deadlines, "START", 5.0)  # s; the other rank, a fork, has said hello by then
     sidecar = scripted_sidecar(resumes=True)
     with fault("stop", "start"), pytest.raises(RankFailed, match="process 1 failed: was stopped by a signal"):
         sidecar.sample(weights, scripted_request(), two_ranks())
@@ -245,15 +245,15 @@ def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, wei
         except ParallelError as error:
             outcomes.append(type(error))
         killer.join()
-        wait_until(lambda: sidecar.state is State.FAILED)  # also where the cancel came first
+        wait_until(lambda: sidecar.state is State.FAILED)  # even if the cancel came first
     assert len(outcomes) == 2 and set(outcomes) <= {Cancelled, RankFailed}
 
 
-# 14: a narrow machine.
+# 14: a machine with little room.
 
 
 def test_a_full_temporary_folder_and_a_tiny_shared_memory(no_leaks, tmp_path):
-    """In a mount namespace of its own."""
+    """Runs in its own mount namespace."""
     full = tmp_path / "full"
     before = full_temporary_folder(full)
     if before is None:
@@ -262,7 +262,7 @@ def test_a_full_temporary_folder_and_a_tiny_shared_memory(no_leaks, tmp_path):
     assert "fine" in out and f"{full} takes no files (No space left on device)" in out
 
 
-# 15: many jobs. A thousand, and how memory grows, in benchmarks/faults.py.
+# 15: many jobs. benchmarks/faults.py runs a thousand and measures how memory grows.
 
 
 def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, tmp_path):
@@ -278,7 +278,7 @@ def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, 
     assert len(counts) == 1
 
 
-# 18: what others leave lying about.
+# 18: what other processes have left or occupied.
 
 
 def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_nothing(no_leaks, tmp_path):
@@ -286,7 +286,7 @@ def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_n
     folders = [
         tmp_path / "one",
         tmp_path / "other",
-    ]  # each its own model file: a file that changes under a job ends it
+    ]  # each has its own model file, because a job ends if its file changes
     for folder in folders:
         folder.mkdir()
     with (
@@ -313,7 +313,7 @@ def test_a_device_that_is_gone_is_named(no_leaks, weights):
         sidecar.stop()
 
 
-# 2 and a job that is made again, with the real model.
+# 2, with the real model and a job that is made again.
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +359,7 @@ def test_a_job_made_again_gives_the_same_bits(no_leaks, weights, tmp_path):
         sidecar.stop()
     (note,) = result.info.notes
     assert "process 0 on cpu:0 failed (killed by SIGKILL" in note and "begins again" in note
-    assert not result.info.load.cached  # new ranks loaded the weights again, which the report tells
+    assert not result.info.load.cached  # new ranks loaded the weights again
 
 
 def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights, monkeypatch):

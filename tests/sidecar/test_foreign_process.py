@@ -1,4 +1,4 @@
-"""A stranger at every socket that a group of ranks has open is heard by nobody, and pictures stay right."""
+"""A foreign process that connects to the open sockets of a group of ranks is ignored, and latents stay right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = Placement(ParallelStrategy(ulysses_degree=2))
 
 
 class _Touches:
-    """What a pickle could do: unpickled, it makes a file."""
+    """A hostile object: unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,7 +37,7 @@ def _listening(pid: int) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def served(two_real_ranks, tmp_path):
-    """(ranks that hold a model, what they sampled)"""
+    """Returns the spec of a model that the ranks hold, and the latent that they sampled."""
     spec = ModelSpec(str(write_tiny_flux(tmp_path / "tiny.safetensors")))
     return spec, two_real_ranks.sample(spec, flux_request(), TWO).latent
 

@@ -1,4 +1,4 @@
-"""Idle ranks sleep and end when their time is up, by a clock that the test turns; never while a request runs."""
+"""Idle ranks sleep and later end after their timeouts, by a fake clock, but never while a request runs."""
 
 import logging
 
@@ -12,7 +12,7 @@ from scripted import scripted_request, scripted_sidecar, two_ranks
 
 
 class Time:
-    """A clock, and timers that run out as it is turned."""
+    """A fake clock, whose timers fire when it is turned."""
 
     def __init__(self):
         self.now = 1000.0
@@ -52,7 +52,7 @@ def ranks():
 
 @pytest.fixture
 def watched(ranks, weights):
-    """(sidecar that holds a model, clock, timeouts that can be changed)."""
+    """Yields (sidecar that holds a model, clock, timeouts that can be changed)."""
     time, timeouts = Time(), {"sleep_s": 100.0, "stop_s": 500.0}
     watch = IdleWatch(lambda: [ranks], lambda: Timeouts(**timeouts), clock=lambda: time.now, timer=time.timer)
     stop = listen(watch.on_event)
@@ -70,10 +70,10 @@ def test_idle_ranks_sleep_then_end(watched):
     time.turn(2)
     assert ranks.state is State.ASLEEP and ranks.pids
     time.turn(390)
-    assert ranks.state is State.ASLEEP  # its own sleep was no use of it
+    assert ranks.state is State.ASLEEP  # going to sleep does not count as use
     time.turn(10)
     assert (ranks.state, ranks.pids) == (State.DOWN, ())
-    assert time.timers == []  # nothing left to look at
+    assert time.timers == []  # there is nothing left to check
 
 
 def test_a_request_begins_the_time_anew_and_is_not_disturbed(watched, weights):

@@ -1,4 +1,4 @@
-"""Which of the models that ranks hold give way to another one, by count in host memory and by bytes on devices."""
+"""The choice of held models to drop for another one: by their number in host memory, by bytes on devices."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def model(name, *device_gib, host=0, **more):
 
 
 def dropped(held, wanted, needed, free):
-    """`needed`, `free`: GiB on rank 0, rank 1 and the host."""
+    """Returns (name, reason) of each dropped model. `needed`, `free`: GiB on rank 0, rank 1 and the host."""
     rooms = [Room((int(one * GIB), int(two * GIB)), int(host * GIB)) for one, two, host in (needed, free)]
     return [
         (gone.key.name.removesuffix(".safetensors"), why)
@@ -51,7 +51,7 @@ def test_of_mapped_files_there_is_a_most():
     assert len(held) == MOST_MAPPED
     assert dropped(held[1:], key("x"), (0, 0, 0), (0, 0, 0)) == []
     assert dropped(held, key("x"), (0, 0, 0), (0, 0, -1)) == [("a", "4 are the most")]
-    beside = [model("a", 10, 10), *held[1:]]  # which takes a device's memory, and is no file's
+    beside = [model("a", 10, 10), *held[1:]]  # the first takes device memory, so it is no mapped file
     assert dropped(beside, key("x"), (0, 0, 0), (0, 0, 0)) == []
 
 
@@ -85,7 +85,7 @@ def test_a_changed_file_and_another_split_of_the_same_one_go_first():
         ("b", "it is split another way now"),
         ("a", LACK_OF_MEMORY),
     ]
-    in_host_memory = [model("b"), model("a")]  # where two splits of one file are the same mapping
+    in_host_memory = [model("b"), model("a")]  # there, two splits of one file use the same mapping
     assert dropped(in_host_memory, key("b", SHARDED), (0, 0, 0), (0, 0, 0)) == []
 
 

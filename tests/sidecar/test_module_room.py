@@ -1,4 +1,4 @@
-"""Text encoders and VAEs beside a model, on stand-ins for two cards of 16 GB: what is needed next stays there."""
+"""Text encoders, VAEs and a model share two simulated cards of 16 GiB: what is needed next stays on them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ GIB = 2**30
 CARDS = ("cuda:0", "cuda:1")
 CARD, MODEL, ENCODER, VAE = 16 * GIB, 12 * GIB, 11 * GIB, GIB
 TEXT, DECODER = new_number(), new_number()
-WORKING = GIB  # of a job, on each card, beside the weights
+WORKING = GIB  # bytes that a job needs on each card, besides the weights
 
 
 class Cards:
-    """Stands for the ranks on two cards: they hold what they are told to, as far as there is room, and count the bytes
-    that are copied onto the cards. What does not fit of a module is copied for each call, as ComfyUI does.
-    `fail(cards)` raises what ends a call of a module."""
+    """Simulates the ranks on two cards: holds models and modules as far as there is room, and counts the bytes copied
+    onto the cards. The part of a module that does not fit is copied for each call, as ComfyUI does. `fail(cards)` runs
+    before each module call and may raise."""
 
     devices, running, state = CARDS, True, State.READY
 
     def __init__(self) -> None:
         self.models: dict[int, int] = {}  # bytes on each card
-        self.modules: dict[int, list[int]] = {}  # bytes that lie on each card
-        self.wanted: dict[int, list[int]] = {}  # bytes that they compute with on each
+        self.modules: dict[int, list[int]] = {}  # bytes that are on each card
+        self.wanted: dict[int, list[int]] = {}  # bytes that a call needs on each card
         self.copied = 0
         self.phases: list[str] = []
         self.fail: Callable[[Cards], None] = lambda cards: None
@@ -101,7 +101,7 @@ class Cards:
         return [Done(load=info, models=held) for info, held in zip(infos, reports, strict=True)]
 
     def _bring(self, number):
-        """Copies what does not lie on its card yet."""
+        """Copies the parts of a module that are not on their card yet."""
         there, sizes = self.modules[number], self.wanted[number]
         self.copied += sum(sizes) - sum(there)
         self.modules[number] = [there[card] or min(sizes[card], self.free(card)) for card in (0, 1)]
@@ -137,17 +137,17 @@ def sidecar(cards, monkeypatch):
 
 @pytest.fixture
 def spec(tmp_path):
-    """A model of MODEL bytes."""
+    """Returns the spec of a model of MODEL bytes."""
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
-        file.truncate(MODEL)  # of holes
+        file.truncate(MODEL)  # a sparse file
     return ModelSpec(path=str(path))
 
 
 @pytest.fixture
 def prompt(sidecar, cards, spec, monkeypatch):
-    """Runs a prompt with a new text, as nodes do: the text, the plan, the model, and with `decodes` a VAE. Returns the
-    GiB that were copied onto cards, and the notes of the plan."""
+    """Returns run(strategy), which runs a prompt with a new text as nodes do: the text, the plan, the model, and with
+    `decodes` a VAE. With `is_named`, the model is known before the text. It returns (GiB copied onto cards, notes)."""
     import_comfyui_here()
     offload = import_node_module("nodes.host.offload")
     monkeypatch.setattr(Capacity, "of", staticmethod(lambda devices: Capacity((CARD, CARD), (0, 0))))
@@ -191,7 +191,7 @@ SHARDED, WHOLE = ParallelStrategy(ulysses_degree=2, shard_weights=True), Paralle
 
 
 def test_an_encoder_for_which_there_is_room_beside_the_model_stays_and_nothing_moves(prompt):
-    """11 GiB lie on one card as long as nothing else does; with 6 GiB of the model on each, half of them on each."""
+    """The encoder's 11 GiB are on one card at first, and half on each card once each holds 6 GiB of the model."""
     copied, notes = zip(*(prompt(SHARDED) for _ in range(4)), strict=True)
     assert copied == (11 + 12, 11, 0, 0)
     assert len(notes[0]) == 1 and notes[1:] == ((), (), ())
@@ -220,7 +220,7 @@ def test_a_vae_stays_where_there_is_room(prompt, cards):
 
 
 def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, cards, spec):
-    """Where nothing was planned before the load."""
+    """No plan has made room before the load."""
     sidecar.call_module(request(TEXT, ModuleKind.TEXT, ALL_DEVICES))
     sidecar.load(spec, WHOLE)
     assert cards.modules == {} and list(cards.models.values()) == [MODEL]
@@ -232,7 +232,7 @@ MAKING_ROOM = "memory ended; going on without the other models"
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_where_memory_ends_beside_models_they_go_and_a_vae_has_another_try(sidecar, cards, spec, ends):
-    """As in ComfyUI, where a VAE that needs room takes that of the model that sampled."""
+    """ComfyUI does the same: a VAE that needs room takes that of the model that sampled."""
 
     def fail(cards):
         if cards.models or ends:
@@ -247,14 +247,14 @@ def test_where_memory_ends_beside_models_they_go_and_a_vae_has_another_try(sidec
     else:
         assert sidecar.call_module(decode).value == "an answer"
     assert cards.models == {} and cards.phases.count(MAKING_ROOM) == 1
-    if ends:  # though nothing is beside it
+    if ends:  # now no model is held that could go
         with pytest.raises(OutOfMemory):
             sidecar.call_module(decode)
         assert cards.phases.count(MAKING_ROOM) == 1
 
 
 def test_a_call_that_fails_leaves_its_encoder_on_the_device(sidecar, cards):
-    """What is planned next counts it, and the next call does not send it again."""
+    """The next plan counts the encoder, and the next call does not send it again."""
 
     def fail(cards):
         raise Cancelled("by hand")

@@ -1,4 +1,4 @@
-"""A model that is loaded ahead of its first request: beside what ranks hold, in place of nothing, or not at all."""
+"""Models are loaded before their first request only if there is room: no held model is dropped for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = ParallelStrategy()
 
 
 def scale_of(sidecar, spec):
-    """What the ranks multiply by, and whether the model was there already."""
+    """Returns the factor that the ranks multiply by, and True if they already held the model."""
     velocity, info = call_model(sidecar, spec, X)
     return velocity[0, 0, 0, 0].item(), info.load.cached
 
@@ -41,7 +41,7 @@ def test_the_first_request_finds_the_model_there(sidecar, scaled, events):
 
 
 def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, scaled, monkeypatch):
-    """Room for 20 bytes on each rank. A file has 14, as much as is guessed; its weights take 8."""
+    """Each rank has room for 20 bytes. A model is estimated at 14 bytes, the size of its file; its weights take 8."""
     monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
     room = 20
     monkeypatch.setattr(
@@ -52,10 +52,10 @@ def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, scaled, mo
     with pytest.raises(RequestError, match=r"2.safetensors was not .*: 1.safetensors would .*lack of memory"):
         sidecar.preload(second)
     assert sidecar.models == (first,) and scale_of(sidecar, first) == (1.0, True)
-    room = 30  # as a job that loads it would have it
+    room = 30  # enough for both models
     sidecar.preload(second)
     assert scale_of(sidecar, first) == (1.0, True) and scale_of(sidecar, second) == (2.0, True)
-    room = 10  # other programs took the rest, and no model of ours would help
+    room = 10  # other programs took the rest, so dropping models would not help
     sidecar.drop(first)
     sidecar.drop(second)
     third = scaled(3.0, "  weighs 8")
@@ -65,7 +65,7 @@ def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, scaled, mo
 
 
 def test_a_job_takes_the_room_that_a_preload_does_not(sidecar, scaled):
-    """The negative control: the same models, asked for by jobs, and the oldest goes."""
+    """The negative control: for a job, the oldest model is dropped."""
     specs = [scaled(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
     for spec in specs[:-1]:
         sidecar.preload(spec)

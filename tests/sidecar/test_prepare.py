@@ -1,4 +1,4 @@
-"""Ranks that start ahead of their first request, and import what its model needs."""
+"""Ranks start before their first request and import what its model needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ranks_that_run_keep_what_they_have(sidecar, model):
 
 
 def test_they_import_the_models_comfyui(no_leaks, tmp_path):
-    """One that is not there shows that they try."""
+    """A ComfyUI that does not exist shows that they try."""
     sidecar = Sidecar(("cpu:2",))
     try:
         nowhere = ComfyUISource(str(tmp_path / "nowhere"))

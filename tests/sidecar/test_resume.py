@@ -42,7 +42,7 @@ def shipped() -> ShippedRequest:
 
 
 def test_more_than_can_be_sent_at_once_is_refused_with_what_helps():
-    much = torch.zeros(1, dtype=torch.uint8).expand(9 * 2**30)  # of one byte of memory
+    much = torch.zeros(1, dtype=torch.uint8).expand(9 * 2**30)  # takes one byte of memory
     job = ResumableJob(replace(shipped(), tensors=lambda holdings: {"7": much}), None)
     with pytest.raises(
         RequestError, match=r"has 9\.0 GiB beside its model .* at most 8\.0 GiB .* \.safetensors"
@@ -51,7 +51,7 @@ def test_more_than_can_be_sent_at_once_is_refused_with_what_helps():
 
 
 def answers(step, first, calls):
-    """Those of so many model calls, each of which has its number all over."""
+    """Returns the state after `step` with the answers of `calls` model calls, each filled with the call's number."""
     numbers = torch.arange(first, first + calls, dtype=torch.float32)
     return LoopState(step, first, numbers[:, None, None, None, None, None].expand(-1, 1, 2, 16, 9, 6).clone())
 

@@ -55,7 +55,7 @@ def test_without_an_outcome_for_each_there_is_none(tmp_path, no_leaks, manner, w
 
 
 def test_one_that_takes_too_long_is_ended(silent, no_leaks, monkeypatch):
-    """By a clock that stands still until it has begun."""
+    """The clock stands still until the process has started."""
     clock = SimpleNamespace(monotonic=lambda: 10.0 * has_pid(silent), sleep=time.sleep)
     monkeypatch.setattr(self_test, "time", clock)
     with pytest.raises(RankFailed, match="did not end within 1 s"):
@@ -70,7 +70,7 @@ def test_it_is_ended_when_it_is_cancelled(silent, no_leaks):
 
 
 def test_it_dies_with_the_process_that_started_it(silent, tmp_path):
-    """The real one, whose first act that is: it has hardly begun when its parent is killed."""
+    """Uses the real program, which first ties itself to its parent: it has barely started when that is killed."""
     code = (
         "import sys; from parallel_backend.sidecar import self_test; "
         "popen = self_test.subprocess.Popen\n"

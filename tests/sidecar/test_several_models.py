@@ -1,4 +1,4 @@
-"""Several models on the same ranks: each is loaded once, the oldest gives way, and none touches another."""
+"""Several models on the same ranks: each is loaded once, the oldest is dropped first, and none affects another."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sent(monkeypatch):
 
 
 def scale_of(sidecar, spec, behaviour=0):
-    """What the ranks multiply by, and how the model came to be in use."""
+    """Returns the factor that the ranks multiply by, and the LoadInfo of the call."""
     velocity, info = call_model(sidecar, spec, X, behaviour)
     assert (velocity == velocity[0, 0, 0, 0]).all()
     return velocity[0, 0, 0, 0].item(), info.load
@@ -104,12 +104,12 @@ def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, s
     assert "dropped 1.safetensors: for lack of memory" in phases
     assert sidecar.models == (third, second)
     assert scale_of(sidecar, second)[0] == 2.0 and scale_of(sidecar, third)[0] == 3.0
-    assert not sidecar.load(first).cached  # beside the third, which is there already
+    assert not sidecar.load(first).cached  # the third stays loaded
     assert sidecar.pids == pids and loaded == [f"{name}.safetensors" for name in (1, 2, 3, 1)]
 
 
 def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sidecar, scaled, monkeypatch):
-    """Room for 20 bytes on each rank. A file has 14 bytes, as much as is guessed; its weights take 8."""
+    """Each rank has room for 20 bytes. A model is estimated at 14 bytes, the size of its file; its weights take 8."""
     monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
     monkeypatch.setattr(
         holdings, "free_room", lambda ranks: Room(tuple(20 - 8 * len(rank.models) for rank in ranks))
@@ -151,7 +151,7 @@ def test_a_file_that_one_rank_refuses_costs_none_of_the_others(sidecar, scaled, 
 
 
 def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, scaled):
-    """Rank 1 has no memory for the file and refuses it once there is some: what went for it is gone."""
+    """Rank 1 lacks memory for the file, then refuses it once models were dropped for it: these are gone."""
     first, second = scaled(1.0), scaled(2.0)
     sidecar.load(first)
     sidecar.load(second)
@@ -276,7 +276,7 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
     pool.give_back(spec, "cpu:7")
     assert sent == [] and pool.bytes_on(spec, "cpu:7") == 0
     pool.give_back(spec, "cpu:0")
-    pool.give_back(spec, "cpu:0")  # it has
+    pool.give_back(spec, "cpu:0")  # it has done so already
     number = sidecar._holdings.current.number
     assert sent == [MoveOut(0, number)]
     assert (pool.bytes_on(spec, "cpu:0"), pool.bytes_on(spec, "cpu:1")) == (0, 1000)
@@ -297,7 +297,7 @@ def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
     pool.release_cache(spec)
     assert sent == []  # ranks on the CPU keep nothing
     monkeypatch.setattr(pool, "is_cpu", lambda devices: False)
-    pool.release_cache(scaled(3.0, "weighs 1000"))  # which nobody holds
+    pool.release_cache(scaled(3.0, "weighs 1000"))  # no ranks hold it
     pool.release_cache(spec)
     assert [type(message) for message in sent] == [KeepModels] and len(sent[0].models) == 1
     assert sidecar.state is State.READY and sidecar.models == (spec,)

@@ -1,4 +1,4 @@
-"""Sleep and wake: memory goes back, the next job wakes the ranks by itself, and gives the same bits."""
+"""Sleep and wake: ranks free their memory, the next job wakes them by itself, and gives the same bits."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from waiting import PATIENCE
 def test_ranks_that_gave_memory_back_give_the_same_bits_however_they_hold_the_weights(
     two_real_ranks, tmp_path, monkeypatch
 ):
-    # As if the weights lay on devices: on the CPU they are the mapped file.
+    # Counts weights as if they were on devices: on the CPU they are the mapped file.
     monkeypatch.setattr(CountedModel, "bytes_on", lambda model, rank: int(rank not in model.offloaded_ranks))
     flux = ModelSpec(
         path=str(write_tiny_flux(tmp_path / "tiny.safetensors", double_blocks=2, single_blocks=2))

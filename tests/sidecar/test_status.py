@@ -1,4 +1,4 @@
-"""What a group says of itself without being asked: progress, phases and memory, read while its ranks are busy."""
+"""The status of a group: progress, phases and memory, which can be read while its ranks are busy."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     spec = ModelSpec(str(write_tiny_flux(tmp_path / "tiny.safetensors")))
     never_started, sidecar = Sidecar(("cpu:0",)).status(), two_real_ranks
     assert (never_started.state, never_started.ranks) == ("down", ())
-    sidecar.sleep()  # what other tests left there
+    sidecar.sleep()  # drops the models of other tests
     seen = []
     sidecar.sample(
         spec,

@@ -1,4 +1,4 @@
-"""The step cache through a sidecar: what it tells, cancelling, and what is refused before ranks start."""
+"""The step cache through a sidecar: its record, cancelling, and refusals before ranks start."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship
 
 PAIR = Placement(ParallelStrategy(ulysses_degree=2))
-THRESHOLD = 0.4  # of random weights, which change more than trained ones
+THRESHOLD = 0.4  # high: answers of random weights change more between calls than those of trained ones
 
 
 def job(threshold=THRESHOLD, steps=8):
-    # Heun's second call in a step is near the next step's first.
+    # The input of Heun's second call in a step is close to that of the next step's first.
     return loop_job("heun", steps=steps, sigmas=torch.linspace(1, 0, steps + 1), cache_threshold=threshold)
 
 

@@ -1,4 +1,4 @@
-"""Text encoders through a sidecar: the answer of one process, wherever it is computed, and ranks that stay usable."""
+"""Text encoders through a sidecar give the answer of one process, wherever they run, and ranks stay usable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST, SECOND = "one device", "the second device"
 
 @pytest.fixture
 def at(two_real_ranks, monkeypatch):
-    """Makes a call of an encoder, at a place."""
+    """Returns a function that calls an encoder at a placement."""
 
     def call(module, place, *, number=0, keep=(), **options):
         if place == SECOND:
@@ -78,7 +78,7 @@ def test_the_answer_is_that_of_one_process_wherever_it_is_computed(at, two_real_
     first = at(module, place, number=number, on_phase=phases.append)
     again = at(module, place, number=number, on_phase=phases.append)
     assert same(first.value, expected) and same(again.value, expected)
-    # It is sent before the first call alone.
+    # The encoder is only sent before the first call.
     assert phases[-3:] == ["sending the text encoder to the processes", *["encoding the text"] * 2]
     whole = sum(parameter.nbytes for parameter in module.parameters())
     layers = sum(parameter.nbytes for parameter in module.layers.parameters())
@@ -113,7 +113,7 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
     module, number = ToyEncoder(), new_number()
     at(module, place, number=number)
     pids = two_real_ranks.pids
-    for failing in (0, 4):  # on one rank and on the other, where layers are shared out
+    for failing in (0, 4):  # one layer on each rank, if layers are split
         with pytest.raises(RequestError, match="this layer cannot"):
             at(ToyEncoder(fails=failing), place, keep=(number,))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""VAEs through a sidecar: real ranks hold a half beside their model, and errors leave both where they are."""
+"""VAEs through a sidecar: real ranks hold encoders and decoders beside their model, and errors leave all loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flux(sizes=FLUX, seed=0):
 
 
 def image_of(half, latent):
-    """One image after the other: torch's CPU convolutions are ten times less precise on two at once."""
+    """Decodes one image after the other: torch's CPU convolutions are ten times less precise on two at once."""
     with torch.inference_mode():
         return torch.cat([half.half.module.decode(one[None]).movedim(1, -1) for one in latent])
 
@@ -75,7 +75,7 @@ def test_the_weights_go_once_and_then_only_latents(ranks):
 
 @pytest.mark.parametrize("name", [*BANDED, *CASES, "minimax h3"])
 def test_each_network_arrives_as_it_was_sent(ranks, name):
-    """The blocks that LTX's file lists, the scale of TAEHV's latents, buffers that are in no file: all of it."""
+    """This includes the blocks that LTX's file lists, the scale of TAEHV's latents, and buffers that no file holds."""
     case = TILED if name == "minimax h3" else BANDED.get(name) or CASES[name]
     network = build(name) if name in CASES else other_vae(case)
     frames = (1,) if name in ("taehv", "minimax h3") else (2,)
@@ -125,7 +125,7 @@ def test_shares_give_a_rank_more_rows(ranks):
 
 def test_one_rank_computes_all_to_the_last_bit_where_the_others_have_no_share(ranks, monkeypatch):
     vae, latent = flux(), random_latent(FLUX, 8, 4)
-    # As many threads as one of two ranks has: some processors round convolutions by their number.
+    # Sets the thread count of one of two ranks: on some processors, the rounding of convolutions depends on it.
     monkeypatch.setenv("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     run = ranks.call_module(vae.request(latent, shares=(1.0, 0.0)))
     alone = Sidecar(("cpu:0",))
@@ -149,7 +149,7 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     spec = ModelSpec(path=str(write_tiny_flux(tmp_path / "flux.safetensors")))
     assert not ranks.load(spec).cached
     pids = ranks.pids
-    # An engine whose import changes what it finds of torch must not change how a VAE decodes.
+    # The import of this engine changes parts of torch, which must not change how a VAE decodes.
     ranks.sample(spec, flux_request(), Placement(ParallelStrategy(ring_degree=2), engine="xfuser"))
     vae, latent = flux(), random_latent(FLUX, 4, 4)
     assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
@@ -166,7 +166,7 @@ def test_a_decode_whose_rank_dies_is_made_again(own_real_ranks, tmp_path):
 
 
 class _Flipped(nn.Module):
-    """Moves rows to where no band has them."""
+    """Moves rows to places that their band does not contain."""
 
     def forward(self, pixels):
         return pixels.flip(-2)
@@ -179,7 +179,7 @@ def _looks_far():
 
 
 class _Raises(nn.Module):
-    """What a network of another release may do that its sharing out does not expect."""
+    """Fails as a network of another release may, in a way that the code for bands does not expect."""
 
     def forward(self, pixels):
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")

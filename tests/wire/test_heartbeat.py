@@ -1,4 +1,4 @@
-"""Who keeps whom waiting, from the notes of ranks that hang; and what a note costs nothing to leave."""
+"""Heartbeats: ranks record the collectives that they enter, which shows the rank that keeps the others waiting."""
 
 import os
 import threading
@@ -74,7 +74,7 @@ def test_an_observer_meets_a_collective_before_it_is_entered(page):
         ([outside(), inside("an all-to-all", 0, 1)], 0),
         # 0 waits for 1, which waits for 2, which computes
         ([inside("a ring step", 0, 1), inside("a PipeFusion hop", 1, 2), outside()], 2),
-        # 2 and 3 wait in a group of their own for nobody but each other; 0 waits for 1
+        # 2 and 3 only wait for each other, in their own group; 0 waits for 1
         (
             [
                 inside("an all-to-all", 0, 1),
@@ -84,13 +84,13 @@ def test_an_observer_meets_a_collective_before_it_is_entered(page):
             ],
             1,
         ),
-        # all in the same one, and none behind the others: a link between them may hang
+        # all are in the same collective and none is behind: a link between them may hang
         ([inside("an all-to-all", 0, 1, entered=7), inside("an all-to-all", 0, 1, entered=7)], None),
         ([outside(entered=9), outside(entered=9)], None),
         ([inside("an all-to-all", 0, 1, entered=7), inside("an all-to-all", 0, 1, entered=6)], 1),
-        # none in any: a device hangs, and the host that is behind has entered fewer
+        # none is in a collective: a device hangs, and the host that is behind has entered fewer
         ([outside(entered=9), outside(entered=8)], 1),
-        # a circle
+        # they wait in a circle
         (
             [
                 inside("a ring step", 0, 1, entered=4),
@@ -120,7 +120,7 @@ def test_words_name_the_collective_and_who_waits_there():
 
 
 class Stream:
-    """A device's work: `passed` of its marks lie behind it."""
+    """A stream of a device, which has completed the first `passed` of its marks."""
 
     def __init__(self):
         self.marks, self.passed, self.broken = 0, 0, False
@@ -147,7 +147,7 @@ class Mark:
 
 
 def followed(page, rank, monkeypatch):
-    monkeypatch.setattr(Heartbeat, "_look_for_ever", lambda self, choose_device: None)  # the test looks
+    monkeypatch.setattr(Heartbeat, "_look_for_ever", lambda self, choose_device: None)  # tests call `look`
     one, stream = Heartbeat(), Stream()
     one.share(os.dup(page.descriptor), rank)
     one.follow(stream.mark, lambda: None)
@@ -160,7 +160,7 @@ def test_on_a_gpu_a_rank_is_where_its_device_is(page, monkeypatch):
         with rank.inside(name, (0, 1)):
             pass
     rank.look()
-    assert (page.read(0).inside, page.read(0).entered) == (False, 0)  # the host has left both
+    assert (page.read(0).inside, page.read(0).entered) == (False, 0)  # only the host has left both
     places = []
     for passed in range(1, stream.marks + 1):
         stream.passed = passed
@@ -185,7 +185,7 @@ def test_the_time_in_collectives_belongs_to_the_step_that_they_were_asked_in(pag
         rank.step_given()
     stream.passed = 2
     rank.look()
-    assert rank.inside_seconds(3) == pytest.approx((0.01, 0.0, 0.0))  # the device is no further
+    assert rank.inside_seconds(3) == pytest.approx((0.01, 0.0, 0.0))  # the device has not reached the others
     stream.passed = stream.marks
     assert rank.inside_seconds(3) == pytest.approx((0.02, 0.01, 0.0))
     rank.begin()
@@ -205,7 +205,7 @@ def test_where_the_host_waits_its_own_clock_counts(monkeypatch):
 
 
 def test_the_device_that_does_not_come_to_a_collective_is_found(page, monkeypatch):
-    """All hosts have given their devices the same; one device computes for ever before its second collective."""
+    """All hosts have submitted the same work; one device never reaches its second collective."""
     ranks = [followed(page, rank, monkeypatch) for rank in range(3)]
     for rank, _ in ranks:
         for _ in range(2):
@@ -246,7 +246,7 @@ def test_a_device_is_looked_at_without_being_asked_until_it_fails(page):
         pass
     stream.passed = 1
     wait_until(lambda: page.read(0).inside)
-    assert chosen_in == [looking]  # a new thread's device is the first one, whichever is the rank's
+    assert chosen_in == [looking]  # CUDA gives a new thread the first device, not the rank's
     stream.broken = True
     looking.join(60)
     assert not looking.is_alive()

@@ -1,4 +1,4 @@
-"""No input from outside gets more than a refusal out of the parsers of frames and files."""
+"""The parsers of frames and files raise no error but their own refusals, whatever the input."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

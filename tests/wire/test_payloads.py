@@ -1,4 +1,4 @@
-"""What a model call carries beside its latent is checked before it is sent."""
+"""The latent and the prompt of a module call are checked against the model's shapes before they are sent."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_what_was_made_for_another_model_is_refused_with_what_fits_this_one():
 @pytest.mark.parametrize(
     ("x", "context"),
     [
-        (torch.zeros(1, 36, 2, 2), torch.zeros(1, 3, 8)),  # an image and its mask beside the latent
+        (torch.zeros(1, 36, 2, 2), torch.zeros(1, 3, 8)),  # the latent joined with an image and its mask
         ([torch.zeros(1, 4, 2), torch.zeros(1, 2, 2)], None),  # a latent in parts, and no prompt
-        (torch.zeros(1, 16, 2), [torch.zeros(1, 3, 5)]),  # prompts of its own kind
+        (torch.zeros(1, 16, 2), [torch.zeros(1, 3, 5)]),  # a list of prompts
     ],
 )
 def test_what_a_module_may_take_beside_is_let_through(x, context):

@@ -1,4 +1,4 @@
-"""Messages: what goes out comes in, and whatever deviates is refused."""
+"""Messages arrive as they were sent, and malformed frames are refused."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ CALIBRATION = Calibration(
     seconds=1.5,
     facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
 )
-# (message, payloads it may come with)
+# (message, number of payloads that it comes with)
 SAMPLING = Sample(placement=PLACEMENT, cfg=3.5, previews=True)
 MESSAGES = [
     (Hello(protocol=1, python="3.11.7", torch="2.13.0"), 0),

@@ -40,7 +40,7 @@ def links():
 
 @pytest.fixture
 def raw():
-    """(a raw socket, the link at its other end)"""
+    """Yields a raw socket and the link at its other end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = Link(theirs)
     yield ours, link
@@ -156,7 +156,7 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
                 {str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(2**16 + 1)}
             ),
             "65537 tensors",
-            id="tensors",  # else four megabytes of it
+            id="tensors",  # the default id would have four megabytes
         ),
         (file_with_header({"a": 3}), "not valid"),
         (
@@ -193,7 +193,7 @@ def test_descriptors_of_a_refused_message_are_closed(raw, descriptors):
     ours, link = raw
     descriptors.append(pack_tensors({"a": torch.zeros(1)}))
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    for count in (1, 3, 10):  # a Cancel takes none; ten are more than the link makes room for
+    for count in (1, 3, 10):  # a Cancel takes none; the link has no room for ten
         socket.send_fds(ours, [encode(Envelope(1, 1, Cancel()))], descriptors * count)
         with pytest.raises(TransportError):
             link.receive(1.0)
@@ -255,6 +255,6 @@ def test_a_page_that_the_kernel_has_hold_of_for_a_moment_costs_no_payload(monkey
         assert unpack_tensors(descriptor)["x"].tolist() == [0, 1, 2] and len(asked) == 3
         os.close(descriptor)
         return
-    with pytest.raises(OSError, match=os.strerror(code)):  # and leaves no descriptor behind
+    with pytest.raises(OSError, match=os.strerror(code)):  # `no_leaks` checks for a descriptor left open
         pack_tensors({"x": torch.arange(3)})
     assert len(asked) == (1 if code == errno.EPERM else transport._SEAL_TRIES)

@@ -1,4 +1,4 @@
-"""What ranks measure of their links: on real gloo ranks, within the budget, and through a real sidecar."""
+"""Ranks measure their links: on real gloo ranks, within the budget, and through a real sidecar."""
 
 import time
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ SMALL = (65536, 4 * 65536)  # bytes
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    """Has the ranks of the tests, which are forks, send little and not for a share of the budget."""
+    """Makes ranks, which are forks of this process, send a few small messages, however large the budget is."""
     monkeypatch.setattr(rank_calibrate, "SIZES", SMALL)
     monkeypatch.setattr(rank_calibrate, "MOST_REPETITIONS", 2)
 
@@ -71,7 +71,7 @@ def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_lo
 
 
 def _calibrate_corrupted(world, strategy):
-    """What rank 1 hands over is not what the others expect of it."""
+    """Calibrates while rank 1 sends other data than the other rank expects."""
     honest = rank_calibrate._pattern
     if world.rank == 1:
         rank_calibrate._pattern = lambda rank, size, world: honest(rank + (rank == 1), size, world)
@@ -88,12 +88,12 @@ def test_a_spent_budget_leaves_out_what_is_left_on_all_ranks_alike():
     begun = time.monotonic()
     first, second = run_ranks(_calibrate, 2, ParallelStrategy(ring_degree=2), 0.0, True)
     assert first["transfers"] == second["transfers"] == []
-    assert first["collective_s"] > 0  # what is cheap is measured once in any case
+    assert first["collective_s"] > 0  # cheap measurements are made once in any case
     assert time.monotonic() - begun < 60
 
 
 def _slow_to_connect(world, strategy, thorough):
-    """A clock of its own, which only the first exchange of each group advances: by far more than the budget."""
+    """Calibrates by a fake clock: a group's first exchange takes 30 s, far more than the budget, the next ones 1 ms."""
     now, met = [0.0], set()
     rank_calibrate.time = SimpleNamespace(perf_counter=lambda: now[0])
     makers = {name: getattr(rank_calibrate, name) for name in ("_to_next", "_to_all", "_there_and_back")}
@@ -103,7 +103,7 @@ def _slow_to_connect(world, strategy, thorough):
             exchange, expected, sent = make(*arguments)
 
             def connecting():
-                # `arguments` without the size: the group, or the pair
+                # `arguments` without the size and the world: the group, or the pair
                 key = name, *(getattr(a, "ranks", a) for a in arguments[1:-1])
                 now[0] += 0.001 if key in met else 30.0
                 met.add(key)
@@ -125,7 +125,7 @@ def test_connections_that_come_up_slowly_take_nothing_from_the_budget(thorough):
 
 
 def _groups_used(world, strategy):
-    """The communicators that stand after calibration, and those that stand without it."""
+    """Returns the connected communicators of each group after calibration."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
     rank_calibrate.calibrate(world, layout, Calibrate(strategy, 5.0, False))

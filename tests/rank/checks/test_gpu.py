@@ -1,4 +1,4 @@
-"""What a rank checks of itself for `doctor --gpu`: on the CPU as far as it goes, and its logic for CUDA with a fake."""
+"""A rank's checks for `doctor --gpu`: on the CPU as far as possible, and the CUDA logic with a fake."""
 
 import math
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_torchs_kernel_and_both_merges_are_exact_on_the_cpu_and_the_others_say_w
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Every kernel seems to be there."""
+    """Returns use(compute, weigh): it makes every kernel seem installed, changes outputs, and returns the findings."""
     monkeypatch.setattr(kernel_choice, "why_not_on", lambda kernel, device, dtype: None)
     real, real_with_lse = kernels.attend, kernels.attend_with_lse
 
@@ -125,7 +125,7 @@ def test_each_kernel_merges_by_its_own_log_sum_exp(installed):
     def weigh(name, lse):
         if name == "cudnn":
             raise RuntimeError("no log-sum-exp")
-        return lse / math.log(2) if name == "flash" else lse  # FlashAttention counts in powers of two inside
+        return lse / math.log(2) if name == "flash" else lse  # FlashAttention uses base 2 internally
 
     found = installed(lambda name, out: out, weigh)
     assert {name: f.status for name, f in found.items() if name.startswith("merge")} == {
@@ -212,7 +212,7 @@ def test_a_profile_of_a_gpu_counts_kernels_and_not_the_operators_that_launched_t
 
 
 def _one_model_call(world):
-    # Compiling takes seconds, and check_steps does it.
+    # Compiling takes seconds, and check_steps already tests it.
     model_call.ComputeOptions = lambda compile: PLAIN
     subject = replace(make_subject(("cpu:0", "cpu:1")), pixels=64)
     calls = model_call.ModelCalls(subject, world)

@@ -1,4 +1,4 @@
-"""The self-test of a class tells a right entry of the table from a wrong one, and an outcome from a crash."""
+"""The self-test of a class distinguishes a right entry of the table from a wrong one, and an outcome from a crash."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ def _comfyui():
 
 
 def region(**changes):
-    """Ernie's, whose blocks differ by `changes`."""
+    """Returns Ernie's region, with `changes` to its blocks."""
     (known,) = TABLE[NAME].regions
     (path,) = known.lists
     return Region({path: replace(known.lists[path], **changes)}, known.leave, known.leaves)
@@ -53,7 +53,7 @@ def test_ranks_that_attend_to_their_own_tokens_only_are_found(monkeypatch):
 
 
 def test_code_between_blocks_that_looks_at_tokens_leaves_blocks_that_gather(monkeypatch):
-    """Of one row: this is a call of which ComfyUI itself cannot compute two."""
+    """Some versions of ComfyUI can only compute one row of this call."""
 
     def reference_at_zero(*size):
         args, kwargs = tiny_inputs("flux2")(*size)
@@ -68,7 +68,7 @@ def test_code_between_blocks_that_looks_at_tokens_leaves_blocks_that_gather(monk
 
 
 def test_what_blocks_hand_on_beside_their_tokens_is_found(monkeypatch):
-    """Tokens may stay apart then, but a block on another device would not get it."""
+    """Tokens could stay split here, but a block on another device would not get what earlier blocks hand on."""
     ran = []
 
     def build():

@@ -1,4 +1,4 @@
-"""Text encoders and VAEs are held by all ranks or by none, and a new one takes no more descriptors than the last."""
+"""VAEs on ranks: a new one reuses the groups of the last, all ranks compute a call or none, and tiles are split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vae_halves import Half
 
 
 class Steps:
-    """The boundary of a request that nobody cancels."""
+    """The boundary of a request that is not cancelled. `ended`: the number of calls of `finish`."""
 
     def __init__(self):
         self.ended = 0
@@ -56,7 +56,8 @@ def call(modules, held, latent, *, on_step=None):
 
 
 def _decode_again_and_again(world):
-    """Descriptors of this rank after each decode with a VAE sent anew, of a latent that leaves a rank without rows."""
+    """Returns this rank's open descriptors after each decode with a newly sent VAE. The latent leaves one rank without
+    rows."""
     modules, half, counts = modules_of(world), Half(random_vae(FLUX), 16, 2), []
     for _ in range(5):
         call(modules, load(modules, half), random_latent(FLUX, 2, 3))
@@ -71,7 +72,7 @@ def test_a_vae_that_is_sent_again_takes_over_the_groups_of_the_one_before():
 
 
 def _call_where_one_rank_cannot(world):
-    """In what words this rank refuses a call; what it decodes afterwards."""
+    """Returns (this rank's refusal of a call, computed parts of the next call, shape of its image or None)."""
     modules, half, latent = modules_of(world), Half(random_vae(FLUX), 16, 2), random_latent(FLUX, 2, 2)
     held = load(modules, half)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +87,7 @@ def _call_where_one_rank_cannot(world):
 
 
 def test_a_vae_that_one_rank_alone_cannot_compute_is_computed_by_none():
-    """Without a word before they compute together, the first would wait for the second."""
+    """If the ranks did not agree before they compute, the first would wait for the second."""
     import_comfyui_here()
     first, second = run_ranks(_call_where_one_rank_cannot, 2)
     assert first == ("another process could not run the job", 1, (1, 16, 16, 3))
@@ -94,7 +95,7 @@ def test_a_vae_that_one_rank_alone_cannot_compute_is_computed_by_none():
 
 
 def _decode_tiles(world):
-    """(frames or None, tiles computed, ends of steps) of one rank that holds MiniMax H3's VAE."""
+    """Returns (frames or None, tiles computed, calls of `finish`) of a rank that holds MiniMax H3's VAE."""
     modules, steps = modules_of(world), Steps()
     half = Half(other_vae(TILED), TILED.channels, TILED.dims)
     image, record = call(modules, load(modules, half), random(2, TILED.channels, 1, 5, 3), on_step=steps)

@@ -1,5 +1,5 @@
-"""Ranks that real torchruns start on two machines of two devices, here two loopback addresses: they do what local ranks
-do."""
+"""Ranks started by real torchruns on two machines (here two loopback addresses) with two devices each work like local
+ranks."""
 
 import json
 import os
@@ -33,12 +33,12 @@ pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow, pytest.mark
 PATIENCE = 240.0  # s for torchrun and an import of torch in each rank, on a machine that is busy
 
 JOB = request((10, 14), 4.0, 1, steps=4)
-CFG = Placement(ParallelStrategy(cfg_degree=2, ulysses_degree=2))  # a prompt on each machine, tokens inside
+CFG = Placement(ParallelStrategy(cfg_degree=2, ulysses_degree=2))  # one prompt per machine, split by tokens
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """(sidecar over the machines a and b, the head's model, the machines by name)"""
+    """Yields (sidecar over the machines a and b, the head's model, the machines by name)."""
     folder = tmp_path_factory.mktemp("lab")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(endpoints.VARIABLE, str(folder / "secrets"))
@@ -77,7 +77,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """diffusers' own model in this process."""
+    """Returns diffusers' model, in this process."""
     return oracle_model(tmp_path_factory.mktemp("oracle"))
 
 
@@ -89,7 +89,7 @@ def is_equal(found, expected):
     "strategy",
     [
         CFG.strategy,
-        ParallelStrategy(ring_degree=2, ulysses_degree=2),  # by hand: the ring crosses machines
+        ParallelStrategy(ring_degree=2, ulysses_degree=2),  # only chosen by hand: the ring crosses machines
         ParallelStrategy(pipefusion_degree=2, cfg_degree=2, warmup_steps=4),
     ],
     ids=lambda strategy: strategy.describe(),
@@ -100,7 +100,7 @@ def test_two_machines_give_the_latent_of_one_process(strategy, lab, one_process)
     result = sidecar.sample(spec, JOB, Placement(strategy), lambda *step: steps.append(step))
     expected = oracle_sample(one_process, JOB)
     assert is_equal(result.latent, expected)
-    assert not is_equal(oracle_sample(one_process, replace(JOB, cfg=4.01)), expected)  # the control
+    assert not is_equal(oracle_sample(one_process, replace(JOB, cfg=4.01)), expected)  # negative control
     assert [step for step, _, _ in steps] == [1, 2, 3, 4]
     assert is_equal(steps[-1][2], expected)  # the preview travels too
     assert result.info.strategy == strategy and min(result.info.bytes_sent) > 0
@@ -152,7 +152,7 @@ def test_a_cancelled_job_leaves_the_machines_warm(lab, one_process):
 
 def test_torchrun_brings_a_killed_rank_back_and_the_job_is_made_again(lab, one_process):
     sidecar, spec, machines = lab
-    job, seen = replace(JOB, sigmas=torch.linspace(0.95, 0, 41)), []  # long: steps are told with a delay
+    job, seen = replace(JOB, sigmas=torch.linspace(0.95, 0, 41)), []  # long: progress arrives with a delay
 
     def on_step(step, *_):
         seen.append(step)
@@ -168,7 +168,7 @@ def test_torchrun_brings_a_killed_rank_back_and_the_job_is_made_again(lab, one_p
 
 
 def test_the_doctor_examines_machines_and_the_network_between_them(lab, capsys, monkeypatch):
-    """The last of this file: the machines serve one group at a time."""
+    """Must be the last test of this file: it stops the sidecar, because machines serve one group at a time."""
     sidecar, _, _ = lab
     sidecar.stop()
     monkeypatch.setattr(rank_probe, "LINKS_S", 1.0)

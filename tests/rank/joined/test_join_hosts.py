@@ -1,4 +1,4 @@
-"""Three hosts and a fourth that runs the head, over a network that is slow and loses packets: real torchrun, gloo."""
+"""A head and three hosts over a slow network that loses packets, with real torchrun and gloo."""
 
 import json
 import os
@@ -28,11 +28,11 @@ from waiting import wait_until
 pytestmark = [pytest.mark.xdist_group("torchrun"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = ("a", "b", "c")
-JOB = request((10, 14), 1.0, 3, steps=12)  # as the head's program has it
+JOB = request((10, 14), 1.0, 3, steps=12)  # equal to the job in the head's program
 
 
 class Head:
-    """The program of the head, on its host."""
+    """The head's program, which runs on its own host."""
 
     def __init__(self, hosts, folder):
         support = PACK_ROOT / "tests" / "support"
@@ -51,7 +51,7 @@ class Head:
         self.process.stdin.flush()
 
     def until(self, field):
-        """The next answer that has this field."""
+        """Returns the next answer that has this field."""
         for line in self.process.stdout:
             answer = json.loads(line)
             if field in answer:
@@ -77,7 +77,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def lab(hosts, tmp_path_factory):
-    """(head, start(name), the machines that run by name, model, latent file)"""
+    """Yields (head, start(name), {name: running machine}, path of the model, path for the latent)."""
     folder, machines = tmp_path_factory.mktemp("hosts"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(endpoints.VARIABLE, str(folder / "secrets"))
@@ -120,7 +120,7 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
         Path(latent).unlink()
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
-    # Whole images on each host: what `auto` does with a batch, and no tokens cross the cables.
+    # `auto` gives each host whole images of the batch, so no tokens cross the network.
     head.tell("wait for", 3)
     everyone = head.until("devices")["devices"]
     assert everyone == [f"cpu:0@lab/{name}" for name in NAMES]
@@ -129,7 +129,7 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
     assert head.until("done")["done"] == []
     check()
 
-    # A cable is cut in mid-job: nobody resets a connection. The job waits for the host, and then says which one.
+    # A host is cut off in mid-job, so no connection is reset. The job waits for the host, and then names it.
     head.tell("patience", 3.0)
     head.tell("sample", model, str(latent))
     head.until("step")
@@ -157,7 +157,7 @@ def test_a_host_cut_off_in_mid_job_is_named_left_out_and_taken_back(lab, hosts, 
 
 
 def test_the_host_whose_processes_are_killed_is_named_not_the_one_that_hosts_the_rendezvous(lab):
-    """The last of the hosts' tests: afterwards one is gone."""
+    """Must be the last test with these hosts, because it kills the processes of one."""
     head, _, machines, model, latent = lab
     head.tell("wait for", 3)
     assert len(head.until("devices")["devices"]) == 3
@@ -172,7 +172,7 @@ def test_the_host_whose_processes_are_killed_is_named_not_the_one_that_hosts_the
 
 
 def packet(source, target, number):
-    """An IPv4 header without options, and a number."""
+    """Returns an IPv4 packet: a header without options, and a number."""
     header = struct.pack(
         "!BBHHHBBH4s4s", 0x45, 0, 24, 0, 0, 64, 17, 0, *map(socket.inet_aton, (source, target))
     )
@@ -180,7 +180,7 @@ def packet(source, target, number):
 
 
 def test_the_network_of_these_hosts_is_slow_loses_packets_and_can_be_cut():
-    """Else the test above says little of networks. Here its hosts are sockets, which anybody may open."""
+    """Checks the network of the tests above. Its hosts are sockets here, so it needs no root."""
     one, other = "10.0.0.1", "10.0.0.2"
     (a, inner_a), (b, inner_b) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "ab")
     for inner in (inner_a, inner_b):
@@ -193,7 +193,7 @@ def test_the_network_of_these_hosts_is_slow_loses_packets_and_can_be_cut():
     for number in range(100):
         a.sendall(packet(one, other, number))
     assert [number_of(b) for _ in expected] == expected and time.monotonic() - sent >= LATENCY
-    a.sendall(packet(one, "10.0.0.3", 0))  # nobody's
+    a.sendall(packet(one, "10.0.0.3", 0))  # no host has this address
     network.cut_off(other)
     a.sendall(packet(one, other, 0))
     b.sendall(packet(other, one, 0))
@@ -209,6 +209,6 @@ def test_the_network_of_these_hosts_is_slow_loses_packets_and_can_be_cut():
 
 
 def number_of(end):
-    """Of the next packet that comes."""
+    """Returns the number in the next packet."""
     end.settimeout(60)
     return struct.unpack("!I", end.recv(100)[20:])[0]

@@ -1,4 +1,5 @@
-"""What libraries say when memory ran out or a device failed, as torch raises it; which errors leave ranks usable."""
+"""Errors by which torch and its libraries report exhausted memory or a failed device, and those that leave ranks
+usable."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from parallel_backend.rank.outcome.errors import failure, is_out_of_memory, refu
 
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
 
-# (error, message), as users of torch report them; where they end, `...` stands for a trace of the library.
+# (error, message), as users of torch report them; long messages are cut.
 MEMORY = [
     (
         torch.OutOfMemoryError,
@@ -21,7 +22,7 @@ MEMORY = [
         "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.98 GiB",
     ),
     (MemoryError, ""),
-    # cudaMallocAsync, kernels that need local memory, pin_memory, the first context of a full card
+    # raised by cudaMallocAsync, kernels that need local memory, pin_memory, and the first context on a full card
     (
         ACCELERATOR_ERROR,
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other",
@@ -85,8 +86,8 @@ DEVICE = [
     ),
 ]
 _NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2588, "
-# (error, message, words of the cause, words of the remedy) of what another try would meet again: no restart, no device
-# is left out.
+# (error, message, words of the cause, words of the remedy) of errors that would occur again: nothing is restarted, no
+# device is left out.
 REPEATS = [
     (
         dist.DistBackendError,

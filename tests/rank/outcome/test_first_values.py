@@ -1,4 +1,4 @@
-"""What a job's code reads of a tensor on ranks of unlike cards: the first rank's values, at one line on all ranks."""
+"""Code of a job that reads a tensor on ranks with unlike cards gets the first rank's values."""
 
 import math
 

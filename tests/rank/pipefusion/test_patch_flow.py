@@ -1,4 +1,4 @@
-"""PipeFusion of ComfyUI's own modules in its own loop: against stock's latent, and against patches in one process."""
+"""PipeFusion of ComfyUI's modules in ComfyUI's loop, compared with stock's latent and with patches in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from wan_jobs import STEPS as STEPS_OF_A_JOB
 EXACT = 1e-5  # of the largest value
 PIPE = ParallelStrategy(pipefusion_degree=2)
 FLOW = {"warmup_steps": 1, "num_pipeline_patch": 4}
-PATCHES = (12, 11, 11, 11)  # tokens of each of the four
+PATCHES = (12, 11, 11, 11)  # tokens of each of the four patches
 KINDS = 2  # blocks of each of Flux' two kinds
 
 
@@ -74,7 +74,7 @@ def far(one, other):
 
 
 def test_warm_up_steps_and_one_patch_alone_give_stocks_latent(spec):
-    """One patch has no older keys: so samplers, guidance and masks are compared where patches take the steps."""
+    """One patch uses no stale keys, so samplers, guidance and masks of flowing patches can be compared with stock."""
     kept = torch.ones_like(wan_job().noise)
     kept[..., :2] = 0.25
     masked = {"denoise_mask": kept, "latent": torch.full_like(kept, 0.3)}
@@ -109,7 +109,7 @@ def test_warm_up_steps_and_one_patch_alone_give_stocks_latent(spec):
 def test_flowing_patches_are_those_of_one_process_whatever_the_stages(spec):
     job = wan_job()
     stock, expected = stock_latent(spec, job), patchwise_latent(spec, job, 1, PATCHES)
-    # The price of stale keys, and that this test would see patches that do as they please.
+    # Stale keys must change the latent a little, else this test could not see wrong patches.
     assert 1e-3 < far(expected, stock) < 0.1
     uneven = PIPE.replace(**FLOW, device_shares=(1.0, 3.0))
     found = {"2": run_ranks(sampled, 2, spec, {"": (PIPE.replace(**FLOW), job), "uneven": (uneven, job)})}
@@ -127,7 +127,7 @@ def test_flowing_patches_are_those_of_one_process_whatever_the_stages(spec):
             assert not one["exact"] and not any(other[name]["exact"] for other in others), (stages, name)
 
 
-# Ways to mix latents and noise, other than flow-matching's: which schedule, and how what a network gives is read.
+# Ways to mix latents and noise other than flow matching: (ComfyUI's class of the schedule, class of the prediction).
 SAMPLINGS = {
     "EPS": ("ModelSamplingDiscrete", "EPS"),
     "v": ("ModelSamplingDiscrete", "V_PREDICTION"),
@@ -149,7 +149,7 @@ def test_one_patch_is_stocks_latent_however_latents_and_noise_mix(spec):
     jobs = {sampler: other_sampling("EPS", sampler) for sampler in STEPS}
     jobs |= {name: other_sampling(name, "euler_ancestral") for name in SAMPLINGS if name != "EPS"}
     jobs["masked"] = other_sampling("Cosmos", denoise_mask=kept, latent=torch.full_like(kept, 0.3))
-    # The node ModelNoiseScale.
+    # The node ModelNoiseScale sets this.
     loud = ("ModelSamplingDiscreteFlow", "CONST", {"noise_scale": 2.0})
     jobs["louder"] = wan_job("euler_ancestral", sampling=loud)
     found = run_ranks(sampled, 2, spec, {name: (one, job) for name, job in jobs.items()})[0]
@@ -172,14 +172,14 @@ def test_patches_of_a_noise_predicting_model_are_those_of_one_process(spec):
 
 
 def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
-    """Flux.1, with text beside its tokens: whether a stage begins inside of the first kind, of the second, or between
-    them. One patch is stock's latent."""
+    """Flux.1 also has text tokens. A stage may start within the first kind of blocks, within the second, or between
+    them. One patch gives stock's latent."""
     spec, job = two_kinds(folder), loop_job()
     stock = stock_latent(spec, job)
     flows = {shares: PIPE.replace(**FLOW, device_shares=shares) for shares in ((), (1.0, 3.0), (3.0, 1.0))}
     cases = {str(shares): (strategy, job) for shares, strategy in flows.items()}
     cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
-    unlike = loop_job()  # a reference beside one of the prompts
+    unlike = loop_job()  # only one prompt has a reference image
     unlike.conds["positive"][0]["model_conds"]["ref_latents"] = "CONDList", [random(1, 16, 4, 6)]
     cases["unlike"] = PIPE.replace(**FLOW), unlike
     found = run_ranks(sampled, 2, spec, cases)[0]
@@ -195,7 +195,7 @@ def test_a_model_of_two_kinds_of_blocks_flows_alike_through_any_stages(folder):
 
 
 def cogvideo(folder):
-    """(ModelSpec, job) of a file, under its own sampling: v-prediction up to noise without a trace of an image."""
+    """Returns (ModelSpec, job) of a file with its own sampling: v-prediction, whose first noise level is pure noise."""
     import_comfyui_here()
     path = folder / "cogvideo.safetensors"
     weights = fill(build_tiny("cogvideo", num_attention_heads=2, attention_head_dim=64)).state_dict()
@@ -220,8 +220,8 @@ def test_a_model_that_is_none_of_flow_matching_flows_alike_through_any_stages(fo
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_video_and_sound_flow_alike_through_any_stages(folder, name):
-    """One patch is stock's latent, whose flat tensor holds both; more come near to it in both. MiniMax H3 has
-    prompts of unlike lengths before them in one sequence."""
+    """One patch gives stock's latent, a flat tensor with video and sound; several come close to it in both. MiniMax H3
+    puts prompts of different lengths before them in one sequence."""
     spec = sound_model(folder, name)
     job = sound_job(name, "euler_ancestral")
     video = SHAPES[name][0].numel()
@@ -246,7 +246,7 @@ def test_more_warm_up_steps_come_nearer_to_stock_and_so_does_a_video_from_a_pict
 
 
 def cancelled(world, spec):
-    """Of a job that is cancelled while patches flow: what it raised, and whether the next one is as the one before."""
+    """Returns (the error of a cancel while patches flow, True if the next job equals the one before the cancel)."""
     ranks = Ranks(world, spec)
     strategy, job, words = PIPE.replace(**FLOW), wan_job(), ""
     whole = ranks.run(strategy, job)["latent"]
@@ -263,7 +263,7 @@ def test_a_cancel_while_patches_flow_ends_the_job_on_all_ranks_which_stay_usable
 
 
 def resumed(world, spec):
-    """A job whose patches flow after two steps; one that goes on after these; one of three such steps."""
+    """Runs a job with two warm-up steps, the same job resumed after them, and a job with three warm-up steps."""
     ranks, job = Ranks(world, spec), wan_job()
     two, three = (PIPE.replace(warmup_steps=warm) for warm in (2, 3))
     first = ranks.run(two, job)
@@ -312,7 +312,7 @@ def held_bytes(world, spec):
 
 
 def with_a_lora(world, spec):
-    """Latents with a change of every block, and again without it."""
+    """Returns the latent with a change of every block's weights, and the next latent without it."""
     ranks, job = Ranks(world, spec), wan_job(steps=2)
     strategy = ParallelStrategy(pipefusion_degree=world.world_size, warmup_steps=2)
     ranks.run(strategy, job)

@@ -1,4 +1,4 @@
-"""PipeFusion in plain jobs: exact while whole images flow, and what its paper says once patches do; with other axes."""
+"""PipeFusion in plain jobs, alone and with other axes: exact in warm-up steps, then equal to the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ ALL = [s for group in STRATEGIES.values() for s in group]
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    """(path of the weights, {case: the oracle's latent} after two steps, its model)"""
+    """Returns (path of the weights, {case: the oracle's latent after two steps}, the oracle's model)."""
     sizes = dict(heads=HEADS, double_blocks=DOUBLE, single_blocks=SINGLE)
     return oracle_subject(tmp_path_factory.mktemp("pipeline"), EXACT_CASES, **sizes)
 
 
 def results_of(path, strategies, cases):
-    """A function of how many ranks: what all of their strategies gave, computed once."""
+    """Returns a function that runs all strategies of a world size once and returns their results."""
 
     @functools.cache
     def get(world_size):
@@ -136,7 +136,7 @@ def flowing_results(subject):
 
 @pytest.fixture(scope="module")
 def papers(subject):
-    """The paper's algorithm in one process, computed once for each number of patches and of steps of warm-up."""
+    """Returns a function that runs the paper's algorithm in one process, once per case, patches and warm-up steps."""
 
     @functools.cache
     def latent(case, warmup_steps, patches):
@@ -147,7 +147,7 @@ def papers(subject):
 
 @pytest.fixture(scope="module")
 def whole(subject):
-    """The latents of jobs whose steps are all of whole images."""
+    """Returns the latents of jobs that compute whole images in all steps."""
     return {name: oracle_sample(subject[2], CASES[name]) for name in WITHOUT_CFG}
 
 
@@ -165,14 +165,14 @@ def test_flowing_patches_equal_the_papers_algorithm_in_one_process(
         difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
         assert difference <= TOLERANCE
     exact = (expected - whole[case]).abs().max() / expected.abs().max()
-    assert exact > 1e-3 or len(patches) == 1  # else this shows nothing of patches
+    assert exact > 1e-3 or len(patches) == 1  # patches must make a difference
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", [s for group in FLOWING.values() for s in group], ids=name_of)
 @pytest.mark.xdist_group("pipeline_parity")
 def test_flowing_patches_depend_on_their_number_and_on_no_other_axis(flowing_results, strategy, case):
-    """CFG, batches, odd sides and all axes: the same patches on 2 ranks without another axis give the same latent."""
+    """The same patches on 2 ranks without another axis give the same latent, also with CFG, batches and odd sides."""
     key = f"{name_of(strategy)}: {case}"
     results = flowing_results(strategy.world_size)
     assert all(torch.equal(results[0][key], other[key]) for other in results[1:])
@@ -231,7 +231,7 @@ def stop_and_go_on(world, path, strategy, questions):
     ids=name_of,
 )
 def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
-    """At each patch the ranks may learn of a cancel; messages under way must not reach the next job."""
+    """Ranks can receive a cancel at each patch; messages that are still on their way must not reach the next job."""
     questions = strategy.pipeline_patches * (3 - strategy.warmup_steps)
     for before, after in run_ranks(
         stop_and_go_on, strategy.world_size, subject[0], strategy, questions, backend=NCCL_STREAMS
@@ -240,7 +240,7 @@ def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
 
 
 def blocks_held(world, path, strategy):
-    """(elements of the blocks' weights that this rank holds, of all others)"""
+    """Returns the number of elements that this rank holds: [of the blocks' weights, of all other weights]."""
     model = load_under(ModelSpec(path), Layouts(world), strategy)
     blocks, around = 0, 0
     for name, parameter in model.module.named_parameters():

@@ -1,4 +1,4 @@
-"""How a call of a job is shared out: by what takes part in it, and not by what the pack itself notes in its options."""
+"""The mode in which ranks split a model call: nodes' functions and objects decide it, the pack's own options do not."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_numbers_words_and_tensors_in_the_options_are_data():
         "nested": {"word": "dense", "layers": {1, 2}, "none": None, "size": torch.Size((1, 2))},
         "uuids": [uuid.uuid4()],
         "parallel_strategy": Cache(),  # the pack's own
-        "context_window": Cache(),  # read by ComfyUI's sampling alone
+        "context_window": Cache(),  # only ComfyUI's sampling reads it
     }
     assert foreign_in(options, NetworkState(nn.Linear(2, 2), ()), Foreign()) == Foreign()
 
 
 def test_hooks_that_the_load_left_are_no_change_and_those_that_come_later_are():
-    """Weights that are shared out arrive by hooks of their blocks."""
+    """Hooks of blocks gather sharded weights, so these must not count as changes."""
     network = nn.Sequential(nn.Linear(2, 2))
     network[0].register_forward_pre_hook(lambda *_: None)
     network[0].register_forward_hook(lambda *_: None, always_call=True)

@@ -1,4 +1,4 @@
-"""The models of one rank: each with its own belongings, the one to drop first first."""
+"""The models that one rank holds, in the order in which it drops them."""
 
 import gc
 import weakref
@@ -73,7 +73,7 @@ def test_the_weights_of_all_count_and_a_dropped_ones_are_gone_at_once(models):
 
 
 def test_a_gpu_says_what_it_has_for_the_next_model_and_the_oldest_of_its_own_goes(monkeypatch):
-    """A card of 24 GiB that holds two models of 10: 2 GiB free, 1 more kept by torch for its next allocations."""
+    """A card of 24 GiB holds two models of 10 GiB: 2 GiB are free, and torch keeps 1 GiB for its next allocations."""
     free, kept = 2 * GIB, GIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB + kept)
@@ -120,7 +120,7 @@ def test_only_the_rank_that_is_named_moves_the_model_that_is(models, rank, moves
 
 @dataclass
 class Beside:
-    """Stands for a text encoder or VAE."""
+    """Stands in for a text encoder or VAE."""
 
     def info(self, seconds, device):
         return LoadInfo(seconds, 4, False, "", "")
@@ -187,6 +187,6 @@ def test_what_is_imported_is_no_garbage_and_what_is_held_meanwhile_may_become_so
     del before, since
     gc.collect()
     assert seen_since() is None
-    assert (seen_before() is not None) == holds_nothing  # never collected: which is why nothing may be held
+    assert (seen_before() is not None) == holds_nothing  # never collected, so ranks must hold nothing
     if seen_before() is not None:
         del seen_before().__dict__["itself"]

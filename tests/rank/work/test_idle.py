@@ -1,4 +1,4 @@
-"""A rank between requests: what torch keeps of its device's memory is given back after a job, and when nobody asks."""
+"""A rank frees the device memory that torch keeps: after each job, and while no request comes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _run(message, tensors, on_step, on_compile):
 
 @pytest.fixture
 def served(monkeypatch, no_leaks):
-    """serve(*requests) -> what the rank answered and when it gave its cache back, in order."""
+    """Yields serve(*requests), which returns the rank's answers, and "released" for each freed cache, in order."""
     seen = []
     monkeypatch.setattr(held_models, "release_cache", lambda device: seen.append("released"))
     worker = SimpleNamespace(

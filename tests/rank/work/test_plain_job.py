@@ -1,4 +1,4 @@
-"""Every strategy gives the latent of one process: fp32, max abs difference <= 1e-5 x max|latent| (DESIGN.md)."""
+"""Every strategy gives the latent of one process: in fp32, the max abs difference is <= 1e-5 x max|latent|."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tests.closed_forms.traffic import expected_bytes
 
 
 def heads_of(strategy):
-    """Of the model: two for each of two ranks that share them out, one for each of four or where other axes share out
-    the work as well."""
+    """Returns the number of heads of the strategy's model: 4 for Ulysses without CFG or replicas, else 2."""
     return 4 if strategy.ulysses_degree > 1 and strategy.row_degree == 1 else 2
 
 
@@ -45,7 +44,7 @@ STRATEGIES = {
         ParallelStrategy(data_degree=2, ulysses_degree=2),
     ],
 }
-# Where no tokens are shared out, or a call has other rows, xfuser has nothing to compute that it would not elsewhere.
+# xfuser only runs if tokens are split; more or fewer rows in a call change nothing for it, so their cases are left out.
 ENGINES = {
     "native": (STRATEGIES, list(CASES)),
     "xfuser": (
@@ -53,7 +52,7 @@ ENGINES = {
         [name for name in CASES if not name.endswith(("cfg 1, batch 3", "cfg 4, batch 1"))],
     ),
 }
-# Of native alone: shares of tokens and weights that are not equal or not whole, and products of three axes.
+# Only native has these: unequal shares of tokens, sharded or offloaded weights, and products of three axes.
 OTHERS = {
     2: [
         ParallelStrategy(ulysses_degree=2, device_shares=(24, 16)),
@@ -81,7 +80,7 @@ FEW_CASES = ("odd sides, cfg 4, batch 3", "text lengths differ", "fewer image to
 
 
 def sample(world, paths, strategies, engine, cases):
-    """{strategy, case: (latent, engine that ran, bytes sent)} on one rank, strategies on the same warm weights."""
+    """Returns this rank's {"strategy: case": (latent, engine that ran, bytes sent)}, all on the same loaded weights."""
     jobs, results = PlainJobs(Layouts(world)), {}
     for strategy in strategies:
         for name in cases:
@@ -92,7 +91,7 @@ def sample(world, paths, strategies, engine, cases):
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory):
-    """Two models by their heads: (paths of the weights, {case: the oracle's latent} of each)"""
+    """Returns ({heads: path of the weights}, {heads: {case: the oracle's latent}}) of two models."""
     paths, expected = {}, {}
     for heads in (2, 4):
         folder = tmp_path_factory.mktemp("parity")
@@ -103,13 +102,13 @@ def subjects(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(subjects):
-    """(path of the weights, {case: the oracle's latent}) of the larger model"""
+    """Returns (path of the weights, {case: the oracle's latent}) of the larger model."""
     return subjects[0][4], subjects[1][4]
 
 
 @pytest.fixture(scope="module")
 def all_results(subjects):
-    """Results of every strategy, per (engine, world size), computed once."""
+    """Returns get(engine, world_size), which computes the results of every strategy once."""
     cache = {}
 
     def get(engine, world_size):
@@ -195,7 +194,7 @@ def test_xfuser_leaves_unequal_shares_and_whole_images_to_native_and_says_so(sub
 
 
 def test_images_of_different_seeds_come_out_of_a_batch_as_they_do_alone(subject, tmp_path):
-    """Five seeds on two replicas: three images on one, two on the other."""
+    """Two replicas split five seeds: one computes three images, the other two."""
     case = CASES["dividing, cfg 1, batch 1"]
     noises = [torch.randn(1, 16, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
     requests = [replace(case, noise=noise) for noise in noises]
@@ -228,7 +227,7 @@ def test_run_to_run_and_rank_to_rank_are_bit_identical(subject, strategy):
 
 
 def sample_without_a_neighbours_keys(world, path):
-    """The negative control: a ring that forgets what it received."""
+    """Samples with a ring that forgets what it received: the negative control."""
     from parallel_backend.engine.attention import sequence
 
     def forgetful(mine, sizes, axis, traffic):
@@ -246,7 +245,7 @@ def test_dropping_a_neighbours_keys_is_seen(subject):
 
 
 def sample_after_another_strategy_with_idle_ranks(world, path):
-    """Two strategies in turns on warm weights; the third request has one row for two groups of ranks."""
+    """Alternates two strategies on loaded weights; the third request has one row for two groups of ranks."""
     jobs = PlainJobs(Layouts(world))
     pair, row = ParallelStrategy(cfg_degree=2, ulysses_degree=2), ParallelStrategy(ulysses_degree=4)
     names = ("odd sides, cfg 4, batch 1", *["odd sides, cfg 1, batch 1"] * 3)

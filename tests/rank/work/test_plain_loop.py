@@ -1,4 +1,4 @@
-"""The loop of a plain job over a forward whose maths is known: CFG, steps, a cancel, a model that gives no numbers."""
+"""The loop of a plain job over a forward whose maths is known: CFG, steps, a cancel, and a model that gives NaN."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_cancelling_from_the_callback_stops_the_loop():
 
 
 class Failing(PointForward):
-    """One that gives `value` from the model call `at` on."""
+    """A forward that gives `value` from model call number `at` on."""
 
     def __init__(self, at: int, value: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_the_step_without_numbers_is_named_and_is_the_last(value):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> tuple[Path, Path]:
-    """(a sound model, the same with one weight of its last block that is NaN)."""
+    """Returns the files of a sound model and of the same model with one NaN weight in its last block."""
     folder = tmp_path_factory.mktemp("numbers")
     sound, broken = write_tiny_flux(folder / "sound.safetensors", single_blocks=2), folder / "nan.safetensors"
     tensors = load_file(sound)

@@ -17,7 +17,7 @@ STEPS = 6
 
 
 class Script:
-    """A link whose parent cancels at the question of step `cancel_at` (1-based), and which keeps what it is sent."""
+    """A link whose parent cancels when it is asked after step `cancel_at` (from 1); records the steps it is sent."""
 
     def __init__(self, cancel_at=None):
         self.asked, self.cancel_at, self.sent = 0, cancel_at, []
@@ -42,7 +42,7 @@ def boundary(link, lag, world=None, previews=False):
 
 
 def run_steps(on_step):
-    """(steps that were begun, what the end of the request said)."""
+    """Returns (number of started steps, the message of the cancel or an empty string)."""
     begun = 0
     try:
         for i in range(STEPS):
@@ -55,19 +55,19 @@ def run_steps(on_step):
 
 
 ALWAYS, NEVER = float("inf"), -1.0
-# (lag, longest lag, at which step it is cancelled, steps that are begun)
+# (lag, LONGEST_LAG, step of the cancel, number of started steps)
 CANCELS = (
     (0, ALWAYS, 4, 4),
     (1, ALWAYS, 4, 5),
-    (1, NEVER, 4, 4),  # steps so long that nobody shall wait for another
-    (1, ALWAYS, 1, 1),  # nor for the first, which may compile
+    (1, NEVER, 4, 4),  # steps so long that a cancel must not wait for another
+    (1, ALWAYS, 1, 1),  # nor after the first step, which may compile
     (1, ALWAYS, STEPS, STEPS),
     (1, ALWAYS, None, STEPS),
 )
 
 
 def on_ranks(world):
-    """Of each of CANCELS: (steps that were begun, what the end of the request said, the steps that were told)"""
+    """Returns for each of CANCELS (number of started steps, message of the cancel, the steps that were reported)."""
     found = []
     for lag, longest, cancel_at, _ in CANCELS:
         step_boundary.LONGEST_LAG = longest
@@ -83,7 +83,7 @@ def test_all_ranks_stop_at_the_same_step_at_most_one_late():
             assert said == (
                 "" if cancel_at is None else f"The request was cancelled after step {cancel_at} of {STEPS}."
             )
-            # Each step is told of once and in order, up to the last that counts.
+            # Each step is reported once and in order, up to the last that counts.
             assert sent == ([] if rank else list(range(1, (cancel_at or STEPS) + 1)))
 
 
@@ -102,7 +102,7 @@ def test_the_host_waits_for_no_step_that_it_has_just_given_to_the_device(monkeyp
     monkeypatch.setattr(step_boundary, "LONGEST_LAG", ALWAYS)
     on_step = boundary(Script(), 1)
     run_steps(on_step)
-    # (step, the newest step that the device had been given); from the third on it is known that steps are short
+    # (step that the host waited for, newest step submitted to the device); from step 3 on, steps are known to be short
     assert waited == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6), (6, 6)]
     assert len(on_step.seconds) == STEPS
 

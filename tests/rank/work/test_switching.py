@@ -1,4 +1,4 @@
-"""A job that changes its strategy between steps: the latent of stock, whatever was tried on the way."""
+"""A job that changes its strategy between steps gives stock's latent, whichever strategies it tries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES = {
 
 
 class ScriptedTrials(TrialRun):
-    """As if each step had taken what SECONDS says; only rank 0's clock may count."""
+    """Trials whose steps take the time in SECONDS by rank 0's clock; the clocks of other ranks must not count."""
 
     rank = 0
 
@@ -55,7 +55,7 @@ def spec(tmp_path_factory):
 
 
 def switched(world, spec):
-    """Of each case: (latent, the strategy's number of each step, on the first rank)"""
+    """Returns for each case (latent, the number of each step's strategy, which only the first rank reports)."""
     ranks, ScriptedTrials.rank, jobs.TrialRun = LoopRanks(world, spec), world.rank, ScriptedTrials
     found = {}
     for name, job in CASES.items():

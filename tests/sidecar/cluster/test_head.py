@@ -1,4 +1,4 @@
-"""The head of a cluster at its door: who may come in, what a hostile peer can do, and who is said to be there."""
+"""The head of a cluster: which machines may join, what hostile peers can do, and which machines it reports."""
 
 import logging
 import socket
@@ -42,7 +42,7 @@ def frame(kind, text=b"", rank=0, size=0):
 
 
 def is_at_peace(head):
-    """Nobody is at the door."""
+    """Returns True if no connection waits for admission."""
     return not head._door
 
 
@@ -68,17 +68,17 @@ def test_a_cluster_without_machines_and_one_that_nobody_made_are_refused_by_name
 
 
 def test_an_intruder_with_another_certificate_never_joins(head, secret, tmp_path):
-    key, certificate = make_certificate("lab machines")  # of the right name, by another hand
+    key, certificate = make_certificate("lab machines")  # the right name, but not made for this cluster
     own = endpoints.read_endpoint(secret, endpoints.MACHINE)
     for stranger in (
         replace(own, key=key, certificate=certificate),  # another key
-        replace(own, peer=certificate),  # one that takes another for the head
+        replace(own, peer=certificate),  # expects another certificate of the head
     ):
         file = tmp_path / "stranger.json"
         endpoints.write_endpoint(file, stranger)
         with pytest.raises((OSError, ssl.SSLError)):
             BareMachine(head, file)
-    with pytest.raises((OSError, ssl.SSLError)):  # none at all
+    with pytest.raises((OSError, ssl.SSLError)):  # no certificate at all
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with context.wrap_socket(connect(head)) as anonymous:
@@ -90,13 +90,13 @@ def test_an_intruder_with_another_certificate_never_joins(head, secret, tmp_path
         context.wrap_socket(connect(head))
     wait_until(lambda: is_at_peace(head))
     assert head.devices() == ()
-    machine = BareMachine(head, secret)  # the control: with the right one it is in
+    machine = BareMachine(head, secret)  # control: the right certificate is admitted
     assert machine.welcomed
     machine.close()
 
 
 def test_a_recorded_handshake_opens_nothing(head, secret):
-    """All that a machine said as it joined, sent again by somebody who heard it."""
+    """Replays all bytes that a machine sent when it joined."""
     recorded = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -151,11 +151,11 @@ def test_slow_clients_keep_nobody_out_and_are_sent_away(head, secret, monkeypatc
     monkeypatch.setattr(deadlines, "ADMIT", 5.0)
     slow = [connect(head, "127.0.0.9") for _ in range(clusters.MOST_FROM_ONE)]
     for sock in slow:
-        sock.sendall(b"\x16\x03\x01")  # a TLS record that never goes on
+        sock.sendall(b"\x16\x03\x01")  # a TLS record that is never completed
     wait_until(lambda: head._door["127.0.0.9"] == clusters.MOST_FROM_ONE)
     with connect(head, "127.0.0.9") as one_more:
         one_more.settimeout(20)
-        assert one_more.recv(1) == b""  # at once: the others have ADMIT still
+        assert one_more.recv(1) == b""  # closed at once; the others still have ADMIT seconds
     machine = BareMachine(head, secret)
     assert machine.welcomed
     assert head._door["127.0.0.9"] == clusters.MOST_FROM_ONE
@@ -226,7 +226,7 @@ def test_a_machine_that_says_nothing_is_cut_off_named_and_left_out_until_it_is_b
 def test_a_machine_that_ended_is_waited_for_and_then_named(head, secret, monkeypatch):
     BareMachine(head, secret, machine="a").close()
     wait_until(lambda: not head._machines and head._gone)
-    assert FailingDevices().among(("cpu:0@lab/a", "cpu:0")) == ()  # torchrun may bring it back
+    assert FailingDevices().among(("cpu:0@lab/a", "cpu:0")) == ()  # torchrun may restart it
     monkeypatch.setattr(deadlines, "MACHINES", 0.2)
     with pytest.raises(DeviceError, match=r"Machine a of the cluster lab is not there \(the connection"):
         clusters.wait_for(("cpu:0@lab/a",), lambda: False)
@@ -269,7 +269,7 @@ def test_machines_that_do_not_fit_are_told_why(head, secret):
 
 
 class InStep:
-    """A head's lock, after each use of which one of two machines that join waits for the other's same use."""
+    """Replaces a head's lock: after each use, one of two joining threads waits for the same use by the other."""
 
     def __init__(self, head):
         self._lock, self._check = head._changed, head._check
@@ -295,8 +295,8 @@ class InStep:
 def test_of_two_machines_of_one_name_that_join_at_once_one_is_served_and_the_other_ended(
     head, secret, monkeypatch
 ):
-    monkeypatch.setattr(deadlines, "SILENCE", 600.0)  # they say nothing more
-    InStep(head)  # both are admitted before either is there
+    monkeypatch.setattr(deadlines, "SILENCE", 600.0)  # the machines send nothing more
+    InStep(head)  # both are admitted before either is registered
     with ThreadPoolExecutor(2) as together:
         sources = ("127.0.0.2", "127.0.0.3")
         joined = [together.submit(BareMachine, head, secret, source=source) for source in sources]

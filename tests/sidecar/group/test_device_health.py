@@ -35,7 +35,7 @@ def test_one_failure_is_forgiven_and_two_are_not(clock):
     clock.now += BROKEN_WINDOW - 1
     failing.add("cuda:1")
     assert failing.among(GPUS) == ("cuda:1",)
-    clock.now += 2  # the first one is past
+    clock.now += 2  # the first failure is too old to count
     assert failing.among(GPUS) == ()
 
 
@@ -73,7 +73,7 @@ def test_the_report_names_them_and_what_to_do():
 
 
 def test_ranks_that_hang_together_are_ended_and_none_is_blamed(sidecar, weights, monkeypatch):
-    """As where a link between two devices fails: all are in the same collective."""
+    """This happens if a link between two devices fails: all ranks are in the same collective."""
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 0.5)
     monkeypatch.setattr(exchange, "find_laggard", lambda beats, silent: None)
     failing = FailingDevices()

@@ -1,4 +1,4 @@
-"""What listeners hear of a group's life, in its order, and that they cannot harm it."""
+"""Listeners get the events of a group in order, and their errors do not harm it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks that die, raise, hang or answer what is none: who is named, and that the next request works."""
+"""Ranks that die, raise, hang or give a wrong answer: the right one is named, and the next request works."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(
         if step == 2:
             os.kill(sidecar.pids[0], signal.SIGKILL)
 
-    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # the death is what is noticed
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # so no timeout is noticed
     with pytest.raises(RankFailed, match="process 0 failed: killed by SIGKILL") as caught:
         sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
     assert max(steps) < 100
@@ -57,12 +57,12 @@ def test_a_first_step_has_time_by_the_size_of_what_it_computes(sidecar, weights,
         asked.append((positions, on_cpu))
         return 3600.0
 
-    # A step of a usual size would be over before any of these is.
+    # Without an allowance for its size, a first step would exceed its limit at once.
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0 if earlier else 0.0)
     monkeypatch.setattr(deadlines, "size_allowance", allowance)
     sidecar.sample(weights, scripted_request(SLOW, steps=1), two_ranks())
     call_model(sidecar, weights, behaviour=SLOW)
-    assert set(asked) == {(36, True), (72, True)}  # of 6 x 6 positions, one row and two
+    assert set(asked) == {(36, True), (72, True)}  # 6 x 6 positions, in one row and in two rows
     monkeypatch.setattr(deadlines, "size_allowance", lambda positions, on_cpu: 0.0)
     with pytest.raises(RankFailed, match="gave no sign of life"):
         sidecar.sample(weights, scripted_request(SLOW, steps=1), two_ranks())
@@ -84,7 +84,7 @@ def test_a_file_that_is_cut_short_under_the_ranks_is_named_and_blames_no_device(
     def cut(step, of, denoised):
         if step == 2:
             path.write_text("good")
-            os.kill(sidecar.pids[0], signal.SIGBUS)  # what reading the rest of it does
+            os.kill(sidecar.pids[0], signal.SIGBUS)  # as reading the missing part would
 
     path = Path(weights.path)
     for _ in range(FAILURES_UNTIL_BROKEN):
@@ -95,7 +95,7 @@ def test_a_file_that_is_cut_short_under_the_ranks_is_named_and_blames_no_device(
             sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=cut)
     path.write_text("good 0.5")
     sidecar.sample(weights, scripted_request(), two_ranks())
-    # Another file in its place leaves the ranks what they have: it is a crash like any other.
+    # If the file is replaced, the ranks keep the old one mapped: this is an ordinary crash.
     kept = path.with_suffix(".kept")
 
     def replace(step, of, denoised):
@@ -114,7 +114,7 @@ def test_errors_that_the_code_raises_end_the_group_and_count_against_neither_it_
 ):
     counted = []
     monkeypatch.setattr(FAILING, "add", lambda *failure: counted.append(failure))
-    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # nobody waits for a step's limit
+    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # no step reaches its limit
     on_one = r"(?s)process 1 failed: ValueError: the tensor is upside down.*Traceback"
     for behaviour, words in ((RAISE, on_one), (RAISE_ALL, "every process refuses")) * 2:
         sidecar.load(weights)

@@ -1,4 +1,4 @@
-"""Signs of life: a process that computes is told from one that sleeps, and both from one that waits for others."""
+"""Signs of life distinguish a process that computes from one that sleeps or waits for others."""
 
 import subprocess
 import sys

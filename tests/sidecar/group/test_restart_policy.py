@@ -1,4 +1,4 @@
-"""When failures become too many, and what the refusal says."""
+"""The limit of failures within ten minutes, and the refusal to start ranks after it."""
 
 from parallel_backend.errors import RankFailed
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN, CrashHistory

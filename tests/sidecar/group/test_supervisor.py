@@ -1,4 +1,4 @@
-"""The supervisor: how ranks start, how it learns of their end, and that nothing of them stays."""
+"""The supervisor starts ranks, notices their end, and leaves nothing of them behind."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def test_stop_blocks_until_every_rank_and_the_private_rendezvous_folder_are_gone
     get_supervisor().stop(group)
     assert not folder.exists() and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert group.death is None
-    get_supervisor().stop(group)  # again is nothing
+    get_supervisor().stop(group)  # a second stop does nothing
 
 
 def test_a_rank_that_floods_and_ignores_sigterm_is_killed_in_time(spawn):
@@ -119,7 +119,7 @@ def test_stop_gives_up_on_ranks_that_cannot_be_killed(spawn, monkeypatch, caplog
     group = spawn("tests.support.rank_programs.flooding_rank")
     monkeypatch.setattr(deadlines, "REAP", 0.2)
     with monkeypatch.context() as held:
-        held.setattr(supervisor_module, "_signal_all", lambda *arguments: None)  # as a driver holds them
+        held.setattr(supervisor_module, "_signal_all", lambda *arguments: None)  # as if a driver blocked them
         get_supervisor().kill(group)
     assert "do not end" in caplog.text and not group.gone.is_set()
     for pid in group.pids:
@@ -128,7 +128,7 @@ def test_stop_gives_up_on_ranks_that_cannot_be_killed(spawn, monkeypatch, caplog
 
 
 def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
-    """The ranks find the pack from its own path, whatever ComfyUI called the package."""
+    """Ranks find the pack by its path, whatever name ComfyUI gave the package."""
     folder = tmp_path / "my packs" / "multi.gpu v1.2"
     folder.mkdir(parents=True)
     for part in ("parallel_backend", "tests"):

@@ -1,4 +1,4 @@
-"""Locks of devices: one process at a time, told who has it; gone with the processes, and never in the CPU's way."""
+"""Device locks: one process holds one, others learn which; locks end with their processes, and CPU ranks need none."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Locks in a folder of the test's own, on the CPU as on GPUs."""
+    """Returns the folder of this test's locks, which CPU devices get as well."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "locks"))
     monkeypatch.setenv(CPU_TOO, "on")
     return tmp_path / "locks"
@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def other(folder):
-    """`other("cpu:0,cpu:1")`: (a process that holds them, its only rank's process id)."""
+    """Yields hold("cpu:0,cpu:1"), which returns a process that holds these devices and its only rank's process id."""
     processes = []
 
     def hold(devices):
@@ -72,10 +72,10 @@ def test_the_second_process_learns_who_has_the_device_and_gets_the_others(folder
         rf"cpu:1 is in use .*process {holder.pid}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC", words
     )
     assert "/" not in words and refused.value.problems[0].inputs == ("devices",)
-    # Whoever only wants to know learns the same, and of nothing that is free or this process's own.
-    if device_lock._LOCKS.exists():  # else nobody knows without trying the lock
+    # holder_of gives the same answer, and an empty one for devices that are free or this process's own.
+    if device_lock._LOCKS.exists():  # without this list, only taking the lock would show it
         assert re.fullmatch(rf"process {holder.pid}, since [\d -]+:[\d:]+ UTC", holder_of("cpu:1"))
-    apart = lock_devices(("cpu:2", "cpu:3"))  # a refusal has kept nothing
+    apart = lock_devices(("cpu:2", "cpu:3"))  # the refusal left nothing locked
     assert holder_of("cpu:2") == holder_of("cpu:7") == ""
     apart.release()
     assert {path.name for path in folder.iterdir()} == {f"cpu-{index}.lock" for index in range(4)}
@@ -91,7 +91,7 @@ def test_a_killed_process_keeps_the_device_as_long_as_its_ranks_live(other, monk
     monkeypatch.setattr(device_lock.deadlines, "TERMINATE", 60.0)
     asked = []
 
-    def is_leaving(noted):  # as it waits for them, the ranks end
+    def is_leaving(noted):  # the ranks end while it waits for them
         asked.append(noted)
         if len(asked) == 2:
             os.kill(rank, signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_a_group_holds_its_devices_from_its_start_to_its_end(folder):
         rival.start()
         os.kill(rival.pids[0], signal.SIGKILL)
         wait_until(lambda: rival.state is State.FAILED)
-        rival.start()  # which lets go of what its dead ranks had
+        rival.start()  # it first releases the locks of its dead ranks
     finally:
         rival.stop()
         pool.stop_all()
@@ -148,7 +148,7 @@ def test_gpus_are_locked_by_what_they_are_and_not_by_their_numbers(folder, monke
     held = lock_devices(("cuda:0",))
     with pytest.raises(DeviceError, match="cuda:3 is in use"):
         lock_devices(("cuda:3",))
-    assert lock_devices(("cuda:7",)).of("cuda:7") == ()  # its rank says that it is not there
+    assert lock_devices(("cuda:7",)).of("cuda:7") == ()  # its rank will report that it does not exist
     held.release()
     assert [path.name for path in folder.iterdir()] == [f"gpu-{Properties.uuid}.lock"]
 

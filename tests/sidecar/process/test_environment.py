@@ -1,4 +1,4 @@
-"""What a rank takes over from ComfyUI's environment and torch settings where NCCL or determinism depend on it."""
+"""Ranks take over the variables and torch settings of ComfyUI on which NCCL, kernels or determinism depend."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_the_workspace_that_makes_cublas_deterministic_reaches_the_ranks():
 @pytest.mark.parametrize(
     "name",
     [
-        "COMFYUI_ENABLE_MIOPEN",  # in comfy/model_management.py
+        "COMFYUI_ENABLE_MIOPEN",  # read in comfy/model_management.py
         "MIOPEN_FIND_MODE",
         "ROCBLAS_USE_HIPBLASLT",
         "HIPBLASLT_ALLOW_TF32",
@@ -49,7 +49,7 @@ def test_what_chooses_kernels_in_comfyuis_process_does_in_ranks(name):
 
 
 def test_ranks_on_the_cpu_see_no_gpu_and_others_see_the_users():
-    """Else comfy and xfuser would take what they see for their device, and self-tests fork a process that looked."""
+    """Otherwise comfy and xfuser would use a visible GPU, and self-tests would fork a process that has queried it."""
     source = {"CUDA_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1,0"}
     for devices, seen in ((("cpu:0", "cpu:1"), "-1"), (("cuda:0",), "1,0")):
         environment = rank_environment(source, Path("/"), devices)

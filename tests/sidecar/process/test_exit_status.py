@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Descriptions of how a process ended."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_a_kill_counts_as_out_of_memory_when_the_system_says_so():
         and "host memory ran out" in killed.words
         and "3.0 GiB of the 8.0 GiB" in killed.words
     )
-    assert exit_status(-9, oom_kills=1, peak_bytes=2**28).reason == "signal"  # another process was its victim
+    assert exit_status(-9, oom_kills=1, peak_bytes=2**28).reason == "signal"  # the kill hit another process
     assert exit_status(-11, oom_kills=1).reason == "signal"
     silent = exit_status(-9, oom_kills=None)
     assert silent.reason == "signal" and "the system does this when memory runs out" in silent.words
@@ -61,7 +61,7 @@ def test_the_last_lines_are_shown_and_of_a_crash_the_innermost_frames():
     ]
 
 
-# As in issues of SGLang (3204), vLLM (8177) and open-r1 (620).
+# Taken from issues of SGLang (3204), vLLM (8177) and open-r1 (620).
 _ABORTED = """[rank0]:[E728 ProcessGroupNCCL.cpp:1896] [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog
 terminate called after throwing an instance of 'c10::DistBackendError'
   what():  [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: {said}

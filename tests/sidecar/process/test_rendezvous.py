@@ -1,4 +1,4 @@
-"""Where ranks meet: nothing stays of a group, nor of a process that was killed, and nothing else is ever touched."""
+"""Rendezvous folders: groups and killed processes leave none behind, and nothing else is ever removed."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def temp(tmp_path, monkeypatch):
 
 @pytest.fixture
 def another(temp):
-    """(process that holds a folder, the folder)."""
+    """Yields a process that holds a folder, and this folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_MAKES_ONE)],
         cwd=PACK_ROOT,
@@ -51,7 +51,7 @@ def another(temp):
 
 @pytest.fixture
 def dead() -> int:
-    """A process id that nobody has."""
+    """Returns a process id that no process has."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
     return process.pid
@@ -74,7 +74,7 @@ def test_the_folder_of_a_process_that_was_ended_is_gone_with_the_next_one(temp, 
 
 
 def test_a_folder_that_is_locked_stays_whatever_its_process_id_says(temp, another, dead):
-    """A container has process ids of its own; the folder around may be shared."""
+    """A container has its own process ids, but its temporary folder may be shared."""
     process, folder = another
     elsewhere = folder.rename(folder.with_name(f"parallel-backend-{dead}-abc"))
     sweep(temp)

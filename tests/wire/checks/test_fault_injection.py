@@ -1,4 +1,4 @@
-"""Faults on purpose that no machine of the tests can be given."""
+"""Injected faults that cannot really happen on the machines that run the tests."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from parallel_backend.wire.checks import fault_injection
 
 
 def test_a_device_is_filled_no_further_than_it_is_large(monkeypatch):
-    """Where a driver goes on in the host's memory, as WSL2's does, an allocation never fails."""
+    """Some drivers, such as WSL2's, continue in host memory, so an allocation never fails."""
     taken = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10 * fault_injection._PIECE + 5))
