@@ -1,4 +1,4 @@
-"""One real ComfyUI on the CPU for all tests in this folder, driven over HTTP."""
+"""The real ComfyUIs on the CPU that the tests in this folder drive over HTTP, and a browser on ComfyUI's page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
 from second_comfyui import SecondComfyUI, second_comfyui
 
-# By the ending of the name that it goes by, the folder of a test-only pack.
+# {ending of a test-only pack's name in custom_nodes: its folder here}
 _PACKS = {
     "ways": "inject_ways",
     "popular": "inject_packs/popular",
@@ -41,7 +41,7 @@ _CLEAR = """async () => {
 
 @pytest.fixture(scope="session")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
-    """The shared ComfyUI, whose ranks are forks; after the last test no process of it may be left."""
+    """The shared ComfyUI, whose ranks are forks. None of its processes may be left after the last test."""
     base = tmp_path_factory.mktemp("comfyui")
     environment = {
         "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
@@ -58,19 +58,19 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
 
 @pytest.fixture(scope="session")
 def unet(comfy: Comfy) -> str:
-    """The loader's name for a tiny Flux."""
+    """The name of a tiny Flux in the loader's list."""
     return comfy.write_flux("tiny_dev.safetensors")
 
 
 @pytest.fixture(scope="session")
 def loras(comfy: Comfy) -> dict[str, str]:
-    """The loader's names for LoRAs of that Flux, by layout, and for bad ones by what is wrong with them."""
+    """The names of LoRAs for that Flux in the loader's list: valid ones by layout, bad ones by their fault."""
     return write_loras(comfy.server.base_directory / "models" / "loras")
 
 
 @pytest.fixture(scope="session")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
-    """A ComfyUI with packs that change models and ComfyUI itself in every way that packs do."""
+    """A ComfyUI with test-only packs, which change models and ComfyUI itself in the ways that real packs do."""
     base = tmp_path_factory.mktemp("packs")
     environment = {
         "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
@@ -88,9 +88,10 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
 
 @pytest.fixture(scope="session")
 def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy, Path]]:
-    """A ComfyUI of its own that keeps measurements, in the folder that comes with it; the shared one keeps none.
+    """A separate ComfyUI that stores measurements, and the folder where it stores them; the shared one stores none.
 
-    The pack lies where the manager puts it: ComfyUI serves no web files of a pack with a space in its name.
+    The pack's folder has the name that ComfyUI Manager gives it: ComfyUI serves no web files of a pack with a space in
+    its name.
     """
     kept = tmp_path_factory.mktemp("kept")
     base = tmp_path_factory.mktemp("comfyui")
@@ -98,7 +99,7 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
     settings.parent.mkdir(parents=True)
     settings.write_text(
         '{"Comfy.TutorialCompleted": true}'
-    )  # else templates greet a new user, over everything
+    )  # otherwise the templates cover the page of a new user
     environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(kept), "PARALLEL_TEST_FORKED_RANKS": "1"}
     server = start_comfyui(base, pack_folder="comfyui-parallel-sampling", environment=environment)
     with server:
@@ -116,14 +117,14 @@ def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def second(_second: SecondComfyUI) -> SecondComfyUI:
-    """A second ComfyUI, which runs."""
+    """The second ComfyUI, started again if a test has killed it."""
     _second.running()
     return _second
 
 
 @pytest.fixture(scope="session")
 def browser():
-    """An installed Chromium without a window."""
+    """The installed Chromium, without a window."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if path is None:
@@ -137,7 +138,7 @@ def browser():
 
 
 class _Tab:
-    """ComfyUI's page, loaded once for the tests of a module, which find it without what those before them have left."""
+    """ComfyUI's page, loaded once for each test module and cleaned before each test."""
 
     def __init__(self, browser, url: str) -> None:
         self._browser, self._url = browser, url
@@ -146,7 +147,7 @@ class _Tab:
 
     def ready(self):
         """Returns the page: an empty workflow, no dialog, no toast, nothing in the browser's storage."""
-        page, self.page = self.page, None  # one that fails here is not used again
+        page, self.page = self.page, None  # a page that fails here is not used again
         self.problems.clear()
         if page is None:
             page = self._opened()
@@ -173,7 +174,7 @@ class _Tab:
 
 @pytest.fixture(scope="module")
 def _tab(browser, measuring, request):
-    """The page. The models of the module, MODELS = {file: its single blocks}, are there before it asks for them."""
+    """The module's page. First writes the module's MODELS = {file: number of single blocks}, so the page lists them."""
     for name, blocks in getattr(request.module, "MODELS", {}).items():
         measuring[0].write_flux(name, single_blocks=blocks)
     tab = _Tab(browser, measuring[0].server.url)
@@ -183,18 +184,18 @@ def _tab(browser, measuring, request):
 
 @pytest.fixture
 def page(_tab, request):
-    """ComfyUI's page with this pack's extensions loaded. Fails the test for errors of theirs in the console."""
+    """ComfyUI's page with this pack's extensions loaded. A console error of theirs fails the test."""
     failed = request.session.testsfailed
     yield _tab.ready()
     problems = [text for text in _tab.problems if "parallel" in text.lower()]
     if problems or request.session.testsfailed > failed:
-        _tab.close()  # the next test shall not suffer from it
+        _tab.close()  # the next test gets a new page
     assert problems == []
 
 
 @pytest.fixture
 def set_setting(page):
-    """Sets one of ComfyUI's settings until the test ends; they are kept on the server that tests share."""
+    """A function that sets one of ComfyUI's settings until the test ends: tests share the server, which stores them."""
     before = {}
 
     def set_one(name: str, value: object) -> None:
@@ -208,9 +209,9 @@ def set_setting(page):
 
 @pytest.fixture
 def speak(_tab, page):
-    """Has ComfyUI's page speak a language until the test ends.
+    """A function that switches ComfyUI's page to a language until the test ends, and reloads it.
 
-    ComfyUI loads the workflow again some time after each change: what a test shows right after one would be lost."""
+    ComfyUI reloads the workflow some time after each switch, which would discard what a test shows right after it."""
     before = page.evaluate(_GET, "Comfy.Locale")
 
     def set_language(language: str) -> None:
@@ -225,15 +226,15 @@ def speak(_tab, page):
 
 @pytest.fixture(params=["canvas", "vue"])
 def drawn_by(set_setting, request):
-    """How ComfyUI draws nodes."""
+    """The way in which ComfyUI draws nodes: on its canvas, or as Vue elements."""
     set_setting("Comfy.VueNodes.Enabled", request.param == "vue")
     return request.param
 
 
 def pytest_itemcollected(item: pytest.WorkItem) -> None:
-    """Keeps the tests of each ComfyUI on one worker, so that there is one of each.
+    """Runs the tests of each ComfyUI on one worker, so that each ComfyUI starts only once.
 
-    Of the shared one, which has the most tests, there are two, each for half of its modules: all would wait for it.
+    The shared one starts twice, each for half of its modules: it has the most tests, and the run would wait for it.
     """
     own = ("measuring", "door", "packs", "_second", "comfy")
     server = next((one for one in own if one in item.fixturenames), "none of them")

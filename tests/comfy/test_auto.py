@@ -1,4 +1,4 @@
-"""`auto` in the real ComfyUI with measurements kept: a first run tries strategies on its way, the next one knows."""
+"""`auto` in the real ComfyUI with stored measurements: a first run tries strategies, the next one knows the fastest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _prompt(unet: str, seed: int, sampler: str, images: int = 1, cfg: float = 3.
 
 
 def _tried(report: str) -> tuple[dict[str, float], str]:
-    """(seconds of a step by strategy, the line) of what a run tried."""
+    """Returns (seconds per step by strategy, the report's line) for the strategies that a run tried."""
     line = next(line for line in report.splitlines() if line.startswith("tried: "))
     times, _, _ = line.partition(";")
     return {name: float(seconds) for name, seconds in re.findall(TIME, times)}, line
@@ -43,12 +43,12 @@ def _tried(report: str) -> tuple[dict[str, float], str]:
 @pytest.mark.parametrize("sampler", ["euler", "uni_pc"], ids=["euler", "uni_pc"])
 def test_a_first_run_tries_strategies_and_the_next_one_begins_with_the_fastest(measuring, sampler):
     comfy, kept = measuring
-    # A model of another size for each way, since measurements of one count for all of its size.
+    # A model of another size for each sampler: measurements count for all models of one size.
     unet = comfy.write_flux(f"tiny_{sampler}.safetensors", single_blocks=2 if sampler == "euler" else 3)
     prompt, latent = _prompt(unet, 1, sampler)
     _, first = comfy.sample_with_text(prompt, latent, [latent[0], 1])
     times, line = _tried(first)
-    # Which ones get so far depends on how busy the machine is.
+    # How many of them are tried depends on how busy the machine is.
     assert "CFG 2" in times and set(times) <= {"one device", "CFG 2", "Ulysses 2", "Ring 2"}
     ran = re.match(
         r"strategy: (.+): the fastest of those tried in this run, which began with CFG 2: ", first
@@ -60,7 +60,7 @@ def test_a_first_run_tries_strategies_and_the_next_one_begins_with_the_fastest(m
 
     prompt, latent = _prompt(unet, 2, sampler)
     _, second = comfy.sample_with_text(prompt, latent, [latent[0], 1])
-    # What the first run could not afford to try the second one may.
+    # The second run may try what the first one had no time for.
     again = "the fastest of those tried in this run, which began with "
     known = r"(CFG 2|Ulysses 2|Ring 2|one device): measured before, a step takes "
     assert re.match(rf"strategy: (\S.*: {again})?{known}", second)
@@ -82,7 +82,7 @@ def test_one_image_over_all_devices_and_one_on_each_compete_for_a_repeated_laten
 
 
 def test_a_first_run_tries_the_ways_that_any_model_has(measuring):
-    """A UNet's prompts can be shared out, and its images in bands."""
+    """A UNet has two ways to split a job: its prompts, and its images in bands."""
     comfy, _ = measuring
     graph = AnyGraph(comfy, "unet")
     ours = graph.parallel(graph.stock(), "cpu:2")
@@ -92,7 +92,7 @@ def test_a_first_run_tries_the_ways_that_any_model_has(measuring):
 
 
 def test_a_stock_ksampler_leaves_its_measurement_for_auto(measuring):
-    """Once for a run, without a trial: the strategy was chosen by hand."""
+    """Each run leaves one measurement and tries no other strategy: this one was chosen by hand."""
     comfy, kept = measuring
     graph = AnyGraph(comfy, "sd3")
     ours = [graph.parallel(graph.stock(), ulysses=2), 0]

@@ -1,5 +1,5 @@
-"""In a real browser: a row of the candidates sets its strategy, and those without a time are measured with one click,
-which leaves the graph, its report and its seed as they are."""
+"""In a real browser: a click on a row of the candidates sets its strategy. One click measures all rows without a time
+and leaves the graph, its report and its seed unchanged."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     command(page, "Comfy.Undo")
     page.wait_for_function(f"() => ({VALUES})().mode === 'auto'", timeout=20_000)
     assert page.evaluate(VALUES) == before
-    page.reload()  # the measurements are no run of this graph's sampler
+    page.reload()  # the measurements do not count as runs of this graph's sampler
     page.wait_for_function(f"() => ({REPORT})() === {json.dumps(report)}", timeout=60_000)

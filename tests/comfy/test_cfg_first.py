@@ -1,4 +1,4 @@
-"""`auto` shares out the two prompts before anything else, whatever they carry: almost nothing is sent then."""
+"""`auto` first splits the two prompts, whatever they carry: then the devices send each other almost nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CARRIED = {"area": _area, "mask": _mask, "hook": _hook}
     ("kind", "carried"),
     [
         *((kind, carried) for kind in ("flux", "unet", "wan_t2v") for carried in ("area", "mask")),
-        ("flux", "hook"),  # whose LoRA is one of Flux
+        ("flux", "hook"),  # the LoRA is for Flux
     ],
 )
 def test_cfg_is_first_and_the_latent_is_stocks(comfy, loras, kind, carried):

@@ -1,4 +1,4 @@
-"""Machines of a cluster as a device set in graphs: real ComfyUI, real torchruns, and the latent of stock KSampler."""
+"""A cluster's machines as a graph's devices: a real ComfyUI and real torchruns give the latent of stock KSampler."""
 
 import pytest
 from safetensors.torch import load_file
@@ -45,7 +45,7 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
         return graph.prompt, latent, [latent[0], 1]
 
     def wrapped(graph, texts):
-        """By a function of a pack that lies in this computer's ComfyUI alone."""
+        """Returns a graph that needs a function of a pack which only this computer's ComfyUI has."""
         loader = graph.parallel_loader(unet, DEVICES)
         model = [graph.add("TestWrapper", model=[loader, 1], scale=0.5), 0]
         latent = graph.ksampler(model, *texts, graph.latent(), cfg=3.0)

@@ -1,4 +1,4 @@
-"""Compare With One Device: one job on one rank of the warm group and on all, alike where the strategy is exact."""
+"""Compare With One Device runs a job on one warm rank and on all; exact strategies give the same picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unet(comfy):
 
 
 def _graph(unet: str, devices: str = "cpu:2", changes: dict | None = None, **choice) -> tuple[Graph, str]:
-    """A graph that compares, and the id of the node that does."""
+    """Returns a graph that compares, and the id of its comparing node."""
     graph = Graph()
     loader = graph.parallel_loader(unet, devices, **choice)
     wanted = {"steps": STEPS, **(changes or {})}
@@ -31,7 +31,7 @@ def _graph(unet: str, devices: str = "cpu:2", changes: dict | None = None, **cho
 
 
 def _compare(comfy, graph: Graph, node: str) -> tuple[dict, str, dict]:
-    """(the comparison as the page gets it, the report, all that the page gets)"""
+    """Returns (the comparison as the page gets it, the report, all that the page gets)."""
     shown = comfy.run(graph.prompt)["outputs"][node]
     return shown["parallel_comparison"][0], shown["text"][0], shown
 

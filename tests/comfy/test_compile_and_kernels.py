@@ -1,7 +1,7 @@
 """Compiled blocks and the attention kernel, chosen in the loaders and Parallel Model or by ComfyUI's TorchCompileModel.
 
-The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py); tests/engine/blocks/test_compile.py has
-inductor.
+The shared ComfyUI's ranks compile with torch's backend `eager` (conftest.py).
+tests/engine/blocks/test_compile.py tests inductor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def unet(comfy):
-    """A model of a size of its own: blocks that other tests had compiled would not be compiled again."""
+    """A model of a size that no other test uses: compiled blocks of a known size would not be compiled again."""
     return comfy.write_flux("tiny_three_heads.safetensors", heads=3)
 
 
@@ -43,7 +43,7 @@ def loader(graph: Graph, unet: str, **inputs) -> str:
 
 
 def stepwise(comfy, unet: str, node: str | None = None, **inputs) -> torch.Tensor:
-    """KSampler on the MODEL, behind `node` where there is one."""
+    """Returns KSampler's latent on our MODEL, which the node `node` changes first if given."""
     graph = Graph()
     model = [loader(graph, unet, **inputs), 1]
     if node is not None:
@@ -60,7 +60,7 @@ def resident(comfy, unet: str, **inputs) -> tuple[torch.Tensor, str]:
 
 
 def said(comfy) -> int:
-    """How often compiling was said under a node, and in the log."""
+    """Returns how often ComfyUI's log announced compiling for a latent of this size."""
     return comfy.server.log.read_text().count("compiling for a latent of 16 x 12 x 18")
 
 
@@ -85,7 +85,7 @@ def test_torch_compile_model_compiles_where_the_blocks_are(comfy, unet, stock):
     before = said(comfy)
     compiled = stepwise(comfy, unet, node="TorchCompileModel")
     assert relative_difference(compiled, stock) <= TOLERANCE
-    assert said(comfy) > before  # one row to each rank is another version than two
+    assert said(comfy) > before  # a batch of one row per rank needs another graph than a batch of two
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""In a real browser: what the pack writes can be read in the dark and light themes, by the colours that are drawn."""
+"""In a real browser: the pack's texts have enough contrast in the dark and light themes, by their computed colours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from comfy_harness import ROOT
 from pages import command, set_widget
 
-# Of each text of ours that is seen [words, contrast, whether it is disabled]: its colour and the backgrounds behind it,
-# laid over one another with their opacities.
+# Gives [words, contrast, True if disabled] for each visible text of ours: its colour against the backgrounds behind it,
+# blended by their opacities.
 CONTRASTS = """() => {
   const pen = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d');
   const rgba = (colour) => {

@@ -29,7 +29,7 @@ MODEL_FILE, CODER_FILE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def logged_before(comfy) -> int:
-    """Characters in ComfyUI's log before the first test here: other tests load models that it does warn of."""
+    """The length of ComfyUI's log before the first test here, in characters: models of other tests cause warnings."""
     return len(comfy.server.log.read_text())
 
 
@@ -49,7 +49,7 @@ class DemoGraph(Graph):
         return [self.add("EmptySD3LatentImage", width=128, height=128, batch_size=batch), 0]
 
     def sampled(self, text: str = CAPTION, **changes) -> list:
-        """LATENT of ParallelSampler with real CFG against the empty prompt."""
+        """Returns the LATENT of ParallelSampler with real CFG against the empty prompt."""
         settings = {"steps": 20, "cfg": 3.0, **changes}
         prompts = self.caption(text), self.caption("")
         return self.parallel_sampler(self.loader, *prompts, self.demo_latent(), **settings)
@@ -60,7 +60,7 @@ class DemoGraph(Graph):
 
 
 def picture(comfy, graph: Graph, image: list) -> torch.Tensor:
-    """[3, H, W] in 0..1 of the first picture of IMAGE output `image`, through SaveImage."""
+    """Returns [3, H, W] in 0..1: the first picture of the IMAGE output `image`, read from SaveImage's file."""
     prompt = {
         **graph.prompt,
         "save": {"class_type": "SaveImage", "inputs": {"images": image, "filename_prefix": "demo"}},
@@ -72,7 +72,7 @@ def picture(comfy, graph: Graph, image: list) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stock_unet(comfy):
-    """The demo's transformer among ComfyUI's own models."""
+    """The name of the demo's transformer file, copied into ComfyUI's model folder."""
     target = comfy.server.base_directory / "models" / "diffusion_models" / "demo_transformer.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(MODEL_FILE, target)
@@ -80,7 +80,7 @@ def stock_unet(comfy):
 
 
 def test_the_picture_shows_its_caption(comfy):
-    """Three held-out captions, of which two must come out right."""
+    """Two of three held-out captions must be drawn right."""
     rng, right = random.Random(12), 0
     for _ in range(3):
         scene = random_scene(rng, held_out=True)
@@ -94,7 +94,7 @@ def test_the_picture_shows_its_caption(comfy):
 
 
 def test_the_latent_is_that_of_stock_nodes_on_the_same_file(comfy, stock_unet):
-    """Parallel sampler and parallel MODEL on two ranks, against stock UNETLoader and KSampler."""
+    """Compares Parallel Sampler and the parallel MODEL on two ranks with stock UNETLoader and KSampler."""
     stock = DemoGraph()
     unet = [stock.add("UNETLoader", unet_name=stock_unet, weight_dtype="default"), 0]
     expected = comfy.sample(stock.prompt, stock.stock_sampled(unet))
@@ -138,7 +138,7 @@ def test_fluxs_own_text_node_works(comfy):
 
 
 def test_clip_and_vae_pass_through_other_nodes(comfy):
-    """CLIPSetLastLayer clones the CLIP; a merge of conditionings and a batch of latents go on to the sampler."""
+    """CLIPSetLastLayer clones the CLIP. The sampler gets combined conditionings and a batch of latents."""
     graph = DemoGraph()
     graph.clip = [graph.add("CLIPSetLastLayer", clip=graph.clip, stop_at_clip_layer=-2), 0]
     one, other = graph.caption(CAPTION), graph.caption("a cross")

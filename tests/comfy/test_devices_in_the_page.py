@@ -1,4 +1,4 @@
-"""The picker beside the text `devices` in a real browser: what there is, who uses it, and the text that it writes."""
+"""The picker of the input `devices` in a real browser: it lists devices and who uses them, and writes the input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _show(page, devices="cpu:2") -> None:
 
 
 def _open(page, title="Choose devices"):
-    """By keyboard: the list of devices."""
+    """Opens the list of devices by keyboard and returns it."""
     page.locator(".parallel-devices summary", has_text=title).focus()
     page.keyboard.press("Enter")
     picker = page.locator(".parallel-devices fieldset")
@@ -61,7 +61,7 @@ def test_a_machine_without_gpus_says_so_and_lists_its_cpu(page):
     _wait_for(page, "cpu:2", ["cpu:0", "cpu:1"])
     words = picker.inner_text()
     assert "No usable GPU" in words and "GiB" in words and words.count("free ") >= 2
-    # What is typed counts as it always did, and the picker follows.
+    # A typed text still counts, and the picker follows it.
     set_widget(page, "StrategySelector", "devices", "cpu:4")
     _wait_for(page, "cpu:4", [f"cpu:{rank}" for rank in range(4)])
     picker.get_by_label("cpu:2").focus()
@@ -69,15 +69,15 @@ def test_a_machine_without_gpus_says_so_and_lists_its_cpu(page):
     _wait_for(page, "cpu:0,cpu:1,cpu:3", ["cpu:0", "cpu:1", "cpu:3"])
     set_widget(page, "StrategySelector", "devices", "cpu:1")
     _wait_for(page, "cpu:1", ["cpu:0"])
-    picker.get_by_label("cpu:0").click()  # the last one stays
+    picker.get_by_label("cpu:0").click()  # the last selected device stays selected
     _wait_for(page, "cpu:1", ["cpu:0"])
-    # One step that undo takes back.
+    # Undo takes a choice back in one step.
     picker.get_by_label("cpu:1").check()
     _wait_for(page, "cpu:2", ["cpu:0", "cpu:1"])
     command(page, "Comfy.Undo")
     page.wait_for_function(f"() => ({TEXT})() === 'cpu:1'", timeout=20_000)
 
-    # What another node gives is shown, and not written.
+    # A value from another node is shown and cannot be changed.
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2")
     strategy = graph.prompt[loader]["inputs"]["strategy"][0]

@@ -1,4 +1,4 @@
-"""The doctor behind the button, in the middle of its work, when ComfyUI is killed."""
+"""The doctor that the page's button starts ends at once if ComfyUI is killed during its work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comfy_harness import start_comfyui
 from scripted import is_running
 from waiting import wait_until
 
-PATIENCE = 2.0  # s; by itself the doctor would end some seconds later
+PATIENCE = 2.0  # s; without the kill the doctor would run some seconds longer
 
 
 @pytest.mark.timeout(300)
@@ -26,7 +26,7 @@ def test_no_doctor_outlives_a_killed_comfyui(tmp_path):
     def press() -> None:
         request = urllib.request.Request(f"{server.url}/parallel_sampling/doctor", method="POST", data=b"")
         with contextlib.suppress(http.client.HTTPException, OSError):
-            urllib.request.urlopen(request, timeout=240).read()  # who goes away ends it as well
+            urllib.request.urlopen(request, timeout=240).read()  # a client that leaves ends it as well
 
     def command_lines() -> list[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -41,4 +41,4 @@ def test_no_doctor_outlives_a_killed_comfyui(tmp_path):
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(child.pid) for child in children), PATIENCE)
         button.join(10)
-    assert not button.is_alive()  # its request has ended too
+    assert not button.is_alive()  # the request has ended

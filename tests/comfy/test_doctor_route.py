@@ -1,4 +1,4 @@
-"""The doctor behind a button: in a real browser, for ComfyUI's own page only, one at a time."""
+"""The doctor's button in a real browser: only ComfyUI's own page may start the doctor, and only one runs at a time."""
 
 from __future__ import annotations
 

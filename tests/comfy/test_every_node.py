@@ -1,6 +1,6 @@
-"""Every node of this ComfyUI that changes a model, a prompt or the way of sampling: ours equals stock, or says why not.
+"""Each ComfyUI node that changes a model, a prompt or sampling: our latent equals stock's, or the error says why not.
 
-The list comes from ComfyUI's own registry, so that a node is covered the day it appears.
+The list comes from ComfyUI's own registry, so a new node is tested at once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from graphs import OURS, STOCK, Graph
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 SUBJECTS = {"MODEL", "CONDITIONING", "GUIDER", "SAMPLER", "SIGMAS", "NOISE"}
-# What no graph here can hand a node: files of other kinds of models, sound and video, LoRAs (test_lora.py), ControlNets
-# (test_extras.py). A type that is neither here nor in Wires must be looked at.
+# Types that no graph here can provide: files of other kinds of models, sound and video, LoRAs (test_lora.py) and
+# ControlNets (test_extras.py). A new type must be added here or to Wires.
 BEYOND = {
     "AUDIO", "AUDIO_ENCODER_OUTPUT", "BOUNDING_BOX", "CAMERA_CONTROL", "CLIP", "CLIP_VISION", "COMFY_AUTOGROW_V3",
     "COMFY_DYNAMICCOMBO_V3", "COMFY_MATCHTYPE_V3", "CONTROL_NET", "GLIGEN", "HOOKS", "HOOK_KEYFRAMES",
     "IC_LORA_PARAMETERS", "LORA_MODEL", "MESH", "MODEL_PATCH", "PARALLEL_MODEL", "PARALLEL_STRATEGY", "PHOTOMAKER",
     "TRACKS", "UPSCALE_MODEL", "VOXEL", "WAN_CAMERA_EMBEDDING",
 }  # fmt: skip
-# Where the defaults do nothing, or the first choice is not the telling one.
+# Inputs of nodes whose defaults change nothing, or whose first choice tests little.
 TELLING = {
     "StyleModelApply": {"strength_type": "attn_bias", "strength": 0.5},
     "ScaleROPE": {"scale_x": 2.0, "scale_y": 0.5, "shift_t": 1.0, "shift_x": -3.0},
     "ManualSigmas": {"sigmas": "1.0, 0.6, 0.2, 0.0"},
     "ContextWindowsManual": {"dim": 2, "context_length": 8},
     "ModelComputeDtype": {"dtype": "fp32"},
-    "SD_4XUpscale_Conditioning": {"scale_ratio": 0.5},  # else of 1088 x 816 pixels
+    "SD_4XUpscale_Conditioning": {"scale_ratio": 0.5},  # otherwise 1088 x 816 pixels
 }
-# test_compile_and_kernels.py compiles, which takes its time, and so do the 73 frames that sound is put to, which Flux.1
-# cannot take then: that model is in test_model_families.py.
+# Slow nodes: test_compile_and_kernels.py tests TorchCompileModel. WanSoundImageToVideo makes 73 frames, which Flux.1
+# cannot take; its model is in test_model_families.py.
 ELSEWHERE = {"TorchCompileModel", "WanSoundImageToVideo"}
 SMALL = {"steps": 3, "width": 128, "height": 96, "batch_size": 1, "length": 1}
 
 
 class Wires(Graph):
-    """A graph that can feed a node what it asks for."""
+    """A graph that can provide a node's inputs."""
 
     def __init__(self, model: list) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Wires(Graph):
 
 
 def _inputs(info: dict):
-    """(name, type, options, required) of each input; combos have the type COMBO."""
+    """Yields (name, type, options, required) of each input; combos have the type COMBO."""
     for part in ("required", "optional"):
         for name, entry in info["input"].get(part, {}).items():
             kind = entry[0] if isinstance(entry[0], str) else "COMBO"
@@ -81,7 +81,7 @@ def _inputs(info: dict):
 
 
 def _number(kind: str, options: dict):
-    """A value beside the default, since that one may change nothing."""
+    """Returns a FLOAT near the default, which itself may change nothing; an INT keeps its default."""
     default = options.get("default", 0)
     if kind == "INT":
         return max(default, options.get("min", 0))
@@ -90,7 +90,7 @@ def _number(kind: str, options: dict):
 
 
 def place(graph: Wires, name: str, info: dict) -> str | None:
-    """Adds the node with all that it asks for; None where the graph has no such thing."""
+    """Adds the node with its inputs and returns its id, or None if the graph cannot provide one of them."""
     values = {}
     for field, kind, options, required in _inputs(info):
         kinds = kind.split(",")
@@ -104,7 +104,7 @@ def place(graph: Wires, name: str, info: dict) -> str | None:
             values[field] = options.get("default", "" if kind == "STRING" else False)
         elif kind == "COMBO":
             if not options.get("options"):
-                return None  # files that nobody has
+                return None  # a list of files, which is empty here
             values[field] = options.get("default", options["options"][0])
         elif required:
             assert set(kinds) <= BEYOND, f"{name} asks for {kind}: teach this test what that is"
@@ -113,7 +113,7 @@ def place(graph: Wires, name: str, info: dict) -> str | None:
 
 
 def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
-    """Latents to which the node's output made a difference; a prompt goes to Parallel Sampler as well."""
+    """Returns the latents that the node's output changes; a prompt goes to Parallel Sampler as well."""
     outputs = info["output"]
     subject = next(kind for kind in outputs if kind in SUBJECTS)
     made = [node, outputs.index(subject)]
@@ -133,7 +133,7 @@ def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
 
 
 def run(comfy, name: str, info: dict, unet: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
-    """The latents that these models give behind the node, in one prompt."""
+    """Returns the latents of these kinds of model with the node, computed in one prompt."""
     graph, files = Wires([]), []
     for kind in kinds:
         graph.base, graph.draws = graph.model(kind, unet, "cpu:2"), itertools.count(10)
@@ -146,7 +146,7 @@ def run(comfy, name: str, info: dict, unet: str, kinds: tuple[str, ...]) -> list
 
 
 def verdict(comfy, name: str, info: dict, unet: str) -> str:
-    """same, refused, not Flux.1's (stock cannot do it either), or what is wrong."""
+    """Returns "same", "refused", "not Flux.1's" (stock cannot do it either), or what is wrong."""
     try:
         stock, *ours = run(comfy, name, info, unet, (STOCK, OURS))
     except PromptFailed:
@@ -162,17 +162,17 @@ def verdict(comfy, name: str, info: dict, unet: str) -> str:
 
 
 def deviation(stock: torch.Tensor, ours: torch.Tensor) -> str:
-    """What is wrong with ours; "" where nothing is."""
+    """Returns what is wrong with our latent, "" if nothing is."""
     if stock.shape != ours.shape:
         return f"{list(ours.shape)} instead of {list(stock.shape)}"
-    if torch.equal(stock.isnan(), ours.isnan()):  # at sigma 0 some have nothing to divide by
+    if torch.equal(stock.isnan(), ours.isnan()):  # at sigma 0 some nodes divide by zero
         stock, ours = stock.nan_to_num(), ours.nan_to_num()
     difference = (ours - stock).abs().max().item()
     return "" if difference <= TOLERANCE * stock.abs().max() else f"off by {difference:.1e}"
 
 
 def documented() -> set[str]:
-    """Which nodes docs/compatibility.md calls exact."""
+    """Returns the nodes that docs/compatibility.md calls exact."""
     lines = (ROOT / "docs" / "compatibility.md").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("**Exact:** "))
     return set(line.removeprefix("**Exact:** ").rstrip(".").split(", "))

@@ -13,7 +13,7 @@ from comfyui_client import PromptRejected
 from draw_workflows import SIDE, outline
 from workflow_to_api import widgets, workflow_to_api
 
-# Of any model: each with Parallel Model behind stock loaders.
+# Examples of other models: each puts Parallel Model behind stock loaders.
 ANY_MODEL = (
     "Flux.2 dev on all GPUs",
     "HunyuanVideo 1.5 text to video on all GPUs",
@@ -38,7 +38,7 @@ EXAMPLES = (
     "Stock KSampler on all GPUs",
 )
 
-# Checkpoints that a test machine does not have: the one reason for which a valid example may be rejected here.
+# Inputs that name model files. A test machine lacks these files: the only reason to reject a valid example here.
 _FILE_INPUTS = {
     *("unet_name", "ckpt_name", "vae_name", "lora_name", "control_net_name"),
     *("clip_name", "clip_name1", "clip_name2", "text_encoder"),
@@ -47,7 +47,7 @@ _FILE_INPUTS = {
 
 @pytest.fixture(scope="module")
 def comfy_with_picture(comfy: Comfy) -> Comfy:
-    """With the picture that ComfyUI brings along in its input folder."""
+    """The shared ComfyUI with example.png in its input folder, as in a new installation."""
     Image.new("RGB", (64, 48), "teal").save(comfy.server.base_directory / "input" / "example.png")
     return comfy
 
@@ -69,7 +69,7 @@ def test_example_loads_and_validates(comfy_with_picture, name):
     comfy = comfy_with_picture
     prompt = workflow_to_api(_workflow(name), comfy.registry)
     for node in prompt.values():
-        if node["inputs"].get("mode") == "manual":  # for two devices, of which a test machine has one
+        if node["inputs"].get("mode") == "manual":  # needs two devices, and a test machine has one
             assert node["inputs"]["devices"] == "all"
             node["inputs"]["devices"] = "cpu:2"
     try:
@@ -98,13 +98,13 @@ def test_example_says_what_it_shows_and_where_its_models_are(name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_a_new_workflow_whenever_it_is_opened(name):
-    """With an id of its own, it would show what an earlier run of it told."""
+    """A workflow with an id would show the report of an earlier run."""
     assert "id" not in _workflow(name)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_sockets_of_an_example_are_those_of_its_nodes(comfy, name):
-    """The prompt that the server checks has neither the types that a file keeps nor its outputs."""
+    """The server cannot check them: a prompt contains neither the socket types nor the outputs that the file stores."""
     info = comfy.registry
     workflow = _workflow(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -161,7 +161,7 @@ def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_g
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_keeps_a_value_for_every_widget(comfy, name):
-    """So that what an example shows does not hang on a default."""
+    """What an example shows must not depend on a default."""
     info = comfy.registry
     for node in _workflow(name)["nodes"]:
         if node["type"] in info:
@@ -181,8 +181,8 @@ def test_no_node_of_an_example_lies_on_another(name):
             assert apart, f"{one} and {other}"
 
 
-# ComfyUI shows a template so that it takes three quarters of the window, with 10 units around it, and draws no text
-# below 8 pixels (0.57 of 14). The window is a laptop's.
+# ComfyUI scales a template to three quarters of the window, with 10 units around it. It draws no text below 8 pixels
+# (0.57 of 14). The window is a laptop's.
 _WINDOW, _MARGIN, _AROUND, _READABLE = (1366, 768), 0.75, 20, 0.58
 
 
@@ -196,11 +196,11 @@ def test_example_opens_with_text_that_can_be_read(name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_note_fits_its_box_and_has_no_code_spans(name):
-    """Nodes 2.0 writes code in notes with a contrast of 1.5 to 1."""
+    """Nodes 2.0 draws code in notes with a contrast of only 1.5 to 1."""
     (note,) = [node for node in _workflow(name)["nodes"] if node["type"] == "MarkdownNote"]
     text = re.sub(r"\]\([^)]*\)", "]", note["widgets_values"][0])
     assert "`" not in text
-    columns = (note["size"][0] - 30) // 6.6  # pixels of a letter of 12 pixels
+    columns = (note["size"][0] - 30) // 6.6  # a letter of 12 pixels is 6.6 pixels wide
     lines = sum(max(1, -(-len(line.replace("*", "")) // columns)) for line in text.splitlines())
     assert 18 * lines <= note["size"][1], lines
 

@@ -1,4 +1,4 @@
-"""ControlNets, reference latents, masks, Fill and Depth models in the real ComfyUI: as on one device, however split."""
+"""ControlNets, reference latents, masks, Fill and Depth models: every strategy gives the latent of one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphs import OURS, STOCK, Graph
 from tiny_flux import tiny_flux_tensors
 
 TOLERANCE = 1e-4
-_SEEDS = itertools.count(100)  # another seed, another run
+_SEEDS = itertools.count(100)  # a new seed makes ComfyUI sample again
 DEV, FILL, DEPTH = "tiny_extras.safetensors", "tiny_fill.safetensors", "tiny_depth.safetensors"
 BLOCKS = {"double_blocks": 2, "single_blocks": 3}
 STRATEGIES = {
@@ -41,7 +41,7 @@ def models(comfy):
 
 
 def _xlabs() -> dict[str, torch.Tensor]:
-    """Two double blocks in XLabs' layout, whose hint is the picture itself."""
+    """Returns a ControlNet of two double blocks in XLabs' layout; its hint is the picture itself."""
     flux, generator = tiny_flux_tensors(double_blocks=2, seed=3), torch.Generator().manual_seed(4)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _xlabs() -> dict[str, torch.Tensor]:
 
 
 def _instantx() -> dict[str, torch.Tensor]:
-    """Double and single blocks in InstantX's (diffusers') layout, whose hint is a latent."""
+    """Returns a ControlNet of double and single blocks in InstantX's (diffusers') layout; its hint is a latent."""
     torch.manual_seed(5)
     model = FluxControlNetModel(
         in_channels=64,
@@ -164,7 +164,7 @@ def _plain(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
 
 @pytest.fixture(scope="module")
 def stock(comfy):
-    """Stock latents by extra, each made once; each differs from the latent without the extra."""
+    """A function that returns an extra's stock latent, made once. It differs from the latent without the extra."""
     made: dict[str, torch.Tensor] = {}
 
     def get(name: str) -> torch.Tensor:
@@ -179,8 +179,8 @@ def stock(comfy):
 
 
 def _cases() -> list[tuple[str, str]]:
-    """Every extra under one strategy and two of them under each; tests/engine/test_extras.py has the rest. As many
-    ranks next to each other, since a group of another size starts anew."""
+    """Returns (strategy, extra): every extra under one strategy, and two or three under each of the others. They are
+    sorted by the number of ranks, since a group of another size must start first."""
     cases = [("Ulysses 2", name) for name in EXTRAS]
     few = ("a ControlNet of InstantX", "an additive mask")
     cases += [(strategy, name) for strategy in STRATEGIES for name in few]
@@ -195,7 +195,7 @@ def test_every_strategy_gives_what_one_device_gives(comfy, stock, strategy, name
 
 
 def test_a_controlnet_is_read_from_its_file_and_sent_to_nobody(comfy, stock):
-    """Its large weights lie in the file's pages in all processes, for as long as a job has it."""
+    """Each rank maps the file for its large weights, for as long as jobs use the ControlNet."""
     name, file = "a ControlNet of XLabs", "controlnet/xlabs.safetensors"
     assert relative_difference(_sample(comfy, OURS, EXTRAS[name], "Ulysses 2"), stock(name)) < TOLERANCE
     assert [_maps(rank, file) for rank in comfy.ranks()] == [True, True]
@@ -216,7 +216,7 @@ def test_parallel_sampler_takes_them_too(comfy, stock, name):
 
 
 def test_a_step_cache_goes_with_a_controlnet_that_begins_on_the_way(comfy):
-    """Behind Parallel Model; with the ControlNet it is another kind of call, computed whole the first time."""
+    """A call with the ControlNet is another kind of call, whose first one the cache computes in full."""
     found = {}
     for threshold in (0.0, 0.5):
         graph = Graph()

@@ -1,5 +1,5 @@
-"""In a real browser: a failure, or a refusal at Run, speaks on the panel of the node that did not run, and the time
-that a run still needs stands where its progress is."""
+"""In a real browser: the panel of a node that did not run shows its failure, or ComfyUI's refusal at Run. A running
+node's panel shows its progress and the time left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _show(page) -> None:
 
 
 def test_the_panel_says_what_failed_what_was_refused_and_how_long_a_run_still_takes(page, drawn_by):
-    """In the window of a laptop, and of a desktop."""
+    """One case has the window of a laptop, the other that of a desktop."""
     width, height = (1366, 768) if drawn_by == "canvas" else (1920, 1080)
     page.set_viewport_size({"width": width, "height": height})
     _show(page)

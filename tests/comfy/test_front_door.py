@@ -1,4 +1,4 @@
-"""deploy/haproxy.cfg before three real ComfyUIs: who is let in, where prompts go, and what a killed one costs."""
+"""deploy/haproxy.cfg in front of three real ComfyUIs: who is let in, where prompts go, what a killed ComfyUI costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def door(tmp_path_factory):
 
 
 def _picture(steps: int = 1) -> dict:
-    """A prompt for a small picture of the demo model, another with each call."""
+    """Returns a prompt for a small picture of the demo model, with a new seed in each call."""
     graph = Graph()
     loader = graph.add("ParallelDemoLoader")
     text = [graph.add("CLIPTextEncode", clip=[loader, 2], text="a red circle"), 0]
@@ -45,20 +45,20 @@ def _picture(steps: int = 1) -> dict:
 
 
 def _named(cookies: SimpleCookie) -> str:
-    """The ComfyUI of a session, "" where the answer sets none. Nothing else is in it: what programs have to put in
-    quotes HAProxy would not know any more."""
+    """Returns the ComfyUI that the session cookie names, or "" if the answer sets none. The cookie holds only the name:
+    HAProxy would not recognise a value that programs must quote."""
     cookie = cookies.get("COMFYUI")
     return cookie.value if cookie else ""
 
 
 async def _send(client: aiohttp.ClientSession, body: dict) -> tuple[int, dict, str]:
-    """(status, answer, the ComfyUI that a cookie names, "" for none)."""
+    """Posts a prompt; returns (status, answer, the ComfyUI that the cookie names or "")."""
     async with client.post("/prompt", json=body) as answer:
         return answer.status, await answer.json(), _named(answer.cookies)
 
 
 async def _outcome(client: aiohttp.ClientSession, prompt_id: str) -> dict | None:
-    """The history of a prompt once it has ended; None where the front door says that it is lost."""
+    """Returns the history of a prompt once it has ended, or None if the front door says that it is lost."""
     while True:
         async with client.get(f"/history/{prompt_id}") as answer:
             if answer.status in (502, 503):
@@ -70,7 +70,7 @@ async def _outcome(client: aiohttp.ClientSession, prompt_id: str) -> dict | None
 
 
 def _waiting(door: FrontDoor, name: str, body: dict | None = None) -> dict:
-    """What one ComfyUI says of its load; `body`: an operator's wish first."""
+    """Returns one ComfyUI's report of its load. `body`: sent to the drain route first, as an operator does."""
     path = "drain" if body is not None else "health"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{door.servers[name].url}/parallel_sampling/{path}", data)
@@ -94,7 +94,7 @@ def test_strangers_and_those_who_guess_are_refused_and_others_served(door):
             assert set(await statuses(guesser, *get * 31)) == {401}
             assert set(await statuses(guesser, *get * 5)) == {429}
         async with door.client(person=True, source="127.0.0.2") as person:
-            assert await statuses(person, *get) == [429]  # it might be the one who guesses
+            assert await statuses(person, *get) == [429]  # the same address as the guesser's
         async with door.client(token=door.tokens[0], source="127.0.0.2") as program:
             assert await statuses(program, *get) == [200]
         async with door.client(person=True) as person:
@@ -175,7 +175,7 @@ def test_a_dead_comfyui_s_prompts_are_sent_again_through_it(door, tmp_path):
     command = ["resend", str(log.path), "--to", door.url, "--token-file", str(token)]
     command += ["--certificate", str(door.folder / "certificate.pem")]
     assert main(command) == main(command) == 0
-    assert log.path.read_text().count('"session":"') == 3  # each in a session that can be asked for it again
+    assert log.path.read_text().count('"session":"') == 3  # in which each can be asked for again
 
     def ended() -> list[str]:
         found = []
@@ -212,7 +212,7 @@ def test_only_sense_from_here_drains_and_haproxy_gets_a_line_without_http(door):
 
 @pytest.mark.slow
 def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
-    """Programs take any ComfyUI for each prompt, and send again what the front door says is lost."""
+    """Programs open a new session for each prompt, and send again what the front door reports as lost."""
     for name in NAMES:
         _waiting(door, name, {"draining": False})
     wait_until(lambda: all(door.state("prompts", name).startswith("UP") for name in NAMES))
@@ -264,8 +264,8 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
             await asyncio.to_thread(door.servers["a"].kill)
             assert (
                 await _outcome(session, answer["prompt_id"]) is None
-            )  # told, and not an empty history elsewhere
-            async with session.post("/interrupt") as answer:  # nor does it stop another one's picture
+            )  # reported, instead of another ComfyUI's empty history
+            async with session.post("/interrupt") as answer:  # it must not stop another ComfyUI's picture
                 assert answer.status in (502, 503)
             status, _, moved = await _send(session, {"prompt": _picture()})
             assert (status, moved) == (200, "c")
@@ -284,7 +284,7 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
     prompts, (before, after_drain), flooded = run_in_own_loop(story())
     assert set(ended) == set(prompts) and set(ended.values()) == {"success"}
     assert set(went[:before]) == set(NAMES)
-    # One that was on its way while HAProxy learned of it may still have come.
+    # A prompt that was sent before HAProxy learned of the drain may still arrive.
     assert (
         after_drain <= len(door.tokens)
         and went[-PROMPTS // 4 :].count("b") == went[-PROMPTS // 4 :].count("a") == 0

@@ -1,5 +1,5 @@
-"""GGUF files through Parallel Model Loader: the latent of their unpacked weights by stock nodes, with LoRAs, refused by
-name."""
+"""GGUF files in Parallel Model Loader give the stock latent of their unpacked weights, also with LoRAs. Bad files are
+refused by name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gguf_files import write, write_unpacked
 from graphs import STOCK, Graph
 
 KIND = "Q4_0"
-TOLERANCE = 3e-3  # of the largest value: weights unpack in float16, and the other file has them in float32
+TOLERANCE = 3e-3  # of the largest value: weights unpack to float16, and the other file has float32
 SAMPLING = {"cfg": 2.0, "steps": 2}
 
 
 @pytest.fixture(scope="module")
 def files(comfy):
-    """Names of the packed file, of one with what it unpacks to, and of that which it was packed from."""
+    """The names of the packed file, of a file with its unpacked weights, and of the file that was packed."""
     folder = comfy.server.base_directory / "models" / "diffusion_models"
     whole = comfy.write_flux("tiny_whole.safetensors")
     tensors = load_file(folder / whole)

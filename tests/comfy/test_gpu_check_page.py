@@ -1,4 +1,4 @@
-"""The GPU check's button in a real browser: what it says before, its progress, its report, and its end."""
+"""The GPU check's button in a real browser: what it says first, its progress, its report, and its end."""
 
 from __future__ import annotations
 

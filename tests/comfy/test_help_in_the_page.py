@@ -6,7 +6,8 @@ import json
 
 from comfy_harness import ROOT
 
-# Rectangles with their titles, which lie above a node's position; where Vue draws the nodes, those of its elements.
+# Gives pairs of overlapping nodes. A rectangle includes the title, which is above the node's position. If Vue draws
+# the nodes, it is that of their elements.
 OVERLAPS = """() => {
   const { scale } = app.canvas.ds;
   const drawn = [...document.querySelectorAll('.lg-node[data-node-id]')].map(e => [e.dataset.nodeId, e]);
@@ -34,7 +35,7 @@ def _load(page, name: str) -> None:
 def test_the_help_of_a_node_is_its_page(page):
     _load(page, "Try it without a download")
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
-    page.get_by_test_id("info-button").first.dispatch_event("click")  # it may lie under the tabs
+    page.get_by_test_id("info-button").first.dispatch_event("click")  # the tabs may cover it
     help_page = page.locator(".node-help-content")
     help_page.get_by_role("heading", name="Parallel Sampler").wait_for(timeout=60_000)
     assert "PipeFusion is approximate after its warm-up" in help_page.inner_text()

@@ -1,4 +1,4 @@
-"""Pickles where a prompt or a model folder can hold them: refused, and nothing of them runs."""
+"""Pickles in any input of a prompt or in a model folder are refused, and none of their code runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = ("StrategySelector", "ParallelFluxLoader", "ParallelModelLoader", "Parall
 
 
 class _Touches:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +26,7 @@ class _Touches:
 
 
 def _prompts(unet: str) -> dict[str, dict]:
-    """By the loader, a prompt that samples."""
+    """Returns {loader: a prompt that samples with it}."""
     found = {}
     for kind in ("ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"):
         graph = Graph()
@@ -38,7 +38,7 @@ def _prompts(unet: str) -> dict[str, dict]:
 
 
 def _ends(comfy, prompt: dict) -> str:
-    """How ComfyUI took it."""
+    """Runs a prompt and returns "rejected", "failed" or "done"."""
     try:
         comfy.run(prompt)
     except PromptRejected:
@@ -76,7 +76,7 @@ def test_no_input_of_a_prompt_is_ever_unpickled(comfy, tmp_path):
 @pytest.mark.parametrize("loader", ["ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"])
 def test_a_pickle_in_a_model_folder_is_refused_by_each_loader(comfy, tmp_path, loader):
     mark, path = tmp_path / "was unpickled", "pickle.safetensors"
-    comfy.write_flux(path)  # a file of that name, where models lie
+    comfy.write_flux(path)  # makes a file of that name in the model folder
     (found,) = comfy.server.base_directory.rglob(path)
     found.write_bytes(pickle.dumps(_Touches(mark)))
     try:

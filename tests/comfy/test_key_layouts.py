@@ -1,4 +1,4 @@
-"""Files in other key layouts than ComfyUI's own, by Parallel Model Loader: the latent of Load Diffusion Model."""
+"""Parallel Model Loader gives the latent of Load Diffusion Model for files in every key layout and prefix."""
 
 import pytest
 import torch

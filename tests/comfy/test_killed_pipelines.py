@@ -1,5 +1,5 @@
-"""Processes killed while PipeFusion samples other families than Flux: the job goes on, and what it gives is the
-unkilled job's latent, or nearer to it than to the stock one where patches flow."""
+"""A process is killed while PipeFusion samples other families than Flux. The job goes on and gives the latent of the
+unkilled job; if patches flow, it differs by at most a fifth of that job's difference from stock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_killed_job_gives_what_the_unkilled_one_gives(comfy, kind, killed, war
             "ours": graph.ksampler(_pipeline(graph, stock, warmup_steps), *request, **settings),
         },
     )
-    comfy.forget()  # else ComfyUI keeps what it gave
+    comfy.forget()  # otherwise ComfyUI answers from its cache
     before = comfy.ranks()
 
     graph = AnyGraph(comfy, kind)
@@ -49,5 +49,5 @@ def test_a_killed_job_gives_what_the_unkilled_one_gives(comfy, kind, killed, war
     drift = relative_difference(calm["ours"], calm["stock"])
     if warmup_steps == STEPS:
         assert difference == 0.0, "the steps that were made again have the same bits"
-    else:  # one more step of whole images than the unkilled job has
+    else:  # the killed job computes one more step of whole images
         assert difference <= drift / 5

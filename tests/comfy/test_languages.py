@@ -1,4 +1,4 @@
-"""In a real browser: what the pack adds to ComfyUI's page follows its language, and nothing is lost with it."""
+"""In a real browser: all that the pack adds to ComfyUI's page follows the page's language and stays complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pages import REPORT, command, locale, run, set_widget, show_prompt, words_o
 
 UNET = "tiny_languages.safetensors"
 MODELS = {UNET: 9}
-# Of the node's own panel, the strategies, and the sidebar.
+# The texts of the node's panel, of the strategies, and of the sidebar.
 SHOWN = """() => ['.parallel-headline', '.parallel-candidates', '.parallel-strategy', '.parallel-status'].map(
   c => document.querySelector(c)?.innerText ?? '').join('\\n')"""
 ENGLISH_REPORT = """async () => Object.values(await (await app.api.fetchApi('/history?max_items=1')).json()).flatMap(
@@ -66,12 +66,12 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
     shown = page.evaluate(REPORT).splitlines()
     assert len(shown) == len(english) > 8 and english[0].startswith(
         "strategy: "
-    )  # the graph's own stays English
+    )  # the report in the graph stays English
     assert [line for line in shown if line in english] == []
     words = page.evaluate(SHOWN)
     for sentence in ("not tried", "exact", "A step of the latest run, by strategy", "Run the doctor"):
         assert said[sentence][language] in words
-    # "ready" is told once the ranks are.
+    # The page shows "ready" only once the ranks are.
     page.wait_for_function(f"word => ({SHOWN})().includes(word)", arg=said["ready"][language], timeout=20_000)
     assert not any(
         sentence in page.evaluate(SHOWN) for sentence in ("not tried", "Plan for", "Run the", "measured")

@@ -1,4 +1,4 @@
-"""Where a link belongs nothing else is taken: each of our nodes names the input, what came, and what is wanted."""
+"""An input for a link takes nothing else: the node's error names the input, what came, and what the input takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphs import Graph
 
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 LITERALS = [3.5, 0, "cpu:2", "", {}, {"samples": 1}, True, {"__value__": [1, 2, 3]}, 1e300, "x" * 5000]
-# What a node may hand over a link of any type. A list of nothing is a conditioning, if an odd one.
+# Values that a node may send over a link of any type. The empty list is missing: it is an odd, but valid conditioning.
 VALUES = [3.5, "cpu:2", {}, {"samples": 1}, [1, 2, 3], [[1, 2]]]
 
 
@@ -41,7 +41,7 @@ class Wired(Graph):
 
 @pytest.fixture(scope="module")
 def lora(comfy):
-    """A name for the loader's list; what is refused is never read."""
+    """The name of an empty file in the loader's list: a refused prompt never reads it."""
     folder = comfy.server.base_directory / "models" / "loras"
     folder.mkdir(exist_ok=True)
     (folder / "unread.safetensors").touch()
@@ -55,7 +55,7 @@ def ours(comfy, lora) -> dict[str, dict]:
 
 
 def entries(info: dict) -> Iterator[tuple[str, str, dict]]:
-    """(name, type, options) of each input."""
+    """Yields (name, type, options) of each input."""
     for part in ("required", "optional"):
         for name, entry in info["input"].get(part, {}).items():
             kind = entry[0] if isinstance(entry[0], str) else "COMBO"
@@ -67,7 +67,7 @@ def links(info: dict) -> list[str]:
 
 
 def prompt_with(node: str, info: dict, unet: str, lora: str, name: str, value: object) -> dict:
-    """A sound prompt around the node, but for its input `name`."""
+    """Returns a prompt around the node that is valid except for `value` in its input `name`."""
     graph, inputs = Wired(), {}
     for field, kind, options in entries(info):
         if field == name:

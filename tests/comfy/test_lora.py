@@ -1,4 +1,4 @@
-"""LoRAs on our MODEL and PARALLEL_MODEL: the stock latent in every layout, swapped without a load, removed exactly."""
+"""LoRAs on our MODEL and PARALLEL_MODEL give the stock latent in every layout, swap without a load, leave no trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unet(comfy):
 
 
 def run(comfy, unet, loras, stack, choice=ULYSSES, ways=WAYS, sampler="euler", **sampling) -> dict:
-    """The latents of one request under a stack of LoRAs by way: stock, on our MODEL, on PARALLEL_MODEL; "report"."""
+    """Returns one request's latents with a stack of LoRAs by way: stock, our MODEL, PARALLEL_MODEL; and "report"."""
     graph = Graph()
     request = (graph.text(1), graph.text(2), graph.latent())
     settings = {"cfg": 2.0, "steps": 2, "sampler_name": sampler, **sampling}
@@ -161,7 +161,7 @@ def test_the_loader_with_a_clip_patches_the_model_here_and_leaves_the_clip_to_co
 
 
 def load_alone(comfy, unet, name: str) -> PromptFailed:
-    """The error of Parallel LoRA Loader with this file."""
+    """Runs Parallel LoRA Loader with this file and returns its error."""
     graph = Graph()
     model = [graph.parallel_loader(unet, "cpu:1"), 0]
     loaded = graph.add("ParallelLoraLoader", parallel_model=model, lora_name=name, strength=1.0)
@@ -182,7 +182,7 @@ def test_a_file_that_comfyui_cannot_read_as_a_lora_is_refused_by_its_name(comfy,
 
 
 class Hostile:
-    """What runs code where it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

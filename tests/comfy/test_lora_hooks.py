@@ -1,4 +1,4 @@
-"""LoRAs that hooks of prompts schedule: the stock latent under stock samplers and ours, and the base left as it was."""
+"""LoRAs that prompt hooks schedule give the stock latent with stock samplers and ours; the base stays unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Hooked(Graph):
     """A graph of prompts with hooks."""
 
     def hook(self, lora: str, strength: float = 1.0, before=None, keyframes=()) -> list:
-        """A LoRA, with those of `before`. `keyframes`: (where it begins, times which strength), in order."""
+        """Adds a LoRA hook to the hooks `before`. `keyframes`: (start in 0..1, factor of the strength), in order."""
         given = {} if before is None else {"prev_hooks": before}
         hook = [
             self.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=strength, **given),
@@ -44,8 +44,8 @@ class Hooked(Graph):
 
 
 def sampled(comfy, unet, prompts, choice, base=None) -> dict:
-    """Latents of one request: on the stock model, on ours, by Parallel Sampler, and on ours without hooks before and
-    after. `prompts(graph)`: (positive, negative); `base`: a LoRA of the whole run."""
+    """Returns the latents of one request: on the stock model, on ours, by Parallel Sampler, and on ours without hooks.
+    `prompts(graph)`: returns (positive, negative); `base`: a LoRA for the whole run."""
     graph = Hooked()
     ours = parallel = graph.model(OURS, unet, "cpu:2", **choice)
     stock = graph.model(STOCK, unet)

@@ -1,6 +1,6 @@
-"""Test-only nodes: put made-up conditioning and latents into a graph, and take latents and text out of it.
+"""Test-only nodes: they make tiny models, conditioning and latents, save results, and change models and ranks.
 
-They replace text encoder and VAE, which cannot be made tiny, so that a test compares samplers and nothing else.
+Drawn conditioning and latents replace text encoder and VAE, so that a test compares samplers and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from . import any_model, coders, inputs, model_patches, outputs, ranks, text_encoders  # noqa: F401, they make NODES
+from . import any_model, coders, inputs, model_patches, outputs, ranks, text_encoders  # noqa: F401, they fill NODES
 from .node import NODES
 
 

@@ -1,4 +1,4 @@
-"""Nodes for models of any family: what writes their files, and what feeds them."""
+"""Nodes for models of any family: they write the model files and make latents, prompts and changed models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _sides(shape: str) -> list[int]:
     is_output_node=True,
 )
 def write_model(kind, folder):
-    """Writes a model's file into a folder of models unless it is there."""
+    """Writes a tiny model of the given kind into a model folder, unless the file exists."""
     path = Path(folder_paths.get_folder_paths(folder)[0], f"any_{kind}.safetensors")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,8 @@ def write_model(kind, folder):
     [io.Latent.Output()],
 )
 def shaped_latent(shape, draw):
-    """LATENT of any shape, such as 1,16,3,8,8, or of several with ; between them; drawn, or an empty one."""
+    """Returns a LATENT of `shape`, such as 1,16,3,8,8; with ; between several shapes, one in several parts. `draw`: the
+    seed of its values; a negative one gives zeros."""
     generator = torch.Generator().manual_seed(abs(draw))
     sizes = map(_sides, shape.split(";"))
     parts = [torch.randn(size, generator=generator) * (draw >= 0) for size in sizes]
@@ -63,13 +64,13 @@ def shaped_latent(shape, draw):
 
 @node("TestFlatLatent", [LATENT], [io.Latent.Output()])
 def flat_latent(latent):
-    """A LATENT in several parts, such as video and sound, as one row of numbers each."""
+    """Returns a LATENT in several parts, such as video and sound, as one tensor [batch, numbers]."""
     return {"samples": torch.cat([part.flatten(1) for part in latent["samples"].unbind()], dim=1)}
 
 
 @node("TestFirstFrameKept", [LATENT], [io.Latent.Output()])
 def first_frame_kept(latent):
-    """A video LATENT whose first frame is kept, as Wan22ImageToVideoLatent leaves it."""
+    """Returns a video LATENT whose mask keeps a drawn first frame, as Wan22ImageToVideoLatent does."""
     samples = latent["samples"]
     mask = torch.ones(1, 1, *samples.shape[2:])
     mask[:, :, 0] = 0
@@ -78,14 +79,14 @@ def first_frame_kept(latent):
 
 
 def _with(conditioning: list, **extras: object) -> list:
-    """The prompt with more beside its text."""
+    """Returns the prompt with `extras` added."""
     ((context, extra),) = conditioning
     return [[context, {**extra, **extras}]]
 
 
 @node("TestVideoStart", [PROMPT, LATENT], [io.Conditioning.Output()])
 def video_start(conditioning, latent):
-    """A prompt with the first image of a video, as WanImageToVideo leaves it."""
+    """Adds the first image of a video to a prompt, as WanImageToVideo does."""
     mask = torch.ones_like(latent["samples"])[:, :4]
     mask[:, :, :1] = 0
     seen = SimpleNamespace(penultimate_hidden_states=_drawn([1, 5, 1280], 3))
@@ -96,15 +97,15 @@ def video_start(conditioning, latent):
 
 @node("TestKeyframe", [PROMPT, LATENT], [io.Conditioning.Output()])
 def keyframe(conditioning, latent):
-    """A prompt with the first frame of a video, as MiniMaxH3ImageToVideo leaves it."""
+    """Adds the first frame of a video to a prompt, as MiniMaxH3ImageToVideo does."""
     frame = {"resolved_frame_index": 0, "latent": latent["samples"]}
     return _with(conditioning, minimax_keyframes=[frame], minimax_frame_count=5)
 
 
 @node("TestTextMask", [PROMPT, io.Int.Input("padding", default=2, min=0)], [io.Conditioning.Output()])
 def text_mask(conditioning, padding):
-    """A prompt whose last tokens are padding, as text encoders with a mask leave it; or one that its model's own layers
-    still have to prepare."""
+    """Marks the last `padding` tokens of a prompt as padding, as text encoders with a mask do. With 0, marks the prompt
+    as one that the model's own layers still have to prepare."""
     if not padding:
         return _with(conditioning, unprocessed_ltxav_embeds=True)
     mask = torch.ones(conditioning[0][0].shape[:2], dtype=torch.long)
@@ -118,14 +119,14 @@ def text_mask(conditioning, padding):
     [io.Conditioning.Output()],
 )
 def prompt_extra(conditioning, name, shape, listed):
-    """A prompt with a drawn tensor of `shape` under `name`, or a list of it, as nodes of its model leave it."""
+    """Adds a drawn tensor of `shape`, or a list of it, to a prompt under `name`, as nodes of its model do."""
     drawn = _drawn(_sides(shape), 31)
     return _with(conditioning, **{name: [drawn] if listed else drawn})
 
 
 @node("TestUnknownLoader", [MODEL, io.Boolean.Input("notes")], [io.Model.Output()])
 def unknown_loader(model, notes):
-    """A MODEL as loaders of other packs give it: they note another way to load it, or none."""
+    """Returns a MODEL like one of another pack's loader: it names that pack's loading function (`notes`), or none."""
     model = model.clone()
     model.cached_patcher_init = (unknown_loader, (model, notes)) if notes else None
     return model
@@ -133,17 +134,17 @@ def unknown_loader(model, notes):
 
 @node("TestNumericFlags", [io.String.Input("line")], [io.String.Output()])
 def numeric_flags(line):
-    """What the pack hands on to ranks of a command line."""
+    """Returns the flags of a ComfyUI command line that the pack passes on to ranks."""
     (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
     return " ".join(flags.numeric_flags(parser.parse_args(line.split())))
 
 
 @node("TestWrapper", [MODEL, io.Float.Input("scale", default=0.5)], [io.Model.Output()])
 def wrapped(model, scale):
-    """A MODEL with a wrapper around its network that scales the prompt."""
+    """Returns a MODEL with a wrapper around its network that scales the prompt."""
 
     def wrapper(executor, *args, **kwargs):
-        # The third is the prompt wherever the class has it there; to all models here that matters.
+        # The third argument is the prompt in most classes; in all models here it changes the result.
         return executor(args[0], args[1], args[2] * scale, *args[3:], **kwargs)
 
     model = model.clone()
@@ -153,7 +154,7 @@ def wrapped(model, scale):
 
 @node("TestPlacesOfWeights", [MODEL], [io.String.Output()])
 def places_of_weights(model):
-    """Where a MODEL's parameters lie: the devices, and how many bytes each has."""
+    """Returns JSON: the bytes of a MODEL's parameters by the type of device that holds them."""
     places: dict[str, int] = {}
     for parameter in model.model.diffusion_model.parameters():
         places[parameter.device.type] = places.get(parameter.device.type, 0) + parameter.nbytes

@@ -1,4 +1,4 @@
-"""Tiny text encoders and VAEs, VAEs that another pack has changed, and one that makes no pictures."""
+"""Nodes that return a tiny CLIP, tiny VAEs, VAEs that another pack has changed, and a VAE that makes no pictures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LTX = {
 
 @node("TestClip", outputs=[io.Clip.Output()])
 def clip():
-    """A CLIP of one weight under a name that text encoders' LoRAs go by, for loaders that want one beside a MODEL."""
+    """Returns a CLIP of one layer, under a name that text encoder LoRAs use, for loaders that need MODEL and CLIP."""
     encoder = torch.nn.Module()
     encoder.__dict__["dtype"] = torch.float32
     module = encoder
@@ -58,7 +58,7 @@ def clip():
 
 @node("TestTinyVAE", outputs=VAES)
 def tiny_vae():
-    """A random TAESD for 16 channels, as VAELoader makes one of its file."""
+    """Returns a random TAESD for 16 channels, as VAELoader makes one from its file."""
     generator = torch.Generator().manual_seed(0)
     shapes = {name: tensor.shape for name, tensor in TAESD(latent_channels=16).state_dict().items()}
     sd = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -66,7 +66,7 @@ def tiny_vae():
 
 
 def _drawn(tensors, seed, norm):
-    """Random weights of these shapes; those are around 1 whose names have `norm`."""
+    """Returns random weights of these shapes; weights with `norm` in their names are around 1."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, tensor in tensors.items():
         drawn = torch.randn(tensor.shape, generator=generator)
@@ -76,7 +76,7 @@ def _drawn(tensors, seed, norm):
 
 @node("TestWanVAE", [io.Int.Input("channels", default=3, min=3, max=4)], VAES)
 def wan_vae(channels):
-    """A random VAE of Wan 2.1's kind, narrow, as VAELoader makes one of its file. `channels`: of its pictures."""
+    """Returns a narrow random Wan 2.1 VAE, as VAELoader makes one from its file. `channels`: picture channels."""
     sizes = {"dim": 16, "z_dim": 16, "image_channels": channels, "conv_out_channels": channels}
     network = WanVAE(**sizes, temperal_downsample=[False, True, True])
     return comfy.sd.VAE(sd=_drawn(network.state_dict(), channels, "gamma"))
@@ -84,7 +84,7 @@ def wan_vae(channels):
 
 @node("TestImageVAE", outputs=VAES)
 def image_vae():
-    """A random VAE of Flux.1's kind, as VAELoader makes one of its file, whose encoder is as wide as all of them."""
+    """Returns a random Flux.1 VAE, as VAELoader makes one from its file: a narrow decoder, an encoder of full width."""
     sizes = dict(z_channels=16, resolution=256, in_channels=3, out_ch=3, num_res_blocks=2)
     sizes |= dict(double_z=True, ch_mult=[1, 2, 4, 4], attn_resolutions=[])
     shapes = Decoder(ch=32, **sizes).state_dict(prefix="decoder.")
@@ -95,7 +95,7 @@ def image_vae():
 
 @node("TestLtxVAE", outputs=VAES)
 def ltx_vae():
-    """A random and narrow VAE of LTX-Video's kind, whose decode draws noise."""
+    """Returns a narrow random LTX-Video VAE, which draws noise when it decodes."""
     generator = torch.Generator().manual_seed(1)
     sd = VideoVAE(config=_LTX).state_dict()
     for name, tensor in sd.items():
@@ -112,14 +112,14 @@ def ltx_vae():
     not_idempotent=True,
 )
 def seed(latent, number):
-    """Sets what the decode behind it draws its noise by."""
+    """Seeds the generator from which the next decode draws its noise, and passes the LATENT on."""
     torch.manual_seed(number)
     return latent
 
 
 @node("TestShapeVAE", outputs=VAES)
 def shape_vae():
-    """A VAE with nothing of Hunyuan3D's but its class."""
+    """Returns a VAE that has the class of Hunyuan3D's VAE and nothing else of it."""
     vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
     vae.first_stage_model.__class__ = ShapeVAE
     return vae
@@ -127,7 +127,7 @@ def shape_vae():
 
 @node("TestCircularVAE", [VAE], VAES)
 def circular_vae(vae):
-    """A VAE whose convolutions wrap round the image, as packs for seamless textures make it."""
+    """Makes the convolutions of a VAE wrap around the image, as packs for seamless textures do."""
     for layer in vae.first_stage_model.modules():
         if isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (3, 3):
             layer.padding_mode = "circular"
@@ -140,17 +140,17 @@ def _other_swish(x):
 
 @node("TestOtherSwish", [VAE, io.Boolean.Input("replaced")], VAES)
 def other_swish(vae, replaced):
-    """Replaces a function that ComfyUI's VAEs compute with, or puts it back, as packs that speed them up do."""
+    """Replaces the activation function of ComfyUI's VAEs, as packs that speed them up do, or puts it back."""
     layers.nonlinearity = _other_swish if replaced else SWISH
     return vae
 
 
 @node("TestScaledVAE", [VAE], VAES)
 def scaled_vae(vae):
-    """A VAE with one of its weights halved, in place.
+    """Halves one weight of a VAE in place.
 
-    Doubled, what is clamped to pixels of at most 1 is 2.8, and its rounding grows along: with oneDNN's AVX2
-    convolutions ComfyUI on one thread and on two then differ by 1.2e-5.
+    A doubled weight would give pixels of up to 2.8 before the clamp to 1, with larger rounding errors: ComfyUI on one
+    thread and on two would then differ by 1.2e-5 with oneDNN's AVX2 convolutions.
     """
     vae.first_stage_model.decoder.conv_out.weight.mul_(0.5)
     return vae

@@ -1,4 +1,4 @@
-"""Made-up inputs: conditioning, latents, masks, styles, values of any type; and a node that makes samplers."""
+"""Nodes that make inputs (conditioning, images, latents, masks, styles, values of any type), and one that samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .node import node
     [io.Conditioning.Output()],
 )
 def conditioning(draw, tokens, width, pooled_width, batch, guidance):
-    """CONDITIONING drawn from a seed: context ``[batch, tokens, width]`` and pooled ``[batch, pooled_width]``."""
+    """Returns CONDITIONING of seed `draw`: context ``[batch, tokens, width]`` and pooled ``[batch, pooled_width]``."""
     generator = torch.Generator().manual_seed(draw)
     context = torch.randn(batch, tokens, width, generator=generator)
     extras = {"pooled_output": torch.randn(batch, pooled_width, generator=generator)}
@@ -42,7 +42,7 @@ def conditioning(draw, tokens, width, pooled_width, batch, guidance):
     [io.Image.Output()],
 )
 def image(width, height, batch, channels):
-    """IMAGE ``[batch, height, width, channels]`` of noise, sides in pixels."""
+    """Returns an IMAGE ``[batch, height, width, channels]`` of noise, sides in pixels."""
     return torch.rand(batch, height, width, channels, generator=torch.Generator().manual_seed(width))
 
 
@@ -61,8 +61,8 @@ def image(width, height, batch, channels):
     [io.Latent.Output()],
 )
 def latent(width, height, batch, draw, batch_index, noise_mask, channels=16, frames=0):
-    """LATENT ``[batch, 16, height, width]`` in latent units (eighths of a pixel), odd sides included; with frames
-    ``[batch, 16, frames, height, width]``."""
+    """Returns a LATENT ``[batch, channels, height, width]``, with frames ``[batch, channels, frames, height, width]``.
+    Sides are in latent units (8 pixels) and may be odd."""
     shape = (batch, channels, *((frames,) if frames else ()), height, width)
     if draw < 0:
         found = {"samples": torch.zeros(shape)}
@@ -87,7 +87,8 @@ def latent(width, height, batch, draw, batch_index, noise_mask, channels=16, fra
     [io.Conditioning.Output()],
 )
 def attention_mask(conditioning, rows, columns, boolean):
-    """A mask as StyleModelApply leaves it: an image's left half does not see the last words of the prompt."""
+    """Adds an attention mask, as StyleModelApply does: the image's left half does not see the prompt's last half. The
+    mask is `boolean`, or additive with random values."""
     ((context, extra),) = conditioning
     text, size = context.shape[1], context.shape[1] + rows * columns
     left = torch.arange(rows * columns) % columns < columns // 2
@@ -103,7 +104,7 @@ def attention_mask(conditioning, rows, columns, boolean):
 
 @node("TestStyle", outputs=[io.StyleModel.Output(), io.ClipVisionOutput.Output()])
 def style():
-    """A random Redux for prompts of 64 channels, and an image as CLIP Vision sees it."""
+    """Returns a random Redux for prompts of 64 channels, and a random output of CLIP Vision for one image."""
     generator = torch.Generator().manual_seed(0)
     redux = ReduxImageEncoder(redux_dim=8, txt_in_features=64, dtype=torch.float32).requires_grad_(False)
     for parameter in redux.parameters():
@@ -115,7 +116,7 @@ def style():
 
 @node("TestAnything", [io.String.Input("value")], [io.AnyType.Output()])
 def anything(value):
-    """A value of any type, from JSON, over a link that fits everywhere."""
+    """Returns a value of any type, parsed from JSON, over a link that fits every input."""
     return json.loads(value)
 
 
@@ -131,7 +132,7 @@ def anything(value):
     enable_expand=True,
 )
 def twice(sampler, model, prompt, latent):
-    """Samples, and what came of that once more, by two nodes of a sampler's class, as packs of loops make them."""
+    """Samples, then samples the result again: expands to two nodes of the class `sampler`, as packs with loops do."""
     graph = GraphBuilder()
     settings = {"steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "seed": 3}
     wired = {"positive": prompt, "negative": prompt, **settings}

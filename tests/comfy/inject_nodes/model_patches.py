@@ -1,4 +1,4 @@
-"""Tiny networks of ComfyUI's own patches of models, as ModelPatchLoader makes them of a file, and what feeds them."""
+"""Nodes for ComfyUI's own model patches: tiny patch networks, as ModelPatchLoader makes them, and their inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 @node("TestModelPatch", [io.Combo.Input("kind", options=list(KINDS))], [io.ModelPatch.Output()])
 def model_patch(kind):
-    """A MODEL_PATCH with random weights."""
+    """Returns a MODEL_PATCH with random weights."""
     network = KINDS[kind]()
     network.load_state_dict(drawn(network))
     return ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
@@ -34,21 +34,21 @@ def model_patch(kind):
 
 @node("TestSeenImage", outputs=[io.ClipVisionOutput.Output()])
 def seen_image():
-    """What an encoder of images sees in one, layer by layer: CLIP_VISION_OUTPUT."""
+    """Returns a random CLIP_VISION_OUTPUT: an image encoder's hidden states of each layer."""
     layers = torch.randn(1, 24, 9, 12, generator=torch.Generator().manual_seed(5))
     return SimpleNamespace(all_hidden_states=layers, penultimate_hidden_states=layers[:, -2])
 
 
 @node("TestHeardSound", [io.Int.Input("draw", default=6)], [io.AudioEncoderOutput.Output()])
 def heard_sound(draw):
-    """What an encoder of sound hears, layer by layer: AUDIO_ENCODER_OUTPUT."""
+    """Returns a random AUDIO_ENCODER_OUTPUT: a sound encoder's hidden states of each layer."""
     generator = torch.Generator().manual_seed(draw)
     return {"encoded_audio_all_layers": [torch.randn(1, 30, 768, generator=generator) for _ in range(13)]}
 
 
 @node("TestSplatModel", [io.Model.Input("model")], [io.Model.Output(), io.Vae.Output()])
 def splat_model(model):
-    """A MODEL and a VAE with what a preview of TripoSplat asks them for before sampling; no decoder."""
+    """Returns a MODEL and a VAE with the attributes that TripoSplat's preview reads before sampling; no decoder."""
     model.model.diffusion_model.q_token_length = 4
     stage = SimpleNamespace(gaussians_per_point=1, gs=SimpleNamespace(model_channels=8))
     return [model, SimpleNamespace(first_stage_model=stage, vae_dtype=torch.float32, patcher=None)]

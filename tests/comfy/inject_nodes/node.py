@@ -1,4 +1,4 @@
-"""A node from one function: its inputs, its outputs, and what it does."""
+"""Decorators that make a test-only node from one function."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NODES: list[type[io.ComfyNode]] = []
 def node(
     node_id: str, inputs: Sequence = (), outputs: Sequence = (), *, anew: bool = False, **schema: Any
 ) -> Callable[[Callable], Callable]:
-    """Makes a node of the function below, which gives its output, or a list of several. `anew`: it runs in each prompt,
-    whatever was asked before."""
+    """Returns a decorator that makes a node from a function, which returns the output or a list of several. `anew`: the
+    node runs in each prompt, and ComfyUI never takes its output from the cache."""
 
     def register(run: Callable) -> Callable:
         def define_schema(cls) -> io.Schema:
@@ -37,5 +37,5 @@ def node(
 
 
 def save(node_id: str, value: Any, **schema: Any) -> Callable[[Callable], Callable]:
-    """A node at the end of a graph that writes a value to a path."""
+    """Returns a decorator for a node at the end of a graph, which writes a value to a path."""
     return node(node_id, [value, io.String.Input("path")], is_output_node=True, **schema)

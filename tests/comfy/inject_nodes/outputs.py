@@ -1,4 +1,4 @@
-"""Writes latents, images and texts of a graph under the output folder."""
+"""Nodes that write latents, images and texts of a graph to files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .node import node, save
 
 
 def output_path(path: str) -> Path:
-    """``path`` under ComfyUI's output folder, its parents made."""
+    """Returns ``path`` under ComfyUI's output folder, after creating its parent folders."""
     target = Path(folder_paths.get_output_directory()) / path
     target.parent.mkdir(parents=True, exist_ok=True)
     return target
@@ -22,19 +22,19 @@ def output_path(path: str) -> Path:
 
 @save("TestSaveLatent", io.Latent.Input("latent"))
 def save_latent(latent, path):
-    """Write a LATENT's samples as safetensors (key ``samples``) to a path under the output folder."""
+    """Writes a LATENT's samples as safetensors (key ``samples``) to a path under the output folder."""
     save_file({"samples": latent["samples"].contiguous().cpu()}, output_path(path))
 
 
 @save("TestSaveImage", io.Image.Input("image"))
 def save_image(image, path):
-    """Write an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
+    """Writes an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
     save_file({"image": image.contiguous().cpu()}, output_path(path))
 
 
 @save("TestSaveText", io.String.Input("text", force_input=True))
 def save_text(text, path):
-    """Write a STRING to a path under the output folder."""
+    """Writes a STRING to a path under the output folder."""
     output_path(path).write_text(text)
 
 
@@ -48,7 +48,7 @@ def save_text(text, path):
     is_output_node=True,
 )
 def append(line, path, after):
-    """Appends a line to a file, once another one exists, however long that takes."""
+    """Waits until the file `after` exists, without a time limit, then appends `line` to the file `path`."""
     while not Path(after).exists():
         comfy.model_management.throw_exception_if_processing_interrupted()
         time.sleep(0.01)

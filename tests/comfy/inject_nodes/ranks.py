@@ -1,4 +1,4 @@
-"""Looks at the pack's ranks from inside ComfyUI's process, and changes what they stand on."""
+"""Nodes in ComfyUI's process that inspect the pack's ranks, and change what the pack finds around it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATENT, LATENTS = io.Latent.Input("latent"), [io.Latent.Output()]
 
 
 def _module(name: str) -> ModuleType:
-    """The pack's module whose name ends so."""
+    """Returns the pack's loaded module whose name ends with `name`."""
     (found,) = (module for known, module in list(sys.modules.items()) if known.endswith(name))
     return found
 
@@ -45,14 +45,14 @@ def _wait_until(condition: Callable[[], bool], what: str) -> None:
     [io.String.Output()],
 )
 def rank_states(nonce):
-    """The states of the pack's groups of ranks in this process, in words."""
+    """Returns the states of the pack's rank groups in this process, in words."""
     return " ".join(sidecar.state.value for sidecar in _sidecars())
 
 
 @node("TestUnload", [io.Model.Input("model")], [io.String.Output()])
 def unload(model):
-    """Unloads a MODEL as ComfyUI does where another one needs room; tells whether ranks have it before,
-    after an attempt under --highvram, and after one without: "held" or "gone", whatever else they hold."""
+    """Unloads a MODEL as ComfyUI does when another one needs room. Returns "held" or "gone" three times, for this model
+    only: before, after an attempt with --highvram, and after one without."""
     spec = model.job_model.spec
 
     def held() -> str:
@@ -69,15 +69,15 @@ def unload(model):
 
 @node("TestNoFreeMemory", [LATENT, io.Boolean.Input("pretend")], LATENTS)
 def no_free_memory(latent, pretend):
-    """Passes a LATENT on; from then on ComfyUI believes that its device has no memory left, or again what is true."""
-    # No code of this pack's: that would go to the ranks with the next job.
+    """Passes a LATENT on; from then on ComfyUI finds no free memory on its device (`pretend`), or the true amount."""
+    # A Mock: a function of this pack would be sent to the ranks with the next job.
     comfy.model_management.get_free_memory = Mock(return_value=1) if pretend else FREE_MEMORY
     return latent
 
 
 @node("TestOtherPlatform", [LATENT, io.Boolean.Input("pretend")], LATENTS)
 def other_platform(latent, pretend):
-    """Passes a LATENT on; from then on the pack believes that it runs on Windows, or again where it does."""
+    """Passes a LATENT on; from then on the pack finds Windows as its platform (`pretend`), or the true platform."""
     supervisor = _module(".parallel_backend.sidecar.group.supervisor")
     supervisor.sys = SimpleNamespace(platform="win32") if pretend else sys
     return latent
@@ -85,7 +85,7 @@ def other_platform(latent, pretend):
 
 @node("TestUntilHeld", [LATENT, io.String.Input("file")], LATENTS)
 def until_held(latent, file):
-    """Passes a LATENT on once the pack's ranks hold a model of this file, as a slow tail of a prompt would."""
+    """Passes a LATENT on once the pack's ranks hold a model of `file`, like a slow last node of a prompt."""
     _wait_until(
         lambda: any(model.path.endswith(file) for sidecar in _sidecars() for model in sidecar.models),
         f"ranks hold {file}",
@@ -99,7 +99,7 @@ def until_held(latent, file):
     [io.Conditioning.Output()],
 )
 def until_early(conditioning, count):
-    """Passes a CONDITIONING on once so many texts of waiting prompts were encoded ahead by the devices."""
+    """Passes a CONDITIONING on once the devices have encoded `count` texts of waiting prompts in advance."""
 
     def encoded() -> int:
         encoders = [one.early for one in list(_module(".nodes.job.ship")._alive) if hasattr(one, "early")]
@@ -110,7 +110,7 @@ def until_early(conditioning, count):
 
 
 def fork_ranks(prompt: dict) -> dict:
-    """Has the pack's ranks forked from a prepared process from the first prompt on (tests/support/forked_ranks.py)."""
+    """Makes the pack fork its ranks from a prepared process as of the first prompt (tests/support/forked_ranks.py)."""
     supervisor = _module(".parallel_backend.sidecar.group.supervisor")
     if supervisor.subprocess is subprocess:
         path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"

@@ -1,4 +1,4 @@
-"""Encoders of ComfyUI's own classes, of tiny sizes, for texts (with its own tokenizers), pictures and sound."""
+"""Nodes that return tiny encoders of ComfyUI's own classes, for texts (with its tokenizers), pictures and sound."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _LLM = {
     "num_key_value_heads": 1,
 }
 _WIDTHS = ("hidden_size", "intermediate_size", "d_model", "d_ff")
-_SMALL = {"vocab_size": 400}  # of encoders with the tokenizer in PIECES
-PIECES = "pieces.model"  # a sentencepiece model, which the files of such encoders carry
+_SMALL = {"vocab_size": 400}  # for encoders whose tokenizer is in PIECES
+PIECES = "pieces.model"  # a sentencepiece model; real files of such encoders contain it
 
 CLIP, CLIPS = io.Clip.Input("clip"), [io.Clip.Output()]
-# (class of the encoder, class of the tokenizer, sizes by the key under which ComfyUI looks for them)
+# {kind: (class of the encoder, class of the tokenizer, {ComfyUI's key for the sizes: sizes})}
 _KINDS = {
     "clip_l": (comfy.sd1_clip.SD1ClipModel, comfy.sd1_clip.SD1Tokenizer, {"clip_l": _CLIP}),
     "t5": (flux.flux_clip(), flux.FluxTokenizer, {"clip_l": _CLIP, "t5xxl": _T5}),
@@ -85,7 +85,7 @@ _KINDS = {
     CLIPS,
 )
 def encoder(kind, clip_name, draw, scale=1):
-    """A CLIP of random weights, which lie in `clip_name` as a loader's do."""
+    """Returns a CLIP with the weights in the file `clip_name`; writes random ones first if there is no such file."""
     path = Path(folder_paths.models_dir) / "text_encoders" / clip_name
     clip = _make(kind, scale)
     if not path.exists():
@@ -103,7 +103,7 @@ def _make(kind: str, scale: int) -> comfy.sd.CLIP:
     target = types.SimpleNamespace(params={}, clip=model, tokenizer=tokenizer)
     options = {f"{name}_model_config": _scaled(one, scale) for name, one in sizes.items()}
     options["dtype"] = torch.float32
-    # Only some of the tests write it.
+    # Only some tests write this file.
     pieces = Path(folder_paths.models_dir) / "text_encoders" / PIECES
     model = torch.frombuffer(bytearray(pieces.read_bytes() if pieces.exists() else b"-"), dtype=torch.uint8)
     return comfy.sd.CLIP(
@@ -131,7 +131,7 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 @node("TestVision", outputs=[io.ClipVision.Output()])
 def vision():
-    """A CLIP_VISION of random weights."""
+    """Returns a CLIP_VISION with random weights."""
     found = ClipVisionModel(_VISION)
     _draw(found.model)
     return found
@@ -139,7 +139,7 @@ def vision():
 
 @node("TestHearing", outputs=[io.AudioEncoder.Output(), io.Audio.Output()])
 def hearing():
-    """An AUDIO_ENCODER of random weights, and a second of sound."""
+    """Returns an AUDIO_ENCODER with random weights, and one second of sound."""
     found = AudioEncoderModel(dict(_HEARING))
     _draw(found.model)
     sound = torch.randn(1, 1, 16000, generator=torch.Generator().manual_seed(1))
@@ -152,14 +152,14 @@ def hearing():
     CLIPS,
 )
 def encoder_lora(clip, lora_name, strength):
-    """Puts a LoRA on a CLIP by ComfyUI's own function, without the MODEL that its node wants."""
+    """Puts a LoRA on a CLIP with ComfyUI's own function, without the MODEL that its node needs."""
     lora = load_file(folder_paths.get_full_path("loras", lora_name))
     return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
 
 
 @node("TestMapped", [CLIP, io.String.Input("file")], [io.String.Output()])
 def mapped(clip, file):
-    """How many bytes of a CLIP's weights are pages of a file, and how many there are in all."""
+    """Returns two numbers: the bytes of a CLIP's weights that are pages of the mapped file, and all their bytes."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)]
     ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
     weights = list(clip.cond_stage_model.parameters())
@@ -169,7 +169,7 @@ def mapped(clip, file):
 
 @node("TestWrittenInto", [CLIP], CLIPS)
 def written_into(clip):
-    """A CLIP whose first encoder answers with the half of what it found: a pack's function in place of a method."""
+    """Returns a CLIP whose first encoder returns half of its result: a pack's function replaces its method."""
     found = clip.clone()
     before = found.cond_stage_model.clip_l.encode_token_weights
 
@@ -183,7 +183,7 @@ def written_into(clip):
 
 @save("TestSaveTensors", io.AnyType.Input("value"))
 def save_tensors(value, path):
-    """Write the tensors of anything as safetensors, by their place in it."""
+    """Writes the tensors of any value as safetensors, named by their position in it."""
     save_file({name: one.contiguous().cpu() for name, one in _tensors(value, "")}, output_path(path))
 
 

@@ -1,6 +1,6 @@
-"""Files of models of ComfyUI's own classes, tiny and random.
+"""Tiny random model files of ComfyUI's own classes.
 
-A file has the key layout that stock loaders detect, so sizes are free only where detection reads them from the weights.
+A file has the key layout that stock loaders detect. Only sizes that detection reads from the weights can be chosen.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def wan() -> nn.Module:
 
 
 def wan_causal() -> nn.Module:
-    """The same weights, of which the file's metadata says that frames come one after the other."""
+    """Returns a network with the weights of `wan`; the file's metadata says that it makes one frame after another."""
     return _wan("WanModel", "t2v", num_layers=2)
 
 
 def wan_talk() -> nn.Module:
-    """Of a width that 40 heads divide, as those of InfiniteTalk's audio do."""
+    """Returns a Wan of width 640: the 40 heads of InfiniteTalk's audio attention must divide it."""
     return _wan("WanModel", "i2v", in_dim=36, dim=640, num_heads=5)
 
 
@@ -55,7 +55,7 @@ def wan_i2v() -> nn.Module:
 
 
 def wan_ti2v() -> nn.Module:
-    """Wan 2.2's of 5 billion parameters, with a latent space of its own."""
+    """Returns a network like the 5B model of Wan 2.2, which has a different latent space."""
     return _wan("WanModel", "t2v", in_dim=48, out_dim=48)
 
 
@@ -88,7 +88,7 @@ def hunyuan_video(**changes) -> nn.Module:
 
 
 def skyreels_i2v() -> nn.Module:
-    """SkyReels-V1, which takes the first image beside the latent."""
+    """Returns a network like SkyReels-V1, which takes the first image as further channels of the latent."""
     return hunyuan_video(in_channels=32)
 
 
@@ -163,8 +163,8 @@ def unet_controlnet() -> nn.Module:
 
 
 def sdxl() -> nn.Module:
-    """Of the depths by which KOALA is known, the smallest of SDXL's kind, and a third as wide at its lowest
-    resolution."""
+    """Returns a UNet with the depths by which ComfyUI detects KOALA 700M, a small model of SDXL's kind. At its lowest
+    resolution it is a quarter as wide."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     return UNetModel(
@@ -186,7 +186,7 @@ def sound() -> nn.Module:
 
 
 def sound_conditioner() -> nn.Module:
-    """What tells Stable Audio how long a sound is, beside its network."""
+    """Returns the part of Stable Audio's file that encodes how long a sound is; the network does not contain it."""
     from comfy.ldm.audio.embedders import NumberConditioner
 
     parts = {name: NumberConditioner(768) for name in ("seconds_start", "seconds_total")}
@@ -194,7 +194,7 @@ def sound_conditioner() -> nn.Module:
 
 
 def qwen_image() -> nn.Module:
-    """Its width is no free size: one block of it is as large as this can be."""
+    """Returns a Qwen-Image of one block: detection fixes its width, so more blocks would be too large for a test."""
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
     return QwenImageTransformer2DModel(
@@ -269,7 +269,7 @@ FILES: dict[str, tuple[Callable[[], nn.Module], str, dict | None]] = {
 
 
 def drawn(module: nn.Module, seed: int = 7) -> dict[str, Tensor]:
-    """Weights that keep the variance of what goes in, so that every input matters and nothing overflows."""
+    """Returns random weights that keep the variance of the input, so that every input matters and nothing overflows."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, tensor in module.state_dict().items():
@@ -284,7 +284,7 @@ def drawn(module: nn.Module, seed: int = 7) -> dict[str, Tensor]:
 
 
 def in_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The matrices of blocks with a scale each, as ComfyUI's quantised files have them."""
+    """Returns `tensors` with the blocks' matrices in fp8, a scale for each, as in ComfyUI's quantised files."""
     found = dict(tensors)
     layer_format = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
     for name, tensor in tensors.items():
@@ -298,7 +298,7 @@ def in_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tensors_of(kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata) of a file."""
+    """Returns (tensors, metadata) of the file of this kind."""
     build, prefix, config = FILES[kind]
     module = build()
     dtype = next(module.parameters()).dtype

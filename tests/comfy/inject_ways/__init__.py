@@ -1,4 +1,4 @@
-"""A test-only pack that reaches into networks in the ways that other packs do, and undoes it."""
+"""A test-only pack that changes networks in the ways that other packs do, and undoes the changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def comfy_entrypoint() -> WaysExtension:
 
 
 def share_small_attention() -> None:
-    """In a rank: has devices share out the attention of a tiny model too."""
+    """Makes the ranks split attention among devices even for a tiny model; does nothing in ComfyUI's process."""
     if torch.distributed.is_initialized():
         sys.modules["parallel_backend.engine.attention.queries"].MIN_KEYS = 1
 

@@ -1,4 +1,4 @@
-"""The node that changes a model in one of WAYS, and the one that takes the change back."""
+"""Nodes that change a model in one of WAYS, undo the change, and set how long the pack waits for ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CATEGORY = "parallel/testing"
 
 
 class TestReach(io.ComfyNode):
-    """Changes what a MODEL's network computes, in the way that is named, until TestUndo runs."""
+    """A node that changes what a MODEL's network computes, in one of WAYS, until TestUndo runs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -27,7 +27,7 @@ class TestReach(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> float:
-        return time.monotonic()  # the change must be made again, even where nothing else differs
+        return time.monotonic()  # always runs: the change must be made again even if no input differs
 
     @classmethod
     def execute(cls, model, way) -> io.NodeOutput:
@@ -36,7 +36,7 @@ class TestReach(io.ComfyNode):
 
 
 class TestUndo(io.ComfyNode):
-    """Takes back what TestReach has changed, once these LATENTs are there, and passes a MODEL on."""
+    """A node that undoes TestReach's change once these LATENTs are computed, and passes a MODEL on."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -63,7 +63,7 @@ class TestUndo(io.ComfyNode):
 
 
 class TestPatience(io.ComfyNode):
-    """From then on the pack waits this long for ranks that say nothing; with 0 as long as it does for a user."""
+    """A node that sets how many seconds the pack waits for silent ranks; 0 restores the usual deadlines."""
 
     before: ClassVar[dict[str, float]] = {}
 

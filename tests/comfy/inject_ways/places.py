@@ -1,4 +1,4 @@
-"""Where ways reach into the networks of three families."""
+"""The places in the networks of three families that WAYS change."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """`block`, `weight` and `number` are paths from the network; `child` is one from the block."""
+    """The places in one network. `block`, `weight` and `number` are paths in it; `child` is a path in the block."""
 
-    block: str  # an entry of a ModuleList, with tokens [B, L, C] as its first argument and as its answer
-    child: str  # a layer of the block, with tokens as its only argument and as its answer
+    block: str  # an entry of a ModuleList; takes tokens [B, L, C] as its first argument and returns tokens
+    child: str  # a layer of the block; takes only tokens and returns tokens
     weight: str
     number: str  # a plain number that the network computes with
     changed_to: float
-    method: str  # of the network, between `forward` and its blocks
+    method: str  # a method of the network that `forward` calls and that calls the blocks
     attention: tuple[str, str]  # the module whose global the block calls, and the global's name
-    replaced: tuple[str, int] | None  # the block's name among `patches_replace["dit"]`
+    replaced: tuple[str, int] | None  # the block's key in `patches_replace["dit"]`, None if it has none
 
 
 PLACES = {

@@ -1,6 +1,6 @@
-"""Ways to change what a network computes, in the manner of popular packs.
+"""Ways in which popular packs change what a network computes.
 
-Each mixes positions that lie far apart, so that a device which computes it over its share alone gives something else.
+Each mixes positions that are far apart, so a device that computes it over its shard alone gets a different result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _undo: list[Callable[[], object]] = []
 
 
 def change(model: ModelPatcher, way: str) -> ModelPatcher:
-    """A clone of `model`, changed."""
+    """Returns a clone of `model` with the change `way`."""
     network = model.model.diffusion_model
     place = next(PLACES[kind.__name__] for kind in type(network).__mro__ if kind.__name__ in PLACES)
     model = model.clone()
@@ -37,12 +37,12 @@ def undo_all() -> None:
 
 
 def stirred(x: Tensor) -> Tensor:
-    """Tokens [B, L, C], or an image or video: each position with a part of the one across."""
+    """Returns tokens [B, L, C], or an image or video, with a part of the opposite position added to each position."""
     return x + 0.2 * x.flip(1 if x.ndim == 3 else -1)
 
 
 class Stirring(nn.Module):
-    """A module whose answer is stirred."""
+    """A module that returns the stirred result of `inner`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _stirring(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute, and notes how to take it back."""
+    """Sets an attribute, and registers how to undo it."""
     before = vars(owner).get(name, _undo)
 
     def back() -> None:

@@ -1,6 +1,6 @@
-"""A test-only pack that fails in rank 1, in the way that its folder is called after: `parallel_test_breaks` cannot be
-imported there, `…_hangs` never ends its import, `…_ends` ends the process and `…_raises` raises as it computes. What
-`…_locks` puts on a model cannot be sent to any rank."""
+"""A test-only pack that fails in the way that its folder's name says. In rank 1, `parallel_test_breaks` cannot be
+imported, `…_hangs` never finishes its import, `…_ends` ends the process and `…_raises` raises during a step.
+`…_locks` gives a model an object that cannot be sent to any rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Fails:
 
 
 class LockedGuider(CFGGuider):
-    """Cannot be sent either."""
+    """A guider with a lock, which cannot be sent to a rank."""
 
     def __init__(self, model) -> None:
         super().__init__(model)

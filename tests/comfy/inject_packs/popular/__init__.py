@@ -1,4 +1,4 @@
-"""A test-only pack in the manner of popular ones: what they do to models, guiders and samplers."""
+"""A test-only pack that changes models, guiders and samplers in the ways of popular packs."""
 
 from __future__ import annotations
 

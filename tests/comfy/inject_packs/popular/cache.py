@@ -1,4 +1,4 @@
-"""A step cache: skips the network where its input has changed little, and adds what it added the last time."""
+"""A step cache: if the network's input has changed little, it skips the network and adds its last change again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def cached_forward(self, img, *args, transformer_options=None, **kwargs):
-    """In place of Flux's `forward_orig`; the state lies on the network."""
+    """Replaces Flux's `forward_orig`; stores its state as an attribute of the network."""
     settings, state = transformer_options["test_cache"], self.__dict__.setdefault("test_cache", {})
     if transformer_options["sigmas"][0] == settings["first"]:
         state.clear()
@@ -29,8 +29,8 @@ def cached_forward(self, img, *args, transformer_options=None, **kwargs):
 
 
 class TestStepCache:
-    """Has Flux skip steps. `on_the_edge`: the change is the limit itself, and all ranks but the first find it larger by
-    the last bit."""
+    """A node that lets Flux skip steps. `on_the_edge`: the change equals the limit in rank 0, and is larger by the last
+    bit in all other ranks."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
 

@@ -1,4 +1,4 @@
-"""Nodes that change a model: an image's embeddings in its attention, blocks in closures, another attention kernel."""
+"""Nodes that change a model: image embeddings in its attention, closures around blocks, another attention kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 class Projection(nn.Module):
-    """Keys and values that an adapter makes of an image's embeddings."""
+    """The layers of an adapter that make keys and values from an image's embeddings."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Projection(nn.Module):
 
 
 class EmbeddingAttention:
-    """Stands in for a cross attention: what it gives, and beside it attention over the embeddings."""
+    """A replacement of a cross attention, which adds attention over the embeddings to its result."""
 
     def __init__(self, projection: Projection, embeddings: Tensor, weight: float) -> None:
         self.projection, self.embeddings, self.weight = projection, embeddings, weight
@@ -41,7 +41,7 @@ class EmbeddingAttention:
 
 
 class TestEmbeddings:
-    """Has each cross attention of a UNet see an image's embeddings too."""
+    """A node that adds attention over an image's embeddings to each cross attention of a UNet."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
 
@@ -59,7 +59,7 @@ class TestEmbeddings:
 
 
 class TestBlockClosure:
-    """Puts a closure around each block of a list, which steers tokens by what all of them have in common."""
+    """A node that puts a closure around each block of a list; the closure shifts all tokens depending on their mean."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
 
@@ -91,7 +91,7 @@ class TestBlockClosure:
 def smoothed_attention(
     func, q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, **rest
 ):
-    """Attention that takes off keys what they have in common, as quantised kernels do, at another temperature."""
+    """Attends at another temperature after subtracting the mean of the keys, as quantised kernels do."""
     if not skip_reshape:
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
     if mask is not None and mask.ndim < 4:
@@ -102,7 +102,7 @@ def smoothed_attention(
 
 
 class TestAttentionKernel:
-    """Has the model attend with the pack's kernel."""
+    """A node that replaces the model's attention with the pack's kernel."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
 
@@ -120,14 +120,14 @@ _calculate_weight = comfy.lora.calculate_weight
 
 
 def counted(*args, **kwargs):
-    """ComfyUI's function that puts patches into a weight; notes each call."""
+    """Calls ComfyUI's function that applies patches to a weight, and writes a line to a file for each call."""
     with (Path(folder_paths.get_output_directory()) / "counted.txt").open("a") as file:
         file.write("called\n")
     return _calculate_weight(*args, **kwargs)
 
 
 class TestCountedPatching:
-    """Counts how often ComfyUI computes a weight with its patches, in any process, as long as it is on."""
+    """A node that counts how often ComfyUI applies patches to a weight, in all processes, until `on` is false."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "count", ("MODEL",)
 

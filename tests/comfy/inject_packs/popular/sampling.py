@@ -1,4 +1,4 @@
-"""A guider and a sampler of the pack's classes."""
+"""A guider and a sampler of the pack's own classes, and a node that calls the model itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comfy.samplers import KSAMPLER, CFGGuider, calc_cond_batch
 
 
 class MomentumGuider(CFGGuider):
-    """CFG whose direction keeps half of the one before."""
+    """A CFG guider that adds a part of its previous direction, `momentum`, to each new one."""
 
     def set_momentum(self, momentum: float) -> None:
         self.momentum, self.before = momentum, None
@@ -26,7 +26,7 @@ class MomentumGuider(CFGGuider):
 
 
 class TestPackGuider:
-    """A GUIDER of the pack's class."""
+    """A node that returns a GUIDER of the pack's class."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("GUIDER",)
 
@@ -50,7 +50,7 @@ class TestPackGuider:
 
 
 class RestlessSampler(KSAMPLER):
-    """Draws noise from two sources, and looks ahead where the prediction has changed much."""
+    """A sampler that draws noise from two generators. If the prediction has changed much, it calls the model again."""
 
     def __init__(self, noise: float) -> None:
         super().__init__(self.steps)
@@ -76,7 +76,7 @@ class RestlessSampler(KSAMPLER):
 
 
 class TestPackSampler:
-    """A SAMPLER of the pack's class."""
+    """A node that returns a SAMPLER of the pack's class."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("SAMPLER",)
 
@@ -89,7 +89,7 @@ class TestPackSampler:
 
 
 class TestDirectCalls:
-    """Takes two steps of its own, by calls of the model outside of ComfyUI's samplers, and one of its network."""
+    """A node that samples without ComfyUI's samplers: two steps call the model, a third one calls its network."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "sample", ("LATENT",)
 

@@ -1,4 +1,4 @@
-"""A test-only pack that registers routes, starts a thread and opens a socket as it is imported."""
+"""A test-only pack that registers routes, starts a thread and opens a socket when it is imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _tick() -> None:
         time.sleep(0.2)
 
 
-# In a rank it is one that keeps an interpreter from ending by itself.
+# In a rank the thread is not a daemon, so it keeps the interpreter from exiting.
 threading.Thread(target=_tick, daemon=not torch.distributed.is_initialized()).start()
 
 
