@@ -1,4 +1,4 @@
-"""Samplers that are no nodes of the graph: others make them while the prompt runs, as packs of loops do."""
+"""Samplers that a node adds while the prompt runs, as loop packs do, give the stock latent and report on that node."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from differences import relative_difference
 from graphs import STOCK, Graph
 
-EXACT = 1e-4  # of the largest value
+EXACT = 1e-4  # relative to the largest value
 
 
 def _sampled(comfy, sampler: str, *, stock: bool) -> tuple[torch.Tensor, str]:
-    """The latent, and the id of the node that makes the samplers."""
+    """Returns (the latent, the id of the node that adds the samplers)."""
     graph = Graph()
     model = graph.model(STOCK, comfy.write_flux("tiny_dev.safetensors"))
     if not stock:

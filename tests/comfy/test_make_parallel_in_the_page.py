@@ -1,5 +1,5 @@
-"""In a real browser: one click puts Parallel Model behind every loader of a workflow, also inside subgraphs; one undo,
-or another click, takes it out again, and links and values are as they were."""
+"""In a real browser, one click puts Parallel Model behind every loader of a workflow, also inside subgraphs. One undo
+or another click takes it out again and restores all links and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pages import command, menu_of, show_prompt, words_of
 
 UNET = "tiny_made.safetensors"
 MODELS = {UNET: 2}
-# [from, to, input] of each link by node class, in each graph.
+# Lists [source class, target class, input name] of each link, for each graph and subgraph.
 LINKS = """() => [app.rootGraph ?? app.graph, ...(app.rootGraph ?? app.graph).subgraphs.values()].map(graph =>
   [...graph.links.values()].map(link => [
     graph.getNodeById(link.origin_id)?.type ?? 'outside',
@@ -30,7 +30,7 @@ MENU = """() => app.canvas.getCanvasMenuOptions().map(item => item?.content).fil
 
 
 def _graph() -> Graph:
-    """Two loaders, one of whose models takes two ways."""
+    """Returns a graph with two loaders. The first feeds a KSampler both directly and through ModelSamplingFlux."""
     graph = Graph()
     model = graph.model(STOCK, UNET)
     changed = [
@@ -141,7 +141,7 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
 
 
 def _coders() -> Graph:
-    """A model that is sampled, the text for it, and a picture of another VAE."""
+    """Returns a graph that samples a model, encodes a text and decodes a picture."""
     graph = Graph()
     clip = [graph.add("TestEncoder", kind="clip_l", clip_name="made.safetensors", draw=0, scale=1), 0]
     text = [graph.add("CLIPTextEncode", clip=clip, text="a red cat"), 0]
@@ -154,10 +154,10 @@ def _coders() -> Graph:
     return graph
 
 
-OPEN = "name => { app.extensionManager.command.execute(name) }"  # not awaited: it waits for an answer
+OPEN = "name => { app.extensionManager.command.execute(name) }"  # not awaited: it waits for the dialog
 SETTING = "() => app.extensionManager.setting.get('parallel_sampling.make_encoders_parallel')"
 OFFER = "dialog.parallel-doctor"
-# What ComfyUI tells of its device and of files, in place of a machine with a GPU: sizes in GiB.
+# Answers that replace ComfyUI's own and describe a machine with a GPU and large files. Sizes in bytes.
 LARGE = {
     "**/system_stats": {"devices": [{"type": "cuda", "vram_total": 16 * 2**30}]},
     "**/experiment/models/text_encoders": [{"name": "made.safetensors", "size": 9 * 2**30}],
@@ -167,7 +167,7 @@ LARGE = {
 
 @pytest.mark.parametrize("reason", ["time", "memory"])
 def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, set_setting, reason):
-    set_setting("parallel_sampling.make_encoders_parallel", False)  # and again after the test, which sets it
+    set_setting("parallel_sampling.make_encoders_parallel", False)  # for its reset: the dialog sets it
     show_prompt(page, _coders().prompt)
     links = page.evaluate(LINKS)
     if reason == "memory":
@@ -176,7 +176,7 @@ def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, se
         sizes = {"encoder": "9.0", "model": "12.0", "device": "16.0"}
         expected = words_of()["too_by_memory"].format(**sizes)
     else:
-        # As ComfyUI tells of a prompt: the text for a second, the sampler for two.
+        # Sends ComfyUI's events of a prompt whose text takes 1 s and whose sampler takes 2 s.
         page.evaluate(
             """async () => {
               const { api } = await import('/scripts/api.js');
@@ -194,7 +194,7 @@ def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, se
     page.evaluate(OPEN, "parallel_sampling.make_parallel")
     dialog = page.locator(OFFER)
     dialog.get_by_text(expected).wait_for(timeout=10_000)
-    dialog.get_by_role("button", name="Close").click()  # nothing is made, and it will be offered again
+    dialog.get_by_role("button", name="Close").click()  # changes nothing, and offers it again
     assert page.evaluate(LINKS) == links and page.evaluate(SETTING) is False
     page.evaluate(OPEN, "parallel_sampling.make_parallel")
     dialog.get_by_role("button", name=words_of()["too_go"]).click()
@@ -242,7 +242,7 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     page.get_by_text(said).wait_for(timeout=10_000)
     made, inside = page.evaluate(LINKS)
     assert inside == [["ParallelModel", "outside", ""], ["UNETLoader", "ParallelModel", "model"]]
-    assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2  # the one that was there, and one more
+    assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2  # the earlier one and a new one
     assert page.evaluate(COUNT) == 2
     assert not any(a == b == "ParallelModel" for a, b, _ in made)
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
@@ -280,7 +280,7 @@ def test_the_menu_that_a_right_click_opens_has_it(page, drawn_by):
           app.canvas.draw(true, true);
         }"""
     )
-    page.mouse.click(360, 285, button="right")  # on its title
+    page.mouse.click(360, 285, button="right")  # on the node's title
     item = page.get_by_text(words_of()["make_parallel"], exact=True)
     extensions = page.get_by_text("Extensions", exact=True)
     item.or_(extensions).first.wait_for(timeout=20_000)

@@ -1,4 +1,4 @@
-"""Nodes that ask for weights which only the ranks have loaded: merges, saved models, extracted LoRAs."""
+"""Nodes that need weights which only the ranks have loaded: they merge models, save them or extract LoRAs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from differences import relative_difference
 from gguf_files import write, write_unpacked
 from graphs import OURS, STOCK, Graph
 
-TOLERANCE = 1e-4  # of the largest value
+TOLERANCE = 1e-4  # relative to the largest value
 SAMPLING = {"cfg": 2.0, "steps": 2}
 
 
@@ -25,7 +25,7 @@ def merge(graph: Graph, models: list, node: str = "ModelMergeSimple", **inputs) 
 
 
 def sampled(comfy, merged: dict[str, tuple[Graph, list]]) -> dict[str, torch.Tensor]:
-    """The latents of models, each in a graph of its own."""
+    """Samples each model in its graph and returns the latents under the same keys."""
     found = {}
     for kind, (graph, model) in merged.items():
         request = (graph.text(1), graph.text(2), graph.latent())
@@ -35,7 +35,7 @@ def sampled(comfy, merged: dict[str, tuple[Graph, list]]) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize(("first", "second"), [(OURS, OURS), (OURS, STOCK), (STOCK, OURS)])
 def test_a_merge_of_two_models_gives_the_stock_latent(comfy, files, first, second):
-    """Whoever has them: ranks map the second model's file, and a stock model takes views of it."""
+    """Either model may be stock: ranks map the second model's file, and a stock model gets views of the mapped file."""
     graphs = {}
     for name, kinds in {"ours": (first, second), "stock": (STOCK, STOCK)}.items():
         graph = Graph()
@@ -118,7 +118,7 @@ def test_a_lora_is_extracted_as_stock_extracts_it(comfy, files, kind_of_lora, bi
 
 
 def _changes(lora: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a LoRA adds to each weight: its factors have signs that no decomposition is bound to."""
+    """Returns what a LoRA adds to each weight. Its factors cannot be compared: a decomposition chooses their signs."""
     downs = {name: value for name, value in lora.items() if name.endswith(".lora_down.weight")}
     products = {
         name: lora[name.replace(".lora_down.", ".lora_up.")].float() @ value.float()

@@ -1,4 +1,4 @@
-"""Metrics over ComfyUI's own server: off until somebody turns them on, then moving with each prompt; the log beside."""
+"""Metrics on ComfyUI's own server, which are off by default and change with each prompt, and the log of the jobs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _ask(
 
 
 def _set(comfy, value: bool | float, name: str = "metrics") -> None:
-    """As ComfyUI's Settings do."""
+    """Changes one of the pack's settings through the route that ComfyUI's Settings use."""
     status, _ = _ask(comfy, f"/settings/parallel_sampling.{name}", "POST", json.dumps(value).encode())
     assert status == 200
 
 
 def _sample(comfy) -> str:
-    """Its report."""
+    """Samples with a new seed and returns the report."""
     graph = Graph()
     loader = graph.parallel_loader(comfy.write_flux("tiny_metrics.safetensors"), "cpu:2", ulysses=2)
     latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS))

@@ -1,7 +1,7 @@
-"""Every family of models behind Parallel Model, under strategies for 2, 3 and 4 devices, against the stock latent.
+"""Every family of models behind Parallel Model gives the stock latent under strategies for 2, 3 and 4 devices.
 
-Sizes and frames do not divide. On 2 devices a single image runs with CFG, call by call and with the whole loop on the
-devices; on 3 a batch of two without, on 4 one with.
+Most sizes and frame counts are not divisible by the number of devices. On 2 devices a single image runs with CFG, once
+call by call and once with the whole loop on the devices. A batch of two runs without CFG on 3 devices, with it on 4.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from any_graphs import MODELS
 from any_runs import assert_same, both
 
-# By family: the strategies on 2, 3 and 4 devices.
+# The strategies of each family on 2, 3 and 4 devices.
 ULYSSES, RING, CFG, DATA = {"ulysses": 2}, {"ring": 2}, {"cfg": 2}, {"data": 2}
 RING_3, ULYSSES_3, DATA_3 = {"ring": 3}, {"ulysses": 3}, {"data": 3}
 SHARDED = {"shard_weights": True}
@@ -30,12 +30,12 @@ FAMILIES = {
     "ltx_video": (RING, ULYSSES_3, {"ulysses": 4}),
     "ltx_sound": (ULYSSES, RING_3, CFG | ULYSSES),
     "cogvideo": (RING, ULYSSES_3, RING | ULYSSES),
-    "qwen_image": (ULYSSES, RING_3),  # as wide as the real one, so no third time
+    "qwen_image": (ULYSSES, RING_3),  # as wide as the real one and therefore slow: no third strategy
     "minimax": (ULYSSES, RING_3, DATA | RING),
     "unet": (CFG, ULYSSES_3, CFG | DATA),
     "sdxl": (ULYSSES,),
     "sound": (CFG, DATA_3, {"data": 4}),
-    # Their classes differ from the ones above in what the table says of them, which is tested with them.
+    # The table describes the classes of these differently from the ones above: one strategy each tests that.
     "wan_camera": (ULYSSES,),
     "wan_scail": (RING,),
     "wan_s2v": (ULYSSES,),
@@ -43,13 +43,13 @@ FAMILIES = {
     "joyimage": (ULYSSES,),
     "hunyuan_3d": (ULYSSES | SHARDED,),
 }
-# What ComfyUI's own module refuses (more than one row), or what takes its width of 3,072 too long; and a single row, of
-# which a UNet's devices compute bands.
+# MiniMax's module in ComfyUI refuses more than one row, and Qwen-Image is slow at its width of 3,072. SDXL gets one
+# row, so that the devices compute bands of it.
 SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"batch": 1, "steps": 1}, "sdxl": {"cfg": 1.0}}
 REQUESTS = {2: {"batch": 1, "cfg": 3.0}, 3: {"batch": 2, "cfg": 1.0}, 4: {"batch": 2, "cfg": 3.0}}
 
 
-# Sampled with the nodes that they are made for, in test_model_patches.py.
+# test_model_patches.py samples these with the nodes that they are made for.
 PATCHED = {"wan_causal", "wan_talk"}
 
 
@@ -57,7 +57,7 @@ def test_every_family_has_its_strategies():
     assert set(FAMILIES) == set(MODELS) - PATCHED
 
 
-@pytest.mark.parametrize(  # devices vary slowest: a group of ranks starts once
+@pytest.mark.parametrize(  # devices vary slowest, so each group of ranks starts once
     ("devices", "kind"),
     [(devices, kind) for devices in REQUESTS for kind in FAMILIES if len(FAMILIES[kind]) > devices - 2],
 )

@@ -1,7 +1,7 @@
-"""Nodes that change what the model itself computes, between their loader and a sampler: ours equals stock.
+"""Nodes between a loader and a sampler that change what the model computes give the stock latent.
 
-Two devices share out tokens, or rows with prompts of different lengths. That a node changes something is seen by the
-stock latent without it.
+Two devices share the tokens, or the positive and the negative prompt. A stock latent without the node shows that the
+node changes something.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def keep_references(graph: AnyGraph, model: Source) -> Source:
 
 
 def smooth_seams(graph: AnyGraph, model: Source) -> Source:
-    model = [graph.add("ModelSamplingSD3", model=model, shift=3.0), 0]  # as its model is sampled
+    model = [graph.add("ModelSamplingSD3", model=model, shift=3.0), 0]  # samples like HiDream-O1
     settings = {"pattern": "single_shift", "passes": "2", "blend": "window", "strength": 1.0}
     return [
         graph.add("HiDreamO1PatchSeamSmoothing", model=model, start_percent=0.0, end_percent=1.0, **settings),
@@ -56,7 +56,7 @@ def style(graph: AnyGraph, model: Source) -> Source:
     return [graph.add("USOStyleReference", model=model, model_patch=patch, clip_vision_output=seen), 0]
 
 
-# (node, kind of model, settings of the sampler, degrees)
+# Each case: (function that adds the node, kind of model, sampler settings, degrees).
 CASES: dict[str, tuple[Callable, str, dict, dict]] = {
     "SkipLayerGuidanceDiT": (skip_layers, "wan_t2v", {"cfg": 3.0}, {"ulysses": 2}),
     "SkipLayerGuidanceDiT, two lists": (skip_layers, "flux", {"cfg": 3.0}, {"ring": 2}),
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable, str, dict, dict]] = {
     "HiDreamO1PatchSeamSmoothing": (smooth_seams, "flux", {"cfg": 1.0, "steps": 1}, {"ulysses": 2}),
     "USOStyleReference": (style, "flux", {"cfg": 1.0}, {"ring": 2}),
 }
-# The edges of an image keep their seams, 32 pixels wide.
+# The node leaves 32 rows and columns at each edge unchanged, so the latent must be larger than twice that.
 LARGER = {smooth_seams: "{b},16,96,96"}
 
 

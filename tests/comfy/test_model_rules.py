@@ -1,4 +1,4 @@
-"""What the model behind a Strategy Selector cannot be split by is refused before it is queued, wherever it is named."""
+"""A strategy that does not fit the model is refused before the prompt is queued, whichever node takes the strategy."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_of_a_model_that_only_a_run_tells_what_holds_for_all_is_checked(comfy):
 
 
 def test_a_selector_is_held_to_its_own_models_and_each_says_why_in_their_numbers(comfy):
-    """Of two in one prompt; and what can run is queued and runs."""
+    """The prompt has two selectors. Both strategies fit their models, so it is queued and runs."""
     graph = _prompt("ParallelFluxLoader", "cpu:2", ulysses=2)
     four = comfy.write_flux("tiny_rules_4.safetensors", heads=4)
     other = graph.parallel_loader(four, "cpu:4", ulysses=4)
-    # Nothing needs this one, so its two heads do not count.
+    # No output node needs this loader, so its two heads do not count.
     graph.add(
         "ParallelFluxLoader",
         unet_name=UNET,

@@ -1,4 +1,4 @@
-"""Weights that are no numbers, through ComfyUI: said where they show."""
+"""A file with NaN in its weights makes the sampler node fail with a clear error in ComfyUI."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ def test_comfyui_serves_the_locale(comfy, language):
 
 @pytest.mark.parametrize("file", ["{}.md", "{}/es.md", "{}/zh.md"])
 def test_comfyui_serves_each_help_page_where_its_page_looks(measuring, file):
-    """/extensions/<pack>/docs/<node>/<language>.md first, then /extensions/<pack>/docs/<node>.md."""
+    """The page requests /extensions/<pack>/docs/<node>/<language>.md, then /extensions/<pack>/docs/<node>.md."""
     comfy = measuring[0]
     for name, info in own_nodes(comfy.registry).items():
         pack = info["python_module"].split(".")[1]
         url = f"{comfy.server.url}/extensions/{pack}/docs/{file.format(name)}"
         with urllib.request.urlopen(url, timeout=30) as answer:
-            assert "text/html" not in answer.headers["content-type"]  # the page takes that for an error
+            assert "text/html" not in answer.headers["content-type"]  # the page treats HTML as an error
             assert answer.read() == (ROOT / "web" / "docs" / file.format(name)).read_bytes()

@@ -1,4 +1,4 @@
-"""The nodes in the real ComfyUI: their public interface, refusals in words, cancel, previews, lifetimes."""
+"""The nodes in the real ComfyUI: their public interface, refused files and paths, and interrupts."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name,
 )
 @pytest.mark.parametrize("node", ["ParallelFluxLoader", "ParallelLoraLoader"])
 def test_a_path_out_of_the_model_folders_is_no_choice(comfy, unet, node, name):
-    """A file that is there, and that ComfyUI did not list."""
+    """The file outside.safetensors exists, but ComfyUI does not list it."""
     outside = comfy.server.base_directory / "models" / "outside.safetensors"
     save_file({"x": torch.zeros(1)}, outside)
     name = str(outside) if name == "ABSOLUTE" else name
@@ -177,7 +177,7 @@ def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
     assert comfy.ranks() == ranks
     made, latent = graph(4)
     comfy.sample(made.prompt, latent)
-    # The same job as before, asked again with another seed in between, is bit-equal.
+    # The first job again, after one with another number of steps, gives the same bits.
     comfy.forget()
     again, again_latent = graph(3)
     assert torch.equal(comfy.sample(again.prompt, again_latent), before)

@@ -1,4 +1,4 @@
-"""Nodes that reach into the model of Parallel Flux Loader: the stock latent, or a refusal in a user's words."""
+"""Nodes that reach into the model of Parallel Flux Loader give the stock latent or a refusal in plain words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENT = {"width": 16, "height": 12, "batch": 1, "draw": -1, "batch_index": "", 
 
 @pytest.fixture(scope="module")
 def lora(comfy):
-    """A LoRA in the original key names, on the fused qkv of the first block."""
+    """The file name of a LoRA with the original key names, for the fused qkv of the first double block."""
     folder = comfy.server.base_directory / "models" / "loras"
     folder.mkdir(exist_ok=True)
     name = "diffusion_model.double_blocks.0.img_attn.qkv"
@@ -28,7 +28,7 @@ def sample(graph: Graph, model: list, positive: list | None = None, **changes) -
 
 
 def with_patch(comfy, unet: str, kind: str, class_type: str, **inputs) -> list[torch.Tensor]:
-    """Samples with a node between model and sampler."""
+    """Samples with a node of `class_type` between model and sampler, and returns the latent."""
     graph = Graph()
     patched = graph.add(class_type, model=graph.model(kind, unet), **inputs)
     return comfy.sample(graph.prompt, sample(graph, [patched, 0], cfg=2.0))

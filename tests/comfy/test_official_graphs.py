@@ -1,5 +1,5 @@
-"""In a real browser and the real ComfyUI: graphs of ComfyUI's own library, made parallel by the command, give stock's
-latents, with tiny files in place of theirs."""
+"""In a real browser, graphs of ComfyUI's template library that the command made parallel give the stock latents. Tiny
+model files replace the real ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAPHS = [
     "video_minimax_h3_t2v", "image_lens_t2i", "image_lens_turbo_t2i", "image_joyai_image_edit",
     "audio_stable_audio_example",
 ]  # fmt: skip
-# The whole graph as the page sends it.
+# Loads the workflow and returns the prompt that the page would send.
 SENT = """async workflow => {
   await app.loadGraphData({ ...workflow, id: crypto.randomUUID() }, true, true, 'official');
   return (await app.graphToPrompt()).output;

@@ -1,4 +1,4 @@
-"""Parallel Model in a ComfyUI whose sources the pack does not know: it is tested, and no picture is wrong."""
+"""Parallel Model in a ComfyUI whose sources the pack does not know tests the model first and gives no wrong picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SENTENCE = "this version of ComfyUI computes Flux in another way than the pack k
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A ComfyUI in which the image comes before the text, and the folder where outcomes are kept."""
+    """Yields (a ComfyUI whose Flux puts the image before the text, the folder that stores the self-tests' outcomes)."""
     folder = tmp_path_factory.mktemp("other")
     copy = copy_of_comfyui(folder / "ComfyUI", IMAGE_BEFORE_TEXT)
     environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(folder / "kept"), "PARALLEL_TEST_FORKED_RANKS": "1"}
@@ -26,7 +26,7 @@ def other(tmp_path_factory):
 
 
 def prompt(comfy, **choice):
-    """(graph, stock latent, Parallel Sampler)"""
+    """Returns (graph, LATENT output of KSampler, LATENT output of Parallel Sampler)."""
     graph = Graph()
     stock = graph.model("stock", comfy.write_flux("any_flux.safetensors"))
     parallel = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2", **choice))

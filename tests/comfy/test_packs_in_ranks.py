@@ -1,7 +1,7 @@
-"""Packs in the manner of popular ones, whose functions, classes and state run in the ranks; and packs that fail there.
+"""Packs modelled on popular ones, whose functions, classes and state run in the ranks, and packs that fail there.
 
-Two devices compute what one does, wherever Parallel Model stands; a pack that fails in a rank is named, and the next
-prompt works.
+Two devices give the latent of one, whether the pack's node is before or behind Parallel Model. If a pack fails in a
+rank, the error names it and the next prompt works.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from differences import relative_difference
 from graphs import Graph
 from lora_files import write_loras
 
-TOLERANCE = 2e-6  # of the largest value of the stock latent, in fp32
-TELLING = 1e-3  # what a pack must change of the stock latent at least
-PATIENCE = 10.0  # s that ranks may say nothing
-LIMIT = 90.0  # s in which a prompt must have ended, however busy the machine is
+TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
+TELLING = 1e-3  # least relative change of the stock latent by a pack
+PATIENCE = 10.0  # seconds for which ranks may stay silent
+LIMIT = 90.0  # seconds within which a prompt must end, even on a busy machine
 
 
 def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
     return lambda graph, model: [graph.add(name, model=model, **settings), 0]
 
 
-# name -> (kind of model, its node, settings of the sampler), by kinds: each is loaded once
+# name -> (kind of model, function that adds the node, sampler settings). Grouped by kind, so that each is loaded once.
 CHANGES = {
     "embeddings in the attention": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 1.0}),
     "embeddings in the attention, with CFG": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 3.0}),
@@ -73,7 +73,7 @@ def test_a_pack_that_changes_the_model_gives_the_stock_latent(packs, case):
     "case", ["an attention kernel, Flux", "an attention kernel, Wan", "blocks in closures, Wan"]
 )
 def test_it_counts_where_blocks_are_to_be_compiled_too(packs, case):
-    """A compiled block would not look into the options for a kernel."""
+    """A compiled block would ignore an attention kernel that the model options name."""
     kind, change, settings = CHANGES[case]
     settings = {"steps": 2, **settings}
     graph = AnyGraph(packs, kind)
@@ -124,12 +124,12 @@ def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs, 
 
 
 def _requests(packs) -> int:
-    """How many requests the ranks have ended."""
+    """Returns how many requests the ranks have finished."""
     return (packs.server.base_directory / "ranks.jsonl").read_text().count('"event": "ended"')
 
 
 def test_calls_of_the_model_outside_of_samplers_are_made_by_the_devices(packs):
-    """With a LoRA, which ComfyUI puts into the weights of a model as it loads it."""
+    """A LoRA is included because ComfyUI merges it into the weights while it loads a model."""
     lora = write_loras(packs.server.base_directory / "models" / "loras")["kohya"]
     change = _node("LoraLoaderModelOnly", lora_name=lora, strength_model=0.8)
     graph = AnyGraph(packs, "flux")
@@ -150,11 +150,11 @@ def test_calls_of_the_model_outside_of_samplers_are_made_by_the_devices(packs):
     assert relative_difference(found["plain"], found["stock"]) > TELLING
     differences = {name: relative_difference(found[name], found["stock"]) for name in ("before", "behind")}
     assert max(differences.values()) <= TOLERANCE, differences
-    assert _requests(packs) >= earlier + 2 * 3  # one more where the ranks had to ask for weights
+    assert _requests(packs) >= earlier + 2 * 3  # one more if the ranks had to request weights
 
 
 def test_the_first_use_of_a_pack_says_that_the_devices_import_it(packs):
-    """Once for each start of the ranks."""
+    """The message appears once per start of the ranks."""
     packs.stop_ranks()
     graph = AnyGraph(packs, "flux")
     model = graph.add("TestRoutes", model=[graph.parallel(graph.stock(), ulysses=2), 0])
@@ -190,7 +190,7 @@ def test_patches_that_are_in_the_weights_already_are_not_put_there_again(packs):
 
 @pytest.fixture
 def impatient(packs):
-    """The ComfyUI of `packs`, which waits for its ranks no longer than PATIENCE, and starts them again at once."""
+    """Yields the ComfyUI of `packs`, which gives up on silent ranks after PATIENCE and may restart ranks at once."""
 
     def wait(seconds: float) -> None:
         graph = Graph()
@@ -204,7 +204,7 @@ def impatient(packs):
 
 
 def _run(packs, name: str | None, *, parallel: bool = True, **inputs):
-    """The latent of a tiny Flux behind a pack's node, if any."""
+    """Samples a tiny Flux behind the node `name`, or without one if it is None, and returns the latent."""
     graph = AnyGraph(packs, "flux")
     model = graph.stock()
     if parallel:
@@ -244,7 +244,7 @@ def test_a_pack_that_fails_in_one_rank_is_named_and_the_next_prompt_works(impati
 
 @pytest.mark.parametrize("place", ["before", "behind", "a guider"])
 def test_what_cannot_be_sent_is_refused_with_the_title_of_the_node_that_put_it_there(packs, place):
-    """Of two nodes of one pack the one that did it, where that stands behind Parallel Model."""
+    """If the bad node patches the model, another patching node precedes it: the error must name only the bad one."""
     graph = AnyGraph(packs, "flux")
     source, request = graph.stock(), graph.request()
     if place == "a guider":
@@ -275,7 +275,7 @@ def test_what_cannot_be_sent_is_refused_with_the_title_of_the_node_that_put_it_t
 
 
 def test_ranks_that_differ_by_one_bit_at_a_caches_limit_give_the_same_picture_or_an_error(impatient):
-    """The first rank skips a step that the other would compute: nobody may wait for the other for good."""
+    """The first rank skips a step that the second computes: neither may wait for the other forever."""
     cache = {"limit": 0.0, "on_the_edge": True}
     expected = _run(impatient, "TestStepCache", parallel=False, **cache)
     assert relative_difference(_run(impatient, None, parallel=False), expected) > TELLING

@@ -1,5 +1,5 @@
-"""In a real browser, drawn by the canvas and by Vue: panels stay readable beside what ComfyUI adds to their nodes, and
-grow over no other node."""
+"""In a real browser, drawn by the canvas and by Vue, panels stay readable next to the widgets that ComfyUI adds to a
+node, and cover no other node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pages import REPORT, run, set_widget, show_prompt
 
 UNET = "tiny_panels.safetensors"  # two attention heads
 MODELS = {UNET: 2}
-PHASE = "$$node-text-preview"  # ComfyUI's name for what a node is doing
-# Heights in pixels of the graph, of what can be seen of an element.
+PHASE = "$$node-text-preview"  # ComfyUI's widget with a node's current work
+# The height of the visible part of an element, in pixels of the graph.
 SEEN = """(selector) => {
   const part = document.querySelector(selector);
   const panel = part.closest('.dom-widget, .lg-node-widget');
@@ -47,7 +47,7 @@ def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, dra
     assert page.evaluate(SEEN, ".parallel-headline") > 20
     assert page.evaluate(SEEN, ".parallel-fold") >= 40
     assert page.evaluate(REPORT).startswith("strategy")
-    run(page)  # ComfyUI says what the next run does, as it said of the first one's
+    run(page)  # ComfyUI shows the work of this run, as it did for the first
     page.wait_for_function(
         f"() => app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}' && w.value))",
         timeout=60_000,
@@ -72,7 +72,7 @@ def test_comfyuis_list_of_parameters_leaves_a_panel_on_its_node(page):
     before = panel.bounding_box()["width"]
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'StrategySelector'))")
     toggle = page.locator("button[aria-label*='roperties']").first
-    if not page.get_by_text("Parameters", exact=True).first.is_visible():  # ComfyUI opens it as it was left
+    if not page.get_by_text("Parameters", exact=True).first.is_visible():  # ComfyUI remembers if it was open
         toggle.click()
     page.get_by_text("approximation").last.wait_for(timeout=60_000)  # the last of its inputs
     assert page.get_by_text("strategy_panel").count() == 0

@@ -1,4 +1,4 @@
-"""Parallel CLIP in the real ComfyUI: the same prompt as by stock, whatever the encoder is and wherever it lies."""
+"""Parallel CLIP in the real ComfyUI encodes as stock does, for every kind of encoder, on one device and on several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class TextGraph(Graph):
-    """Encoders of random weights, their texts, and what becomes of them."""
+    """Builds prompts that encode texts with random encoders, by stock and by Parallel CLIP."""
 
     def encoder(self, kind: str, draw: int = 0) -> list:
         name = f"tiny-{kind}-{draw}.safetensors"
@@ -39,7 +39,7 @@ class TextGraph(Graph):
 
 @pytest.fixture(scope="module", autouse=True)
 def pieces(comfy):
-    """A sentencepiece model of a few words, as the files of Gemma and UMT5 carry theirs."""
+    """Writes a sentencepiece model of a few words: the files of Gemma and UMT5 contain one."""
     words = [
         "a",
         "photo",
@@ -72,12 +72,12 @@ def pieces(comfy):
     )
     path.write_bytes(model.getvalue())
     yield
-    # Tests of other files take the first LoRA that there is.
+    # Tests in other files use the first LoRA in the folder.
     (comfy.server.base_directory / "models" / "loras" / LORA).unlink(missing_ok=True)
 
 
 def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
-    """The tensors of each output, by their place in it."""
+    """Runs the prompt and returns the tensors of each output, by their place in it."""
     prompt, names = dict(graph.prompt), []
     for output in outputs:
         names.append(f"test-tensors-{next(_numbers)}.safetensors")
@@ -88,7 +88,7 @@ def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
 
 
 def difference(one: dict, other: dict) -> float:
-    """The largest, relative to the largest value of the tensor."""
+    """Returns the largest difference over all tensors, each relative to the largest value of its tensor in `one`."""
     assert one and one.keys() == other.keys()
     assert all(one[name].shape == other[name].shape and one[name].dtype == other[name].dtype for name in one)
     apart = [(one[name].float() - other[name].float()).abs().max() for name in one]
@@ -142,7 +142,7 @@ NODES = {"a LoRA": _lora, "CLIP skip": _skip, "a replaced method": _written_into
 
 @pytest.fixture(scope="module", autouse=True)
 def lora_file(comfy):
-    """A LoRA for CLIP-L in a file."""
+    """Writes a LoRA for CLIP-L."""
     generator, found = torch.Generator().manual_seed(5), {}
     for layer in range(4):
         name = f"lora_te_text_model_encoder_layers_{layer}_mlp_fc1"
@@ -158,7 +158,7 @@ def lora_file(comfy):
 @pytest.mark.parametrize("name", NODES)
 def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name, placement):
     graph = TextGraph()
-    # An encoder of its own: stock leaves the LoRAs of scheduled hooks in it.
+    # Each case has a separate encoder, because stock leaves the LoRAs of scheduled hooks in it.
     clip = graph.encoder("clip_l", draw=1 + list(NODES).index(name))
     ours = graph.ours(clip, placement=placement)
     (plain,) = tensors(comfy, graph, graph.text(ours))
@@ -166,7 +166,7 @@ def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name, placement):
     expected, found = tensors(comfy, graph, *changed)
     assert difference(expected, found) <= 1e-5
     (again,) = tensors(comfy, graph, graph.text(ours, TEXT + " "))
-    assert difference(plain, again) == 0.0  # nothing of it is left
+    assert difference(plain, again) == 0.0  # the node's change leaves no trace
     if plain.keys() == expected.keys():
         assert difference(plain, expected) > 0.01
 
@@ -250,7 +250,7 @@ def test_a_whole_graph_gives_stocks_latent_and_its_report_tells_what_the_text_to
 
 
 def test_comfyui_and_the_processes_map_the_loaders_file(comfy):
-    """And nobody has a copy of a weight that is worth looking for."""
+    """More than 90 % of the bytes of ComfyUI's own weights are views of the file, so there is no relevant copy."""
     file = "tiny-t5-7.safetensors"
     graph = TextGraph()
     ours = graph.ours(graph.encoder("t5", draw=7))
@@ -279,7 +279,7 @@ def test_what_is_no_clip_is_refused_by_name(comfy, clip, words):
 
 
 def _texts_encoded(comfy) -> list[str | None]:
-    """The prompts of the texts that devices have encoded, None for one that was encoded ahead."""
+    """Returns the prompt id of each text that the devices have encoded, None for a text that was encoded ahead."""
     path = comfy.server.base_directory / "ranks.jsonl"
     events = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [one["prompt_id"] for one in events if one["event"] == "ended" and one["request"] == "text"]
@@ -287,7 +287,7 @@ def _texts_encoded(comfy) -> list[str | None]:
 
 @pytest.mark.parametrize("changed", [_skip, _lora])
 def test_the_texts_of_a_waiting_prompt_are_encoded_in_the_tail_of_the_one_before(comfy, changed):
-    """Each waits until those of the next one are there, as a decode of a large picture would."""
+    """The tail of each prompt lasts until the next one's texts are encoded, like the decode of a large picture."""
     texts = [f"a red cat under the tree number {number}" for number in range(3)]
     graph = TextGraph()
     clip = graph.encoder("clip_l", draw=41)

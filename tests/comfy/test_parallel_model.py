@@ -1,4 +1,4 @@
-"""Any model behind its stock loader: stock loader and KSampler against the same through Parallel Model."""
+"""A model behind its stock loader gives the same latent with and without Parallel Model before KSampler."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_prompts_of_different_lengths_give_the_stock_latent(comfy, choice):
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_a_model_whose_blocks_nobody_described_takes_ulysses_for_its_attention(comfy, cfg):
-    """With a negative prompt there are as many rows as devices, which go whole to each."""
+    """With a negative prompt there are as many rows as devices, so each device computes one whole row."""
     assert_same(both(comfy, "unet", {"ulysses": 2}, cfg=cfg))
 
 
 def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_tolerance(comfy):
-    """What the comparisons could not see is not there."""
+    """The negative control: it shows that the comparisons of this file would notice a wrong prompt."""
     graph = AnyGraph(comfy, "wan_t2v")
     ours = [graph.parallel(graph.stock(), ulysses=2), 0]
     positive, negative, latent = graph.request()
@@ -50,7 +50,7 @@ def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_toleranc
 
 
 def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
-    """Else CFG parallelism would have nothing to share out on the very cards that need it."""
+    """Otherwise CFG parallelism would have no work to split on exactly the cards that need it."""
     graph = AnyGraph(comfy, "wan_t2v")
     ours = graph.parallel(graph.stock(), cfg=2)
     positive, negative, latent = graph.request()
@@ -68,7 +68,7 @@ def test_a_degree_set_by_hand_that_has_no_work_becomes_ulysses(comfy):
 
 
 def test_ranks_stay_when_a_call_before_the_run_has_no_use_for_a_degree(comfy):
-    """The model's own layers prepare each prompt, positive and negative apart."""
+    """Layers of this model prepare the positive and the negative prompt in two separate calls before the run."""
     ranks = []
     for seed in (1, 2):
         graph = AnyGraph(comfy, "ltx_sound")
@@ -102,7 +102,7 @@ def test_the_loader_gives_the_stock_latent_without_a_weight_in_comfyui(comfy, ki
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_nodes_change_before_and_after_it_counts(comfy, before):
-    """Another shift of the sampling, a wrapper around the network, RescaleCFG."""
+    """The nodes change the shift of the sampling, wrap the network, and replace the CFG function (RescaleCFG)."""
 
     def changed(graph: AnyGraph, model: list) -> list:
         shifted = [graph.add("ModelSamplingSD3", model=model, shift=2.0), 0]
@@ -166,13 +166,13 @@ def test_what_keeps_its_state_in_the_options_works_as_in_stock(comfy, name, inpu
     assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
 
 
-# Layers of the tiny Wan model by what a LoRA's file calls them: rows, columns.
+# Shapes (rows, columns) of layers of the tiny Wan model, by their names in a LoRA's file.
 LORA_LAYERS = {"blocks.0.self_attn.q": (256, 256), "blocks.1.ffn.0": (256, 256), "head.head": (64, 256)}
 
 
 @pytest.fixture(scope="module")
 def loras(comfy) -> list[str]:
-    """Names of two LoRAs: of low rank, and differences of whole weights."""
+    """File names of two LoRAs: one of low rank, one with differences of whole weights."""
     folder = comfy.server.base_directory / "models" / "loras"
     folder.mkdir(parents=True, exist_ok=True)
     low, whole = {}, {}
@@ -211,7 +211,7 @@ def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, k
         },
     )
     assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
-    tolerance = TOLERANCE if kind == "wan_t2v" else 1e-3  # a changed fp8 weight is rounded anew, by chance
+    tolerance = TOLERANCE if kind == "wan_t2v" else 1e-3  # a changed fp8 weight is rounded stochastically
     for way in ("ours", "sampler"):
         assert relative_difference(found[way], found["stock"]) <= tolerance, way
 
@@ -235,7 +235,7 @@ def test_ranks_get_the_flags_that_change_numbers_and_no_others(comfy, line, want
 
 @pytest.mark.parametrize("resident", [False, True], ids=["stock sampler", "Parallel Sampler"])
 def test_a_file_replaced_in_mid_run_never_shares_a_picture_with_the_one_before(comfy, resident):
-    """By rename, as download tools do. The next prompt takes the new file."""
+    """The file is replaced by a rename, as download tools do. The next prompt uses the new file."""
 
     def sampled(act=None):
         graph = AnyGraph(comfy, "wan_t2v")

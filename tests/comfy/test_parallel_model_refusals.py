@@ -1,4 +1,4 @@
-"""What Parallel Model refuses, in which words, and that the ranks do not suffer from it."""
+"""Refusals of Parallel Model: each has clear words, and the ranks stay warm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fails(comfy, graph: Graph, latent: list) -> str:
 def test_a_strategy_that_the_model_does_not_have_is_refused(comfy, kind, choice, words):
     graph = AnyGraph(comfy, kind)
     ours = [graph.parallel(graph.stock(), **choice), 0]
-    with pytest.raises(PromptRejected, match=words):  # and nothing was queued
+    with pytest.raises(PromptRejected, match=words):  # before anything is queued
         comfy.sample(graph.prompt, graph.ksampler(ours, *graph.request(), steps=1))
 
 
@@ -50,7 +50,7 @@ def test_a_model_of_another_packs_loader_is_refused_with_those_that_work(comfy, 
     assert words in message and "Load Diffusion Model or Load Checkpoint" in message
 
 
-# Widths of prompts and channels of latents that belong to other models; how long text is says nothing.
+# Widths of prompts and channels of latents that belong to other models. Any text length fits any model.
 WRONG = [
     ("wan_t2v", {"width": 48}, None, "a prompt of width 48 came, and any_wan_t2v.safetensors takes"),
     ("hunyuan_video", {"width": 4096}, None, "prompts of width 48"),

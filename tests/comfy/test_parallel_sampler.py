@@ -1,4 +1,4 @@
-"""Any model under Parallel Sampler in the real ComfyUI."""
+"""Parallel Sampler in the real ComfyUI gives the stock latent for models of any family."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROMPTS = {
 
 
 def both(comfy, graph: AnyGraph, request, sampling, change=lambda model: model) -> dict:
-    """The latents of stock and of Parallel Sampler, whose report is with them."""
+    """Returns the latents of KSampler and Parallel Sampler ("stock", "ours"), and the latter's report ("report")."""
     stock = change(graph.stock())
     ours = graph.parallel(stock, cfg=2)
     sampler = graph.parallel_sampler([ours, 1], *request, **sampling)
@@ -80,7 +80,7 @@ def test_inpainting_image_to_image_and_batches(comfy):
 
 
 def test_another_sampling_of_comfyuis_own_goes_along(comfy):
-    """A shift, and discrete steps whose last one is pure noise."""
+    """SD3 gets another shift. The UNet gets v-prediction with discrete steps, the last of them pure noise (zsnr)."""
     graph = AnyGraph(comfy, "sd3")
     found = both(
         comfy,
@@ -135,7 +135,7 @@ def test_without_any_prompt_comes_what_stock_gives(comfy):
 
 @pytest.mark.parametrize("kind", ["wan_t2v", "wan_ti2v", "flux2"])
 def test_blocks_of_a_model_lie_on_two_devices_and_patches_flow_through_them(comfy, kind):
-    """One patch has no older keys, so it is exact, also with the frame that is kept."""
+    """A single patch never meets keys of an older step, so it is exact, even if a first frame is kept (wan_ti2v)."""
     graph, sampling = AnyGraph(comfy, kind), {"steps": 4, "cfg": 3.0, "sampler_name": "euler"}
     stock, request = graph.stock(), graph.request()
     ours = {n: graph.parallel(stock, pipefusion=2, num_pipeline_patch=n) for n in (1, 3)}
@@ -180,7 +180,7 @@ def _job(comfy, sampler: str, **sampling) -> tuple[AnyGraph, list]:
     return graph, graph.parallel_sampler([ours, 1], *graph.request(), sampler_name=sampler, **sampling)
 
 
-# One call of the model a step, and two with a tree of noise.
+# euler calls the model once a step; dpmpp_sde calls it twice and draws its noise from a Brownian tree.
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_sde"])
 def test_progress_and_previews_come_every_step(comfy, sampler):
     graph, result = _job(comfy, sampler, steps=8, seed=21)
@@ -211,5 +211,5 @@ def test_a_prompt_goes_on_after_a_rank_was_killed_and_the_report_says_so(comfy):
         latent, report = comfy.sample_with_text(graph.prompt, result, [result[0], 1])
     assert "failed (killed by SIGKILL" in report and "goes on after step" in report
     graph, result = _job(comfy, "dpmpp_3m_sde", steps=60, seed=9)
-    comfy.forget()  # else ComfyUI keeps what it gave
+    comfy.forget()  # otherwise ComfyUI returns its cached output
     assert torch.equal(comfy.sample(graph.prompt, result), latent)

@@ -1,4 +1,4 @@
-"""ParallelVAEDecode in the real ComfyUI: the image of stock VAEDecode, whatever the VAE, and ranks that stay warm."""
+"""ParallelVAEDecode in the real ComfyUI gives the image of stock VAEDecode for every VAE and keeps the ranks warm."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.closed_forms.vae_sizes import VaeSizes
 from tiny_vae import FLUX, SD, write_vae
 
 SIZES = {"flux": FLUX, "sd": SD}
-TOLERANCE = 1e-5  # of the largest pixel, which is 1
+TOLERANCE = 1e-5  # relative to the largest pixel, which is 1
 _numbers = itertools.count()
 
 
 class DecodeGraph(Graph):
-    """A latent and a VAE from a file, decoded by stock VAEDecode and by ours."""
+    """Builds prompts that decode a latent with a VAE from a file, by stock VAEDecode and by ours."""
 
     def vae(self, name: str) -> list:
         return [self.add("VAELoader", vae_name=name), 0]
@@ -38,7 +38,7 @@ class DecodeGraph(Graph):
 
 
 def images(comfy, graph: Graph, *outputs: list) -> list[torch.Tensor]:
-    """[B, H, W, 3] unrounded of each IMAGE output."""
+    """Runs the prompt and returns each IMAGE output as unrounded floats [B, H, W, 3]."""
     prompt, names = dict(graph.prompt), []
     for output in outputs:
         names.append(f"test-image-{next(_numbers)}.safetensors")
@@ -49,7 +49,7 @@ def images(comfy, graph: Graph, *outputs: list) -> list[torch.Tensor]:
 
 
 def decoded(comfy, graph: Graph, output: list) -> tuple[torch.Tensor, str]:
-    """(image, report) of our node."""
+    """Runs the prompt and returns (image, report) of our node."""
     name = f"test-report-{next(_numbers)}.txt"
     report = {"text": [output[0], 1], "path": name}
     graph.prompt["report"] = {"class_type": "TestSaveText", "inputs": report}
@@ -66,7 +66,7 @@ def _write(comfy, name: str, *arguments, **options) -> str:
 
 @pytest.fixture(scope="module")
 def vaes(comfy):
-    """Names of VAE files by kind."""
+    """File names of VAEs by kind."""
     return {kind: _write(comfy, f"{kind}.safetensors", sizes) for kind, sizes in SIZES.items()}
 
 
@@ -101,7 +101,7 @@ def test_it_works_without_a_strategy(comfy, vaes):
 
 
 def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
-    """A sampler on two ranks, decodes, and the sampler again: no rank is started, nothing loaded twice."""
+    """Two ranks sample, decode three times and sample again: no rank is started, and nothing is loaded twice."""
     unet = comfy.write_flux("tiny_flux.safetensors")
 
     def sampled(seed):
@@ -117,7 +117,7 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
     assert len(ranks) == 2
     for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
         graph = DecodeGraph()
-        graph.parallel_loader(unet, "cpu:2")  # a graph without it would give the model's memory back
+        graph.parallel_loader(unet, "cpu:2")  # without it in the graph the ranks would drop the model
         output = graph.ours(graph.drawn(draw=draw), graph.vae(vaes["flux"]), devices)
         _, report = decoded(comfy, graph, output)
         assert "devices: cpu:0, cpu:1\n" in report
@@ -161,7 +161,7 @@ def test_shares_of_the_devices_are_followed(comfy, vaes):
 
 
 def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
-    """Ours gives stock's image to the last bit, and says why."""
+    """Asserts that our node falls back to stock's decode: the image is bit-equal and the report says why."""
     expected = graph.stock(latent, vae)
     (expected,) = images(comfy, graph, expected)
     image, report = decoded(comfy, graph, graph.ours(latent, vae))
@@ -193,7 +193,7 @@ def test_taesd_is_decoded_in_bands(comfy):
 
 
 def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
-    """Of two runs, so that nothing draws between the seed and the decode."""
+    """Stock and ours run in separate prompts, so that nothing draws noise between the seed and the decode."""
 
     def seeded(number):
         graph = DecodeGraph()
@@ -284,7 +284,7 @@ def test_where_ranks_cannot_run_comfyui_decodes(comfy, vaes):
 
 
 def test_weights_that_change_in_place_are_sent_again(comfy):
-    """The same VAE object before and after a node wrote into it."""
+    """A node writes into the weights of a VAE object that the ranks already have."""
     name = _write(comfy, "to_be_scaled.safetensors", FLUX, 4)
     graph = DecodeGraph()
     vae, latent = graph.vae(name), graph.drawn()
@@ -296,7 +296,7 @@ def test_weights_that_change_in_place_are_sent_again(comfy):
 
 
 def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_too(comfy):
-    """The same VAE object before it, with it and without it again."""
+    """The VAE object stays the same before the replacement, with it and after it was undone."""
     name = _write(comfy, "other_swish.safetensors", FLUX, 7)
     found = []
     for replaced in (False, True, False):
@@ -319,7 +319,7 @@ def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
 
 
 def _long(vaes, draw, batch=30) -> tuple[DecodeGraph, list]:
-    """A decode of many seconds."""
+    """Returns (a graph whose decode takes many seconds, its IMAGE output)."""
     graph = DecodeGraph()
     return graph, graph.ours(graph.drawn(48, 48, batch=batch, draw=draw), graph.vae(vaes["flux"]))
 

@@ -1,4 +1,4 @@
-"""ParallelVAEEncode in the real ComfyUI: what stock VAEEncode gives, whatever the VAE."""
+"""ParallelVAEEncode in the real ComfyUI gives the latent of stock VAEEncode for every VAE."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from comfyui_client import PromptFailed
 from graphs import Graph
 
-TOLERANCE = 1e-5  # of the largest value of the latent
+TOLERANCE = 1e-5  # relative to the largest value of the latent
 
 
 class EncodeGraph(Graph):
-    """Images and a VAE, encoded by stock VAEEncode and by ours."""
+    """Builds prompts that encode images, by stock VAEEncode and by ours."""
 
     def image(self, width: int, height: int, batch: int = 1, channels: int = 3) -> list:
         return [self.add("TestImage", width=width, height=height, batch=batch, channels=channels), 0]
@@ -26,7 +26,7 @@ class EncodeGraph(Graph):
 
 
 def encoded(comfy, graph: EncodeGraph, output: list) -> tuple[torch.Tensor, str]:
-    """(latent, report) of our node."""
+    """Runs the prompt and returns (latent, report) of our node."""
     return comfy.sample_with_text(graph.prompt, output, [output[0], 1])
 
 
@@ -37,7 +37,7 @@ def _is_near(latent: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def test_the_latent_of_each_image_is_that_of_stock_vae_encode(comfy):
-    """Of sides that do not divide, which are cropped, and with an alpha channel, which is dropped."""
+    """Sides that 8 does not divide are cropped, and an alpha channel is dropped."""
     graph = EncodeGraph()
     vae, pixels = [graph.add("TestImageVAE"), 0], graph.image(61, 53, batch=2, channels=4)
     one = [graph.add("ImageFromBatch", image=pixels, batch_index=1, length=1), 0]
@@ -60,7 +60,7 @@ def test_the_latent_of_each_image_is_that_of_stock_vae_encode(comfy):
     ids=str,
 )
 def test_the_latent_of_a_video_is_that_of_stock_vae_encode(comfy, channels, pixels, words):
-    """Ten frames are nine, and what has no alpha channel gets one."""
+    """The VAE uses the first 9 of 10 frames (4n + 1). An image gets an alpha channel if the VAE has one."""
     graph = EncodeGraph()
     vae, image = [graph.add("TestWanVAE", channels=channels), 0], graph.image(**pixels)
     expected = comfy.sample(graph.prompt, graph.stock(image, vae))

@@ -1,4 +1,4 @@
-"""Our MODEL under ComfyUI's other sampling nodes: the same latent as the stock MODEL under them."""
+"""Our MODEL gives the same latent as the stock MODEL in ComfyUI's other sampling workflows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphs import OURS, STOCK, Graph
 def advanced(
     graph: Graph, model: list, guider: str, sampler: str = "euler", draw: int = -1, **latent
 ) -> list:
-    """SamplerCustomAdvanced as Flux workflows wire it."""
+    """Returns the denoised output of SamplerCustomAdvanced, connected as in Flux workflows."""
     positive, negative = graph.text(1), graph.text(2, tokens=9)
     if guider == "BasicGuider":
         node = graph.add("BasicGuider", model=model, conditioning=positive)
@@ -67,7 +67,7 @@ def cfg_guider_after_model_sampling_flux(graph, model):
 
 
 def first_steps_then_the_rest(graph, model):
-    """Two KSamplerAdvanced: the first hands over its leftover noise."""
+    """Chains two KSamplerAdvanced: the first passes its leftover noise to the second."""
     begun = ksampler_advanced(
         graph, model, graph.latent(draw=6), end_at_step=2, return_with_leftover_noise="enable"
     )
@@ -90,7 +90,7 @@ def a_prompt_for_half_of_the_steps(graph, model):
 
 
 def rescaled_cfg(graph, model):
-    """A node that replaces the CFG function, which ComfyUI runs."""
+    """Samples behind a node that replaces the CFG function."""
     rescaled = graph.add("RescaleCFG", model=model, multiplier=0.7)
     return graph.ksampler([rescaled, 0], graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
 

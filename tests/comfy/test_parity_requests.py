@@ -1,4 +1,4 @@
-"""Requests of every kind, ours against stock on the same file: sizes, batches, masks, prompts, model variants."""
+"""Requests of every kind give the stock latent of the same file: sizes, batches, masks, prompts, model variants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from any_runs import latents
 from differences import relative_difference
 from graphs import AXES, OURS, STOCK, Graph
 
-TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+TOLERANCE = 1e-4  # relative to the largest value of the stock latent, in fp32
 WAYS = ("stock", "KSampler", "parallel sampler")
 
-# name -> what differs from a plain request: "file" (of the checkpoint), "positive", "negative", "latent", "sampling".
+# name -> differences from a plain request, by "file" (of FILES), "positive", "negative", "latent" and "sampling".
 REQUESTS = {
     "plain": {},
     "batch of 3": {"latent": {"batch": 3}},
@@ -68,7 +68,7 @@ def files(comfy):
 
 
 def sampled(comfy, files, name: str, devices: str, sampler: str, **choice) -> dict:
-    """The latents of one request by way, `stock` first; the node's report under "report"."""
+    """Samples one request in each of WAYS and returns the latents by way, and Parallel Sampler's report ("report")."""
     request = REQUESTS[name]
     unet = files[request.get("file", "dev")]
     settings = {"sampler_name": sampler, **request.get("sampling", {})}
@@ -172,7 +172,7 @@ def test_the_xfuser_engine_gives_the_stock_latent(comfy, files, name, degrees):
 
 
 def test_guidance_really_reaches_the_ranks(comfy, files):
-    """The negative control: were the comparison blind, these two would be equal as well."""
+    """The negative control: if the comparison were blind, these two latents would be equal."""
     found = {}
     for guidance in (3.0, 3.5):
         graph = Graph()
@@ -190,7 +190,7 @@ def test_guidance_really_reaches_the_ranks(comfy, files):
 
 
 def test_the_same_request_gives_the_same_bits_again(comfy, files):
-    """From a copy of the file, so that no node's cached output can answer the second time."""
+    """The second run uses a copy of the file, so that no node's cached output can answer it."""
     first = sampled(comfy, files, "cfg", "cpu:2", "euler_ancestral")
     second = sampled(comfy, files, "cfg from a copy of the file", "cpu:2", "euler_ancestral")
     for way in WAYS:

@@ -1,4 +1,4 @@
-"""Every sampler and scheduler that this ComfyUI lists: ours equals stock on the same file, seed and sigmas."""
+"""Every sampler and scheduler that this ComfyUI lists gives the stock latent for the same file, seed and sigmas."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from safetensors.torch import load_file
 
 from graphs import OURS, STOCK, Graph
 
-PARALLEL_SAMPLER = ("euler", "euler_ancestral", "heun", "dpmpp_2m")  # these by it too
+PARALLEL_SAMPLER = ("euler", "euler_ancestral", "heun", "dpmpp_2m")  # these run under it as well
 EVERY_SCHEDULER = ("euler", "dpmpp_2m")
-TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+TOLERANCE = 1e-4  # relative to the largest value of the stock latent, in fp32
 
 
 @pytest.fixture(scope="module")
 def lists(comfy):
-    """(samplers, schedulers) from KSampler's own inputs."""
+    """The lists (samplers, schedulers) of KSampler's inputs."""
     required = comfy.client.object_info()["KSampler"]["input"]["required"]
     return tuple(_options(required[name]) for name in ("sampler_name", "scheduler"))
 
 
 def _options(entry) -> list[str]:
-    """Combos come as [[options], …] or as ["COMBO", {"options": […]}]."""
+    """Returns the options of a combo, which is [[options], …] or ["COMBO", {"options": […]}]."""
     return entry[1]["options"] if entry[0] == "COMBO" else entry[0]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, subtests):
-    """Each sampler with one scheduler, which take turns, since sigmas come as numbers, and a few with all; behind
-    Parallel Flux Loader and behind Parallel Model."""
+    """Each sampler runs with one scheduler in turn, because sigmas reach it as numbers. EVERY_SCHEDULER names samplers
+    that run with all. The model is behind Parallel Flux Loader and behind Parallel Model."""
     samplers, all_schedulers = lists
     assert len(samplers) >= 30 and len(all_schedulers) >= 8
     worst = {}

@@ -1,4 +1,4 @@
-"""A model that is loaded ahead of its first prompt: by a person, and in the tail of the prompt before it."""
+"""A model is loaded ahead of its first prompt, on a person's request or in the tail of the prompt before it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from waiting import wait_until
 
 ROUTE = "/parallel_sampling/preload"
 FILES = ("hot_a.safetensors", "hot_b.safetensors")
-EXACT = 1e-5  # of the largest value
-ROUNDS = 3  # in which each model has a prompt
+EXACT = 1e-5  # relative to the largest value
+ROUNDS = 3  # prompts for each model
 
 
 def _files(comfy) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def _files(comfy) -> tuple[str, ...]:
 
 
 def _sampled(loader: str | None, file: str, seed: int) -> tuple[Graph, list]:
-    """`loader`: ours, or None for ComfyUI's own two nodes."""
+    """Returns (graph, LATENT output). `loader`: the class of our loader, or None for UNETLoader and KSampler."""
     graph = Graph()
     request = graph.text(1), graph.text(2), graph.latent()
     if loader is None:
@@ -38,7 +38,7 @@ def _node(graph: Graph, kind: str) -> str:
 
 
 class _Log:
-    """What the ranks do from now on, in the order in which it happens."""
+    """A reader of the jobs' log that reports only what happens after it was created."""
 
     def __init__(self, comfy) -> None:
         self._path = comfy.server.base_directory / "ranks.jsonl"
@@ -48,7 +48,7 @@ class _Log:
         return self._path.read_text().splitlines() if self._path.exists() else []
 
     def requests(self, count: int) -> list[tuple[str, bool]]:
-        """Of the first `count` samplings and preloads: (what, whether it loaded a model itself)."""
+        """Waits for `count` samplings and preloads and returns (kind, True if it loaded a model itself) for each."""
 
         def read() -> list[tuple[str, bool]]:
             found, loaded = [], False
@@ -65,10 +65,10 @@ class _Log:
 
 @pytest.fixture
 def idle(comfy):
-    """Ranks that hold nothing, and a ComfyUI whose nodes do neither."""
+    """A ComfyUI whose ranks hold no model and whose nodes have no cached outputs."""
     comfy.forget()
     wait_until(lambda: not any(group["models"] for group in comfy.groups()))
-    comfy.client.free()  # and collects what the first wish has left in cycles: outputs of older prompts, with MODELs
+    comfy.client.free()  # also collects outputs with MODELs that the first free() left in reference cycles
     return comfy
 
 
@@ -149,7 +149,7 @@ def test_while_a_prompt_samples_nothing_is_loaded_beside_it(idle):
 
 
 def test_waiting_prompts_switch_models_and_none_of_them_loads_or_fails(idle):
-    """Each prompt's tail lasts until the next one's model is there, as a decode of a large picture would."""
+    """The tail of each prompt lasts until the next one's model is loaded, like the decode of a large picture."""
     files = _files(idle)
     wanted = [(files[number % 2], 60 + number) for number in range(2 * ROUNDS)]
     expected = []
@@ -171,7 +171,7 @@ def test_waiting_prompts_switch_models_and_none_of_them_loads_or_fails(idle):
     for number, latent in enumerate(expected):
         found = load_file(idle.output(f"hot-{number}.safetensors"))["samples"]
         assert relative_difference(found, latent) < EXACT
-    assert relative_difference(expected[0], expected[2]) > 1000 * EXACT  # another seed is no match
+    assert relative_difference(expected[0], expected[2]) > 1000 * EXACT  # another seed gives another latent
     requests = log.requests(2 * len(wanted) - 1)
     samplings = [loaded for request, loaded in requests if request == "sample"]
     assert samplings == [True] + [False] * (len(wanted) - 1)

@@ -1,4 +1,4 @@
-"""In a real browser: Preload in a loader's menu puts its model on the devices, and says what became of it."""
+"""In a real browser, Preload in a loader's menu loads its model on the devices and shows the outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MODELS = {UNET: 3}
 
 
 def test_preload_says_what_it_did_and_why_it_could_not(page, measuring):
-    measuring[0].stop_ranks()  # a preload ends none that others have left
+    measuring[0].stop_ranks()  # a preload would be refused if it had to end other ranks
     words = words_of()
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)

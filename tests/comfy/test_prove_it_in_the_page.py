@@ -1,5 +1,5 @@
-"""In a real browser: one click runs a sampler's own job on one device and on all and shows both pictures; the node that
-compares shows them on itself."""
+"""In a real browser, one click runs a sampler's job on one device and on all devices and shows both pictures. The node
+Compare With One Device shows them on itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pages import BADGES, REPORT, choose, run, set_widget, shoot, show_prompt, w
 from waiting import wait_until
 
 UNET = "tiny_proved.safetensors"
-APART = {"canvas": "tiny_badge.safetensors", "vue": "tiny_badge_2.safetensors"}  # measured apart
+APART = {"canvas": "tiny_badge.safetensors", "vue": "tiny_badge_2.safetensors"}  # measured separately
 MODELS = {UNET: 5, APART["canvas"]: 6, APART["vue"]: 7}
 SEED = "() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(w => w.name === 'seed').value"
 COMPARED = """async () => {
@@ -26,14 +26,14 @@ ENDED = """async (seed) => {
   return history.map(({prompt}) => prompt).find(prompt => Object.values(prompt[2]).some(
     n => n.class_type === 'ParallelSampler' && n.inputs.seed === seed));
 }"""
-# What became of every prompt, for the words of a test that fails.
+# The outcome of every prompt, for a failing test's message.
 STATE = """async () => ({
   toasts: [...document.querySelectorAll('.p-toast-message')].map(toast => toast.innerText),
   queue: (await (await fetch('/queue')).json()).queue_running.map(([, id]) => id),
   ends: Object.values(await (await fetch('/history')).json()).map(
     ({status}) => status.messages.map(([kind, {exception_message: why}]) => why ? [kind, why] : kind)),
 })"""
-# [title, time] of each bar.
+# Lists [title, time] of each bar.
 TIMES = """() => {
   const cells = [...document.querySelectorAll('dialog .times > span')].map(cell => cell.innerText);
   return [cells.slice(0, 2), cells.slice(2)];
@@ -62,21 +62,21 @@ def _graph(decoded: bool = True, unet: str = UNET) -> Graph:
 
 
 def _show(page, prompt: dict, kind: str = "ParallelSampler") -> None:
-    """The graph as a workflow with an id of its own, with the node of this kind in view."""
+    """Loads the prompt as a workflow with a new id and scrolls to the node of class `kind`."""
     show_prompt(page, prompt, kind)
     page.wait_for_selector(".parallel-report", timeout=60_000)
 
 
 def _ended(page, seed: int) -> list:
-    """The prompt of the run with this seed, once ComfyUI's history has it. (The page's own wait takes the promise that
-    an async function gives for an answer.)"""
+    """Waits until ComfyUI's history has the run with this seed and returns its prompt. (page.wait_for_function cannot
+    wait: it takes the promise of an async function for a true answer.)"""
     wait_until(lambda: page.evaluate(ENDED, seed), 120)
     return page.evaluate(ENDED, seed)
 
 
 def _prove(page):
-    """The dialog that a click on Prove it ends with."""
-    from playwright.sync_api import TimeoutError  # installed with the browser only
+    """Clicks Prove it and returns the dialog with the result."""
+    from playwright.sync_api import TimeoutError  # only installed together with the browser
 
     page.get_by_role("button", name=words_of()["prove"]).click()
     dialog = page.get_by_role("dialog", name=words_of()["proof"].format(count=2))
@@ -88,12 +88,12 @@ def _prove(page):
 
 
 def _sentence(split: float, one: float) -> str:
-    """What the two printed times say."""
+    """Returns the sentence that compares the two times (seconds per step)."""
     return import_node_module("nodes.runs.speed").compare_with_one_device(split, one)
 
 
 def _shows_all_that_counts(page, height: int) -> None:
-    """The title, both pictures, the facts and Close lie in the window, and the pictures leave room for them."""
+    """Asserts that the window shows the title, both pictures, the facts and Close, without overlap."""
     parts = page.evaluate(PARTS)
     assert all(part["top"] >= 0 and part["bottom"] <= height for part in parts.values()), parts
     assert 100 < parts[".pictures"]["height"] <= 0.6 * height
@@ -157,7 +157,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed_and_then_the_badge
     assert page.evaluate("() => document.querySelector('.parallel-headline').textContent").endswith(" of 255")
     wait_for_badge(".* one device")
 
-    # From here on it is known to every run; to one that failed nothing is.
+    # From now on every run shows the comparison; a failed run shows nothing.
     for name, value in (("channels", 5), ("draw", 1)):
         set_widget(page, "TestLatent", name, value)
     run(page)
@@ -169,7 +169,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed_and_then_the_badge
 
 
 def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
-    """ComfyUI's history has a prompt once it has ended, and the report is there before."""
+    """ComfyUI's history gets a prompt when it ends, and the report appears before that."""
     _show(page, _graph().prompt)
     set_widget(page, "ParallelSampler", "seed", 300)
     set_widget(page, "ParallelSampler", "control_after_generate", "increment")

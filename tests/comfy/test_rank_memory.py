@@ -1,4 +1,4 @@
-"""Living with ComfyUI's memory manager: what frees memory puts idle ranks to sleep, and the next prompt wakes them."""
+"""Idle ranks go to sleep when ComfyUI's memory manager frees memory, and the next prompt wakes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from graphs import OURS, STOCK, Graph
 from waiting import wait_until
 
-_SEEDS = itertools.count(100)  # another seed, another run
+_SEEDS = itertools.count(100)  # a new seed per run, so that no cached output answers
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ WARM = "load: 0 s (weights were warm)"
 
 
 def _again(comfy, unet: str) -> bool:
-    """Whether the ranks had to load the model again."""
+    """Samples and returns True if the ranks had to load the model again."""
     _, report = _sample(comfy, unet)
     return WARM not in report
 
@@ -40,7 +40,7 @@ def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(co
     _sample(comfy, unet)
     assert not _again(comfy, unet)
     ranks = comfy.ranks()
-    comfy.client.free()  # done between prompts, sometime soon
+    comfy.client.free()  # ComfyUI does it between prompts, after a moment
     wait_until(lambda: _again(comfy, unet))
     assert comfy.ranks() == ranks
     assert not _again(comfy, unet)
@@ -49,7 +49,7 @@ def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(co
 def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep_but_under_highvram(comfy, unet):
     _sample(comfy, unet)
     graph = Graph()
-    model = graph.model(OURS, unet)  # the loader that the latest prompt had, so that the ranks stay warm
+    model = graph.model(OURS, unet)  # the latest prompt's loader, so that the ranks stay warm
     held = graph.add("TestUnload", model=model)
     graph.add("TestSaveText", text=[held, 0], path="unloaded.txt")
     comfy.run(graph.prompt)
@@ -79,7 +79,7 @@ def test_a_node_before_parallel_model_may_change_and_nothing_is_loaded_again(com
 
 
 def test_two_models_in_one_graph_share_the_ranks(comfy, unet):
-    """As a first pass and its refiner do; the ranks switch from one to the other."""
+    """They follow each other like a first pass and a refiner, and the ranks switch between them."""
     other = comfy.write_flux("tiny_refiner.safetensors", seed=3)
     graph = Graph()
     ends = {}
@@ -115,7 +115,7 @@ def test_two_models_in_one_graph_are_loaded_once_and_take_turns_in_every_prompt(
 
 
 def _states(comfy) -> list[str]:
-    """Of the groups of ranks in ComfyUI's process."""
+    """Returns the state of each group of ranks in ComfyUI's process."""
     graph = Graph()
     states = graph.add("TestRankStates", nonce=time.monotonic_ns() % 2**31)
     graph.add("TestSaveText", text=[states, 0], path="states.txt")

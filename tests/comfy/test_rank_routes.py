@@ -1,4 +1,4 @@
-"""What ComfyUI's page may ask of the ranks: sense and nonsense, from its own page and from elsewhere."""
+"""The routes for the ranks get valid and invalid requests, from ComfyUI's page and from other sites."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROUTE = "/parallel_sampling/ranks"
 WATCH = "/parallel_sampling/watch"
 ACTIONS = ("sleep", "wake", "restart", "stop", "reset")
 GROUP = {"devices": ["cpu:0", "cpu:1"]}
-_SEEDS = itertools.count(1)  # another seed, another run
+_SEEDS = itertools.count(1)  # a new seed per run, so that no cached output answers
 
 
 @pytest.fixture
 def warm(measuring):
-    """Ranks that hold a model."""
+    """A ComfyUI whose ranks hold a model."""
     comfy, _ = measuring
     unet = comfy.write_flux("tiny_ranks.safetensors", single_blocks=5)
     graph = Graph()
@@ -54,7 +54,7 @@ def test_each_button_does_what_it_says_and_refuses_where_it_makes_no_sense(warm)
 
 
 def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
-    """Other pages, other methods, bodies too long or of anything: refused by a 4xx, and the ranks stay as they are."""
+    """Other sites, other methods and bodies that are too long or random get a 4xx, and the ranks stay as they are."""
     before = _group(warm)
     paths = [f"{ROUTE}/{action}" for action in ACTIONS] + [WATCH]
     watch = {"client_id": "nobody", "looking": True, "anew": True}
@@ -67,7 +67,7 @@ def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
             assert warm.ask(path, body, **headers)[0] == 403
         for method in ("GET", "PUT", "DELETE"):
             assert warm.ask(path, body, method=method)[0] in (404, 405)
-    assert warm.ask(WATCH, watch)[0] == 409  # a page that has no websocket here
+    assert warm.ask(WATCH, watch)[0] == 409  # this page has no websocket
 
     draw = random.Random(7)
 

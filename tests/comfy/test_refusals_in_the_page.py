@@ -1,5 +1,5 @@
-"""In a real browser: what cannot run is red where it is set and nowhere else, goes with its cause, and one click mends
-it; a toast leaves ComfyUI's own card of errors to be read."""
+"""In a real browser, exactly the inputs that cannot run are red until they are corrected, and one click corrects them.
+A toast does not cover ComfyUI's card of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a real browser: what nodes show is of the latest run and of no other, whatever became of it."""
+"""In a real browser, nodes show only the latest run, whether it goes on, was cancelled, failed or succeeded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
   w => w.name.includes('text-preview'))?.value || ''"""
 ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
-# By device the steps that have bars of all three parts.
+# Lists each device and its number of steps with bars of all three parts.
 TIMELINE = """() => [...document.querySelectorAll('.parallel-timeline .row')].flatMap(row => [
   row.querySelector('span').textContent,
   [...row.querySelectorAll('g')].filter(g => g.querySelectorAll('rect').length === 3).length])"""
@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page,
     assert re.fullmatch(rf"{said}|one device · [\d.e-]+ s per step", page.evaluate(HEADLINE))
 
     assert page.evaluate(TIMELINE) == ["cpu:0", 3, "cpu:1", 3]
-    assert page.evaluate(PHASE) == ""  # in one place, not two
+    assert page.evaluate(PHASE) == ""  # the panel already shows the result
 
     _run(page, seed=2, steps=4000)
     _wait_for_report(page, "Running")
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page,
 
     _run(page, seed=3, steps=2)
     _wait_for_report(page, "strategy: ")
-    # The loader refuses the file, and the sampler never begins.
+    # The loader refuses the file, so the sampler never starts.
     folder = measuring[0].server.base_directory / "models" / "diffusion_models"
     (folder / SHORT).write_bytes((folder / UNET).read_bytes()[:100])
     set_widget(page, "ParallelFluxLoader", "unet_name", SHORT)
@@ -77,5 +77,5 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page,
     assert page.evaluate(ROWS) == 0
 
     set_widget(page, "ParallelFluxLoader", "unet_name", UNET)
-    _run(page, seed=3)  # all of it is known already
+    _run(page, seed=3)  # ComfyUI has every output in its cache
     _wait_for_report(page, "strategy: ")

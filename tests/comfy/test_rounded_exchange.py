@@ -1,4 +1,4 @@
-"""exchange_dtype fp8 in the real ComfyUI: near stock's latent, and a report that calls it approximate and why."""
+"""exchange_dtype fp8 in the real ComfyUI gives nearly the stock latent, and the report explains the approximation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROUNDED = "result: approximate (exchange_dtype fp8 rounds what devices send each
 
 
 def _both(comfy, kind, **choice):
-    """(the difference from stock relative to its largest value, the report)"""
+    """Returns (the largest difference from the stock latent, relative to its largest value; the report)."""
     graph = AnyGraph(comfy, kind)
     ours = [graph.parallel(graph.stock(), exchange_dtype="fp8", **choice), 1]
     options = {"steps": 3, "cfg": 1.0}

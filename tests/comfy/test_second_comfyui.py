@@ -1,4 +1,4 @@
-"""Two ComfyUIs on one machine: they share no device, and one that is killed takes its ranks with it, and no prompt."""
+"""Two ComfyUIs on one machine use separate devices. If one is killed, its ranks end and its prompts survive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "a key of somebody's"
 
 
 def _sampled(comfy, devices: tuple[str, ...], seed: int) -> torch.Tensor:
-    """Of one sampler after the other, each on its own devices."""
+    """Chains one sampler per entry of `devices`, each on those devices, and returns the last latent."""
     graph = Graph()
     texts, latent = (graph.text(1), graph.text(2)), graph.latent()
     for index, names in enumerate(devices):
@@ -72,7 +72,7 @@ def _queue(client: ComfyUIClient) -> dict[str, set[str]]:
 def test_a_killed_comfyuis_ranks_end_and_its_prompts_run_once_each_in_another(
     comfy, second, tmp_path, capsys
 ):
-    """By SIGKILL, with ranks warm and 50 prompts waiting. Last of this file: the next user of the second one waits."""
+    """It is killed by SIGKILL with warm ranks and 50 waiting prompts. Last, because the second one must restart."""
     other, log = second.running(), second.queue_log
     lines, gate, door = tmp_path / "lines", tmp_path / "gate", tmp_path / "open"
     door.touch()
@@ -98,7 +98,7 @@ def test_a_killed_comfyuis_ranks_end_and_its_prompts_run_once_each_in_another(
     found = _queue(client)
     assert (found["queue_running"], found["queue_pending"]) == ({running}, set(wanted.values()))
     wait_until(lambda: set(read_open(io.BytesIO(log.read_bytes()))) == {running, *wanted.values()})
-    assert main(["resend", str(log), "--to", comfy.server.url]) == 2  # while it lives
+    assert main(["resend", str(log), "--to", comfy.server.url]) == 2  # refused while it runs
     assert "is running" in capsys.readouterr().err
     server.kill()
     assert server.survivors == []
@@ -113,5 +113,5 @@ def test_a_killed_comfyuis_ranks_end_and_its_prompts_run_once_each_in_another(
         assert entry["prompt"][3]["extra_pnginfo"] and entry["prompt"][3]["client_id"] == "page"
     assert sorted(lines.read_text().splitlines()) == sorted(["ended before", "running", *wanted])
     assert SECRET not in log.read_text()
-    # Its neighbour's ranks noticed nothing.
+    # The ranks of the first ComfyUI were not affected.
     assert torch.equal(_sampled(comfy, (APART[0],), seed=42), expected) and _pids(comfy) == kept

@@ -1,5 +1,5 @@
-"""Strategy Selector in a real browser: what auto decides is folded away, and neither a reroute nor a node that holds a
-value keeps anything from being checked."""
+"""Strategy Selector in a real browser hides the inputs that auto decides. Its checks still work if a reroute or a node
+with a constant value is connected."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_auto_decides_is_folded_away_and_seen_where_a_person_sets_it(page, 
     _wait_for(page, shown, ALWAYS | DECIDED)
     saved = page.evaluate(f"() => {SELECTOR}.serialize().widgets_values")
     assert saved == ["manual", "cpu:2", 1, 1, 1, 1, 1, "auto", 1, False, False, 0, 1, "", "if_needed"]
-    # A workflow that was saved before there was anything to fold.
+    # A workflow saved by a version that hid no inputs.
     page.evaluate(
         """async () => {
           const saved = app.graph.serialize();
@@ -84,7 +84,7 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
     set_widget(page, "StrategySelector", "ring_degree", 2)
     page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')", timeout=20_000)
 
-    # What has to run first is not known; the rest is checked.
+    # A value that a run has to compute is unknown; the other inputs are checked.
     page.evaluate(
         f"""() => {{
           const text = LiteGraph.createNode("TestAnything");

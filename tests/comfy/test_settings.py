@@ -1,4 +1,4 @@
-"""The pack's entries in ComfyUI's Settings: set in the page, kept by ComfyUI, and counting from the next use on."""
+"""The pack's entries in ComfyUI's Settings are set in the page, stored by ComfyUI, and apply from the next use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULTS = {
 
 
 def _decode(comfy, draw: int) -> None:
-    """On the default devices: there is no Strategy Selector."""
+    """Decodes on the default devices, because the prompt has no Strategy Selector."""
     graph = Graph()
     vae = [graph.add("VAELoader", vae_name=VAE), 0]
     image = [graph.add("ParallelVAEDecode", samples=graph.latent(draw=draw), vae=vae), 0]
@@ -52,5 +52,5 @@ def test_settings_count_from_the_next_use_on(measuring, page, set_setting):
         comfy.sample(graph.prompt, latent)
 
     set_setting("parallel_sampling.sleep_after_minutes", 0.02)
-    _decode(comfy, draw=2)  # whose end sets the timer
+    _decode(comfy, draw=2)  # its end starts the timer
     wait_until(lambda: "asleep" in {group["state"] for group in comfy.groups()})

@@ -1,4 +1,4 @@
-"""The status panel in a real browser: alive from the start of ranks to their end, and drawn in each state and theme."""
+"""The status panel in a real browser follows the ranks from start to end and is drawn in each state and theme."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVENT = "parallel_sampling.status"
 UNET = "tiny_panel_status.safetensors"
 MODELS = {UNET: 3}
 _SEEDS = itertools.count(1)
-# Every text that elements of a selector have had since, in order.
+# Records, in order, every text that elements of `selector` show from now on.
 RECORD = """(selector) => {
   window.recorded = [];
   const look = () => {
@@ -26,7 +26,7 @@ RECORD = """(selector) => {
   };
   new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true});
 }"""
-# What sticks out of the panel, or is cut off in it, sideways.
+# Lists the elements that are wider than the panel or are cut off at the side.
 STICKS_OUT = """() => {
   const panel = document.querySelector('.parallel-status');
   const right = Math.min(panel.getBoundingClientRect().right, window.innerWidth);
@@ -65,14 +65,14 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     wait_for_extensions(page)
 
     def wait_for(words: str) -> None:
-        # The rest of 120 steps may be waited for.
+        # Long enough for the rest of 120 steps.
         card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=240_000)
 
     def press(name: str, then: str) -> None:
         card.get_by_role("button", name=name, exact=True).click()
         wait_for(then)
 
-    # A job, from the page that then shows its bars.
+    # A job that this page queues, and whose progress bars it shows.
     show_prompt(page, _graph(120).prompt, "ParallelSampler")
     panel = _open(page)
     card = panel.locator(".parallel-group").first
@@ -82,7 +82,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
         "() => recorded.some(t => /^step [1-9]\\d* of 120 · about \\d+ s left$/.test(t))", timeout=120_000
     )
     shoot(page, "status-sampling")
-    os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job goes on, on new ranks
+    os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')", timeout=60_000)
     page.locator(".p-toast-detail", has_text="after: process 0 failed: killed by SIGKILL").wait_for(
         timeout=10_000
@@ -98,11 +98,11 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " per step" in card.inner_text()
     card.locator("button[title='Not now: the processes are awake']").wait_for(
         timeout=10_000
-    )  # soon after the state
+    )  # it follows the state after a moment
 
     press("Sleep", "asleep")
     press("Wake", "ready")
-    # The panel loses its websocket, then its page: it finds its way back each time.
+    # The panel loses its websocket, then its page, and recovers each time.
     page.evaluate("() => app.api.socket.close()")
     press("Sleep", "asleep")
     page.reload()
@@ -112,7 +112,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     wait_for("asleep")
     assert any(EVENT in frame for frame in frames)
 
-    # A dead rank shows with its reason, and can be started from here.
+    # The panel shows why a rank died and can start it again.
     page.evaluate(RECORD, ".p-toast-summary")
     os.kill(comfy.groups()[0]["ranks"][1]["pid"], signal.SIGKILL)
     wait_for("failed")
@@ -123,7 +123,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     assert page.evaluate("recorded.filter(t => t === 'Processes started').length") == 1
     press("Stop", "not started")
 
-    # Nobody looks: nothing is sent.
+    # While no panel is open, nothing is sent.
     page.evaluate("() => app.extensionManager.sidebarTab.toggleSidebarTab('parallel-sampling')")
     panel.wait_for(state="detached", timeout=10_000)
     page.wait_for_timeout(300)
@@ -199,7 +199,7 @@ STATES = {
 
 
 def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
-    # Only what this test says reaches the panel.
+    # The panel gets only the states of this test.
     page.route("**/parallel_sampling/watch", lambda route: route.fulfill(json={"seconds": 15}))
     panel = _open(page)
     say = f"() => app.api.dispatchCustomEvent('{EVENT}', {json.dumps(STATES)})"
@@ -214,12 +214,12 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
     assert "cuda:99" in panel.locator(".settings").inner_text()
     assert panel.locator(".left-out").inner_text().startswith("cuda:7 left out")
 
-    # Sleep says why it does nothing where ranks failed too often, and what to do first.
+    # If ranks failed too often, Sleep explains why it does nothing and what to do first.
     assert "failed too often" in cards.nth(3).get_by_role("button", name="Sleep").get_attribute("title")
 
-    # By keyboard: each button can be reached, those that make no sense say why and do nothing.
+    # The keyboard reaches each button; a disabled one explains why and does nothing.
     cards.nth(0).get_by_role("button", name="Sleep").focus()
-    page.evaluate(say)  # news do not take the focus away
+    page.evaluate(say)  # an update keeps the focus
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Wake"
     assert not cards.nth(0).get_by_role("button", name="Wake").is_enabled()
@@ -230,13 +230,13 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
     for theme in ("dark", "light"):
         page.evaluate(f"() => app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
         page.set_viewport_size({"width": 1280, "height": 900})
-        page.wait_for_timeout(300)  # until colours have changed
+        page.wait_for_timeout(300)  # until the colours have changed
         shoot(page, f"status-{theme}")
         page.set_viewport_size({"width": 320, "height": 900})
         shoot(page, f"status-{theme}-320")
         assert page.evaluate(STICKS_OUT) == []
 
-    # A toast that stays, as it comes from the server.
+    # A toast that stays, as the server sends it.
     toast = {
         "severity": "error",
         "summary": "The processes failed too often",
@@ -246,7 +246,7 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
     page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(toast)})")
     page.get_by_text("The processes failed too often").wait_for(timeout=10_000)
 
-    # ComfyUI goes away, and comes back.
+    # ComfyUI stops answering and comes back.
     page.unroute("**/parallel_sampling/watch")
     page.route("**/parallel_sampling/watch", lambda route: route.abort())
     panel.get_by_text("ComfyUI does not answer").wait_for(timeout=20_000)

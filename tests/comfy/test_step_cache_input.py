@@ -1,4 +1,4 @@
-"""ParallelSampler's step cache in the real ComfyUI: what it says, and where it is refused or does nothing."""
+"""The step cache in the real ComfyUI, as input of ParallelSampler and as a node: its reports, results and refusals."""
 
 from __future__ import annotations
 

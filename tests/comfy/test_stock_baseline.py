@@ -1,4 +1,4 @@
-"""The ground under every comparison: stock UNETLoader and KSampler run the tiny Flux, and its inputs matter."""
+"""The basis of every comparison: stock UNETLoader and KSampler run the tiny Flux, and its inputs matter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphs import STOCK, Graph
 
 
 def stock_prompt(unet: str, *, guidance: float = -1.0, text: int = 1, **sampling) -> tuple[dict, list]:
-    """UNETLoader + KSampler on a 16 × 12 latent, 4 steps: the prompt and its LATENT."""
+    """Returns (prompt, LATENT output) of UNETLoader and KSampler on a 16 × 12 latent with 4 steps."""
     graph = Graph()
     texts = (graph.text(draw, guidance=guidance) for draw in (text, 1000))
     latent = graph.ksampler(graph.model(STOCK, unet), *texts, graph.latent(), **{"steps": 4, **sampling})

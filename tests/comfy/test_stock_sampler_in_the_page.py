@@ -1,4 +1,4 @@
-"""In a real browser: a stock sampler behind Parallel Model wears the badge, tells its report, and can be proved."""
+"""In a real browser, a stock sampler behind Parallel Model shows the badge, opens its report and can be proved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waiting import wait_until
 
 UNET = "tiny_stock_sampler.safetensors"
 MODELS = {UNET: 3}
-# The middle of the badge that the canvas draws, in pixels of the page.
+# Returns the middle of the badge that the canvas draws, in pixels of the page.
 BADGE = """() => {
   const { fillText } = CanvasRenderingContext2D.prototype;
   let found = null;
@@ -30,7 +30,7 @@ WORDS = words_of()
 
 
 def _graph(kind: str) -> dict:
-    """A stock sampler of this kind behind Parallel Model."""
+    """Returns a prompt with a stock sampler of class `kind` behind Parallel Model."""
     graph = Graph()
     strategy = graph.strategy("cpu:2", ulysses=2)
     model = [graph.add("ParallelModel", model=graph.model(STOCK, UNET), strategy=strategy), 0]
@@ -72,7 +72,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
         page.locator(".parallel-badge").click()
     else:
         x, y = page.evaluate(BADGE)
-        page.mouse.click(x, y - 60)  # above it
+        page.mouse.click(x, y - 60)  # above the badge
         assert page.get_by_role("dialog").count() == 0
         page.mouse.click(x, y)
     report = page.get_by_role("dialog")
@@ -100,7 +100,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
 
     page.reload()
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
-    set_widget(page, "TestLatent", "batch_index", "none")  # it fails, and the sampler never begins
+    set_widget(page, "TestLatent", "batch_index", "none")  # it fails, so the sampler never starts
     run(page)
     page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))", timeout=60_000)
     wait_until(lambda: WORDS["open_report"] not in menu_of(page, kind))

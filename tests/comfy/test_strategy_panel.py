@@ -1,4 +1,4 @@
-"""Strategy Selector and Parallel Sampler in a real browser: the diagram, what is wrong while editing, the report."""
+"""Strategy Selector and Parallel Sampler in a real browser: the diagram, errors while editing, and the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pages import run, set_widget, shoot, show_prompt
 UNET = "tiny_panel.safetensors"  # two attention heads
 MODELS = {UNET: 4}
 DEGREES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
-# What the panel shows, read as a person would: text of the cells, the marked row, whether anything is cut off.
+# Reads the panel as a person would: the text of the cells, the marked row, and if anything is cut off.
 READ = """() => {
   const panel = document.querySelector('.parallel-strategy');
   return {
@@ -30,7 +30,7 @@ WIDGETS = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector'
   w => ({ name: w.name, off: w.disabled, label: w.label, value: w.value }))"""
 REPORT = "() => document.querySelector('.parallel-report:not(.empty)')?.textContent"
 SIZES = "() => app.graph.nodes.map(n => [n.type, n.size[0], n.size[1]])"
-# Where a number's arrow to the right is, on the canvas.
+# Returns the position of a number widget's right arrow on the canvas.
 ARROW = """name => {
   const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
   const { scale, offset } = app.canvas.ds;
@@ -57,7 +57,7 @@ def _edit(page, name: str, value: object) -> None:
 
 
 def _wait_for(page, condition: str) -> None:
-    """`condition`: of what READ gives, called shown."""
+    """Waits until `condition` is true: JavaScript about `shown`, the object that READ returns."""
     page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}", timeout=60_000)
 
 
@@ -77,7 +77,7 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page):
     shoot(page, "diagram")
 
     live = page.evaluate(ARROW, "data_degree")
-    page.mouse.click(*live)  # in manual a degree takes it, and sixteen devices are not selected
+    page.mouse.click(*live)  # in manual mode the click counts, and 16 devices are not selected
     _wait_for(page, "shown.alerts.length === 1")
     assert "needs 16 devices; 8 are selected" in page.evaluate(READ)["alerts"][0]
 
@@ -101,7 +101,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     plain = page.evaluate(WIDGETS)
     assert page.evaluate(READ)["devices"][2] == "cpu:2 · idle"
 
-    # The rules are those of the model that the loader names.
+    # The rules of the model that the loader names apply.
     if drawn_by == "vue":
         row = page.locator(".lg-node-widget", has_text="ulysses_degree")
         row.get_by_role("button", name="Increment").click()
@@ -185,8 +185,8 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     after = [size for size in page.evaluate(SIZES) if size[0] in panels]
     assert after == [
         size for size in sizes if size[0] in panels
-    ]  # what a panel shows never makes its node larger
-    # The headline is read without scrolling; the rest unfolds, and scrolls in its place.
+    ]  # a panel's content never makes its node larger
+    # The headline is visible without scrolling; the rest unfolds and scrolls inside the node.
     headline = page.locator(".parallel-headline")
     assert headline.is_visible() and headline.evaluate("e => e.scrollHeight <= e.clientHeight + 1")
     assert not page.locator(".parallel-report").is_visible()
@@ -196,12 +196,12 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     box = page.locator(".parallel-fold").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
     assert box[0] and box[1] < 300
 
-    _edit(page, "engine", "native")  # another question than the one that ran
+    _edit(page, "engine", "native")  # differs from the inputs that ran
     _wait_for(page, "shown.basis.startsWith('Plan for')")
     _edit(page, "engine", "auto")
     _wait_for(page, "shown.basis === 'The latest run'")
 
-    # As undo does: all nodes anew in the same workflow.
+    # Like undo, it creates all nodes of the workflow again.
     page.evaluate("() => app.loadGraphData(app.graph.serialize(), false, false)")
     page.wait_for_function(REPORT, timeout=60_000)
     _wait_for(page, "shown.basis === 'The latest run'")
@@ -231,7 +231,7 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
         if node["type"] in ("StrategySelector", "ParallelSampler"):
             values, before = saved[node["type"]]["widgets_values"], node["widgets_values"]
             assert values[: len(before)] == before
-            # A panel's empty text would be taken for the value of a later version's input.
+            # A later version would take a panel's empty text for the value of an input.
             assert values.count("") == before.count("")
     modified = """() => {
       const { activeWorkflow } = app.extensionManager.workflow;
@@ -242,7 +242,7 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
 
 
 def _links_have_colours_of_their_own(page) -> None:
-    """As the canvas draws them and as Vue does, whatever palette was chosen since."""
+    """Asserts that the canvas and Vue give each link type the same colour, different per type, in both palettes."""
     for palette in ("light", "dark"):
         page.evaluate("p => app.extensionManager.setting.set('Comfy.ColorPalette', p)", palette)
         drawn = page.evaluate(

@@ -1,4 +1,4 @@
-"""The check of Strategy Selector over HTTP: bounded, for ComfyUI's own page only, and no body that breaks it."""
+"""The HTTP check of Strategy Selector is bounded, serves only ComfyUI's own page and survives any body."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_other_pages_and_other_methods_get_nothing(comfy):
     rebound = {
         "Host": "elsewhere.example",
         "Origin": "http://elsewhere.example",
-    }  # its name points at 127.0.0.1
+    }  # a name that resolves to 127.0.0.1
     assert comfy.ask(ROUTE, b"{}", **rebound)[0] == 403
     assert comfy.ask(ROUTE, b"{}", Host="localhost", Origin="http://localhost")[0] == 200
     assert comfy.ask(ROUTE, b"{}", "PUT")[0] in (404, 405)

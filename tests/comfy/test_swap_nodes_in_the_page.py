@@ -1,5 +1,5 @@
-"""In a real browser: KSampler and its loader in exchange for ours, on request; links and values stay, nothing overlaps,
-and one undo, or the way back, gives the workflow as it was."""
+"""In a real browser, a command replaces KSampler and its loader by ours. Links and values stay, nothing overlaps, and
+one undo or the reverse command restores the workflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = words_of()
 
 
 def _graph() -> Graph:
-    """Two samplers behind one loader, one of them behind a node that changes the model, and one behind its own."""
+    """Returns a graph: a loader feeds two samplers, one through ModelSamplingFlux; a second loader feeds a third."""
     graph = Graph()
     model = graph.model(STOCK, UNET)
     changed = [
@@ -110,7 +110,7 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     assert outer == before[0]
     assert ["ParallelModelLoader", 1, "ParallelSampler", "parallel_model"] in inner
     outside = {name for a, _, b, name in before[1] if (a, b) == ("outside", "KSampler")}
-    assert outside > {"positive", "negative", "latent_image"}  # and widgets that the subgraph shows
+    assert outside > {"positive", "negative", "latent_image"}  # and the widgets that the subgraph exposes
     assert {name for a, _, b, name in inner if (a, b) == ("outside", "ParallelSampler")} == outside
     assert ["ParallelSampler", 0, "outside", ""] in inner
     command(page, "parallel_sampling.swap_out")

@@ -1,4 +1,4 @@
-"""In a real browser: the Templates browser lists ours by readable titles, with pictures, under the pack's name."""
+"""In a real browser, ComfyUI's Templates dialog lists ours under the pack's name, with readable titles and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_templates_browser_names_ours_in_words_and_shows_their_pictures(page
     with page.expect_response(_PICTURES, timeout=60_000) as first:
         ours.click()
     page.wait_for_function(_SHOWN, arg=titles, timeout=60_000)
-    folder = first.value.url.rpartition("/")[0]  # the other pictures are loaded as they are scrolled to
+    folder = first.value.url.rpartition("/")[0]  # others load when they scroll into view
     for title in titles:
         picture = page.request.get(f"{folder}/{title}.jpg")
         assert picture.ok and picture.headers["content-type"] == "image/jpeg", title

@@ -1,4 +1,4 @@
-"""tensor_degree on ComfyUI's own models: the stock latent with slices of every layer, family by family."""
+"""tensor_degree on ComfyUI's own models gives the stock latent while each device computes slices of the layers."""
 
 from __future__ import annotations
 

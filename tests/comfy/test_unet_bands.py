@@ -1,4 +1,4 @@
-"""One image of a UNet in the real ComfyUI: devices compute bands of rows, with ControlNets and core nodes' patches."""
+"""One image of a UNet in the real ComfyUI is computed in bands of rows, with a ControlNet and core nodes' patches."""
 
 from __future__ import annotations
 

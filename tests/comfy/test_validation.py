@@ -1,4 +1,4 @@
-"""What no model could run is refused before it is queued, at the input in which it lies; errors name no folder."""
+"""A strategy that no model could run is refused before it is queued, with an error at the input that causes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Nodes that reach into a network, before Parallel Model and behind it: the ranks compute what stock computes.
+"""Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 23 ways is one of `inject_ways/ways.py`, tried on Flux, Wan and a UNet over two devices.
+Each of the 23 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from comfyui_client import PromptFailed
 from differences import relative_difference
 from waiting import wait_until
 
-TOLERANCE = 2e-6  # of the largest value of the stock latent, in fp32
-TELLING = 1e-3  # what a way must change of the stock latent at least
+TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
+TELLING = 1e-3  # least relative change of the stock latent by a way
 SAMPLING = {
     "flux": {"steps": 2, "cfg": 1.0},
     "wan_t2v": {"steps": 2, "cfg": 3.0},
-    "unet": {"steps": 1, "cfg": 1.0},  # a single row, of which devices compute bands
+    "unet": {"steps": 1, "cfg": 1.0},  # a single row, so that devices compute bands of it
 }
 
 
 def _names() -> list[str]:
-    """The functions among WAYS: the pack itself can be imported in ComfyUI's process only."""
+    """Reads the names of WAYS from its source, because only ComfyUI's process can import the pack."""
     tree = ast.parse((Path(__file__).parent / "inject_ways" / "ways.py").read_text())
     first = {"model", "network", "place"}
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -43,7 +43,7 @@ WAYS = _names()
 
 @pytest.fixture(scope="module", autouse=True)
 def undone(packs):
-    """What the last test here has changed is taken back; each of the others begins with that."""
+    """Undoes the change of the module's last test. Before that, each TestReach node undoes the change before it."""
     yield
     undo = AnyGraph(packs, "wan_t2v")
     undo.add("TestUndo", model=undo.stock(), after=undo.request()[2])
@@ -52,12 +52,12 @@ def undone(packs):
 
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[str, str], Tensor]:
-    """Stock latents by family and way, "" for none, as far as they were asked for."""
+    """A cache of stock latents by (family, way); the way "" is the unchanged model."""
     return {}
 
 
 def _jobs_done(packs) -> int:
-    """How many runs of sampling ranks have ended well."""
+    """Returns how many sampling jobs the ranks have finished without an error."""
     log = packs.server.base_directory / "ranks.jsonl"
     lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     return sum((line.get("request"), line.get("result")) == ("sample", "done") for line in lines)
@@ -69,7 +69,7 @@ def test_there_are_23_ways(packs):
     assert len(WAYS) == 23
 
 
-# One model after the other: to load another one takes longer than to sample with it.
+# Grouped by model, because loading one takes longer than sampling with it.
 @pytest.mark.parametrize(("kind", "way"), product(SAMPLING, WAYS))
 def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, known, kind, way):
     settings = SAMPLING[kind]
@@ -91,7 +91,7 @@ def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, kn
     done = _jobs_done(packs)
     ways = {"stock": stock, "before": before, "behind": behind, "afterwards": afterwards}
     found = latents(packs, graph, ways)
-    wait_until(lambda: _jobs_done(packs) >= done + 3, 20)  # the log is written beside the prompt
+    wait_until(lambda: _jobs_done(packs) >= done + 3, 20)  # the log is written in the background
     known[kind, way] = stock = found["stock"]
     assert stock.isfinite().all()
     assert relative_difference(stock, known[kind, ""]) > TELLING
@@ -102,7 +102,7 @@ def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, kn
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before):
-    """No device has it whole beside its block's turn."""
+    """A device has the whole weight only while its block runs."""
     graph = AnyGraph(packs, "wan_t2v")
     request, source = graph.request(), graph.stock()
     choice, reach = {"ulysses": 2, "shard_weights": True}, {"way": "weight_in_place"}
@@ -116,8 +116,8 @@ def test_a_weight_in_place_is_refused_where_weights_are_shared_out(packs, before
         latents(packs, graph, {"refused": sampled})
 
 
-# Ways that take part within blocks or change weights, of which devices have parts under tensor_degree. For Wan the way
-# of its attention is another pack's kernel, which computes by heads.
+# Ways that act inside blocks or change weights: under tensor_degree a device has only parts of those. On Wan the way
+# attention_of_a_module replaces an attention kernel, which works per head, so it is not refused.
 WITHIN = {
     "attention_override",
     "child_of_a_block",

@@ -1,4 +1,4 @@
-"""With the real ComfyUI's node list, a workflow in the editor's format becomes the prompt a person would write."""
+"""With the real ComfyUI's node list, a saved editor workflow becomes the prompt that a person would write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workflow_to_api import WorkflowError, workflow_to_api
 
 
 def saved_workflow(unet: str) -> dict:
-    """UNETLoader + KSampler as the editor saves them: values without names, a control value after the seed."""
+    """Returns UNETLoader and KSampler as the editor saves them: unnamed values, and a control value after the seed."""
     text = {"type": "TestConditioning", "inputs": []}
     sockets = [("model", "MODEL", 1), ("positive", "CONDITIONING", 2), ("negative", "CONDITIONING", 3)]
     sockets.append(("latent_image", "LATENT", 4))
@@ -37,7 +37,7 @@ def saved_workflow(unet: str) -> dict:
 def expected_prompt(unet: str) -> dict:
     text = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1, "guidance": 3.5}
     latent = {"width": 8, "height": 8, "batch": 1, "draw": -1, "batch_index": "", "noise_mask": False}
-    latent |= {"channels": 16, "frames": 0}  # left out of the workflow: the defaults
+    latent |= {"channels": 16, "frames": 0}  # missing from the workflow, so the defaults
     links = {"model": ["1", 0], "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
     sampling = {
         "seed": 7,
@@ -72,7 +72,7 @@ def saved_video(codec: str, *more) -> dict:
 
 
 def test_a_choice_brings_its_own_inputs_by_dotted_names(comfy):
-    """One level deeper since ComfyUI 0.33, where the container brings the codec."""
+    """Since ComfyUI 0.33 the names are one level deeper, because the container's choice contains the codec."""
     registry = comfy.registry
     codec = "codec" if "codec" in registry["SaveVideo"]["input"]["required"] else "format.codec"
     plain = workflow_to_api(saved_video("auto"), registry)["1"]["inputs"]
