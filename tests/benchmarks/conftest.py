@@ -1,4 +1,4 @@
-"""Benchmarks' modules are imported by the names that their commands have for them."""
+"""Puts benchmarks/ on the import path: tests import its modules by the same names as the benchmark commands."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Published families: sizes against their pipelines, and the closed forms of memory and bytes."""
+"""Published model families: token counts against their pipelines, and the closed forms of memory and bytes sent."""
 
 import pytest
 from catalog import FAMILIES, guess_family, split_name
@@ -47,10 +47,10 @@ def test_tokens_are_those_of_the_published_pipelines(name, size, tokens):
     "name", [n for n, f in FAMILIES.items() if f.is_transformer and f.blocks[0].attends == "joint"]
 )
 def test_the_blocks_account_for_most_of_the_published_parameters(name):
-    """Linear weights of the blocks (a joint block has two sets); the rest is modulation, embedders, text refiners."""
+    """Counts the blocks' linear weights (a joint block has two sets). The rest is modulation, embedders, refiners."""
     family = FAMILIES[name]
     own = sum(b.count * (b.image_weights + (b.text_weights if b.reduces == 2 else 0)) for b in family.blocks)
-    if name.startswith(("cogvideox", "z-image", "lumina2")):  # one stream
+    if name.startswith(("cogvideox", "z-image", "lumina2")):  # text and image use the same layers
         own = sum(b.count * b.image_weights for b in family.blocks)
     assert 0.5 < own / family.parameters < 1.15
 

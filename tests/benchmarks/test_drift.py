@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("benchmark_drift")  # one measurement serves all
+pytestmark = pytest.mark.xdist_group("benchmark_drift")  # all tests share one measurement
 WARM_UPS = (0, 2, 6, 12, 20)
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """(PipeFusion's rows, the step cache's rows)"""
+    """Returns (PipeFusion's rows, the step cache's rows) of the two drift benchmarks."""
     from drift import measure_drift
     from step_cache import measure
 

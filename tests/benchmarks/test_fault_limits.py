@@ -1,4 +1,4 @@
-"""Limits of the fault benchmark on a machine that does much else: seconds hold times its slowness, counts do not."""
+"""Limits of the fault benchmark on a busy machine: limits in seconds are multiplied by its slowness, counts are not."""
 
 import pytest
 from fault_cases.case import Check
@@ -10,7 +10,7 @@ from fault_cases.case import Check
         (Check("noticed", 0.9, 0.5, timed=True), 1.0, False),
         (Check("noticed", 0.9, 0.5, timed=True), 2.0, True),
         (Check("processes left", 1, 0), 9.0, False),
-        (Check("ready", 99.0), 1.0, True),  # only measured
+        (Check("ready", 99.0), 1.0, True),  # without a limit: only measured
     ],
 )
 def test_a_limit_in_seconds_holds_times_how_slow_the_machine_was(check, slowness, passes):

@@ -1,4 +1,4 @@
-"""Every benchmark finds what it imports: a figure in docs/ names the benchmark that measures it anew."""
+"""Every benchmark can still be imported: figures in docs/ name the benchmark that measures them again."""
 
 import subprocess
 import sys
@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
-# In a process of its own: benchmarks set threads and paths. Names of some are those of libraries' modules.
+# Runs in a separate process, because benchmarks set threads and paths. The modules get numbered names, because some
+# files have the name of a library's module.
 IMPORT_EACH = """
 import importlib.util, sys
 import diffusers, torch.distributed

@@ -1,4 +1,4 @@
-"""The load test's judgement: whether a latent is that of its seed, memory grows, and how long most prompts took."""
+"""The load test's verdicts: whether a latent matches its seed, whether memory grew, and percentiles of prompt times."""
 
 import math
 import os
@@ -64,7 +64,7 @@ def test_what_is_open_is_told_by_kind(tmp_path):
     files = f"1 x {tmp_path}/log, 1 x TCP connection that its client"
     assert words == f"{files} keeps open, 1 x TCP connection to port {port}, 1 x TCP port {port}"
     assert usage.descriptors == usage.kinds.total() - 1
-    assert left == f"{files} has closed, 1 x TCP port {port}"  # as one that was forgotten stays
+    assert left == f"{files} has closed, 1 x TCP port {port}"  # a forgotten connection looks the same
     assert added(before, kinds_of(os.getpid())) == ""
 
 

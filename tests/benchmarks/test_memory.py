@@ -1,4 +1,4 @@
-"""benchmarks/memory.py on real ranks: one copy of a file on the host, stages that hold a part, a job as predicted."""
+"""benchmarks/memory.py on real ranks: one copy of a file on the host, a part of it per stage, the predicted memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.xdist_group("benchmark_memory")  # one run serves all
+pytestmark = pytest.mark.xdist_group("benchmark_memory")  # all tests share one run
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def test_the_host_holds_one_copy_of_a_file_that_four_ranks_load(result):
 
 
 def test_a_stage_holds_its_part(result):
-    """The fullest: the first has the double blocks, each twice as large as a single one."""
+    """Measures the fullest rank: the first stage has the double blocks, each twice as large as a single block."""
     assert 0.4 < result["private_bytes_per_rank"]["pipefusion_2"] / result["file_bytes"] <= 0.7
 
 
 def test_a_job_takes_about_what_is_predicted(result):
-    """With few tokens a rank's other growth, 3 MB, counts: 10 % is kept with the benchmark's own numbers."""
+    """Allows 20 %, since with few tokens 3 MB of other growth count. The benchmark's default sizes stay within 10 %."""
     assert result["predicted_over_measured"]["pipefusion_2"] == pytest.approx(1.0, abs=0.2)

@@ -1,4 +1,4 @@
-"""The rule against published measurements: what is read, what is chosen, and what is reported."""
+"""The selection rule against published measurements: the rows that are read, the choice, and the report."""
 
 import csv
 import json
@@ -62,7 +62,7 @@ def test_the_choice_is_never_worse_than_the_rule(rows):
 
 
 def test_a_new_file_is_judged_and_reported_as_one_json_object(tmp_path):
-    """One and two devices, a run that has no time because memory ran out, and one whose split is not stated."""
+    """The file has runs on 1, 2 and 4 devices: one has no time because memory ran out, one does not state its split."""
     path = _write(
         tmp_path / "new.csv",
         [
@@ -85,7 +85,7 @@ def test_a_new_file_is_judged_and_reported_as_one_json_object(tmp_path):
 
 
 def test_what_ran_out_of_memory_is_a_candidate_and_not_chosen(tmp_path):
-    """Flux in bf16 needs 24 GB for its weights alone: whole on a 24 GB card it was tried and failed."""
+    """In bf16 Flux needs 24 GB for its weights alone: a run with all weights on a 24 GB card was tried and failed."""
     path = _write(
         tmp_path / "memory.csv",
         [

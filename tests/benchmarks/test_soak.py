@@ -1,4 +1,4 @@
-"""The soak's judgement of what it saw: what levels off is none, what grows with the prompts is a leak."""
+"""The soak test's verdict: usage that levels off is no leak, usage that grows with the prompts is one."""
 
 import pytest
 from adversaries.soak import MIB, Usage, growth

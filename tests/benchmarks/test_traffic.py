@@ -1,4 +1,4 @@
-"""The closed forms that the traffic benchmark holds its counts against, for each of its strategies."""
+"""The traffic benchmark has for each of its strategies a closed form to compare the counted bytes with."""
 
 import pytest
 from traffic import FLUX_DEV_JOB, STRATEGIES, _expected, _name

@@ -1,4 +1,4 @@
-"""`python -m parallel_backend bench`: real strategies side by side on two CPU ranks, what is written, and refused."""
+"""`python -m parallel_backend bench`: real strategies on two CPU ranks, the files written, and the inputs refused."""
 
 import getpass
 import json
@@ -46,14 +46,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def fonts(tmp_path_factory):
-    """matplotlib keeps its fonts open from the first picture on, which is no leak of a test."""
+    """Draws a first picture: matplotlib keeps its fonts open from then on, and a test would count that as a leak."""
     if chart.can_draw():
         chart.draw(outcome(), tmp_path_factory.mktemp("fonts") / "bench.png")
 
 
 @pytest.fixture
 def bench(model, tmp_path, monkeypatch, capsys):
-    """Runs the command on two CPU ranks; gives (exit status, what it printed, the folder it wrote to)."""
+    """Returns a function that runs the command on two CPU ranks and gives (exit status, output, output folder)."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -92,7 +92,7 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
         assert private not in written
     assert getpass.getuser() not in written.replace("\n", " ").split()
 
-    # What was seen can be used by the next choice.
+    # The next choice can use the measurements.
     job = Job(CheckpointModel(inspect_flux(model)), width=128, height=96, text=16, prompts=2, steps=20)
     known = MeasurementStore(take_fingerprint(Topology(()))).read()
     seen = measured(known, job, ("cpu:0", "cpu:1"), known.observed[0].at[0])
@@ -219,7 +219,7 @@ def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them
     machines = tuple(f"cpu:{index}@lab/{machine}" for machine in "ab" for index in (0, 1))
     found = possible_strategies(flux_job(prompts=2), machines)
     assert CFG.replace(ulysses_degree=2) in found and ParallelStrategy(ulysses_degree=4) not in found
-    assert ParallelStrategy(ulysses_degree=4) in possible_strategies(flux_job(prompts=2), CPUS)  # the control
+    assert ParallelStrategy(ulysses_degree=4) in possible_strategies(flux_job(prompts=2), CPUS)  # one machine
 
 
 # Turns, memory, text.
@@ -238,7 +238,7 @@ def test_strategies_take_turns_only_where_their_weights_fit_side_by_side(model):
     assert not fits_side_by_side(_comparison(model, 12e9), (ONE, ULYSSES, RING))
     assert fits_side_by_side(_comparison(model, 12e9), (ULYSSES, RING))
     assert not fits_side_by_side(_comparison(model, 16e9), (ONE, ULYSSES, PIPE))
-    machines = _comparison(model, 0, ("cpu:0@lab/a", "cpu:0@lab/b"))  # each serves one group
+    machines = _comparison(model, 0, ("cpu:0@lab/a", "cpu:0@lab/b"))  # each serves only one group
     assert fits_side_by_side(machines, (ULYSSES, RING)) and not fits_side_by_side(machines, (ONE, ULYSSES))
 
 

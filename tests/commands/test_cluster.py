@@ -1,4 +1,4 @@
-"""`python -m parallel_backend cluster`: two secret files, kept from others, and a command to copy."""
+"""`python -m parallel_backend cluster`: two secret files that other users cannot read, and a command to copy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`resend`: once each, whatever stops it on the way; against a stand-in for ComfyUI that can be told to fail."""
+"""`resend` sends each prompt once, whatever stops it on the way. A stand-in for ComfyUI fails on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDS = ("a", "b", "c")
 
 
 class Target(ThreadingHTTPServer):
-    """Takes prompts. `fail`: by prompt, what becomes of its next request: a status, or `silent` once it was taken."""
+    """Accepts prompts. `fail`: by prompt id, a status for its next request, or `silent`: accepted without an answer."""
 
     daemon_threads = True
 
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.taken.append(body)
         if fault is None:
             self._answer({"prompt_id": body["prompt_id"]})
-        return None  # else it hangs up without an answer
+        return None  # silent: the connection closes without an answer
 
     def _answer(self, said: dict, status: int = 200) -> None:
         self.send_response(status)

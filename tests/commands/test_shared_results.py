@@ -1,4 +1,4 @@
-"""Results that people share: what is written is read again, by what is wrong otherwise; the page is drawn from them."""
+"""Shared results: a written file can be read again, a wrong one is refused with its fault, and the page shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image and the stack of containers: linted, its steps run without a daemon, and its files fit each other."""
+"""The image and the container stack: the image is linted, its steps run without a daemon, its files fit together."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_no_gpu_and_no_folder_for_output_belongs_to_two():
             mounted for mounted in SERVICES[name]["volumes"] if mounted.startswith(("output", "user"))
         ]
     assert len(set(gpus)) == len(gpus) == 6 and len(set(folders)) == len(folders) == 6
-    assert list(SERVICES["haproxy"]["ports"]) == ["443:8443"]  # all else is inside, or on loopback
+    assert list(SERVICES["haproxy"]["ports"]) == ["443:8443"]  # other ports: inside, or on loopback
     assert all("ports" not in SERVICES[name] for name in COMFYUIS)
 
 

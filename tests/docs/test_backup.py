@@ -1,4 +1,4 @@
-"""docs/deployment.md: its commands save what a person has, and after a loss everything is as it was."""
+"""The backup commands of docs/deployment.md save a user's data, and restore all of it after a loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SettingsFile = import_node_module("nodes.host.user_settings").SettingsFile
 
 
 def _commands(heading: str) -> list[str]:
-    """The indented lines of a paragraph's commands."""
+    """Returns the indented commands of the paragraph that begins with `heading` in bold."""
     text = (ROOT / "docs" / "deployment.md").read_text()
     _, found, after = text.partition(f"**{heading}**")
     assert found, heading
@@ -75,7 +75,7 @@ def test_after_a_loss_settings_measurements_and_workflows_are_as_they_were(run, 
     shutil.rmtree(tmp_path / "ComfyUI")
     shutil.rmtree(tmp_path / "home")
     lost = behaviour()
-    assert all(is_now != was for is_now, was in zip(lost, before, strict=True))  # else nothing would be tried
+    assert all(is_now != was for is_now, was in zip(lost, before, strict=True))  # else nothing is restored
     run("To restore")
     assert behaviour() == before
     assert not (cache / "compiled").exists()

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: every row names a test that exists, and says something the page knows how to say."""
+"""docs/compatibility.md: every row names a test that exists, and its result is one of the page's fixed words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions: the index by subject has each of them once, and none holds in part."""
+"""The decisions: the index by subject lists each of them once, and none is superseded in part."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_the_index_has_each_once():
 
 
 def test_none_is_superseded_in_part():
-    """What no longer holds is taken out of it, or goes with it."""
+    """A part that no longer holds is removed from its decision, or the whole decision is removed."""
     assert [path.name for path in FILES if "uperseded" in path.read_text("utf-8")] == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# docs/compatibility.md names tests of one folder, and has a test of its own.
+# docs/compatibility.md names its tests without their folder; test_compatibility.py checks it.
 PAGES = [
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "compatibility.md"),
@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_exists(page):
-    """Paths begin at the root or in parallel_backend/."""
+    """A path counts from the root or from parallel_backend/."""
     text = page.read_text()
     named = {*FILE.findall(text), *FOLDER.findall(text)}
     missing = {

@@ -1,4 +1,4 @@
-"""Where the files lie that outlive a process."""
+"""The cache folder, by the environment variables that set it."""
 
 from pathlib import Path
 

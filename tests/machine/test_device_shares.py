@@ -1,4 +1,4 @@
-"""Shares of devices: from numbers, from memory, and what is refused."""
+"""Shares of devices, from numbers and from memory, and the texts that are refused."""
 
 import pytest
 

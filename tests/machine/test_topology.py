@@ -1,4 +1,4 @@
-"""Topology from NVML's answers for real shapes of boxes, in CUDA's order."""
+"""The topology read from a fake NVML that answers like real machines, in CUDA's order of devices."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def test_four_a6000_joined_in_pairs(box):
     paths = [pair.path for _, _, pair in topology.pairs]
     assert topology.pairs[0][2].rate == 56.0
     assert paths.count("NVLINK") == 2 and paths.count("SYS") == 4
-    # Ranks sit so that bridged cards are neighbours, whatever order the devices are given in.
+    # Bridged cards become neighbouring ranks, in whatever order the devices are given.
     ids = [d.uuid for d in topology.devices]
     shuffled = topology.select([ids[0], ids[2], ids[1], ids[3]])
     assert neighbours_first(shuffled) == (ids[0], ids[1], ids[2], ids[3])
@@ -100,8 +100,8 @@ UUIDS = [f"GPU-{i:08x}-aaaa-bbbb-cccc-{i:012x}" for i in range(8)]
         ("3,1", [UUIDS[3], UUIDS[1]]),
         (f"{UUIDS[5]},{UUIDS[0]}", [UUIDS[5], UUIDS[0]]),
         ("GPU-00000002,GPU-00000001", [UUIDS[2], UUIDS[1]]),
-        ("0,99,1", [UUIDS[0]]),  # CUDA stops at what it does not know
-        ("GPU-0000000", []),  # fits all of them
+        ("0,99,1", [UUIDS[0]]),  # CUDA stops at the first entry that it does not know
+        ("GPU-0000000", []),  # matches all of them
     ],
 )
 def test_cuda_visible_devices_in_any_spelling(box, visible, expected):
@@ -190,7 +190,7 @@ def test_without_a_gpu_ranks_run_on_the_cpu(tmp_path, monkeypatch):
 
 @pytest.fixture
 def torch_sees(monkeypatch):
-    """torch.cuda with these devices: (name, memory in GiB, uuid)."""
+    """Returns a function that makes torch.cuda report these devices: (name, memory in GiB, uuid)."""
 
     def see(*devices, hip=None):
         known = [
@@ -255,7 +255,7 @@ def test_devices_are_in_torchs_order_whatever_the_order_of_mixed_cards_was_guess
 def test_a_process_that_uses_no_cuda_is_not_made_to_for_cards_that_are_alike(
     torch_sees, monkeypatch, runs_cuda
 ):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # which a node has changed, where torch runs already
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # may have changed if torch already runs CUDA
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: runs_cuda)
     torch_sees(("", 0, UUIDS[3].removeprefix("GPU-")))
     seen = [device.uuid for device in read_visible(fake_nvml.h100_nvswitch(4)).devices]

@@ -143,7 +143,7 @@ def test_a_path_that_holds_no_file_is_refused(tmp_path):
 
 
 def judge(content: bytes) -> None:
-    """Either CheckpointError, or a header that safetensors reads too, tensor by tensor, with the same shapes."""
+    """Checks that `content` raises CheckpointError, or gives the tensors and shapes that safetensors reads as well."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fuzzed.safetensors"
         path.write_bytes(content)

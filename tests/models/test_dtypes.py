@@ -1,4 +1,4 @@
-"""Dtypes by what the cards compute in, as ComfyUI's model_management decides them, with mocked cards."""
+"""The dtypes that are chosen for mocked cards, by the same rules as ComfyUI's model_management."""
 
 from types import SimpleNamespace
 
@@ -118,7 +118,7 @@ def test_comfyui_asks_every_card_while_a_rank_loads():
     management = SimpleNamespace(should_use_bf16=should_use_bf16, supports_fp8_compute=lambda device: True)
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     with agree_on_dtypes(management, devices):
-        assert not management.should_use_bf16(model_params=12)  # ComfyUI leaves out its own device
+        assert not management.should_use_bf16(model_params=12)  # ComfyUI omits its own device
         assert not management.should_use_bf16(devices[0])
         assert management.should_use_bf16(torch.device("cpu"))
         assert management.supports_fp8_compute(devices[0])

@@ -1,4 +1,4 @@
-"""A GGUF header is read within the bytes that the file has; a damaged or hostile one is refused by name and reason."""
+"""A GGUF header is never read beyond the file's bytes; a damaged or hostile one is refused by name and reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPE = "comfy.gguf.orig_shape."
 
 
 def file_bytes(shape: list[int] | None = None, alignment: int | None = None) -> bytes:
-    """Two plain tensors and a packed one, and metadata of every kind. `shape`: noted for the first."""
+    """Returns a file of two plain tensors, a packed one and various metadata. `shape`: the first one's true shape."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "valid.gguf"
         writer = gguf.GGUFWriter(str(path), "flux")
@@ -168,7 +168,7 @@ def test_a_path_that_holds_no_file_is_refused(tmp_path):
 
 
 def judge(content: bytes) -> None:
-    """Either CheckpointError, or tensors that lie within the file."""
+    """Checks that `content` raises CheckpointError, or gives tensors that lie within the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fuzzed.gguf"
         path.write_bytes(content)
@@ -202,7 +202,7 @@ def test_a_file_with_bytes_changed_never_raises_anything_else(changes):
 
 
 @settings(max_examples=100, deadline=2000)
-@given(st.integers(0, len(VALID) - 33))  # behind the last tensor the file is filled up to its alignment
+@given(st.integers(0, len(VALID) - 33))  # padding follows the last tensor
 def test_a_file_cut_short_is_refused(length):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cut.gguf"

@@ -1,4 +1,4 @@
-"""The providers as data: the first one for a spec that names none, and a refusal of names that none has."""
+"""The registry of providers: a spec without a family gets the first one, and an unknown family is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by large reads are the mapped file's own bytes, whatever part of a tensor is wanted."""
+"""Weights copied by large reads have the mapped file's bytes, whichever part of a tensor is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a call: which ranks it takes, and whether it tries strategies on its way."""
+"""The plan of a call: which ranks it takes, and whether it tries strategies while it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPUS = ("cpu:0", "cpu:1")
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """nodes.host.calls of a ComfyUI without settings, measurements and ranks."""
+    """The module nodes.host.calls in a ComfyUI without settings, measurements and ranks."""
     import_comfyui_here()
     import folder_paths
 
@@ -38,7 +38,7 @@ def calls(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["auto", "manual"])
 def test_one_device_runs_on_ranks_that_are_warm_for_its_model(calls, monkeypatch, mode):
-    """They would end for the sake of one new rank, and start again for the next prompt that wants them all."""
+    """Otherwise the warm ranks would end for one new rank, and start again for the next prompt that uses them all."""
     job = flux_job(FP8)
     for strategy, seconds in ((ONE, 1.0), (ULYSSES, 2.0)):
         record_run(CPUS, job, RunInfo("native", strategy, (9.0, seconds)))
@@ -58,7 +58,7 @@ def test_one_device_runs_on_ranks_that_are_warm_for_its_model(calls, monkeypatch
 
 
 def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(calls, monkeypatch):
-    """Such as one without the negative prompt, of a model whose rows alone can be shared out; the next call has it."""
+    """An example is a call without the negative prompt, if only CFG can split the model: the next call may use all."""
     job = flux_job(FP8)
     alone = calls.plan_job(StrategySettings("manual", "cpu:4", ONE), job)
     monkeypatch.setattr(calls, "plan_execution", lambda *args, **options: alone)
@@ -67,12 +67,12 @@ def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(
     for plan in (
         calls.plan_job(by_hand, job),
         calls.plan_by_rule(by_hand, job),
-    ):  # the latter also for a preload
+    ):  # plan_by_rule also plans a preload
         assert plan.strategy == ONE and plan.devices == CPUS
 
 
 def test_a_first_job_tries_strategies_unless_the_setting_says_otherwise(calls, tmp_path):
-    """Without them two first jobs go the same way, which gives the same bits."""
+    """Without trials two first jobs use the same strategy, and so give the same bits."""
     settings = tmp_path / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
     job = flux_job(FP8, width=64, height=64, text=16, steps=20)

@@ -1,4 +1,4 @@
-"""The verdict on a class of a ComfyUI: tested once where its sources are new, kept where it was found."""
+"""The verdict on a model class of a ComfyUI: tested once if the sources of the class are new, then stored."""
 
 import os
 from dataclasses import replace
@@ -30,7 +30,7 @@ SENTENCE = (
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An own cache folder, and a session in which nothing was asked yet."""
+    """The path of a separate cache folder; the session has no verdicts yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv(VARIABLE, str(folder))
     monkeypatch.setattr(verdicts, "_session", {})
@@ -39,7 +39,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def root(tmp_path):
-    """A ComfyUI with a source of the class that nobody has seen."""
+    """The folder of a ComfyUI in which CLASS has an unknown source."""
     for name in (TABLE[CLASS].source, "comfy/ldm/modules/attention.py"):
         path = tmp_path / "ComfyUI" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def root(tmp_path):
 
 
 class Scripted:
-    """Stands for the process of a self-test, and counts."""
+    """Stands in for the process of a self-test, and counts its calls."""
 
     def __init__(self, outcome):
         self.outcome, self.calls = outcome, 0
@@ -155,8 +155,8 @@ def test_the_real_comfyui_has_its_proofs_with_the_pack():
 def test_a_class_that_computes_otherwise_shares_out_whole_images_and_one_that_only_reads_otherwise_is_trusted(
     tmp_path,
 ):
-    """No signature shows that the image comes before the text, and the picture would be wrong without an error. The
-    test sees no GPU, and what ComfyUI prints does not spoil its answers."""
+    """No signature shows that CLASS puts the image before the text: the picture would be wrong without an error. The
+    self-test sees no GPU, and text that ComfyUI prints does not damage its answers."""
     reads = 'import torch\nimport os\nprint("hello")\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""\n'
     same = "LTXVModel"
     changes = {**IMAGE_BEFORE_TEXT, TABLE[same].source: [("import torch\n", reads)]}
@@ -169,7 +169,7 @@ def test_a_class_that_computes_otherwise_shares_out_whole_images_and_one_that_on
 
 
 def test_another_version_of_comfyui_is_tested_class_by_class():
-    """Each class either holds or says so; where HunyuanVideo was another one, it does not hold."""
+    """Every class gets a verdict. Before ComfyUI 0.13 HunyuanVideo computed differently, so there it must not hold."""
     other = os.environ.get("COMFYUI_PATH_2")
     if not other:
         pytest.skip("a second ComfyUI is tested where COMFYUI_PATH_2 names its folder")

@@ -24,7 +24,7 @@ TWO = StrategySettings(devices="cpu:2")
 
 @pytest.fixture
 def seen(tmp_path, monkeypatch):
-    """The module, in a prompt that runs on a machine whose CPU counts as two GPUs; `asked`: what pool.prepare was."""
+    """The module in a running prompt, with enough cores; `asked`: calls of pool.prepare, `rooms`: of leave_room_for."""
     import_comfyui_here()
     import folder_paths
 
@@ -68,7 +68,7 @@ def test_it_starts_in_a_thread_of_its_own(seen):
 
 
 def test_nothing_starts_outside_a_prompt_or_against_the_setting_or_without_cores(seen, monkeypatch):
-    seen.node = None  # Preload names models too
+    seen.node = None  # no prompt runs, as when Preload names a model
     assert _started(seen) == []
     seen.node, seen.allowed = object(), False
     assert _started(seen) == []

@@ -1,4 +1,4 @@
-"""What planning and checks are told of ComfyUI's modules: the prompt that each takes, and no other runs."""
+"""The facts about ComfyUI's modules for planning and checks, such as the only prompt width with which each runs."""
 
 from types import SimpleNamespace
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import parallel_backend.models.proof.states
-import parallel_backend.wire.payloads  # noqa: F401  the module under test must meet these very ones
+import parallel_backend.wire.payloads  # noqa: F401  the module under test must share these modules
 from comfy_modules import CASES
 from pack_nodes import module_fixture
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 
-# Prompts prepared by the module's own layers before, several prompts at once, or one put together of layers.
+# Modules that prepare the prompt by layers of their own, take several prompts, or one made of several layers' outputs.
 UNCHECKED = {
     "ltx-2 (video + sound)",
     "ltx-2, 2 guides",
@@ -25,7 +25,7 @@ UNCHECKED = {
     "krea2 + reference, gqa",
 }
 MODULES = {**CASES, "sdxl": (tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet"))}
-del MODULES["ideogram 4, no text"]  # its other case has some
+del MODULES["ideogram 4, no text"]  # it takes no prompt; the model's other case does
 
 
 facts = module_fixture("nodes.model.facts")
@@ -73,23 +73,23 @@ def test_cells_of_the_latent_in_a_token(facts, name, patch):
 
 
 def test_a_unets_attention_is_counted_layer_by_layer(facts):
-    """One layer of width 32 on the way down and two on the way up at 128 x 128, four of width 64 at half of that."""
+    """At 128 x 128 there are three layers of width 32, one on the way down and two up; at 64 x 64 four of width 64."""
     flop = 4.0 * (3 * 32 * 128**4 + 4 * 64 * 64**4)
     assert facts._attention_of(build_tiny("sd1.5")) == flop
 
 
 def test_the_largest_attention_of_a_unet_is_counted_in_heads_over_all_cells(facts):
     assert facts._image_heads(build_tiny("sd1.5")) == 2
-    # SDXL has no attention at the first of its three resolutions, and width 64 with heads of 32 at the second.
+    # SDXL has no attention at the first of its three resolutions. At the second it has width 64, in heads of 32.
     assert facts._image_heads(build_tiny("sdxl")) == 2 / 16
 
 
 @pytest.mark.parametrize(
     ("stored", "dtype", "quantised", "kept"),
     [
-        ("float8_e4m3fn", torch.bfloat16, None, "bfloat16"),  # an RTX 3090 with room for it
+        ("float8_e4m3fn", torch.bfloat16, None, "bfloat16"),  # as on an RTX 3090 with enough memory
         ("float8_e4m3fn", torch.float8_e4m3fn, None, ""),
-        ("float8_e4m3fn", torch.bfloat16, {"mixed_ops": True}, ""),  # scaled: codes stay codes
+        ("float8_e4m3fn", torch.bfloat16, {"mixed_ops": True}, ""),  # scaled fp8 stays fp8 in memory
         ("bfloat16", torch.float16, None, ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tensors of a job are found in the files that its prompt names, as long as both are what they were."""
+"""Tensors of a job are found in the files that its prompt names, as long as neither tensor nor file has changed."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from torch import nn
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
 
-_WIDE = (64, 512)  # float16: as many bytes as the smallest that is looked for
+_WIDE = (64, 512)  # in float16 64 KiB, the smallest size that is searched for
 
 
 @pytest.fixture
 def found_in(tmp_path, monkeypatch):
-    """Searches as a job of a prompt that names the files does."""
+    """Returns a function that searches for a tensor as a job does whose prompt names the given files."""
     import_comfyui_here()
     import folder_paths
 
@@ -60,7 +60,7 @@ def test_what_is_small_or_other_or_of_no_named_file_is_sent(found_in, weights):
 
 
 def test_weights_of_the_jobs_own_model_are_not_looked_for(found_in, weights, tmp_path):
-    """The ranks have those by name, and its file may be large."""
+    """The ranks get these weights by name, and a search through the model's file could take long."""
     own = str(tmp_path / "control.safetensors")
     assert found_in(weights["first"].clone(), "control.safetensors", model=own) is None
 
@@ -73,7 +73,7 @@ def test_nothing_of_a_file_is_read_for_a_tensor_of_another_form(found_in, weight
 
 
 def test_of_two_tensors_of_the_same_values_the_second_is_sent(found_in, weights):
-    """A node may write to one of them in the ranks."""
+    """In the ranks a node may write to one of them, and must not change the other."""
     module = import_node_module("nodes.job.file_tensors")
     search = module.FileTensors({"1": {"inputs": {"file": "control.safetensors"}}}, "")
     mine, copy = weights["first"].clone(), weights["first"].clone()

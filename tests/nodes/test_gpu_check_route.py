@@ -1,4 +1,4 @@
-"""The doctor and its GPU check behind their buttons: a line of JSON for each line of progress, then the report."""
+"""The routes of the doctor and the GPU check: they send a line of JSON for each line of progress, then the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waiting import wait_until
 
 doctor = import_node_module("nodes.routes.doctor")
 
-# In the place of `python -m parallel_backend`: says what it was asked, and leaves a report or waits.
+# Replaces `python -m parallel_backend`: prints its options, then leaves a report, leaves none, or waits.
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
@@ -41,7 +41,7 @@ sys.exit(1)
 
 
 class _Ranks:
-    """A sidecar of ComfyUI's, which works or does not."""
+    """Stands in for a sidecar of ComfyUI that is idle or busy; `asked`: how often it was asked to stop."""
 
     def __init__(self, idle):
         self.idle, self.asked = idle, 0
@@ -60,7 +60,7 @@ def ranks(monkeypatch):
 
 @pytest.fixture
 def ends(tmp_path, monkeypatch):
-    """Has the doctor end so."""
+    """Returns a function that makes the doctor end in the given way and returns the file with its process id."""
 
     def say(ending):
         package = tmp_path / "parallel_backend"
@@ -73,7 +73,7 @@ def ends(tmp_path, monkeypatch):
 
 
 def asked(talk):
-    """`talk(client)` with a server that has the doctor's routes."""
+    """Runs `talk(client)` against a server with the doctor's routes and returns its result."""
 
     async def run():
         routes = web.RouteTableDef()
@@ -110,7 +110,7 @@ def test_the_doctor_says_what_it_does_and_gives_its_report_as_data(ends, ranks):
     status, (progress, end) = asked(lambda client: post(client, doctor.ROUTE))
     assert status == 200 and progress == {"line": "looking"}
     assert end == {"report": {"exit_status": 1, "verdicts": [], "summary": "1 broken."}}
-    assert ranks.asked == 0  # ComfyUI's ranks stay
+    assert ranks.asked == 0  # ComfyUI's ranks keep running
 
 
 def test_a_doctor_that_ends_without_a_report_is_told_by_its_last_words(ends, ranks):
@@ -145,7 +145,7 @@ def test_a_second_one_waits_and_the_first_ends_with_its_page(ends, ranks):
         first = await client.post(doctor.GPU_ROUTE)
         await first.content.readline()
         second = await post(client)
-        first.close()  # the page is gone
+        first.close()  # as when the page is closed
         return second
 
     status, (said,) = asked(talk)

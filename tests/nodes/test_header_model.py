@@ -14,7 +14,7 @@ header_model = module_fixture("nodes.model.header_model")
 
 @pytest.mark.parametrize("form", ["bfloat16", "nvfp4"])
 def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path, monkeypatch, form):
-    """ComfyUI makes linear layers without any then, and LoRAs would find nothing to change."""
+    """With dynamic VRAM ComfyUI makes linear layers without parameters, and LoRAs would find nothing to change."""
     import comfy.lora
     import comfy.memory_management
 
@@ -49,7 +49,7 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path
 )
 @pytest.mark.parametrize("layout", ["bfl", "diffusers"])
 def test_every_spelling_of_flux_gives_the_same_outlines(header_model, tmp_path, layout, prefix, dtype):
-    """Those that ComfyUI's own loader makes of the original key layout."""
+    """The oracle is the model of a file in the original key layout, without a prefix and in the same dtype."""
     sizes = {"single_blocks": 2, "dtype": dtype}
     original = write_tiny_flux(tmp_path / "original.safetensors", **sizes)
     file = write_tiny_flux(tmp_path / "flux.safetensors", layout=layout, prefix=prefix, **sizes)

@@ -1,6 +1,6 @@
-"""Each help page in each language of the pack has what the English one has, and calls it as that language labels it.
+"""The help pages in other languages have the same content as the English ones and use the labels of their language.
 
-ComfyUI's page takes ``<node>/<language>.md`` where it is there, and ``<node>.md`` otherwise.
+ComfyUI shows ``<node>/<language>.md`` if it exists, and ``<node>.md`` otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGES = ROOT / "web" / "docs"
 LANGUAGES = sorted({path.name for path in (ROOT / "locales").iterdir()} - {"en"})
 ENGLISH = {path.stem: path.read_text("utf-8") for path in sorted(PAGES.glob("*.md"))}
 EACH = [(name, language) for name in ENGLISH for language in LANGUAGES]
-# What a placeholder in code is called.
+# Translations of the placeholders in code.
 PLACEHOLDERS = {"NAME": {"es": "NOMBRE", "zh": "名称"}}
 SECTIONS = {
     "Inputs": {"es": "Entradas", "zh": "输入"},
@@ -29,7 +29,7 @@ SECTIONS = {
     "Limits": {"es": "Límites", "zh": "限制"},
     "The panel under the node": {"es": "El panel debajo del nodo", "zh": "节点下方的面板"},
 }
-# Labels of buttons: those in web/said.json, and those in locales/<language>/main.json.
+# Labels of buttons: web/said.json translates SAID, locales/<language>/main.json translates SHOWN.
 SAID = ("Apply", "Run the GPU check")
 SHOWN = {
     "prove": "Prove it",
@@ -44,7 +44,7 @@ def _page(name: str, language: str) -> str:
 
 
 def _labels(language: str) -> dict[str, str]:
-    """Of every input and output by its name, and of the placeholders."""
+    """Returns the labels of all inputs, outputs and placeholders, by name."""
     labels = {name: words[language] for name, words in PLACEHOLDERS.items()}
     translated = locale(language, "nodeDefs")
     for name, node in locale("en", "nodeDefs").items():
@@ -52,7 +52,7 @@ def _labels(language: str) -> dict[str, str]:
         named = [(key, ours["inputs"][key]["name"]) for key in node["inputs"]]
         named += [(one["name"], ours["outputs"][key]["name"]) for key, one in node["outputs"].items()]
         for key, label in named:
-            assert labels.setdefault(key, label) == label, (name, key)  # one word for one name
+            assert labels.setdefault(key, label) == label, (name, key)  # one label for one name
     return labels
 
 
@@ -69,12 +69,12 @@ def _links(page: str) -> list[str]:
 
 
 def _rows(page: str) -> list[int]:
-    """Of each line of a table the number of its cells, in order."""
+    """Returns the number of cell separators in each line of the tables, in order."""
     return [line.count(" | ") for line in page.splitlines() if line.startswith("|")]
 
 
 def _sentences(page: str) -> set[str]:
-    """All that are longer than a name, such as *Save Image*."""
+    """Returns the texts of more than three words; shorter ones may be names, such as *Save Image*."""
     sentences = re.split(r"[.:;|]\s|\n\n|\n(?=[|#-])", page)
     return {
         words
@@ -108,7 +108,7 @@ def test_a_translated_page_has_the_headings_tables_and_links_of_the_english_one(
 
 @pytest.mark.parametrize(("name", "language"), EACH)
 def test_a_translated_page_links_as_comfyui_resolves_it(name, language):
-    """Pictures are looked up beside the English page, whichever language's text names them."""
+    """ComfyUI looks for pictures beside the English page, whatever the language of the page that names them."""
     for link in _links(_page(name, language)):
         assert re.match(r"https?://", link) or (PAGES / link).is_file(), link
 
@@ -121,7 +121,7 @@ def test_a_translated_page_calls_inputs_and_outputs_as_they_are_labelled_and_kee
         for code in _code(ENGLISH[name])
     ]
     assert Counter(_code(_page(name, language))) == Counter(expected)
-    # In tables also in the order of the node.
+    # The tables also keep the node's order.
     first = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
     assert first.findall(_page(name, language)) == [labels[one] for one in first.findall(ENGLISH[name])]
 

@@ -1,4 +1,4 @@
-"""The ranks' memory in ComfyUI's eyes: what lies on its own GPU counts, and that alone goes while a node runs."""
+"""The ranks' memory as ComfyUI sees it: what lies on its own GPU counts, and while a node runs only that is freed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pack_nodes import import_node_module
-from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must meet these very ones
+from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must share this module
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload import in_use as memory_in_use
 from parallel_backend.planner.workload.fit import Capacity
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 class Loaded:
-    """One of ComfyUI's loaded models; `kind`: of its network."""
+    """Stands in for one of ComfyUI's loaded models; `kind`: the class of its network."""
 
     def __init__(self, kind, device, size, used=True):
         self.model, self.device, self.size, self.currently_used = (
@@ -52,7 +52,7 @@ class ControlNet(torch.nn.Module):
 
 
 def _free(seen, needed, device, keep_loaded):
-    """As ComfyUI's: whole models, one after the other, until there is room on a card of 24 GiB."""
+    """Frees as ComfyUI does: whole models, one after the other, until `needed` bytes are free on a card of 24 GiB."""
     seen.freed.append((needed, device))
     for one in [one for one in seen.loaded if one.device == device and one not in keep_loaded]:
         if 24 * GIB - sum(other.size for other in seen.loaded if other.device == device) >= needed:
@@ -62,7 +62,7 @@ def _free(seen, needed, device, keep_loaded):
 
 @pytest.fixture
 def host(monkeypatch):
-    """nodes/host/memory.py and aside.py beside a ComfyUI of which they see a few names."""
+    """nodes/host/memory.py and offload.py beside a stand-in for ComfyUI that has only the few names that they use."""
     seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[], modules={})
     seen.free = lambda needed, device, keep_loaded: _free(seen, needed, device, keep_loaded)
     flags = SimpleNamespace(highvram=False, gpu_only=False, novram=False, lowvram=False)
@@ -105,7 +105,7 @@ def host(monkeypatch):
 
 
 def holding(monkeypatch, **by_device):
-    """Ranks hold so many bytes on cuda_0, cuda_1, …"""
+    """Makes the ranks hold the given bytes of SPEC on cuda_0, cuda_1, …"""
     found = {name.replace("_", ":"): size for name, size in by_device.items()}
     group = SimpleNamespace(bytes_on=lambda spec, device: found.get(device, 0) if spec == SPEC else 0)
     monkeypatch.setattr(pool, "all_sidecars", lambda: (group,))
@@ -161,13 +161,13 @@ def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_
 
 
 def plan_of(size, *devices):
-    """Of ranks that each take `size` at their fullest moment."""
+    """Returns a plan whose ranks each take `size` bytes at their peak."""
     strategy = ParallelStrategy(ulysses_degree=len(devices))
     return SimpleNamespace(devices=devices, memory=SimpleNamespace(private_bytes=size), strategy=strategy)
 
 
 def ranks_with(monkeypatch, **by_device):
-    """Ranks that run on cuda_0, cuda_1, … hold so many bytes."""
+    """Makes ranks run on cuda_0, cuda_1, … that hold the given bytes."""
     held = {name.replace("_", ":"): size for name, size in by_device.items()}
     ranks = [SimpleNamespace(device=d, weight_bytes=size, working_bytes=0) for d, size in held.items()]
     group = SimpleNamespace(
@@ -177,7 +177,7 @@ def ranks_with(monkeypatch, **by_device):
 
 
 def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host, monkeypatch):
-    """On the second card ComfyUI would load no model, and so move none aside."""
+    """ComfyUI would load no model on the second card, so by itself it would free no memory there."""
     ranks_with(monkeypatch)
     encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
     control = Loaded(ControlNet, OTHER, 2 * GIB)
@@ -208,7 +208,7 @@ def test_text_encoders_and_vaes_of_the_ranks_go_where_the_plan_has_no_room_besid
     assert (
         host.offload.offload_comfyui_models(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
     )
-    assert host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0")) == ()  # none lies there
+    assert host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0")) == ()  # the ranks have none there
     (note,) = host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0", "cuda:1"))
     assert note.startswith("text encoders and VAEs made room on cuda:1: 5.00 GiB of them left it in ")
     assert host.asked == ["modules"]
@@ -221,7 +221,7 @@ def test_a_text_encoder_of_the_ranks_counts_on_comfyuis_device_and_no_other(host
 
 
 def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_move(host, monkeypatch):
-    """The plan counts it as room for the ranks."""
+    """The plan counts this cache as free memory for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     ranks_with(monkeypatch, cuda_0=12 * GIB)
     assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
@@ -271,7 +271,7 @@ def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
 
 @pytest.mark.parametrize(("file", "looked"), [("sub/flux.safetensors", 3), ("other.safetensors", 1)])
 def test_ranks_keep_a_dropped_model_while_a_prompt_runs_that_names_its_file(host, monkeypatch, file, looked):
-    """Behind a node that has changed, ComfyUI makes the network anew."""
+    """If an earlier node has changed, ComfyUI drops the network and makes it anew, over the same file."""
     prompt = {
         "1": {"class_type": "UNETLoader", "inputs": {"unet_name": file}},
         "2": {"class_type": "ModelSamplingFlux", "inputs": {"model": ["1", 0]}},

@@ -1,4 +1,4 @@
-"""By which names a page may ask the pack's routes."""
+"""The host names under which a page may use the pack's routes."""
 
 from __future__ import annotations
 

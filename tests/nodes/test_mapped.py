@@ -1,4 +1,4 @@
-"""The words by which ranks find what this process has mapped: for what is there, and as long as its file is."""
+"""The words by which ranks find mapped weights and layers: for objects that are alive and files that are unchanged."""
 
 import gc
 

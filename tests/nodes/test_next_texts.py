@@ -23,7 +23,7 @@ encoder = module_fixture("nodes.job.encoder")
 
 
 class TextNode:
-    """One of ComfyUI's own; `encoded`: the texts that were."""
+    """Stands in for ComfyUI's own node; `encoded`: the texts that were encoded, `loras`: the LoRAs of their CLIPs."""
 
     RETURN_TYPES, FUNCTION = ("CONDITIONING",), "encode"
     encoded: ClassVar[list[str]] = []
@@ -75,7 +75,7 @@ class Patcher:
 
 
 class Clip:
-    """Stands for the CLIP that a Parallel CLIP gave to an earlier prompt."""
+    """Stands in for the CLIP that a Parallel CLIP gave to an earlier prompt."""
 
     def __init__(self):
         self.patcher = Patcher(SimpleNamespace(number=7, patcher_of=lambda patcher: patcher))
@@ -97,7 +97,7 @@ def sidecar(state, *numbers):
 
 @pytest.fixture
 def prompt(module, monkeypatch):
-    """A graph whose Parallel CLIP an earlier prompt had, and `encode(graph, …)`: the texts that are encoded ahead."""
+    """A graph whose Parallel CLIP, `clip`, gave the CLIP `made` to an earlier prompt."""
     monkeypatch.setattr(module.nodes, "NODE_CLASS_MAPPINGS", CLASSES, raising=False)
     monkeypatch.setattr(module, "EarlyEncoder", lambda encoder, is_gone: encoder)
     monkeypatch.setattr(module, "stand_in_of", lambda clip, encoder: clip)
@@ -141,7 +141,7 @@ def test_in_the_tail_all_of_them_are_that_comfyuis_own_nodes_make(module, prompt
 
 
 def test_a_lora_is_what_its_loader_gave_to_an_earlier_prompt(module, encoder, prompt, monkeypatch):
-    """Loaders of any pack; whoever reads a LoRA ahead would do so twice."""
+    """The loader may be any pack's. To run it ahead would read the LoRA twice."""
     idle(monkeypatch, sidecar(State.READY, 7))
     with_lora = [prompt.add("LoraOfSomePack", clip=prompt.clip, lora_name="seen"), 1]
     other = [prompt.add("LoraOfSomePack", clip=prompt.clip, lora_name="never seen"), 1]
@@ -164,7 +164,7 @@ def test_a_lora_is_what_its_loader_gave_to_an_earlier_prompt(module, encoder, pr
 
 
 def test_a_text_ahead_asks_comfyuis_memory_manager_for_nothing(module, prompt, monkeypatch):
-    """It is the running prompt's; nodes clone the CLIP that they are given."""
+    """The manager belongs to the running prompt. Nodes clone the CLIP that they get: clones must bypass it as well."""
     idle(monkeypatch, sidecar(State.READY, 7))
     loaded = []
     monkeypatch.setattr(Clip, "load_model", lambda self: pytest.fail("the memory manager's"), raising=False)
@@ -181,9 +181,9 @@ def test_a_text_ahead_asks_comfyuis_memory_manager_for_nothing(module, prompt, m
     ("sidecars", "encoded"),
     [
         ([sidecar(State.READY, 7), sidecar(State.RUNNING)], True),  # the prompt samples on other devices
-        ([sidecar(State.READY, 7)], False),  # which the prompt may ask at any moment
+        ([sidecar(State.READY, 7)], False),  # the prompt may use it at any moment
         ([sidecar(State.RUNNING, 7)], False),
-        ([sidecar(State.READY), sidecar(State.RUNNING)], False),  # none holds the encoder: it would take room
+        ([sidecar(State.READY), sidecar(State.RUNNING)], False),  # to load the encoder takes room
     ],
 )
 def test_while_a_prompt_runs_only_devices_that_it_leaves_idle_are_asked(
@@ -195,7 +195,7 @@ def test_while_a_prompt_runs_only_devices_that_it_leaves_idle_are_asked(
     found.encode(in_tail=False)
     assert TextNode.encoded == ["a text"] * encoded
     idle(monkeypatch, sidecar(State.READY, 7))
-    found.encode(in_tail=True)  # what could not be is tried again
+    found.encode(in_tail=True)  # a text that had to wait is tried again
     assert TextNode.encoded == ["a text"]
 
 

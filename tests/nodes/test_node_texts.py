@@ -1,6 +1,6 @@
 """Help pages and locales name every node, input and output, and nothing else.
 
-They are held against the English locale; tests/comfy/test_node_texts_served.py holds that against the schemas.
+They are compared with the English locale, and tests/comfy/test_node_texts_served.py compares that with the schemas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pages import locale
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "web" / "docs"
 TRANSLATED = ("es", "zh")
-# vue-i18n, which shows the texts, gives these a meaning of its own.
+# Characters that have a special meaning in vue-i18n, which shows the texts.
 SYNTAX = re.compile(r"[{}@|]")
 
 
@@ -24,7 +24,7 @@ NODES = sorted(ENGLISH)
 
 
 def _texts(node: dict) -> dict[tuple[str, ...], str]:
-    """Every text of a node by where it stands, such as ("inputs", "seed", "tooltip")."""
+    """Returns every text of a node by its path, such as ("inputs", "seed", "tooltip")."""
     texts = {(key,): node[key] for key in ("display_name", "description")}
     for group in ("inputs", "outputs"):
         for name, entry in node[group].items():
@@ -33,7 +33,7 @@ def _texts(node: dict) -> dict[tuple[str, ...], str]:
 
 
 def _tables(page: str) -> dict[str, list[str]]:
-    """The names in the first column of the tables under "## Inputs" and "## Outputs"."""
+    """Returns the names in the first column of each table, by its heading, such as "Inputs" and "Outputs"."""
     return {
         title: re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)
         for title, part in re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
@@ -71,7 +71,7 @@ def test_a_translation_leaves_no_english_sentence(language):
 
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_a_translation_keeps_the_values_that_a_user_types(language):
-    """Such as all, 0,1,3 and cpu:2: what is typed into a field or chosen from a list is not translated."""
+    """Values that a user types or chooses from a list, such as all, 0,1,3 and cpu:2, are not translated."""
     ours = locale(language, "nodeDefs")
     for name, inputs, words in [
         ("StrategySelector", "devices", ["all", "0,1,3", "cpu:2"]),

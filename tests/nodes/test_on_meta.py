@@ -1,4 +1,4 @@
-"""Models built without memory, those too that compute with values as they are built."""
+"""Models built without memory, including those that compute with values while they are built."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def build_on_meta():
 
 
 def test_ace_step_computes_its_codebook_and_has_no_weights(build_on_meta):
-    """A value of a tensor on the meta device cannot be read, which it does as it is built."""
+    """ACE-Step reads values of tensors while it is built; tensors on the meta device have none."""
     import comfy.model_base
     import comfy.supported_models
 

@@ -1,4 +1,4 @@
-"""What packs have put into ComfyUI's modules is found again in each job, however they have put it there."""
+"""The search for what packs have replaced in ComfyUI's modules finds it in each job, however they replaced it."""
 
 import sys
 import types
@@ -42,7 +42,7 @@ def test_a_function_and_a_method_are_found_and_gone_again(search, monkeypatch):
 
 
 def test_a_whole_module_in_the_place_of_another_is_searched(search, monkeypatch):
-    """As many modules as before, of the same names."""
+    """The number and the names of the modules stay the same, so the search must compare the modules themselves."""
     import comfy.lora
 
     assert search() == set()
@@ -54,7 +54,7 @@ def test_a_whole_module_in_the_place_of_another_is_searched(search, monkeypatch)
 
 
 class _Wrapper:
-    """A pack's wrapper of a function, which says that it equals it, as those of wrapt do."""
+    """A pack's wrapper of a function that compares equal to the function, as wrappers of wrapt do."""
 
     def __init__(self, wrapped):
         self.__wrapped__ = wrapped
@@ -80,7 +80,7 @@ def test_a_wrapper_that_equals_what_it_wraps_is_found(search, monkeypatch):
 
 
 def test_an_array_in_the_place_of_a_constant_hides_nothing(search, monkeypatch):
-    """`==` of arrays is no answer to whether one is the same."""
+    """`==` of arrays gives an array, which does not tell whether the objects are the same."""
     import comfy.lora
 
     monkeypatch.setattr(comfy.lora, "A_CONSTANT", "abc", raising=False)

@@ -1,4 +1,4 @@
-"""The report's sentences: one number for one thing, and words that a person would say."""
+"""The report's sentences: all give the same number for the same thing, in words that a person would use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 
 def record(**changes):
-    """A run of four steps, the first of which was slow, as host.calls.RunRecord has it."""
+    """Returns the fields of a RunRecord (nodes/host/calls.py) for a run of four steps, the first of which was slow."""
     run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
     plain = {
         "runs": [run],
@@ -50,7 +50,7 @@ def lines(**changes) -> dict[str, str]:
 
 
 def planned(**step_s):
-    """A plan whose candidates were measured earlier, by name."""
+    """Returns a plan whose candidates were measured earlier. `step_s`: seconds of a step by `one` and `ulysses`."""
     strategies = {"one": ParallelStrategy(), "ulysses": ULYSSES}
     return SimpleNamespace(
         candidates=[SimpleNamespace(strategy=strategies[name], step_s=s) for name, s in step_s.items()],
@@ -165,7 +165,7 @@ def test_a_step_cache_tells_what_it_did():
 
 @pytest.fixture
 def a_prompt(monkeypatch):
-    """A prompt of 1 s of text and 3 s of steps, 4 of them."""
+    """The phases of a prompt that took 1 s for texts and 3 s for sampling."""
     phases = PromptPhases()
     for request, seconds in (("text", 1.0), ("sample", 3.0)):
         phases.on_event(RequestEnded((), request, "done", seconds, None, None, None, 1, prompt_id="one"))
@@ -175,7 +175,7 @@ def a_prompt(monkeypatch):
 
 
 def test_the_speed_of_the_whole_prompt_stands_beside_that_of_its_steps(a_prompt):
-    """Steps of 0.05 s in place of 1.05 s: 4 s won of 8."""
+    """Four steps of 0.05 s instead of 1.05 s save 4 s of 8."""
     ran = record(plan=planned(one=1.05, ulysses=0.05), prompt_id="one")
     speed.count_gain(ran)
     told = report.headline(ran).split(" · ")
@@ -207,7 +207,7 @@ def test_where_nobody_knows_what_one_device_takes_the_prompt_is_not_compared(a_p
             "PipeFusion: exact for the first 1 step",
         ),
         ({}, "fp8", "exchange_dtype fp8 rounds what devices send each other"),
-        ({}, "same", "a note says why"),  # layers that scale by the largest value of what a device has
+        ({}, "same", "a note says why"),  # layers that scale by a device's largest value
     ],
     ids=["a kernel", "a step cache", "PipeFusion", "rounded", "quantised layers"],
 )
@@ -219,7 +219,7 @@ def test_a_result_that_is_approximate_is_called_so_with_its_own_reason(run, exch
 
 
 def test_what_the_links_foresaw_stands_beside_what_was_measured():
-    """Half of one device's step, and the exchanges at what the doctor measured."""
+    """The foreseen step is half of one device's step plus the exchanges, at the rate that the doctor measured."""
     plan, job = planned(one=0.1, ulysses=0.05), flux_job()
     plan.job = job
     plan.link = LinkRate("", bytes_sent(job, ULYSSES) / 0.02, 1e-5, 0.0)  # so exchanges take 20 ms

@@ -1,4 +1,4 @@
-"""The report's words on what a first job tried, for plans and step times as they may be."""
+"""The report's words on the strategies that a first job tried, for different plans and step times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ calls = module_fixture("nodes.host.calls")
 
 @pytest.fixture
 def report(calls, tmp_path, monkeypatch):
-    """`report(times, gpus, **job)`: lines on a first job whose steps take `times` of their strategy."""
+    """Returns `report(times, gpus, **job)`: the lines on a first job. `times`: seconds of a step, by strategy."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setattr(measurement_history, "GIVEN_UP", set())
     monkeypatch.setattr(measurement_history, "JOBS", Counter())
@@ -115,7 +115,7 @@ LEFT = "finding out might cost more than 3% of this job; a longer one, later one
 
 def test_what_a_short_job_cannot_afford_to_try_is_named(report):
     assert f"not tried: Ulysses 2, Ring 2 ({LEFT})" in report({ONE: 1.0}, **TINY | {"steps": 4})
-    # By arithmetic one GPU of two takes up to twice as long: too much to try in 28 steps, and not in 50.
+    # By arithmetic one GPU takes up to twice as long as two: too much for a trial in 28 steps, but not in 50.
     times = {ULYSSES: 6.0, GROUPS_2: 6.0, TOKENS: 6.0, ONE: 11.0}
     assert f"not tried: one device ({LEFT})" in report(times, gpus=True)
     assert not [line for line in report(times, gpus=True, steps=50) if line.startswith("not tried")]

@@ -1,4 +1,4 @@
-"""The sentences of web/said.json: each one is said somewhere, and each language says it with the same things in it."""
+"""The sentences of web/said.json: the sources contain each of them, and each translation has the same placeholders."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))
 NAMES = re.compile(r"\{(\w+)\}")
-LEAST = 3  # letters that a sentence in the sources must have to be one
-# Of whatever is put together.
+LEAST = 3  # letters; a text in the sources with fewer is no sentence
+# Sentences that only join other texts, so that no source contains them.
 JOINED = {
     "{strategy}: {count} steps in {time} s, median {median} s",
     "{a} · {b}",
@@ -24,7 +24,7 @@ JOINED = {
 
 
 def _python() -> list[list[str]]:
-    """The texts of each string, apart where something is put between them."""
+    """Returns the texts of each string, split where a value is inserted."""
     found = []
     for folder in ("nodes", "parallel_backend"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -64,7 +64,7 @@ def _letters(text: str) -> int:
 
 
 class Sources:
-    """All that the pack says, to look for sentences in."""
+    """The texts in the pack's sources, in which sentences are searched."""
 
     def __init__(self) -> None:
         texts = {tuple(parts) for parts in _python() + _page() if _letters("".join(parts)) >= LEAST}
@@ -75,8 +75,8 @@ class Sources:
         self._parts = {part for parts in texts for part in parts}
 
     def say(self, sentence: str) -> bool:
-        """In one string, or, where words are put together of several, each part, up to a comma or the like, in one."""
-        least = _letters(NAMES.sub("", sentence)) / 2  # else what is put in might say anything
+        """Returns True if one string gives the sentence, or each part of it, up to a comma or the like, is in one."""
+        least = _letters(NAMES.sub("", sentence)) / 2  # else a string of mostly values matches anything
         filled = NAMES.sub("7", sentence)
         if any(n >= least and whole.fullmatch(filled) for n, whole in self._whole):
             return True
@@ -108,7 +108,7 @@ def test_each_language_says_each_sentence_once_with_the_same_things_in_it():
 
 
 def test_each_word_and_each_command_in_the_locales_is_one_of_the_page():
-    """An entry that nothing asks for any more is a feature that was taken out, and has to go with it."""
+    """An entry that no script uses belongs to a feature that was removed, and must be removed as well."""
     script = "".join(path.read_text("utf-8") for path in (ROOT / "web").rglob("*.js"))
     locale = ROOT / "locales" / "en"
     words = json.loads((locale / "main.json").read_text("utf-8"))["parallel_sampling"]
@@ -120,7 +120,7 @@ def test_each_word_and_each_command_in_the_locales_is_one_of_the_page():
 
 
 def test_the_line_of_a_measured_strategy_is_said_in_each_language():
-    """As the report has it, times and all: the sentence, and what is put into it."""
+    """The list has the report's whole sentence, and the text that is inserted for {times}."""
     english = {sentence for sentence, *_ in SAID["said"]}
     whole = "{strategy}: measured before, a step takes {times}"
     assert {whole, f"{whole}, and the rule (CFG, then Ulysses) stands", "one device {n} s"} <= english

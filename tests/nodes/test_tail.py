@@ -1,4 +1,4 @@
-"""Which nodes of a prompt use the ranks: when they have run, the ranks are idle until the next prompt."""
+"""The nodes of a prompt that use the ranks: once they have run, the ranks are idle until the next prompt."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_the_tail_begins_when_no_node_on_the_ranks_will_run_also_where_comfyui_h
 
     assert not is_tail(set(), set()) and not is_tail(set(), {loader})
     assert not is_tail({first[0]}, {loader})
-    assert not is_tail(set(), {loader, first[0]})  # between the two
+    assert not is_tail(set(), {loader, first[0]})  # between the two samplers
     assert not is_tail({second[0]}, {loader, first[0]})
     assert is_tail(set(), {loader, first[0], second[0]})
     assert is_tail({decode}, {second[0]})  # the loader and the first sampler were cached
-    assert is_tail({decode}, set())  # all were
+    assert is_tail({decode}, set())  # all three were cached
     assert not is_tail({second[0]}, set())
 
 

@@ -1,4 +1,4 @@
-"""Whether anything of a network was changed since the latest look: each way in which nodes do it is seen."""
+"""The check that a network is unchanged since the last look: it notices each way in which nodes change one."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def _replace_data(base: nn.Module) -> None:
 
 
 def _replace_function(base: nn.Module) -> None:
-    """Python gives a new function the address of the one that went last."""
+    """Replaces a function; Python gives the new one the address that the old one had."""
     functions = base.diffusion_model[0].functions
     functions.clear()
     functions.append(lambda: 1)

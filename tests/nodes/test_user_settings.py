@@ -1,4 +1,4 @@
-"""What counts of the settings: sound values, defaults for the rest with one line in the log, changes at once."""
+"""The settings that apply: valid values, defaults for invalid ones with one line in the log, and changes at once."""
 
 import json
 import logging
@@ -89,7 +89,7 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
         nonlocal written
         written += 1
         path.write_text(text)
-        os.utime(path, ns=(written, written))  # ComfyUI's own writes are further apart than a clock's tick
+        os.utime(path, ns=(written, written))  # a new time, as ComfyUI's own writes have
 
     with caplog.at_level(logging.WARNING):
         write(json.dumps({f"{PREFIX}metrics": True, f"{PREFIX}default_devices": "cuda:99"}))
@@ -141,5 +141,5 @@ def test_the_page_offers_the_same_settings_in_each_language():
         assert set(texts) == {(PREFIX + name).replace(".", "_") for name in SETTINGS}
         for text in texts.values():
             assert text["name"] and text["tooltip"]
-            if language.name == "en":  # what stands in the script is shown where there is no locale
+            if language.name == "en":  # without a locale the script's texts are shown
                 assert all(f'"{words}"' in script for words in text.values())

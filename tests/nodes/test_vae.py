@@ -1,4 +1,4 @@
-"""Latents as they are sent to the ranks, and what of a VAE is said before anything is sent."""
+"""Latents in the form that is sent to the ranks, and the checks of a VAE before anything is sent."""
 
 import gc
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def test_the_frames_of_a_video_that_come_as_a_batch_are_one_latent(node):
 
 
 def test_the_frames_of_a_video_that_come_among_channels_are_set_apart(node):
-    """As SeedVR2's own network reads them."""
+    """SeedVR2's own network reads the latent in the same way."""
     latent = random(2, 16 * 3, 2, 3)
     sent = node.as_sent(vae_of(BANDED["seedvr2"]), latent)
     assert torch.equal(sent, latent.reshape(2, 16, 3, 2, 3))
@@ -70,7 +70,7 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
 
 
 class OnAGpu(torch.Tensor):
-    """As torch has it, does not go together with tensors of the host."""
+    """A tensor that, like one on a GPU, cannot be stacked with tensors of the host."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -82,7 +82,7 @@ class OnAGpu(torch.Tensor):
 
 @pytest.fixture
 def marked(node, monkeypatch):
-    """Gives a shipment of a VAE; its number is another one where the ranks are to be sent it anew."""
+    """Returns a function that ships a VAE and gives its number: a new one if it must be sent to the ranks again."""
     from comfy.model_patcher import ModelPatcher
 
     monkeypatch.setattr(
@@ -99,7 +99,7 @@ def marked(node, monkeypatch):
 
 
 def test_a_vae_of_which_comfyui_has_a_part_on_its_gpu_is_the_same_vae(marked):
-    """Dynamic VRAM leaves small parameters there, in the dtype that they are computed with."""
+    """Dynamic VRAM leaves small parameters on the GPU, in the compute dtype."""
     network = build(BANDED["taesd"])
     before = marked(network)
     small = [module for module in network.modules() if getattr(module, "bias", None) is not None]
@@ -122,6 +122,6 @@ def test_ranks_keep_a_vae_as_long_as_comfyui_has_it(node, marked):
 def test_more_pixels_than_can_be_sent_are_refused_in_words_before_anything_is(node, marked):
     vae = vae_of(BANDED["taesd"])
     vae.patcher = SimpleNamespace(load_device=CPU)
-    pixels = torch.zeros(1, 1, 1, 1).expand(2**19, 3, 64, 64)  # 24 GiB, of which none is there
+    pixels = torch.zeros(1, 1, 1, 1).expand(2**19, 3, 64, 64)  # 24 GiB by shape, without memory
     with pytest.raises(RequestError, match=r"take 24.0 GiB, and at most 8.0 GiB can be sent"):
         node.VaeShipment(vae, pixels, (), encodes=True).run(SimpleNamespace(devices=("cpu:0",)), None)

@@ -1,4 +1,4 @@
-"""Which ranks decode and encode: those that would have to load a model again stay, whatever was chosen since."""
+"""The ranks that decode and encode: running ranks with a model stay, even if other devices were chosen since."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ module = module_fixture("nodes.vae_nodes")
     ("state", "models", "used"),
     [
         (State.READY, ("a model",), 1),
-        (State.ASLEEP, (), 1),  # its model was put away and comes back with the next prompt
-        (State.READY, (), 2),  # a VAE at most
+        (State.ASLEEP, (), 1),  # its model comes back with the next prompt
+        (State.READY, (), 2),  # it holds at most a VAE
         (None, (), 2),
     ],
 )
@@ -51,7 +51,7 @@ def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(vae_r
 
 
 def given_to(monkeypatch, vae_ranks, *, devices=CHOSEN, shares=(), tries=True):
-    """Has a VAE's pictures go to ranks on these devices."""
+    """Sends a VAE's pictures to ranks on `devices`."""
     sidecar = SimpleNamespace(devices=devices)
     monkeypatch.setattr(vae_ranks, "choose_ranks", lambda settings: (sidecar, shares, []))
     monkeypatch.setattr(vae_ranks, "make_room", lambda *_: None)
@@ -66,7 +66,7 @@ def vae_of(**methods):
 
 @pytest.fixture
 def timed(vae_ranks, monkeypatch):
-    """`timed(module)`: puts a choice into it that knows these `seconds`, and keeps what is recorded."""
+    """Replaces VaeChoice by a class that has fixed times and stores in `kept` what is recorded."""
 
     class Timed:
         alone_seconds, shared_seconds, kept, gave_up = 0.4, 0.1, [], False
@@ -95,7 +95,7 @@ MANUAL = StrategySettings(mode="manual", strategy=ParallelStrategy(ulysses_degre
     ("settings", "options", "free", "shares"),
     [
         (StrategySettings(), {}, 3.0, (1.0, 0.0)),
-        (StrategySettings(), {}, 2.9, ()),  # one device has no room for the whole
+        (StrategySettings(), {}, 2.9, ()),  # one device lacks memory for a whole picture
         (StrategySettings(compared=True), {}, 3.0, ()),
         (StrategySettings(device_shares="2,1"), {"shares": (2.0, 1.0)}, 3.0, (2.0, 1.0)),
         (MANUAL, {}, 3.0, ()),

@@ -1,4 +1,4 @@
-"""Devices of a cluster for a command: it is the head, waits for machines, and says what it lacks."""
+"""Cluster devices for a command: the command is the head, waits for machines, and says what is missing."""
 
 import re
 
@@ -23,7 +23,7 @@ def secret(tmp_path, monkeypatch, no_leaks):
 
 
 def joined(secret, **join):
-    """What is said, and machines that join as soon as the command listens."""
+    """Returns (printed lines, machines, `say`). The machines join when the command calls `say`, as it listens then."""
     said, machines = [], []
 
     def say(text):

@@ -1,4 +1,4 @@
-"""The devices to choose from: memory, and who uses each, as far as somebody says."""
+"""The devices to choose from: the memory and the known users of each."""
 
 from __future__ import annotations
 

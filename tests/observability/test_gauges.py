@@ -1,4 +1,4 @@
-"""Gauges as NVML gives them, where it gives them, and the machine's memory on the CPU."""
+"""Gauges from NVML, those that NVML lacks, and the machine's memory for ranks on the CPU."""
 
 from fake_nvml import GIB, h100_nvswitch, two_4090
 from parallel_backend.host_memory import host_memory

@@ -1,4 +1,4 @@
-"""Who looks is told, at once and when something changes, and nothing runs when nobody looks."""
+"""The live feed: a watching client gets a message at once and after each change; no thread runs without watchers."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from waiting import PATIENCE, wait_until
 
 
 class Board:
-    """Counts what is composed; remembers who got what and when."""
+    """Counts the composed messages and stores who got which, in order."""
 
     def __init__(self, **timing):
         self.value, self.composed, self.got, self.gone = 0, 0, [], set()
@@ -73,7 +73,7 @@ def test_a_message_goes_out_when_it_differs_and_no_faster_than_the_gap(board):
     board.until(lambda: board.messages_of("a")[-1] == 100)
     composed = board.composed
     assert composed <= 1 + (time.monotonic() - begun) / 0.05
-    board.until(lambda: board.composed >= composed + 2)  # the period goes on
+    board.until(lambda: board.composed >= composed + 2)  # it still composes once a period
     assert board.messages_of("a")[-2:] != [100, 100]
 
 
@@ -96,7 +96,7 @@ def test_a_lease_that_nobody_renews_ends_and_so_does_that_of_a_client_that_went_
     board.sender.watch("short", 0.1)
     board.until(lambda: not threads())
     assert board.messages_of("closed") == board.messages_of("short") == [0]
-    assert board.sender.watch("short", 60)  # it looks again, in a new thread, and gets the same again
+    assert board.sender.watch("short", 60)  # a new watch gets the same message again
     board.until(lambda: board.messages_of("short") == [0, 0])
 
 

@@ -1,4 +1,4 @@
-"""What a load balancer is told: less the more waits, and nothing to one that drains or is BROKEN."""
+"""The report to a load balancer: the more prompts wait, the fewer come; a draining or broken ComfyUI gets none."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NOW = 1000.0  # s, of time.monotonic()
 
 
 def loading(seconds: float, size: int = 0) -> Phase:
-    """A load that began so long ago."""
+    """Returns the phase of a load that began `seconds` ago; `size`: bytes to read, 0 if unknown."""
     return Phase(PhaseKind.LOADING, "flux.safetensors", size, NOW - seconds)
 
 
@@ -51,7 +51,7 @@ STATES = {
     "asleep": replace(GROUP, state="asleep"),
     "failed": replace(
         GROUP, state="failed", reason="process 1 failed: killed"
-    ),  # what died still has its page
+    ),  # the dead ranks' heartbeat page is still readable
     "broken": replace(GROUP, state="broken", reason="process 1 failed: killed", ranks=()),
 }
 

@@ -1,4 +1,4 @@
-"""What a prompt had the devices for, in words."""
+"""The report's words on what a prompt used the devices for."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_prompt_that_only_samples_has_no_line_and_old_ones_are_forgotten():
 
 def test_what_the_steps_won_counts_against_the_whole_prompt():
     phases = PromptPhases()
-    phases.add_gain("one", 100.0)  # of a prompt that nobody has heard of
+    phases.add_gain("one", 100.0)  # the prompt is not known yet
     for event in (ended("text", 1.0), ended("sample", 2.0, loading=0.5), ended("decode", 1.0)):
         phases.on_event(event)
     assert phases.spent("one") == {"text": 1.0, "load": 0.5, "sample": 1.5, "decode": 1.0}
-    assert phases.with_and_without_gain("one") == (0.0, 0.0)  # nobody knows what one device takes
+    assert phases.with_and_without_gain("one") == (0.0, 0.0)  # one device's time is unknown
     phases.add_gain("one", 0.5)
-    phases.add_gain("one", 1.5)  # another sampler
+    phases.add_gain("one", 1.5)  # from another sampler
     assert phases.with_and_without_gain("one") == (4.0, 6.0)
     phases.on_event(ended("sample", 2.0, prompt="two"))
     phases.add_gain("two", 1.0)

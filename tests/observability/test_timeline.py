@@ -1,4 +1,4 @@
-"""Where the time of steps went: from seconds in collectives to computing, sending and waiting, and for whom."""
+"""The timeline: it splits steps into computing, sending and waiting, and names the device that others wait for."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_calls_of_comfyuis_loop_are_steps_of_one_run_as_long_as_their_strategy_i
     other = replace(calls[0], strategy=ParallelStrategy(ring_degree=2))
     assert joined([other, *calls]) == run((0.1, 0.1), (0.2, 0.2), steps=(3.0, 4.0))
     assert joined([*calls, other]) == other
-    whole = run((0.1, 0.1), (0.2, 0.2))  # of a loop in the ranks, which is a run by itself
+    whole = run((0.1, 0.1), (0.2, 0.2))  # the loop ran in the ranks: a run by itself
     assert joined([whole, whole]) == whole

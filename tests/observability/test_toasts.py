@@ -1,4 +1,4 @@
-"""What becomes a toast, and that nothing becomes two."""
+"""The events that become toasts, each of them only once."""
 
 from parallel_backend.observability.toasts import Notifier
 from parallel_backend.sidecar.group.device_health import FailingDevices

@@ -1,4 +1,4 @@
-"""What a machine has seen decides: runs are remembered as they were, and the choice follows the measurements."""
+"""`auto` follows a machine's measurements: runs are stored with what affects their time, and the fastest is chosen."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def job(**changes):
 
 
 def plan(history, what, engine="auto", **options):
-    """On machines whose memory nobody can tell."""
+    """Returns the plan for the devices of `history`; the memory of GPUs is unknown here."""
     return plan_execution(
         StrategySettings(engine=engine), what, LocalMachine(history.devices), history, **options
     )
@@ -89,11 +89,11 @@ def test_compiled_and_uncompiled_times_and_those_of_kernels_are_kept_apart(gpus)
         found = plan(gpus, job(compute_options=options)).candidates
         return [c.strategy for c in found if c.step_s is not None]
 
-    assert measured(compiled) == [ONE]  # nothing was seen compiled yet
+    assert measured(compiled) == [ONE]  # no compiled run is stored, so uncompiled ones count
     gpus.record(job(compute_options=compiled), replace(run(ULYSSES, 0.2), compiled=CompileStats(0, 0.0, 0)))
     assert measured(ComputeOptions()) == [ONE] and measured(compiled) == [ULYSSES]
     assert measured(ComputeOptions(attention="sage")) == []
-    # A machine without a compiler leaves blocks uncompiled.
+    # A run whose blocks were not compiled counts as uncompiled: there may be no compiler.
     gpus.record(job(compute_options=compiled), run(RING, 0.7))
     assert len(measured(ComputeOptions())) == 2
 
@@ -101,7 +101,7 @@ def test_compiled_and_uncompiled_times_and_those_of_kernels_are_kept_apart(gpus)
 def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     first = plan(cpus, job(), tries=True)
     assert first.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
-    assert first.devices == CPUS  # the other rank is there for the trials
+    assert first.devices == CPUS  # the second rank is needed for the trials
     assert first.reason == (
         "one device: processes on a CPU share its cores, so Ulysses 2 must show first that it gains"
     )

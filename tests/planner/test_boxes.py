@@ -1,4 +1,4 @@
-"""Boxes as NVML describes them, from its answers to the choice in words, for the jobs people have."""
+"""Plans for machines as NVML describes them: the strategy and its reason in words, for common jobs."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 
-# (box, bytes of the weights, CFG, the choice)
+# (machine, bytes of the weights, True with CFG, expected strategy: None if the weights do not fit on one card)
 CASES = [
     (fake_nvml.h100_nvswitch, BF16, False, ParallelStrategy(ulysses_degree=8)),
     (fake_nvml.h100_nvswitch, BF16, True, ParallelStrategy(cfg_degree=2, ulysses_degree=4)),
@@ -53,7 +53,7 @@ def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy,
     assert best.fits and best.strategy.exact and best.strategy == found.strategy
     assert best.memory_bytes <= 0.94 * min(device.memory for device in box.devices)
     if strategy is None:
-        # 24 GB of weights on 24 GB cards: what is chosen splits them over both.
+        # 24 GB of weights on 24 GB cards: the chosen strategy splits them over both.
         assert best.strategy.world_size == 2
         assert best.strategy.tensor_degree == 2 or best.strategy.shard_weights
         assert "the rule, as far as memory goes" in reason

@@ -1,4 +1,4 @@
-"""The ranking: the rule unless something was measured faster, memory first, exact first, and reasons in words."""
+"""The ranking: candidates that fit and are exact first, then the rule's unless another was measured to be faster."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`compile: auto`: never on a CPU or an old card, and on new ones as soon as compiling would have paid."""
+"""`compile: auto` never compiles on a CPU or an old card, and on new ones as soon as it would have paid."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_short_jobs_are_compiled_once_those_before_would_have_paid_for_it(pair):
         job, told = choice.settle(_job(), PAIR, pair)
         modes.append(_mode(job))
     assert 1 < len(modes) < 1_000 and "s of those before" in told
-    assert _mode(choice.settle(_job(steps=1), PAIR, pair)[0]) == "blocks"  # what was compiled is there
+    assert _mode(choice.settle(_job(steps=1), PAIR, pair)[0]) == "blocks"  # blocks are compiled already
     other = _job()
     other = replace(other, model=replace(other.model, weight_dtype="float8_e4m3fn"))
-    assert _mode(choice.settle(other, PAIR, pair)[0]) == "off"  # another model's blocks
+    assert _mode(choice.settle(other, PAIR, pair)[0]) == "off"  # another model has its own blocks to compile
 
 
 def test_blocks_that_nobody_described_are_not_compiled(pair):

@@ -1,4 +1,4 @@
-"""Strategies over several machines: what `auto` lays where, and what a person who knows better is told."""
+"""Strategies over several machines: the ones that `auto` chooses, and notes on those that are set by hand."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def auto(devices, **job):
     [
         (FOUR, {"prompts": 2}, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
         (FOUR, {"batch": 2}, ParallelStrategy(data_degree=2, ulysses_degree=2)),
-        (FOUR, {}, ParallelStrategy(ulysses_degree=2)),  # one image without CFG: one machine
+        (FOUR, {}, ParallelStrategy(ulysses_degree=2)),  # one image without CFG stays on one machine
         (HERE, {}, ParallelStrategy(ulysses_degree=4)),  # the control: the same job on one machine
         (FOUR[::2], {}, ParallelStrategy()),
         (FOUR[::2], {"prompts": 2}, ParallelStrategy(cfg_degree=2)),

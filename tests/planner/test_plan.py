@@ -1,4 +1,4 @@
-"""From a person's settings and what was measured to what runs: fallbacks, trials, memory, and the order of devices."""
+"""Plans from a user's settings and stored measurements: fallbacks, trials, memory, and the order of devices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def store(tmp_path, monkeypatch):
 
 @pytest.fixture
 def box(tmp_path, monkeypatch, store):
-    """Makes this machine look like a recorded one, to torch's count of GPUs too."""
+    """Returns a function that makes this machine look like the one of a fake NVML, also to torch's count of GPUs."""
 
     def pretend(nvml):
         topology = read_topology(nvml, sys_root=tmp_path)
@@ -94,11 +94,11 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
     assert decided.strategy == ONE and decided.devices == ("cuda:0",)
     assert decided.reason == "one device: measured before, a step takes one device 1 s, Ulysses 2 1.5 s"
     assert decided.candidates[0].strategy == ONE and decided.candidates[0].step_s == 1.0
-    # By hand it is as asked for, and what was seen of it is told.
+    # A strategy set by hand stays as it is, and its measured time is listed.
     manual = plan(StrategySettings("manual", "all", ULYSSES), work(FP8))
     assert manual.strategy == ULYSSES
     assert manual.candidates[0].strategy == ULYSSES and manual.candidates[0].step_s == 1.5
-    # So is what else could run in its place.
+    # The alternatives to it are listed as well.
     assert {c.strategy: c.step_s for c in manual.candidates}[ONE] == 1.0
     assert {c.strategy for c in manual.candidates} == {c.strategy for c in decided.candidates}
     assert all(c.permitted == c.strategy.exact for c in manual.candidates)
@@ -142,7 +142,7 @@ def test_comfyuis_flags_for_little_memory_save_it_in_auto_and_not_by_hand(box):
     by_hand = plan(StrategySettings("manual", "all", ULYSSES), work(), NOVRAM)
     assert by_hand.strategy == ULYSSES
     one = plan(StrategySettings(devices="0"), work(), LOWVRAM)
-    assert one.strategy == ONE  # nobody to share with
+    assert one.strategy == ONE  # no other device to shard weights with
 
 
 def test_the_cpu_has_nothing_to_save(store):
@@ -172,7 +172,7 @@ def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
 def test_a_first_job_tries_and_the_next_one_knows(store):
     settings = StrategySettings(devices="cpu:2")
     decided = plan(settings, work(FP8, has_cfg=True, side=8))
-    assert decided.strategy == CFG  # the rule, until something was tried
+    assert decided.strategy == CFG  # the rule's choice, as long as nothing is measured
     assert decided.trials.strategies == (ONE, ULYSSES, ParallelStrategy(ring_degree=2))
     assert {other.switch_s for other in decided.trials.candidates} == {SWITCH_CPU}
     seen = MeasurementHistory(("cpu:0", "cpu:1"))
@@ -182,7 +182,7 @@ def test_a_first_job_tries_and_the_next_one_knows(store):
     after = plan(settings, work(FP8, has_cfg=True, side=8))
     assert after.strategy == ONE and after.devices == ("cpu:0",) and not after.trials
     assert {c.strategy: c.step_s for c in after.candidates}[CFG] == 0.5
-    # Another size is another matter.
+    # These measurements do not count for another size.
     assert plan(settings, work(FP8, has_cfg=True, side=16)).trials
 
 

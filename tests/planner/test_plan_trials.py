@@ -1,4 +1,4 @@
-"""Which strategies a job tries on its way: same weights, within memory, not seen yet, the most promising first."""
+"""The strategies that a job tries: same weights, fit in memory, not measured yet, the most promising first."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_all_devices_and_one_compete_those_with_the_least_to_do_and_to_send_firs
 
 
 def test_whole_images_on_each_device_compete_for_a_batch_and_rows_are_tried_once():
-    """Data 2 and CFG 2 share out four rows alike."""
+    """Data 2 and CFG 2 split four rows in the same way."""
     assert planned(ULYSSES, flux_job(batch=2), cpus()).strategies == (ONE, ULYSSES, RING)
     assert planned(CFG, flux_job(batch=2, prompts=2), cpus()).strategies == (ONE, ULYSSES, RING)
 
@@ -74,7 +74,7 @@ def test_at_most_three_are_tried_and_one_device_is_always_among_them():
 
 
 def test_a_job_begins_with_tokens_together_where_that_is_no_more_work(tmp_path):
-    """On a CPU, whose cores the ranks share, one device is; on GPUs whole images are, where they come out even."""
+    """On a CPU, whose cores the ranks share, one device is no more work; on GPUs, whole images that divide evenly."""
     gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     assert begun(ULYSSES, flux_job(FP8), gpus)[0] == ULYSSES
     for history in (gpus, cpus()):
@@ -107,7 +107,7 @@ def test_other_weights_no_room_stages_and_what_was_seen_are_not_tried():
     assert planned(ULYSSES, job, cpus(), known(job, 2, step_s=1.0)) == NO_TRIALS
     for first in (ONE, ParallelStrategy(pipefusion_degree=2), ULYSSES.replace(device_shares=(2, 1))):
         assert planned(first, job, cpus()) == NO_TRIALS
-    # A step whose calls a cache answered tells nothing of a strategy.
+    # A step that a cache answered says nothing about a strategy.
     assert planned(ULYSSES, flux_job(step_cache=True), cpus()) == NO_TRIALS
 
 

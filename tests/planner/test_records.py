@@ -1,4 +1,4 @@
-"""What was seen before, in the form that the choice takes: medians, ageing, and the right runs for a request."""
+"""Measurements in the form that the choice reads: medians, ageing, and only the runs that match a job."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def kind(strategy=ULYSSES, of=JOB, **changes):
 
 
 def known(*runs, now=NOW):
-    """Measurements after runs of (kind, seconds)."""
+    """Returns the measurements after `runs`, each (kind, seconds)."""
     found = Measurements()
     for of, seconds in runs:
         found = record(found, of, seconds, now)

@@ -14,7 +14,7 @@ from parallel_backend.strategy import ModelShape, ParallelStrategy
 
 
 def _job(prompts=1, heads=24):
-    """Of a model with two blocks."""
+    """Returns a job of a model with two blocks."""
     dims = replace(FLUX_DEV, heads=heads, double_blocks=1, single_blocks=1)
     return Job(CheckpointModel(flux_file(dims=dims)), prompts=prompts)
 

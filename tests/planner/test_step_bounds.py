@@ -1,4 +1,4 @@
-"""The sheet's arithmetic against closed forms, and its bound against what must hold on any hardware."""
+"""FLOPs and bytes of a step against closed forms, and its lower bound against what holds on any hardware."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_ring_passes_keys_and_values_on(ring):
 
 
 def test_the_forms_are_those_of_the_engine():
-    """What engine/traffic.py counts per rank, there with element_size 2 and without the last gathers."""
+    """Engine tests compare tests/closed_forms/traffic.py with counted bytes. Here: bf16, without the last gathers."""
     traffic = pytest.importorskip("tests.closed_forms.traffic")
     degrees = ((2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
     strategies = [ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring) for ulysses, ring in degrees]
@@ -97,7 +97,7 @@ def test_no_step_goes_below_the_cards_peak_or_its_memory():
     card, small = CARDS["h100"], flux_job(width=64, height=64, text=1)
     assert lower_bound(FLUX, ParallelStrategy(), card) == FLUX.flop / 989e12
     assert lower_bound(small, ParallelStrategy(), card) == FLUX.model.weight_bytes / 3350e9
-    # Weights in fp8 may be multiplied in fp8.
+    # Weights in fp8 may be multiplied in fp8, at twice the rate.
     assert lower_bound(flux_job(FP8), ParallelStrategy(), card) == FLUX.flop / 2 / 989e12
 
 

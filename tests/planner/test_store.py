@@ -1,4 +1,4 @@
-"""The store on disk: several processes at once, damage, full and read-only disks, and nothing private in it."""
+"""The store on disk: several processes at once, damaged files, disks that cannot be written, and no private data."""
 
 import getpass
 import json
@@ -55,7 +55,7 @@ def test_another_machine_or_version_finds_nothing(store, tmp_path):
 
 
 def test_a_file_of_another_format_counts_as_empty_and_is_written_over(store):
-    """The first format kept a run's sizes as an object of their own."""
+    """The first format stored a run's sizes in an object, `work`."""
     work = {"width": 8, "height": 8, "frames": 1, "batch": 1, "rows": 1, "text": 8, "calls": 1}
     strategy = to_json(kind().strategy)
     run = {"model": "m", "work": work, "strategy": strategy, "engine": "native", "devices": "devices"}
@@ -72,11 +72,11 @@ def _write(folder, name, count):
     store = MeasurementStore(BOX, Path(folder))
     for i in range(count):
         assert store.update(lambda known, i=i: record(known, kind(f"{name}{i}"), 1.0, NOW))
-        time.sleep(0.002)  # no picture is this fast; without it one writer can keep the other from its turn
+        time.sleep(0.002)  # real jobs take longer; without it one writer can keep the lock from the other
 
 
 def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_files, "LOCK_PATIENCE", 120.0)  # of a writer that the other keeps from its turn
+    monkeypatch.setattr(cache_files, "LOCK_PATIENCE", 120.0)  # s; the other writer may hold the lock often
     context = multiprocessing.get_context("fork")
     writers = [
         context.Process(target=_write, args=(str(tmp_path / "cache"), name, 40)) for name in ("a", "b")
@@ -143,7 +143,7 @@ def test_a_link_that_cannot_be_true_costs_only_itself(store):
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
 @pytest.mark.parametrize("where", ['"seconds": [', '"at": [', '"width": '])
 def test_an_entry_with_a_number_that_nothing_holds_costs_only_itself(store, where, number):
-    """JSON has numbers of any size; once read such an entry would end every later update."""
+    """JSON allows numbers of any size. If such an entry were read, every later update would fail."""
     store.update(lambda known: record(full(), kind("other"), 1.0, NOW))
     before, found, after = store.path.read_text().partition(where)
     after = re.sub(r"^(\s*)[0-9.]+", lambda start: start[1] + number, after, count=1)

@@ -1,4 +1,4 @@
-"""When a VAE's pictures are shared out: where that was faster than one device, which is tried where it is cheap."""
+"""The choice between all devices and one for a VAE, by measured times; one device is tried if that is cheap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Fingerprint(("a card", "a card"), ("torch 2",))
 
 @pytest.fixture
 def choice(tmp_path, monkeypatch):
-    """`choice(…)`: of pictures on two devices, of a process that has seen no decode yet."""
+    """Returns a function that makes a VaeChoice, by default for two devices, as in a process without decodes so far."""
     monkeypatch.setattr(vae_choice, "_WARM", set())
     monkeypatch.setattr(vae_choice, "_GIVEN_UP", set())
     store = MeasurementStore(HERE, tmp_path)
@@ -29,7 +29,7 @@ def choice(tmp_path, monkeypatch):
 
 
 def timed(choice, *, shared, alone=None):
-    """`choice` after a first call, which nobody times, and one that took so many seconds."""
+    """Returns `choice` after two calls each of `shared` and `alone` seconds: the first call is not stored."""
     for seconds, is_alone in ((shared, False), (alone, True)):
         for _ in range(2 if seconds is not None else 0):
             choice.record(seconds, is_alone=is_alone)

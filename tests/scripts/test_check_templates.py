@@ -1,4 +1,4 @@
-"""What is said of a graph in ComfyUI's template library, by its models and by the nodes between loader and sampler."""
+"""The verdict on a graph of ComfyUI's template library, from its models and the nodes between loader and sampler."""
 
 import json
 import sys

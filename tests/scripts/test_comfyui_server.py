@@ -1,4 +1,4 @@
-"""Starting ComfyUI for the tests and the demo: a port that somebody took meanwhile costs another try, and no more."""
+"""Starting ComfyUI for the tests and the demo: if another process takes the port meanwhile, another one is tried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import comfyui_server
 from comfyui_server import ComfyUIServer
 from steps import SetupError
 
-# Says of a taken port what ComfyUI says, and answers on a free one.
+# Ends with ComfyUI's message if the port is taken, and otherwise answers on it.
 MAIN = """
 import http.server, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -32,9 +32,7 @@ server.serve_forever()
 @pytest.fixture
 def taken():
     with socket.socket() as held:
-        held.bind(
-            ("127.0.0.1", 0)
-        )  # and does not listen: who asks there whether ComfyUI answers is refused at once
+        held.bind(("127.0.0.1", 0))  # without listen(), so that a connection to it is refused at once
         yield held.getsockname()[1]
 
 

@@ -1,4 +1,4 @@
-"""Where the set-up looks for a real ComfyUI, and what it says when a named one does not do."""
+"""The places where the set-up looks for a real ComfyUI, and its errors if a named one cannot be used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_named_comfyui_that_is_too_old_is_an_error_with_both_versions(tmp_path
 
 
 def test_its_archive_is_unpacked_by_pythons_without_filters_too(tmp_path, monkeypatch):
-    """Python 3.11.2, as Debian 12 has it."""
+    """An example is Python 3.11.2, which Debian 12 has."""
     main = tmp_path / "made" / "x" / comfyui_source.ARCHIVE_FOLDER / "main.py"
     main.parent.mkdir(parents=True)
     main.write_text("here")

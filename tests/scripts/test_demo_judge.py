@@ -1,4 +1,4 @@
-"""The demo's judge against drawings: a right drawing is right, and each kind of mistake is seen."""
+"""The demo's judge on drawings: a right drawing is judged right, and each kind of mistake is noticed."""
 
 from __future__ import annotations
 

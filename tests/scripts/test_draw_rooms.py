@@ -1,4 +1,4 @@
-"""The picture of rooms in docs/how-it-works.md is the one that the imports give."""
+"""The picture of rooms in docs/how-it-works.md agrees with the imports in the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn pictures say what they were drawn from, so that one that is out of date is found here and not by a reader."""
+"""Drawn pictures contain a digest of their sources, so that these tests find a picture that is out of date."""
 
 from __future__ import annotations
 

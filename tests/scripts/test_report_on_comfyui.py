@@ -115,7 +115,7 @@ def test_the_shell_of_the_nightly_job_is_sound():
 
 
 def test_the_requirements_of_a_newer_comfyui_leave_torch_alone(tmp_path):
-    """What the job's grep keeps of ComfyUI's list."""
+    """Runs the job's grep on a list like ComfyUI's."""
     (script,) = (step["run"] for step in _steps() if "requirements.txt" in step.get("run", ""))
     (line,) = (line for line in script.splitlines() if line.startswith("grep"))
     listed = "torch\ntorchsde\ntorchvision\ntorchaudio>=2\ntorch>=2.5\nnumpy>=1.25.0\n"
@@ -127,7 +127,7 @@ def test_the_requirements_of_a_newer_comfyui_leave_torch_alone(tmp_path):
 
 
 def test_an_issue_is_opened_once_and_then_added_to(tmp_path):
-    """The last step, with a stand-in for GitHub's command."""
+    """Runs the job's last step with a stand-in for GitHub's command, gh."""
     script = _steps()[-1]["run"]
     calls = tmp_path / "calls"
     gh = tmp_path / "gh"

@@ -1,4 +1,4 @@
-"""./scripts/test runs the pinned ComfyUI and Python or those that are named, and the whole suite in two halves."""
+"""./scripts/test runs the pinned ComfyUI and Python, or those named by options, and the whole suite in two halves."""
 
 import shutil
 import signal
@@ -14,7 +14,7 @@ from steps import SetupError
 
 @pytest.fixture
 def other(tmp_path):
-    """A folder that has what a ComfyUI of another version is known by."""
+    """A folder with the files by which a ComfyUI is recognised, of another version."""
     (tmp_path / "comfy").mkdir()
     (tmp_path / "main.py").touch()
     (tmp_path / "comfy" / "samplers.py").touch()
@@ -23,7 +23,7 @@ def other(tmp_path):
 
 
 def started(monkeypatch, *arguments: str) -> dict:
-    """What would become of this process."""
+    """Returns the environment and the command that this process would become, and its signal handlers."""
     found = {}
 
     def become(environment, *command):

@@ -181,7 +181,7 @@ def box(shape, *arguments):
 
 
 def changed(topology, *changes):
-    """Its devices with these changes, in their order."""
+    """Returns the topology with one of `changes` applied to each device, in order."""
     devices = zip(topology.devices, changes, strict=True)
     return dataclasses.replace(topology, devices=tuple(dataclasses.replace(d, **c) for d, c in devices))
 
@@ -226,7 +226,7 @@ def test_without_a_gpu_the_processor_is_named():
 
 
 def calibrations(count=2, rate=20e9, backend="nccl", collective_s=30e-6, facts=FACTS):
-    """A healthy thorough calibration of `count` ranks."""
+    """Returns the thorough calibrations of `count` healthy ranks."""
     found = []
     for rank in range(count):
         transfers = [
@@ -251,7 +251,7 @@ def with_facts(ranks, rank, **changes):
 
 
 def altered(ranks):
-    """The last thing that rank 1 got is not what was sent."""
+    """Returns the calibrations as if the last transfer that rank 1 received had been corrupted."""
     *most, last = ranks[1].transfers
     transfers = (*most, dataclasses.replace(last, intact=False))
     return [ranks[0], dataclasses.replace(ranks[1], transfers=transfers)]
@@ -276,7 +276,7 @@ def test_a_pair_far_below_its_nominal_rate_is_slow():
 
 @pytest.mark.parametrize(("count", "rate"), [(2, 20e9), (2, 2e9), (8, 20e9)])
 def test_from_which_step_on_devices_are_worth_it_is_said_by_the_links_alone(count, rate):
-    sent = bytes_sent(flux_job(FP8), ParallelStrategy(ulysses_degree=count))  # by which plans go
+    sent = bytes_sent(flux_job(FP8), ParallelStrategy(ulysses_degree=count))  # the count that plans use
     exchange_s = sent / rate + 2 * 57 * 30e-6
     found = named(check_links(calibrations(count, rate), None), "worth an image")
     told = re.findall(r"[0-9.]+", found.finding.partition(": a step spends")[2])
@@ -334,7 +334,7 @@ def test_rounding_is_no_difference():
     assert "Ulysses 2, Ring 2" in found.finding and "2.0e-06" in found.finding
 
 
-# Whatever is found has words, and a remedy where there is one.
+# Every finding has words, and a remedy if there is one.
 
 KERNEL = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
 OLD_AND_SMALL = changed(box(fake_nvml.h100_nvswitch, 2), {"capability": (7, 5)}, {"memory": 8 * 10**9})

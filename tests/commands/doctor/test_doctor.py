@@ -155,9 +155,9 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
     rank = ["python", "-m", "parallel_backend.rank", "--fd", "5", "--parent"]
     _process(proc, 100, ["python", "main.py"], 1)
     _process(proc, 101, [*rank, "100"], 100)  # at work
-    _process(proc, 102, [*rank, "99"], 1)  # its parent is gone
-    _process(proc, 103, [*rank, "99"], 50)  # and adopted by a subreaper
-    _process(proc, 105, [*rank, "1"], 1)  # ComfyUI is the first process of a container
+    _process(proc, 102, [*rank, "99"], 1)  # its parent has ended
+    _process(proc, 103, [*rank, "99"], 50)  # likewise, and a subreaper adopted it
+    _process(proc, 105, [*rank, "1"], 1)  # no orphan: ComfyUI is process 1 of a container
     _process(proc, 104, ["grep", "parallel_backend.rank"], 1)
     (proc / "self").mkdir()
     for name in ("parallel-backend-100-abc", "parallel-backend-99-def", "parallel-backend-x-y", "other-99-a"):

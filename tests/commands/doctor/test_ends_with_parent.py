@@ -1,4 +1,4 @@
-"""The doctor that another process started ends with it, and so do its ranks."""
+"""A doctor that another process started ends when that process ends, and so do its ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parent():
 
 
 def below(process: subprocess.Popen, word: str) -> list[psutil.Process]:
-    """Waits for processes below it, of which one has this word in its command line."""
+    """Waits until a descendant of `process` has `word` in its command line, and returns all descendants."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -1,4 +1,4 @@
-"""The doctor's verdicts about the machines of a cluster, which have no names in its report."""
+"""The doctor's verdicts about the machines of a cluster; its report does not name the machines."""
 
 from parallel_backend.commands.doctor.devices import check_machines, numbered, pair_of
 from parallel_backend.commands.doctor.privacy import find_private, scrub

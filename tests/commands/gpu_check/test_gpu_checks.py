@@ -1,4 +1,4 @@
-"""The checks of the GPU check that have ranks: on real ones of the CPU, and that what is wrong is found."""
+"""The checks of the GPU check that use ranks: they pass on real CPU ranks, and they find what is wrong."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.requests import LoadInfo, RunInfo, SampleResult
 from parallel_backend.strategy import ParallelStrategy
 
-pytestmark = pytest.mark.xdist_group("gpu_checks")  # one group of ranks at a time serves all
+pytestmark = pytest.mark.xdist_group("gpu_checks")  # all tests share the groups of ranks
 TINY = replace(make_subject(("cpu:0", "cpu:1")), pixels=64, odd_pixels=(56, 72), text=8, steps=2)
 
 
 @pytest.fixture(scope="module")
 def two():
-    """One group of ranks at a time for all tests of this file."""
+    """The ranks for all tests of this file: a group of one and a group of two, each started on first use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(COMPILE_BACKEND, "eager")
         held = ranks.Ranks(TINY)
@@ -38,7 +38,7 @@ def result(latent, dtype="float32"):
     return SampleResult(latent, RunInfo("native", ParallelStrategy(), load=load))
 
 
-# On two ranks of the CPU; all that runs on one device first, since another number of ranks are other processes.
+# On real ranks of the CPU: first the checks that use one device, then those that use two.
 
 GOOD = [
     (one_gpu.check_installation, {"Software: torch": "ok", "Devices: CPU": "ok"}),
@@ -71,7 +71,7 @@ def test_a_check_on_the_cpu_finds_nothing_wrong(two, check, expected):
 
 @pytest.mark.timeout(600)
 def test_each_check_with_ranks_is_tried_above():
-    """But the one that asks NVML about cards."""
+    """The exception is the check of card identities, which needs NVML."""
     tried = {getattr(check, "__qualname__", "") for check, _ in GOOD}
     from parallel_backend.commands.gpu_check.run import choose
 
@@ -102,7 +102,7 @@ def test_a_latent_that_differs_is_told_by_the_measure_of_its_dtype(latent, dtype
 
 
 class Scripted(ranks.Ranks):
-    """Ranks whose jobs end with these latents, one after the other."""
+    """Ranks whose jobs return the given latents, one after the other."""
 
     def __init__(self, *latents):
         super().__init__(TINY)
@@ -156,7 +156,7 @@ def test_memory_beyond_the_prediction_and_memory_that_grows_are_told():
     ],
 )
 def test_cards_that_nvml_and_cuda_take_for_others_are_told(monkeypatch, cards, status, words):
-    """`cards`: those that the ranks of cuda:0 and cuda:1 found, by NVML's numbers."""
+    """`cards`: the NVML indices of the cards that the ranks of cuda:0 and cuda:1 found."""
     nvml = fake_nvml.h100_nvswitch(2)
     monkeypatch.setattr(one_gpu, "read_visible", lambda: read_topology(nvml))
     facts = [SimpleNamespace(device_uuid=f"{card:08x}-aaaa-bbbb-cccc-{card:012x}") for card in cards]

@@ -1,4 +1,4 @@
-"""The list of the GPU check and its report: every entry is there, none ends the doctor, nothing private stays."""
+"""The GPU check's list and report: every check is there, none can end the doctor, and nothing private is reported."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from parallel_backend.rank.checks import gpu as as_rank
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.checks.findings import Finding
 
-# No rank here is one of the supervisor's, which tests fork from a process that takes long to prepare.
+# No supervisor starts ranks here, so the process from which tests fork them need not be prepared: that takes long.
 pytestmark = [pytest.mark.real_start, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "tests.support.check_program"
 PROGRAMS = (PROGRAM, PROGRAM)
 CPU = ("cpu:0", "cpu:1")
-# What the audit asks for in the first minutes on a GPU, in its order.
+# The checks that an audit requires in the first minutes on a GPU, in its order.
 LIST = (
     *("installation", "device", "attention", "identity", "checkpoint", "steps", "syncs", "same bits"),
     *("fp8", "offload", "sleep", "comfyui", "links", "strategies"),
@@ -84,7 +84,7 @@ def test_checks_are_chosen_by_name_or_group():
         choose(("nonsense",))
 
 
-# Survived.
+# Checks that end badly.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ComfyUI hands a network for any number of rows as it is, and when that may be about rows."""
+"""Arguments that ComfyUI passes unchanged for any number of rows, and when they may describe several rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_tensor_with_as_many_lines_as_rows_or_of_an_unknown_class_keeps_rows_t
 
 
 def recorded(world, spec, jobs):
-    """For each job, whether its calls kept their rows together."""
+    """Returns the set of `joint_rows` of each job's calls: True if a call kept its rows together."""
     found, compute = [], ModuleForward.__call__
 
     def record(self, call, cache=None):

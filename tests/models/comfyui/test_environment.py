@@ -1,4 +1,4 @@
-"""The import of the user's ComfyUI, each in a process of its own: an import cannot be taken back."""
+"""The import of the user's ComfyUI, in new processes because it cannot be undone, and the routing of its attention."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ print(json.dumps(report))
 
 
 def _imports(*attempts, path=ROOT):
-    """What came of importing each (root, flags) in turn, in one process."""
+    """Imports each (root, flags) in turn, in one new process. Returns a report or an error message for each."""
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(attempts)],
         cwd=path,
@@ -56,7 +56,7 @@ def _imports(*attempts, path=ROOT):
 
 
 def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path):
-    """Packages called `comfy` and `nodes` lie before it, as the pack's own `nodes` does."""
+    """Packages named `comfy` and `nodes` come before it on sys.path, as the pack's own `nodes` does."""
     root = str(require_comfyui())
     for name in ("comfy", "nodes"):
         (tmp_path / name).mkdir()
@@ -164,7 +164,7 @@ def test_a_chosen_kernel_stands_in_place_of_comfyuis_attention_and_of_no_packs()
 
 
 class _Container:
-    """Hands over its tensor once, as ComfyUI 0.33's AttentionTensorContainer does."""
+    """A container that gives its tensor once, like AttentionTensorContainer of ComfyUI 0.33."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -176,7 +176,7 @@ class _Container:
 
 
 def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(monkeypatch):
-    """MiniMax-H3 hands attention its tensors in containers since ComfyUI 0.33."""
+    """Since ComfyUI 0.33, MiniMax-H3 passes tensors to attention in containers."""
     from comfy_modules import import_comfyui_here
 
     import_comfyui_here()

@@ -1,7 +1,7 @@
-"""Weights that are read from the file again: after a LoRA, and after a device's memory was given back.
+"""Weights that are read from the file again: after a LoRA, and after the device's memory was freed.
 
-On the CPU weights stay in the mapping; where the device is to have another dtype than the file they are copies, as they
-are on a GPU.
+On the CPU weights stay in the mapped file. These tests request another dtype than the file's, so that the weights are
+copies, as on a GPU.
 """
 
 from contextlib import nullcontext
@@ -98,7 +98,7 @@ def test_a_patched_weight_is_kept_nowhere_and_read_again(model, path, leaves):
 
 
 def test_hooks_of_prompts_give_way_before_a_weight_is_read_again(model):
-    """They put back what they found, a patched weight."""
+    """A hook restores the patched weight that it found, so it must do that before the weight is read from the file."""
     expected = _values(model)
     patcher = root_patcher(model)
     patcher.add_patches({LAYER: ("diff", (torch.full_like(model.patcher.model.get_parameter(LAYER), 0.5),))})

@@ -1,4 +1,4 @@
-"""Files in the formats that ComfyUI quantises to: loaded as views, computed as ComfyUI does, split over ranks."""
+"""Files in ComfyUI's quantised formats: loaded as views of the file, computed as in ComfyUI, split over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ranks import run_ranks
 
 FORMS = ["fp8", *FORMATS, OLD]
 TOLERANCE = 1e-5
-# Formats in which a token's activations are rounded to 8 or 4 bits, and by what of comfy_kitchen.
+# Formats that round a token's activations to 8 or 4 bits: (module, function) of comfy_kitchen that does it.
 ROUNDED = {
     "int8": ("quantization", "quantize_int8_rowwise"),
     "int8 convrot": ("quantization", "quantize_int8_rowwise"),
@@ -45,8 +45,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def split(files):
-    """The answers of each of two ranks, by format: tokens shared out, rows shared out, rows with weights
-    shared out, tokens sent before they are projected."""
+    """Answers of each of two ranks, by format, in four ways: tokens gathered by each block, rows split, rows split with
+    sharded weights, and tokens sent before they are projected."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in set(ROUNDED.values()):
             module = import_module(f"comfy_kitchen.backends.eager.{module}")
@@ -57,10 +57,10 @@ def split(files):
 
 
 class SteadyRounding:
-    """Rounds a token as it was rounded first, where it is the same but for its last bits.
+    """A rounding function that rounds a token as it did the first time, if only last bits differ.
 
-    The last bit of a sum can tip a value at the edge between two codes over to the other, and the layers behind make
-    more of it: 2e-3 of the result with AVX2, nothing with AVX-512. Whatever else a split changes shows.
+    The last bit of a sum can move a value at the edge between two codes to the other code, and later layers amplify
+    that: to 2e-3 of the result with AVX2, not at all with AVX-512. Any other effect of a split still shows.
     """
 
     def __init__(self, quantise):
@@ -74,7 +74,7 @@ class SteadyRounding:
                 same = off <= TOLERANCE * x.abs().amax(dim=1)
                 for own, first in zip(found, rounded, strict=True):
                     own[same] = first[nearest[same]]
-        self._seen.append((x.clone(), found))  # layers may go on to write into it
+        self._seen.append((x.clone(), found))  # a copy, since layers may write into x later
         return found
 
 
@@ -130,7 +130,7 @@ def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
         assert shares.equal(rows)
 
 
-# Which other tokens the rounding of a token's activations depends on, where a GPU multiplies them in this format.
+# `alone`: True if the rounding of a token, on a GPU that multiplies in this format, does not depend on other tokens.
 @pytest.mark.parametrize(
     ("layout", "options", "alone"),
     [
@@ -165,7 +165,7 @@ def test_int8_and_w4a4_round_the_activations_of_each_token_by_itself(files, form
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_for_a_gpu_come_by_large_reads_of_the_file(files, form, monkeypatch):
-    """All that ComfyUI has left where it was; the rest (scales, layers in another dtype) it has made anew."""
+    """The reads cover every tensor left in the mapping. ComfyUI made the others: scales, layers in another dtype."""
     expected, readers = load(spec(files[form]), CPU), []
 
     def as_on_a_gpu(path, opened, device):

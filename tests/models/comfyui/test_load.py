@@ -1,4 +1,4 @@
-"""ComfyUI's own loaders over a mapped file, against the stock ComfyUI's way with the same file."""
+"""ComfyUI's own loaders over a mapped file, compared with stock ComfyUI on the same file."""
 
 import json
 from functools import partial
@@ -41,10 +41,10 @@ def _load(path, source, part="diffusion_model", weight_dtype="auto"):
 
 
 def _share_in_file(module, path):
-    """Which part of the parameters' bytes are pages of the file."""
+    """Returns the share of the parameters' bytes that are pages of the file."""
     ranges, inside, total = mapped_ranges(path), 0, 0
     for parameter in module.parameters():
-        stored = getattr(parameter, "_qdata", parameter)  # where ComfyUI quantised it
+        stored = getattr(parameter, "_qdata", parameter)  # if ComfyUI quantised it
         total += stored.nbytes
         inside += stored.nbytes * any(begin <= stored.data_ptr() < end for begin, end in ranges)
     return inside / total
@@ -93,7 +93,7 @@ def test_diffusers_key_layout_gives_the_stock_answer(tmp_path, source, prefix, d
 
 @pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
 def test_a_prefix_in_front_of_all_keys_is_taken_off(tmp_path, source, flux_file, prefix):
-    """With what a checkpoint without one has beside its model."""
+    """The file also has a tensor of a VAE, which has no prefix."""
     tensors, path = load_file(flux_file), tmp_path / "prefixed.safetensors"
     named = {prefix + name: tensor for name, tensor in tensors.items()}
     save_file(named | {"vae.decoder.conv_in.weight": torch.zeros(4)}, path)
@@ -121,7 +121,7 @@ def test_a_wished_dtype_is_what_the_stock_loader_makes_of_it(source, flux_file, 
 
 
 def test_quantised_weights_stay_quantised(tmp_path, source, flux_file):
-    """As files with a scale for each layer have them."""
+    """The file has a scale for each layer."""
     tensors, path = load_file(flux_file), tmp_path / "fp8.safetensors"
     layers = [
         name.removesuffix(".weight") for name in tensors if "_blocks." in name and tensors[name].ndim == 2
@@ -137,7 +137,7 @@ def test_quantised_weights_stay_quantised(tmp_path, source, flux_file):
     quantised = [p for p in model.module.parameters() if hasattr(p, "_qdata")]
     assert len(quantised) == len(layers)
     assert model.stored_dtype == "float8_e4m3fn"
-    assert not model.scales_by_largest  # on the CPU, weights are taken back to float32
+    assert not model.scales_by_largest  # on the CPU, weights are dequantised to float32
     for layer in model.module.modules():
         if hasattr(layer, "quant_format"):
             layer._full_precision_mm = False  # as on a GPU that multiplies fp8
@@ -148,7 +148,7 @@ def test_quantised_weights_stay_quantised(tmp_path, source, flux_file):
 
 
 def held_pages(world, path, source):
-    """Bytes of the file's pages that a rank maps once it has its share of each weight, and of the shares."""
+    """Returns (bytes of the file's pages that a rank still maps after it copied its shares, bytes of the shares)."""
     strategy = ParallelStrategy(ulysses_degree=2, shard_weights=True)
     model = load_under(ModelSpec(str(path), "comfyui", comfyui=source), Layouts(world), strategy)
     return resident_bytes(path), sum(share.nbytes for share in model.byte_sharding.shares)
@@ -239,8 +239,8 @@ def test_the_dtype_of_unlike_cards_is_decided_by_the_least_of_them(source, monke
 
 
 def test_weights_are_kept_alike_on_cards_of_unlike_sizes(source, monkeypatch):
-    """ComfyUI keeps fp8 weights that a card does not multiply only where halves would not fit on it; ranks that share
-    weights out exchange bytes of one dtype."""
+    """If a card cannot multiply fp8, ComfyUI keeps fp8 weights only if 16-bit ones would not fit. Ranks that shard
+    weights exchange bytes, so all need the same dtype."""
     import comfy.model_management as management
 
     sizes, small = [48 * 2**30, 24 * 2**30], torch.device("cuda:1")

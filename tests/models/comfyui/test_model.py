@@ -1,4 +1,4 @@
-"""Linear layers of ComfyUI's that are given some rows of their weight: in each format, what all rows would give."""
+"""ComfyUI's linear layers with some rows of their weight: in each format they give those rows of the full result."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_layer_gives_rows_where_its_format_scales_all_of_them_by_one_number(fo
 
 
 def _changed_by_a_function(layer):
-    layer.weight_function = [lambda weight: weight]  # the list of the class is all layers'
+    layer.weight_function = [lambda weight: weight]  # a new list, since all layers share the class's
 
 
 def _of_another_class(layer):

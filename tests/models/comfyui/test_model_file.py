@@ -1,4 +1,4 @@
-"""A file of any family by its header: bytes and lists of blocks, and what planning makes of them."""
+"""Facts from the header of a file of any family: bytes and lists of blocks, and the plans that follow from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
 
 @pytest.fixture
 def path(tmp_path):
-    """Three blocks of two matrices and two norms, embedders around them, and a VAE beside the model."""
+    """A file with three blocks of two matrices and two norms, embedders around them, and a VAE next to the model."""
     tensors = {"model.diffusion_model.patch_embedding.weight": torch.zeros(64, 16, dtype=torch.bfloat16)}
     for layer in (0, 2):  # of an embedder
         name = f"model.diffusion_model.text_embedding.{layer}.weight"
@@ -46,7 +46,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def file(path):
-    """The same once its class is known: a video model of 4 heads."""
+    """The facts of `path` once its class is known: a video model of 4 heads."""
     return replace(inspect(path), model="WAN21", module="WanModel", heads=4, channels=16, patch=(1, 2, 2))
 
 
@@ -101,14 +101,14 @@ def test_the_stand_in_for_no_file_has_every_size():
     ],
 )
 def test_latents_of_images_videos_and_sound_have_their_tokens(file, shape, tokens):
-    """A sound's latent is one line of it, which a patch of 2 x 2 takes two by two."""
+    """A sound's latent is one row of positions; a patch of 2 x 2 takes two of them."""
     found = job(file, shape)
     assert (found.image_tokens, found.batch) == (tokens, shape[0])
 
 
 @pytest.mark.parametrize("pixels", [8, 16, 32])
 def test_a_picture_is_as_large_as_its_latents_cells(file, pixels):
-    """8 pixels each way in most latents, 16 in Flux.2's, 32 in LTX's; the work does not depend on it."""
+    """A latent cell has 8 pixels a side in most models, 16 in Flux.2, 32 in LTX. The work does not depend on that."""
     found = job(replace(file, pixels=pixels), (1, 16, 8, 12))
     assert (found.height, found.width) == (8 * pixels, 12 * pixels)
     assert (found.latent_size, found.image_tokens) == ((8, 12), 4 * 6)
@@ -153,7 +153,7 @@ def test_classes_that_are_not_described_and_packed_files_have_no_slices(file):
 
 
 def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
-    """Where the card does not multiply fp8 and halves fit."""
+    """ComfyUI does that if the card cannot multiply fp8 and 16-bit weights fit."""
     stored = replace(file, dtype="float8_e4m3fn")
     on_gpu, on_cpu = (Dtypes.of("auto", stored.dtype, on_cpu=on_cpu) for on_cpu in (False, True))
 
@@ -194,7 +194,7 @@ def test_auto_shares_out_tokens_where_they_can_be_and_rows_where_not(file):
 
 
 def test_attention_alone_is_shared_out_where_it_takes_a_third_of_the_arithmetic(file):
-    """Of a video of a model whose blocks nobody described, and of a large image of a UNet."""
+    """It does so for a video of a model whose blocks are not described, and for a large image of a UNet."""
     devices = tuple(f"cpu:{n}" for n in range(3))
     unknown = replace(file, mode=ATTENTION)
     attention = job(replace(unknown, unet=UNetFacts())).model.family.image_flop / 8
@@ -234,7 +234,7 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
 
 
 def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
-    """Four of the latent's rows are one at its lowest resolution."""
+    """Four rows of the latent are one row at the UNet's lowest resolution."""
     unet = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=4), patch=(1, 1, 1))
     devices = tuple(f"cpu:{n}" for n in range(4))
     for shape, has_cfg, wanted in (
@@ -261,7 +261,7 @@ def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
 
 
 def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(file):
-    """5 x 4 x 6 tokens of the video and 7 of the text, 4 heads; a ring's kernel keeps none, nor does a GPU."""
+    """The job has 5 x 4 x 6 video tokens, 7 text tokens and 4 heads. Ring's kernel and a GPU's store no scores."""
     work, tokens = job(file, (1, 16, 5, 8, 12), has_cfg=True), 5 * 4 * 6 + 7
 
     def activations(strategy, on_cpu, model=file):
@@ -282,7 +282,7 @@ def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(fi
 
 
 def test_the_cpu_reorders_the_weights_of_a_convolution_beside_casting_them(file):
-    """The largest layer of the file: 64 x 256 numbers, bfloat16 in the file and float32 where they are computed."""
+    """The largest layer has 64 x 256 numbers, in bfloat16 in the file, and is cast to float32 to compute."""
     unet = replace(file, heads=0, unet=UNetFacts(), patch=(1, 1, 1))
     dtypes = Dtypes.of("auto", "bfloat16", True)
     for model, copies in ((file, 1), (unet, 2)):
@@ -321,14 +321,14 @@ def test_stages_hold_their_own_blocks(file):
     )
     assert [part.block for part in first.parts] == [None, 0] and [p.block for p in last.parts] == [None, 1, 2]
     assert first.private + last.private == whole.private + first.around.private
-    # Stages compute all rows at once, so another row is another row in each of their moments.
+    # Stages compute all rows at once, so a second row doubles the activations.
     one, two = (predict_memory(staged, stages, replace(both, prompts=prompts))[0] for prompts in (1, 2))
     assert two.activations == 2 * one.activations
 
 
 def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_lie_in_all(file):
-    """Flux-like: two large blocks, then four small ones, cut by number; beside them two of a text refiner, which
-    the file has first, as it has the lists of blocks in another order and by another name."""
+    """A model like Flux: two large blocks, then four small ones, split by their number, and two of a text refiner. The
+    file has the refiner first, the other two lists in the opposite order, and one of them under another name."""
     refiner, single, double = (
         CountedBlocks("txt_in.refiner.blocks", 2, 11, 1),
         CountedBlocks("single_blocks", 4, 100, 1),

@@ -1,4 +1,4 @@
-"""Every family's module finds its weights when its blocks are shared out: nothing reads them but in their turn."""
+"""Modules of every family with sharded blocks: no code reads a block's weights except while that block runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from parallel_backend.models.comfyui.placing import blocks_of
 from parallel_backend.models.comfyui.tiny.cases import tiny_builder, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 
-# Each module once, with the first of its kinds of calls; sdxl is a UNet, of which no table has tokens.
+# Each module once, with its first case; sdxl is added, because CASES has no UNets.
 MODULES = {case[0]: (name, case[1]) for name, case in reversed(CASES.items())} | {
     tiny_builder("sdxl"): ("sdxl", tiny_inputs("sdxl + controlnet"))
 }
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.ones(1), "sample_sigmas": torch.ones(5)}
-# Tiny ones whose layers around the blocks have sizes that no option makes smaller, and what their blocks are of them.
+# Tiny models whose layers around the blocks no option makes smaller, with the least share of bytes in their blocks.
 IN_BLOCKS = {
     "wan2.1 i2v": 0.2,
     "hunyuanvideo 1.5": 0.2,
@@ -59,7 +59,7 @@ def test_a_module_whose_blocks_are_gathered_for_their_turn_answers_as_before(bui
     sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
     sharding.shard(module, blocks, {})
     assert set(map(numbers_held, module.parameters())) == {0}
-    for _ in range(2):  # the second time, blocks travel ahead
+    for _ in range(2):  # in the second call, blocks are gathered ahead
         with sharding.call():
             found = answers(module, inputs)
         assert all(one.equal(other) for one, other in zip(found, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys: every function of Comfy Kitchen that models call for it, answered and given back."""
+"""The rotation of queries and keys: each function of Comfy Kitchen that models call is routed, then restored."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def _frequencies(shape):
 
 
 def _swapped(apply, tensors, by, dim):
-    """The halves of the heads, rotated apart."""
+    """Rotates the two halves of the heads separately."""
     halves = [apply([t.chunk(2, dim)[half] for t in tensors], by) for half in range(2)]
     return [torch.cat(pair, dim) for pair in zip(*halves, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The tiny models' data: what it says is used, and calls take what it says."""
+"""The tiny models' data in cases.json: every entry is used, and calls have the sizes and values that it gives."""
 
 import json
 from pathlib import Path

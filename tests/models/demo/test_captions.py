@@ -1,4 +1,4 @@
-"""The demo's grammar, its held-out share, and its tokenizer."""
+"""The demo's grammar, its share of held-out captions, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_encoder_tells_a_sentence_from_its_swap():
 
 
 def test_encoder_is_the_same_everywhere():
-    """Nothing of it is shipped: these numbers are what the transformer was trained with."""
+    """It is not shipped but drawn from a seed: the transformer was trained with these numbers."""
     encoder = DemoTextEncoder()
     words, places = torch.tensor([-0.18391, 0.72964, 0.62417]), torch.tensor([0.39356, -0.42496, 0.08047])
     torch.testing.assert_close(encoder.words[0, :3], words, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The shipped image coder on fresh drawings: sharp enough, and latents as Flux's format has them."""
+"""The shipped image coder on new drawings: its pictures are sharp enough, and its latents have Flux's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel_backend.models.demo.captions import random_scene
 from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder
 
 FILE = Path(__file__).resolve().parents[3] / "demo_model" / "image_coder.safetensors"
-LEAST_PSNR = 33.0  # dB, mean over fresh drawings
+LEAST_PSNR = 33.0  # dB, mean over new drawings
 
 
 @pytest.fixture(scope="module")

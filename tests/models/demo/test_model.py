@@ -18,7 +18,7 @@ from parallel_backend.models.diffusers.keys import original_shapes
 FOLDER = Path(__file__).resolve().parents[3] / "demo_model"
 TRANSFORMER = FOLDER / "transformer.safetensors"
 
-# Held-out captions that must come out right of CAPTIONS; the trainer's own count over 200 is in docs/demo-model.md.
+# LEAST_RIGHT of CAPTIONS held-out captions must come out right. docs/demo-model.md has the trainer's count over 200.
 CAPTIONS, LEAST_RIGHT = 24, 20
 
 
@@ -58,7 +58,7 @@ def test_the_pack_reads_its_dimensions_from_the_tensors(trainer):
 
 @pytest.fixture(scope="module")
 def sampled(trainer):
-    """Scenes that training never saw, and what the shipped model makes of their captions."""
+    """Scenes that training never saw, and the pictures that the shipped model makes of their captions."""
     from safetensors.torch import load_file
 
     coder = trainer.DemoImageCoder().eval()
@@ -81,7 +81,7 @@ def test_held_out_captions_come_out_right(sampled):
 @pytest.mark.slow
 @pytest.mark.xdist_group("demo_samples")
 def test_the_caption_is_what_makes_them_right(sampled):
-    """The same pictures against each other's captions."""
+    """The control: the same pictures, judged by each other's captions."""
     scenes, pictures = sampled
     others = scenes[1:] + scenes[:1]
     assert sum(judge(picture, scene).right for picture, scene in zip(pictures, others, strict=True)) <= 1

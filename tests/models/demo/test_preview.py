@@ -25,7 +25,7 @@ def coder() -> DemoImageCoder:
 
 
 def _previewed(coder: DemoImageCoder, image: torch.Tensor) -> torch.Tensor:
-    """[H/8, W/8, 3] in 0..1, as ComfyUI makes it of a latent; `image` [3, H, W] in 0..1."""
+    """Returns ComfyUI's preview of an image's latent, [H/8, W/8, 3] in 0..1. `image`: [3, H, W] in 0..1."""
     latent = (coder.encode(image[None] * 2 - 1) - SHIFT) * SCALE
     rgb = torch.nn.functional.linear(
         latent[0].movedim(0, -1), torch.tensor(RGB_FACTORS).T, torch.tensor(RGB_BIAS)

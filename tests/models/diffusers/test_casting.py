@@ -69,7 +69,7 @@ def test_swapped_halves_equal_swapped_weights():
 
 
 class WeightTraffic(TorchDispatchMode):
-    """Counts bytes of tensors with as many elements as a weight, in and out of what really runs."""
+    """Counts the bytes of tensors with as many elements as a weight that operators, except views, read and write."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -94,10 +94,10 @@ def test_fp8_weights_are_read_once_where_the_product_in_fp8_was_asked_for():
         with torch.no_grad(), WeightTraffic(layer.weight.numel()) as traffic:
             outputs[in_fp8] = layer(x)
         counted[in_fp8] = traffic.bytes / layer.weight.numel()
-    assert counted == {False: 5, True: 1}  # read, written and read again in bfloat16; read in fp8
+    assert counted == {False: 5, True: 1}  # fp8 read, bfloat16 written and read: 1 + 2 + 2; fp8 read: 1
     rounded = F.linear(x.to(torch.float8_e4m3fn).float(), layer.weight.float(), layer.bias.float())
     torch.testing.assert_close(outputs[True].float(), rounded, rtol=1e-2, atol=1e-2)
-    assert not torch.equal(outputs[True], outputs[False])  # another picture, so nobody gets it unasked
+    assert not torch.equal(outputs[True], outputs[False])  # it changes the picture, so users must ask for it
 
 
 def test_only_layers_that_the_product_in_fp8_takes_multiply_in_it():
@@ -107,4 +107,4 @@ def test_only_layers_that_the_product_in_fp8_takes_multiply_in_it():
     assert [type(layer) for layer in (fits, odd, half)] == [Fp8Linear, CastingLinear, CastingLinear]
     assert fits(torch.empty(1, 0, 32, dtype=torch.bfloat16)).shape == (1, 0, 16)
     huge = torch.full((1, 32), 1e4, dtype=torch.bfloat16)
-    assert torch.isfinite(fits(huge)).all()  # beyond fp8's range there is only NaN
+    assert torch.isfinite(fits(huge)).all()  # values beyond fp8's range would become NaN

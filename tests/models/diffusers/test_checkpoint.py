@@ -1,4 +1,4 @@
-"""What a Flux.1 file holds is read from its header alone; everything else is refused by name, reason and remedy."""
+"""A Flux.1 file is described from its header alone; other files are refused with name, reason and remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dims(*, guidance: bool = True) -> FluxDims:
 
 
 def refusal(path) -> str:
-    """The message with which `path` is refused."""
+    """Returns the message with which `path` is refused, and checks its form."""
     with pytest.raises(CheckpointError) as refused:
         inspect_flux(path)
     message = str(refused.value)
@@ -135,7 +135,7 @@ def test_a_wrong_shape_is_refused(tmp_path, layout, damage):
                 damage, (rows * columns,) if damage == "flat" else (rows, 0)
             )
             path = write_sparse(tmp_path / "x.safetensors", {**SHAPES[layout], key: wrong}, "F8_E4M3")
-            refusal(path)  # which tensor gets the blame depends on which sizes it is the source of
+            refusal(path)  # the tensor that is named depends on the tensors from which the sizes are read
 
 
 def test_a_block_left_out_of_the_middle_is_refused(tmp_path):

@@ -29,20 +29,20 @@ SIZES = {"heads": 2, "double_blocks": 2, "single_blocks": 2, "context_dim": 48, 
 PREFIX = "model.diffusion_model."
 CPU = torch.device("cpu")
 META = torch.device("meta")  # stands for an accelerator where only dtypes matter
-HEIGHT, WIDTH, TEXT = 6, 10, 5  # of the latent, and tokens
+HEIGHT, WIDTH, TEXT = 6, 10, 5  # the latent's height and width, and tokens of text
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 
 def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Two rows of a model call."""
+    """Returns the inputs of a model call with two rows."""
     g = torch.Generator().manual_seed(seed)
     return {
         "x": torch.randn(2, 16, HEIGHT, WIDTH, generator=g),
         "context": torch.randn(2, TEXT, SIZES["context_dim"], generator=g),
         "pooled": torch.randn(2, SIZES["pooled_dim"], generator=g),
         "sigma": torch.tensor([0.8123, 0.3331]),
-        "guidance": torch.tensor([4.0, 2.0]),  # times 1000 exact in bf16, so that only arithmetic rounds
+        "guidance": torch.tensor([4.0, 2.0]),  # 1000 times these is exact in bf16: only arithmetic rounds
     }
 
 
@@ -53,7 +53,7 @@ def loaded(path: Path, weight_dtype: str = "auto", device: torch.device = CPU) -
 @cache
 @torch.no_grad()
 def judged(stored: torch.dtype, *, guidance: bool = True) -> torch.Tensor:
-    """diffusers' own forward in float32, on weights rounded to `stored`, from diffusers' own layout."""
+    """Returns diffusers' own answer in float32, with weights rounded to `stored` and loaded in diffusers' layout."""
     tensors = to_diffusers_layout(tiny_flux_tensors(guidance=guidance, **SIZES))
     model = FluxTransformer2DModel(**tiny_flux_config(guidance=guidance, **SIZES)).eval()
     model.load_state_dict({key: t.to(stored).float() for key, t in tensors.items()})
@@ -81,7 +81,7 @@ def velocity(model: DiffusersModel, **changes) -> torch.Tensor:
 
 
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Returns the largest difference, relative to the largest value of `expected`."""
     assert result.shape == expected.shape
     assert result.dtype == F32
     return ((result - expected).abs().max() / expected.abs().max()).item()
@@ -156,7 +156,7 @@ NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_block
 @pytest.mark.parametrize(
     ("stored", "wish", "device", "compute", "large", "small", "bias"),
     [
-        # On the CPU the file stays mapped whatever is asked; only fp8 is made.
+        # On the CPU the file stays mapped for any requested dtype except fp8, which is made at load.
         (F32, "auto", CPU, F32, F32, F32, F32),
         (BF16, "auto", CPU, F32, BF16, BF16, BF16),
         (F16, "auto", CPU, F32, F16, F16, F16),
@@ -169,7 +169,7 @@ NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_block
         (BF16, "float8_e4m3fn", CPU, BF16, FP8, BF16, BF16),
         (F32, "float8_e4m3fn", CPU, BF16, FP8, BF16, BF16),
         (FP8, "float8_e4m3fn", CPU, BF16, FP8, FP8, FP8),
-        # An accelerator gets what it computes with, or fp8.
+        # An accelerator stores weights in the dtype that it computes in, or in fp8.
         (BF16, "auto", META, BF16, BF16, BF16, BF16),
         (F16, "auto", META, F16, F16, F16, F16),
         (F32, "auto", META, BF16, BF16, BF16, BF16),
@@ -192,7 +192,7 @@ def test_weight_dtype_decides_storage_and_arithmetic(
     assert casting == (large != compute)
     if device is CPU:
         rounded = judged(FP8 if FP8 in (stored, large) else stored)
-        # float8_e4m3fn leaves embedders and biases alone, so it is closer to the plain weights than `rounded` is.
+        # float8_e4m3fn does not round embedders and biases, so it is closer to the plain weights than `rounded` is.
         allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 0.03
         assert error(velocity(model), rounded) < allowed
 
@@ -331,7 +331,7 @@ def test_two_processes_hold_one_copy_of_the_file_between_them(tmp_path):
     ]
 
     def together() -> list[str]:
-        """The next word of each, once all have one; then they go on."""
+        """Returns the next line of each process once all have printed one, then lets them continue."""
         words = [process.stdout.readline().strip() for process in holders]
         for process in holders:
             process.stdin.write("\n")

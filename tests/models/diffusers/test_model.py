@@ -1,4 +1,4 @@
-"""Linear layers of diffusers' that are given some rows of their weight, as stored and as cast on use."""
+"""Linear layers of a diffusers model that compute with some rows of their weight, plain or cast on use."""
 
 import pytest
 import torch

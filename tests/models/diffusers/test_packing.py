@@ -1,4 +1,4 @@
-"""Flux's token layout, against slow code that spells it out."""
+"""Flux's token layout, compared with slow code that computes it element by element."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIDES = st.integers(1, 13)
 
 
 def latent_of(batch: int, channels: int, height: int, width: int) -> torch.Tensor:
-    """Every element differs, so a misplaced one shows."""
+    """Returns a latent whose elements all differ, so that a misplaced one shows."""
     return torch.arange(float(batch * channels * height * width)).reshape(batch, channels, height, width)
 
 

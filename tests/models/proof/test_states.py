@@ -1,4 +1,4 @@
-"""The digest of a class's sources follows what it imports and nothing else, and a mode goes as far as its proof."""
+"""The digest of a class's sources changes only with files of comfy/ldm that it needs; a proof limits a mode."""
 
 import json
 import os
@@ -35,7 +35,7 @@ FILES = {
     "comfy/ldm/maths.py": "def rope(): ...\n",
     "comfy/ldm/common.py": "from comfy.ldm.package import thing\n",
     "comfy/ldm/package/__init__.py": "thing = 1\n",
-    "comfy/ldm/lazy.py": "import comfy.ldm.family.model\n",  # a circle
+    "comfy/ldm/lazy.py": "import comfy.ldm.family.model\n",  # a circular import
     "comfy/ldm/modules/attention.py": "def optimized_attention(): ...\n",
     "comfy/ops.py": "x = 1\n",
     "comfy/ldm/other.py": "x = 1\n",
@@ -113,7 +113,7 @@ def test_a_proof_is_of_the_entry_too(root, monkeypatch):
 
 
 def test_an_entry_has_one_digest_in_every_process(root):
-    """The order of a set of names is another one in each."""
+    """The order of a set of strings differs between processes."""
     code = (
         "import sys; from parallel_backend.models.proof import states; "
         "from parallel_backend.models.tokens import table; "

@@ -1,4 +1,4 @@
-"""The tiny models are of the table's classes, and their calls have every argument with which tokens may stay apart."""
+"""The tiny models cover the table's classes, and their calls every argument with which tokens may stay sharded."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reports say of a class what was measured, and every class whose tokens are shared out has a number."""
+"""The error of rounded exchanges in reports is the measured one, and each class whose blocks split tokens has one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_class_whose_blocks_share_out_tokens_was_measured():
 
 @pytest.mark.parametrize("name", ["Flux", "WanModel", "MMDiT"])
 def test_a_class_drifts_as_far_as_is_said(name):
-    """Within a half: which random numbers come out of torch may change with its version."""
+    """The tolerance is 50 %, because torch's random numbers may change with its version."""
     from exchange_drift import STRATEGIES, drift_of_class
 
     import_comfyui_here()

@@ -1,4 +1,4 @@
-"""Every model that ComfyUI knows has a state in docs/models.md, which is what its script gives."""
+"""Every model that ComfyUI knows has a state in docs/models.md, and that page is its script's current output."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_every_configuration_has_a_state_and_says_its_module(found):
 
 
 def test_modules_are_told_as_comfyui_builds_them(found):
-    """Held against what is known of some, of each way in which a configuration names its class."""
+    """Compares some with their known classes, for each way in which a configuration names its class."""
     modules = {one.name: one.module for one in found}
     expected = {
         "SDXL": "UNetModel",

@@ -1,4 +1,4 @@
-"""The table of ComfyUI's classes: how a call shares out tokens, and that it says what the engine can do."""
+"""The table of ComfyUI's classes: how a call splits tokens, and that each entry is consistent in itself."""
 
 import pytest
 import torch

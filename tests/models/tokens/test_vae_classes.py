@@ -1,4 +1,4 @@
-"""Every network that this ComfyUI makes a VAE of has a state here."""
+"""Every network that this ComfyUI uses as a VAE has an entry in models/tokens/vae_networks.py."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def made_by_comfyui():
-    """(class of the network, class of its decoder where that is told apart) of each `first_stage_model` in sd.py."""
+    """Yields (class of the network, class of its decoder or "" for any) of each `first_stage_model` in sd.py."""
     import comfy.sd
 
     for node in ast.walk(ast.parse(Path(comfy.sd.__file__).read_text())):
@@ -46,7 +46,7 @@ def test_every_class_has_a_state():
 
 
 def test_a_class_without_a_state_is_seen():
-    """The same walk, with one taken out."""
+    """Compares the same list with the table without one of its entries."""
     found = {network for network, _ in made_by_comfyui()}
     assert found - set(NETWORKS) == set()
     assert found - (set(NETWORKS) - {"comfy.ldm.genmo.vae.model.VideoVAE"})

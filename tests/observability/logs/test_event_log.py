@@ -1,4 +1,4 @@
-"""Lines of JSON: what they say and keep to themselves, where they go, and that no disk can harm a job."""
+"""The event log: what its lines of JSON contain and omit, where they go, and that no disk can harm a job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STORY = (
 
 @pytest.fixture
 def began():
-    """Begins logs that end with the test."""
+    """Returns a function that begins a log, which ends with the test."""
     ends = []
 
     def begin(target, **options):
@@ -149,11 +149,11 @@ def test_a_disk_that_hangs_holds_up_neither_a_job_nor_the_end(began, tmp_path, m
     monkeypatch.setattr(event_log, "_WAITING_LINES", 20)
     monkeypatch.setattr(event_log, "_PATIENCE", 0.1)
     pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)  # opening it waits until somebody reads
+    os.mkfifo(pipe)  # opening it blocks until it has a reader
     end = began(pipe)
     for _ in range(50):
         emit(STORY[3])
-    assert [record.levelname for record in caplog.records] == ["WARNING"]  # lines beyond the 20 that wait
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # for the lines after 20
     end()
-    with pipe.open() as reader:  # lets the writer go on, and end
+    with pipe.open() as reader:  # lets the writer continue and end
         assert len(reader.read().splitlines()) in (20, 21)

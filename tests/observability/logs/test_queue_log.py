@@ -1,4 +1,4 @@
-"""The queue log: what was accepted is there, what has ended is not, and nobody's key ever is."""
+"""The queue log: it holds the accepted prompts until they have ended, and never a user's key."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_was_accepted_is_there_until_it_has_ended(make, queued):
 
 def test_one_that_ends_before_it_is_noted_is_not_taken_for_waiting(make, queued):
     log = make()
-    log.accept("quick", 1.0, BODY)  # in no queue any more
+    log.accept("quick", 1.0, BODY)  # it has left the queue already
     wait_until(lambda: _open(log.path) == [])
 
 
@@ -93,7 +93,7 @@ def test_a_new_comfyui_keeps_what_the_old_one_left_and_says_how_to_send_it(make,
     _accept(first, queued, "a", "b")
     queued.discard("a")
     wait_until(lambda: _open(first.path) == ["b"])
-    first.close()  # as a crash does: what waits stays open
+    first.close()  # as in a crash: waiting prompts stay open
     first.close = lambda: None
     with caplog.at_level(logging.WARNING):
         second = make()
@@ -115,7 +115,7 @@ def test_it_stays_short_and_loses_nothing(make, queued):
     assert log.path.stat().st_size < 3 * 4096
     assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
     with pytest.raises(RequestError, match="belongs to a ComfyUI that is running"):
-        QueueLogFile(log.path)  # the lock moved with it
+        QueueLogFile(log.path)  # the rewritten file is locked as well
 
 
 def test_a_disk_that_fails_costs_the_log_and_no_prompt(make, queued, monkeypatch, caplog):

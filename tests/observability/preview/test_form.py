@@ -1,4 +1,4 @@
-"""The check of Strategy Selector's inputs: problems by input in the backend's words, and no JSON that breaks it."""
+"""The check of Strategy Selector's inputs: problems by input in the backend's words, and an answer to any JSON."""
 
 import json
 from dataclasses import replace
@@ -121,7 +121,7 @@ def test_the_rules_of_every_model_that_is_decided_for_count():
     assert problem.inputs == ("pipefusion_degree",) and "the blocks of this model" in problem.message
     assert problem.nearest == (("pipefusion_degree", 1),)
     heads = SelectorInputs("manual", "cpu:16", ulysses_degree=16)
-    assert find_problems(heads, [ANY_MODEL]) == ()  # whose heads nobody knows
+    assert find_problems(heads, [ANY_MODEL]) == ()  # its number of heads is unknown
     assert find_problems(heads, [PUBLISHED_DEV])[0].inputs == ("ulysses_degree",)
 
 
@@ -231,7 +231,7 @@ _BODIES = st.one_of(
         {"inputs": st.fixed_dictionaries({}, optional=_FIELDS) | _ANYTHING},
         optional={"loader": _ANYTHING | st.fixed_dictionaries({"node": _TEXT, "unet_name": _TEXT})},
     ).map(lambda value: json.dumps(value).encode()),
-    st.fixed_dictionaries(  # what can be set, so that the rules themselves meet every combination
+    st.fixed_dictionaries(  # valid values, so that the rules meet every combination
         {name: st.integers(*LIMITS[name]) if name in LIMITS else _FIELDS[name] for name in _FIELDS}
     ).map(lambda value: json.dumps({"inputs": value}).encode()),
 )

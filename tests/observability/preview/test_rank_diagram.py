@@ -1,4 +1,4 @@
-"""The diagram's boxes: each device's words say what the engine's groups and rows give to that rank."""
+"""The boxes of the diagram: each device's words agree with the engine's groups and rows of that rank."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from parallel_backend.observability.preview.rank_diagram import PROMPTS, assign_
 from parallel_backend.requests import ATTENTION
 from parallel_backend.strategy import ParallelStrategy
 
-# The engine's axis and the start of the words for it.
+# The engine's axes, and the word with which each one's text begins.
 AXES = {"pipefusion": "stage", "ring": "ring", "ulysses": "heads", "tensor": "tensor"}
 HYBRIDS = [
     ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2),
@@ -45,7 +45,7 @@ def test_each_axis_reads_as_the_engines_groups_are(strategy):
                 continue
             numbers = [re.match(rf"{word} (\d+)(?:/| of )(\d+)", text).groups() for text in texts]
             assert numbers == [(str(i + 1), str(len(group))) for i in range(len(group))]
-            # and its members differ in nothing else
+            # Apart from that the members of a group are equal.
             others = [{a: t for a, t in _roles(devices[rank]).items() if a != axis} for rank in group]
             assert all(other == others[0] for other in others)
 
@@ -55,7 +55,7 @@ def test_each_axis_reads_as_the_engines_groups_are(strategy):
 def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, prompts):
     devices = _assigned(strategy, images=images, prompts=prompts)
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
-    # Each row's number is 10 * prompt + image; a call has the prompts one behind the other.
+    # Each row's number is 10 * prompt + image; in a call all rows of the first prompt come first.
     numbers = torch.tensor([image + 10 * prompt for prompt in range(prompts) for image in range(images)])
     sizes = split_sizes(images * prompts, strategy.row_degree)
     for group in rank_groups(strategy, ROW_AXES):
@@ -65,7 +65,7 @@ def test_each_device_names_the_rows_that_the_engine_gives_it(strategy, images, p
 
 
 def _numbers(text, images, prompts):
-    """`prompt, images 2 to 3 of 3 + negative prompt, image 1 of 3` as 10 * prompt + image, counted from 0."""
+    """Reads `prompt, images 2 to 3 of 3 + negative prompt, image 1 of 3` as rows 10 * prompt + image, both from 0."""
     found = []
     if text is None:
         text = " + ".join(PROMPTS[:prompts]) if prompts == 2 else f"images 1 to {images} of {images}"

@@ -1,4 +1,4 @@
-"""What Prometheus reads after a story of jobs on real ranks, and that the dashboard and its page name exactly that."""
+"""The metrics that Prometheus reads after jobs on real ranks; the dashboard and the page name exactly these."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text("utf-8")
 
 
 class Scrape:
-    """A text as Prometheus reads it."""
+    """The metrics of one scrape, parsed as Prometheus parses them."""
 
     def __init__(self, text: bytes) -> None:
         self.families = list(text_string_to_metric_families(text.decode()))
@@ -67,7 +67,7 @@ class Scrape:
 
 
 def as_if_on_gpus(nvml):
-    """What GPUs would read that stood where the ranks' devices stand."""
+    """Returns a reader that gives for each of the ranks' CPU devices the gauges of the GPU with its number."""
     gauges = DeviceGauges(nvml, read_topology(nvml).visible({}))
 
     def read(devices):
@@ -79,7 +79,7 @@ def as_if_on_gpus(nvml):
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
-    """(a scrape while ranks hold a model, one after all that can happen to them) and what was sent to whom."""
+    """Three scrapes: while ranks hold a model, after an idle rank has died, and after the ranks were stopped."""
     sidecar = scripted_sidecar()
     weights = scripted_weights(tmp_path_factory.mktemp("weights") / "a private name.safetensors", "good 0.5")
     metrics = Metrics(lambda: [sidecar.status()], as_if_on_gpus(h100_nvswitch(2)))
@@ -93,7 +93,7 @@ def story(tmp_path_factory):
         with pytest.raises(RankFailed):
             sidecar.sample(weights, scripted_request(CRASH), two_ranks())
         sidecar.load(weights)
-        os.kill(sidecar.pids[0], signal.SIGKILL)  # idle
+        os.kill(sidecar.pids[0], signal.SIGKILL)  # while the ranks are idle
         wait_until(lambda: sidecar.state.value == "failed")
         dead = Scrape(metrics.text())
         sidecar.stop()
@@ -115,7 +115,7 @@ def test_jobs_are_counted_apart_by_how_they_ended(story):
 def test_times_are_told_by_strategy_and_fill_buckets_up_to_ten_minutes(story):
     warm, _, after = story
     assert after("job_seconds_count", request="sample", strategy="Ulysses 2") == 1
-    assert after("step_seconds_count", strategy="Ulysses 2") >= 3 + 1  # done, cancelled
+    assert after("step_seconds_count", strategy="Ulysses 2") >= 3 + 1  # finished job, cancelled job
     assert after("step_seconds_bucket", strategy="Ulysses 2", le="600.0") >= 4
     job = {"request": "sample", "strategy": "Ulysses 2"}
     model = {"model": "a private name.safetensors"}
@@ -130,7 +130,7 @@ def test_times_are_told_by_strategy_and_fill_buckets_up_to_ten_minutes(story):
 def test_failures_have_a_device_and_a_reason_and_what_never_happened_stands_at_0(story):
     _, _, after = story
     assert after("rank_failures_total", device="cpu:1", reason="signal") == 1
-    assert after("rank_failures_total", device="cpu:0", reason="signal") == 1  # it was idle
+    assert after("rank_failures_total", device="cpu:0", reason="signal") == 1  # killed while idle
     assert after("rank_failures_total", device="cpu:1", reason="hang") == 0
     assert after("restarts_total", devices="cpu:0,cpu:1") == 1 and after("start_seconds_count") == 2
     assert after("load_seconds_count") == 2 and after("loaded_bytes_total") == 2 * 4
@@ -161,7 +161,7 @@ def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story
         == warm("device_memory_total_bytes", device="cpu:0")
         > 2**30
     )
-    cards = two_4090()  # which do not say what they draw
+    cards = two_4090()  # cards that do not report their power
     group = GroupStatus(("cuda:0", "cpu:0"), "down", "", None, (), 0, 0, (), ())
     scrape = Scrape(
         Metrics(lambda: [group], DeviceGauges(cards, read_topology(cards).visible({})).read).text()
@@ -234,7 +234,7 @@ def test_models_without_end_make_no_labels_without_end():
 
 
 def _expressions() -> list[tuple[str, dict]]:
-    """(panel's title, target) of every query."""
+    """Returns (panel title, target) of every query in the dashboard."""
     return [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 
 
@@ -265,7 +265,7 @@ def test_every_expression_of_the_dashboard_uses_metrics_and_labels_that_exist(st
 
 
 def _bases(scrape: Scrape) -> set[str]:
-    """Metric names without the suffixes of histograms."""
+    """Returns the metric names without the suffixes of histograms."""
     return {
         re.sub(r"_(bucket|sum|count)$", "", one.name) if family.type == "histogram" else one.name
         for family in scrape.families
@@ -329,7 +329,7 @@ def test_one_module_owns_the_import_of_the_library():
 
 
 def test_a_listener_may_ask_for_all_sidecars_while_one_is_stopped(no_leaks, monkeypatch):
-    """What a group's end tells is told while the pool holds its lock."""
+    """The pool holds its lock while it ends a group, and so while it calls the listeners."""
     monkeypatch.setattr(pool, "_sidecars", {})
     seen = []
     stop = listen(lambda event: seen.append(pool.all_sidecars()))

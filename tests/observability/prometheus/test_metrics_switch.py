@@ -1,4 +1,4 @@
-"""The switch of the metrics: off by default, by the setting or the variable, and without the library."""
+"""The metrics switch: off by default, controlled by the setting or the variable, and harmless without the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot fit is refused before anything starts, with the smallest change that does fit."""
+"""A job that cannot fit is refused before anything starts, with the smallest change that would make it fit."""
 
 from __future__ import annotations
 

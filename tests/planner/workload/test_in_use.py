@@ -1,4 +1,4 @@
-"""The memory of other programs on a card: all that is used, less what this process and its ranks hold."""
+"""The memory of other programs on a card: all used memory minus what ranks hold and what this process can free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory: closed forms that add up, the loader's own tensors, and the live bytes of real model calls."""
+"""Predicted memory, compared with closed forms, the loader's tensors, and the live bytes of real model calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEV = file_of(FLUX_DEV, "bfloat16")
 
 
 def job_of(height: int, width: int, text: int = 512, file=DEV, **job) -> Job:
-    """Height and width in latent pixels."""
+    """Returns a job. `height`, `width`: in latent pixels."""
     return Job(CheckpointModel(file), **{"steps": 20} | job, text=text, height=8 * height, width=8 * width)
 
 
@@ -68,7 +68,7 @@ def test_flux_dev_is_as_large_as_its_model_card_says():
 
 
 def test_what_patches_hold_lies_whole_on_each_rank():
-    """A ControlNet's network: 2 GB on one device, and on each of two that share the work."""
+    """A ControlNet's network takes 2 GiB on one device, and 2 GiB on each of two that split the work."""
     for strategy in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2, shard_weights=True)):
         without = predict_memory(DEV, strategy, SQUARE)
         patched = predict_memory(DEV, strategy, replace(SQUARE, patch_bytes=2 * GIB))
@@ -172,7 +172,7 @@ def test_larger_jobs_take_more_memory_and_a_second_prompt_none_under_cfg_paralle
     assert peak() < peak(height=256)
     assert peak() < peak(text=1024)
     assert peak() < peak(prompts=2)
-    # Beside the two devices' communicator, which one device has not.
+    # Two devices also have a communicator.
     assert peak(ParallelStrategy(cfg_degree=2), prompts=2) == peak() + COMMUNICATOR_BYTES
 
 
@@ -190,13 +190,13 @@ def test_on_the_cpu_weights_stay_in_the_file_that_all_ranks_share():
     assert "; once for all processes, " in alone.describe()
 
 
-# Live bytes: what torch's CPU allocator holds at most during a job, counted by its profiler. This is what
-# torch.cuda.max_memory_allocated counts on a GPU.
+# Live bytes: the most that torch's CPU allocator holds during a job, counted by torch's profiler. On a GPU,
+# torch.cuda.max_memory_allocated counts the same.
 
 
 def let_go(collective):
-    """`collective`, which returns once gloo's thread holds none of its tensors. It drops them some time after they have
-    arrived, and where it is the last to, the profiler, which follows one thread, sees nothing freed."""
+    """Makes `collective` return only once gloo's thread holds none of its tensors. That thread drops them a while after
+    they arrive. If it is the last to hold them, the profiler, which follows one thread, does not see them freed."""
 
     def run(*args, **options):
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -208,8 +208,8 @@ def let_go(collective):
 
 
 def live_bytes(run) -> int:
-    gc.collect()  # what an earlier job left in cycles would be freed while this one is measured, and count against it
-    # oneDNN reorders bfloat16 weights into memory of its own, on processors that multiply them.
+    gc.collect()  # else an earlier job's garbage in cycles may be freed during this measurement and lower it
+    # On processors that multiply bfloat16, oneDNN would reorder such weights into more memory.
     with (
         torch.backends.mkldnn.flags(enabled=False),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
@@ -247,7 +247,7 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     return held
 
 
-# Of many patches and hops small buffers show, which count less beside wider layers.
+# Cases with many patches or hops use wider layers, next to which their small buffers count less.
 @pytest.mark.parametrize(
     ("strategy", "job", "heads"),
     [
@@ -268,8 +268,8 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )
 def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
-    """Ulysses, Ring within stages, sharded and sliced layers are left to benchmarks/memory.py: gloo's threads keep what
-    they moved."""
+    """benchmarks/memory.py covers Ulysses, Ring within stages, sharded and sliced layers instead: with those, gloo's
+    threads keep the tensors that they moved."""
     path = write_tiny_flux(tmp_path / "x.safetensors", heads=heads, double_blocks=2, single_blocks=4)
     file, dtypes = inspect_flux(path), ("auto", "bfloat16")
     held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job, backend="gloo")

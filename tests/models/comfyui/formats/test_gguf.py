@@ -1,4 +1,4 @@
-"""GGUF files for ComfyUI's own modules: packed as in the file until they are used, split over ranks, with LoRAs."""
+"""GGUF files for ComfyUI's own modules: weights stay packed until they are used, also if ranks split them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-# Of the largest value. Weights unpack in float16, as in ComfyUI-GGUF by default; gguf's own arithmetic is float32's.
+# Relative to the largest value. Weights unpack in float16, ComfyUI-GGUF's default; the package gguf uses float32.
 TOLERANCE, EXACT = 3e-3, 1e-5
 WEIGHT = "double_blocks.0.img_mlp.0.weight"
 pytestmark = pytest.mark.usefixtures("comfyui_here")

@@ -1,4 +1,4 @@
-"""Prefixes are taken off, and weights of several parts are put together where they go, and nowhere else."""
+"""Prefixes of keys are removed, and weights stored in several parts are joined only at their destination."""
 
 from contextlib import nullcontext
 
@@ -77,7 +77,7 @@ def _answer(model):
 
 @pytest.mark.parametrize("is_shared_out", [False, True])
 def test_what_a_model_keeps_of_the_file_are_views_of_it(files, is_shared_out):
-    """To take LoRAs out again; whole or shared out, it answers as from the original layout."""
+    """The views serve to remove LoRAs. Whole or sharded, the model answers as from the original layout."""
     answers = []
     for path in files:
         sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
@@ -100,10 +100,10 @@ def test_a_prefix_of_all_keys_is_taken_off(prefix):
     ("keys", "metadata"),
     [
         (("a", "b"), {}),
-        (("transformer.layers.0", "to_cond_embed.0"), {}),  # of Stable Audio's own names
-        (("model.diffusion_model.a",), {}),  # ComfyUI knows it
+        (("transformer.layers.0", "to_cond_embed.0"), {}),  # part of Stable Audio's own names
+        (("model.diffusion_model.a",), {}),  # ComfyUI knows this prefix
         (("vae.a",), {}),
-        (("transformer.a",), {"_quantization_metadata": "{}"}),  # which names layers by these keys
+        (("transformer.a",), {"_quantization_metadata": "{}"}),  # it names layers by the keys with the prefix
     ],
 )
 def test_other_files_stay_as_they_are(keys, metadata):

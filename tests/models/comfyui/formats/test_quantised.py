@@ -1,4 +1,4 @@
-"""Files whose quantised layers are damaged are refused by their header, before ranks read them."""
+"""Files with damaged quantised layers are refused from their header before ranks read them, or by the rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def files(tmp_path_factory):
 
 
 def damaged(path, folder, change):
-    """A copy of the file with its tensors changed."""
+    """Writes a copy of the file with tensors that `change` has changed, and returns its path."""
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, folder / "damaged.safetensors")

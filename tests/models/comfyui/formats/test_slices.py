@@ -1,4 +1,4 @@
-"""Layers of ComfyUI's blocks cut for tensor parallelism: real ranks against one process, every class that can be."""
+"""Layers of ComfyUI's blocks sliced for tensor parallelism: real ranks against one process, for each class in turn."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ranks import run_ranks
 from tests.closed_forms.weights_traffic import tensor_bytes
 from tiny_flux import write_tiny_flux
 
-EXACT = 1e-5  # of the largest value
-SIZE = 2, 9, 7  # rows, and tokens that ranks do not divide
+EXACT = 1e-5  # relative to the largest value
+SIZE = 2, 9, 7  # rows, and sides of the latent that the ranks do not divide
 TENSOR = ParallelStrategy(tensor_degree=2)
 WITH_OTHERS = [TENSOR.replace(ulysses_degree=2), TENSOR.replace(ring_degree=2), TENSOR.replace(cfg_degree=2)]
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def _sliced(reference, layouts, strategy):
-    """The model of a reference with this rank's slice of its layers."""
+    """Returns a copy of the reference's model with this rank's slice of its layers."""
     module = copy.deepcopy(reference.model.module)
     model = TinyModel(module)
     slice_blocks(module, model.regions, slices_of(layouts.get(strategy).tensor, layouts))
@@ -69,7 +69,7 @@ def test_slices_of_each_class_go_with_ulysses_ring_and_cfg():
 
 
 def _answer(world, spec, strategy):
-    """(the answer of this rank's part of a file's model, bytes of the weights of its blocks, bytes sent)"""
+    """Returns (the answer of this rank's part of a file's model, bytes of its blocks' weights, bytes that it sent)."""
     layouts = Layouts(world)
     model = load_under(spec, layouts, strategy)
     args, kwargs = files.inputs()
@@ -90,7 +90,7 @@ def test_a_file_is_sliced_in_its_own_format(tmp_path, form):
     for rank, (answer, held, sent) in enumerate(run_ranks(_answer, 2, spec, TENSOR)):
         assert sent == tensor_bytes(TENSOR, rank, dims, rows=2, text=7, image=15)
         assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
-        assert 0.49 < held / whole < 0.51  # norms are whole, and biases of what adds up are the first rank's
+        assert 0.49 < held / whole < 0.51  # norms are whole; rank 0 has all biases of summed outputs
 
 
 def test_a_file_in_diffusers_key_layout_is_sliced_from_its_parts(tmp_path):

@@ -1,4 +1,4 @@
-"""Second models of a job: the file's values in a rank, from its pages, and no other file's."""
+"""Other model files of a job: a rank maps their values from the file, and refuses a file that has changed."""
 
 from pathlib import Path
 

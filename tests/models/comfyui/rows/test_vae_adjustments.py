@@ -1,4 +1,4 @@
-"""Single VAE networks as ranks need them; what they compute then is proven in tests/engine/vae/."""
+"""Adjustments that ranks need in single VAE networks; tests/engine/bands/ proves what these compute afterwards."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 @pytest.mark.parametrize(("name", "what"), [("ltx", "run_up"), ("seedvr2", "set_memory_limit")])
 def test_another_version_of_comfyui_is_said_to_be_one(monkeypatch, name, what):
-    """ComfyUI decodes then."""
+    """After this error, ComfyUI decodes without the ranks."""
     network = build(BANDED[name])
     monkeypatch.delattr(type(network.decoder if name == "ltx" else network), what)
     with pytest.raises(PlatformError, match="in another way than the pack knows"):
@@ -49,7 +49,7 @@ def test_where_comfyui_pads_with_zeros_for_cudnns_sake_so_do_ranks(monkeypatch, 
 
 
 def test_noise_within_layers_is_drawn_alike_on_unlike_cards():
-    """By the CPU's generator for any device: CUDA's gives other numbers on a card with other multiprocessors."""
+    """The CPU's generator draws it for any device: CUDA's numbers depend on the card's count of multiprocessors."""
     network, cpu = build(BANDED["ltx with noise"]), torch.device("cpu")
     adjust(network, torch.float32)
     layer = next(layer for layer in network.modules() if getattr(layer, "inject_noise", False))
