@@ -1,4 +1,4 @@
-"""diffusers' Flux under the one engine: every strategy gives what ComfyUI's own module gives in one process."""
+"""diffusers' Flux in the pack's engine: every strategy gives what ComfyUI's own module gives in one process."""
 
 import functools
 
@@ -25,8 +25,8 @@ from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
 from tests.closed_forms.weights_traffic import tensor_bytes
 
-EXACT = 1e-5  # of the largest value
-TOGETHER = 4  # strategies for which ranks are started once
+EXACT = 1e-5  # relative to the largest value
+TOGETHER = 4  # strategies for each start of ranks
 STRATEGIES = {
     2: [
         ParallelStrategy(ulysses_degree=2),
@@ -70,7 +70,7 @@ THREE_HEADS = {**SIZES, "heads": 3}
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    """(path of the weights, {call: the answer of ComfyUI's module})"""
+    """Returns (path of the weights, {call: the answer of ComfyUI's module})."""
     return _subject(tmp_path_factory, SIZES, list(CALLS))
 
 
@@ -85,7 +85,7 @@ def _subject(tmp_path_factory, sizes, names):
 
 @pytest.fixture(scope="module")
 def results_of(subject):
-    """Gives what `answers` has of each rank for a strategy. Ranks are started once for some strategies."""
+    """Returns a function that gives each rank's `answers` for a strategy. Ranks start once for TOGETHER strategies."""
 
     @functools.cache
     def get(ranks, first):
@@ -115,7 +115,7 @@ def module_call(name, tokens=None):
 
 
 def calls_of(strategy):
-    """(name of a call, its tokens)"""
+    """Returns (name, token mode) of each call to make under a strategy."""
     only_one_way = strategy.row_degree > 1 or strategy.tensor_degree > 1 or strategy.sends_tokens
     modes = (STAY,) if only_one_way else (STAY, BLOCK)
     return [(name, mode) for name in (CALLS if strategy in ALL_CALLS else SOME_CALLS) for mode in modes]
@@ -123,7 +123,7 @@ def calls_of(strategy):
 
 @torch.inference_mode()
 def answers(world, path, strategies):
-    """{strategy: {call, tokens: (answer, bytes sent, whether it is the same again)}} of one rank."""
+    """Returns this rank's {strategy: {(call, token mode): (answer, bytes sent, True if a repeated call is equal)}}."""
     layouts, found = Layouts(world), {}
     for strategy in strategies:
         forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
@@ -159,7 +159,7 @@ def test_every_strategy_gives_the_answer_of_comfyuis_module_on_each_rank_and_eac
 
 
 def has_closed_form(strategy):
-    """True if all that is sent are the tokens of attention, sums of slices and answers, with heads that divide."""
+    """Returns True if ranks only send tokens for attention, sums of slices and answers, and heads divide evenly."""
     divides = SIZES["heads"] % strategy.ulysses_degree == 0
     return divides and not strategy.device_shares and strategy.pipefusion_degree == 1 and not strategy.shards
 
@@ -199,7 +199,7 @@ def test_three_ranks_have_a_third_of_each_layer(tmp_path_factory):
 
 @torch.inference_mode()
 def patches(world, path, name, count):
-    """How far patches are that find keys of the same call, and keys of another."""
+    """Returns the differences of patches that find keys of the same call, and of patches that find other keys."""
     strategy, layouts = ParallelStrategy(pipefusion_degree=2), Layouts(world)
     forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
     keys = StaleKeyCache()
@@ -211,7 +211,7 @@ def patches(world, path, name, count):
     return with_new_keys, difference_of_patches(stages, module_call(name), keys, split, pack(whole), count)
 
 
-# Of 64 tokens in 33 patches most have two, and few have a token of text.
+# With 64 tokens in 33 patches, most patches have two tokens and few have a token of text.
 @pytest.mark.parametrize(("name", "count"), [("odd sides", 4), ("many tokens", 33)])
 def test_patches_flow_through_its_stages(subject, name, count):
     _, (with_new_keys, with_other_keys) = run_ranks(patches, 2, subject[0], name, count)

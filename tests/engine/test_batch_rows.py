@@ -1,4 +1,4 @@
-"""The rows of a module call: which arguments go by rows, and which belong to all of them."""
+"""The rows of a module call: which arguments are cut to some rows, and which belong to all rows."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_all_rows_are_the_call_itself():
         ([1, 0], slice(1, 4), [1, 0, 0]),  # no longer runs of equal length
         ([0], slice(0, 3), [0, 0, 0]),
         ([1, 1, 0, 0], slice(1, 3), [1, 0]),
-        ([1, 0, 0], slice(0, 2), [1, 0, 0]),  # three runs of four rows: nobody knows whose
+        ([1, 0, 0], slice(0, 2), [1, 0, 0]),  # three runs do not divide four rows: unchanged
     ],
 )
 def test_runs_of_positive_and_negative_prompts_follow_their_rows(runs, wanted, left):

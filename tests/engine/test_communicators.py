@@ -1,7 +1,7 @@
-"""The communicators that stand after a job, as the memory prediction counts them.
+"""The communicators that exist after a job are those that the memory prediction counts.
 
-That every strategy communicates in an order that NCCL takes is shown wherever `run_ranks` runs one: ranks have NCCL's
-semantics there unless a test asks for gloo."""
+Every test that runs a strategy by `run_ranks` shows that it communicates in an order that NCCL accepts: ranks have
+NCCL's semantics there unless a test asks for gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASE = request(SIZES["odd sides"], 4.0, 1, positive_tokens=8, negative_tokens=5,
 
 
 class NoLink:
-    """A rank's link to a parent who is silent."""
+    """A rank's link to a parent process that sends nothing."""
 
     def receive(self, timeout):
         return None
@@ -35,7 +35,7 @@ class NoLink:
 
 
 def communicators(world, path, each):
-    """Those of this rank that stand after the first job of its process. All ranks share what ComfyUI's loop draws."""
+    """Returns the number of this rank's communicators after its first job. The broadcast stands for ComfyUI's loop."""
     boundary = StepBoundary(
         RequestLink(NoLink(), epoch=0, request=0, rank=world.rank),
         control=world.control,

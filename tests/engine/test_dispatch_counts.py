@@ -1,4 +1,4 @@
-"""What a block asks of a GPU, counted: no more than diffusers' own context parallelism, and nothing waited for."""
+"""Counts of what blocks ask of a GPU: no more than with diffusers' context parallelism, and the host never waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS, HEADS, CHANNELS = 6, 4, 8
 
 @pytest.fixture(scope="module")
 def diffusers_blocks() -> Counts:
-    """One double and two single blocks."""
+    """Returns the counts of one double and two single blocks in diffusers."""
     return diffusers_call((2, 4)) - diffusers_call((1, 2))
 
 
@@ -50,7 +50,7 @@ def test_no_call_of_a_size_that_was_met_waits_for_the_device(strategy):
 
 @pytest.mark.parametrize(("heads", "operators"), [(4, 5), (3, 9)])
 def test_attention_of_comfyuis_modules_copies_each_tensor_once(heads, operators):
-    """Heads that ranks do not divide take a copy for each rank, but of no more bytes."""
+    """Heads that do not divide evenly need a copy for each rank, but the copied bytes stay the same."""
 
     def plain(q, k, v, heads, mask=None, **others):
         return F.scaled_dot_product_attention(q, k, v)

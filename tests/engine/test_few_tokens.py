@@ -1,6 +1,6 @@
-"""A rank without tokens: every split that the checks let through runs, and gives what one rank gives.
+"""Ranks without tokens: every split that the checks allow runs, and gives what one rank gives.
 
-Splits that are chosen on purpose, of single tokens among other calls, are in test_adapted_flux.py."""
+These splits are drawn at random. test_adapted_flux.py has chosen ones, with calls of single tokens among others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tiny_flux import write_tiny_flux
 TOLERANCE = 1e-5
 RING_3 = ParallelStrategy(ring_degree=3)
 DEGREES = ("data_degree", "cfg_degree", "ring_degree", "ulysses_degree", "tensor_degree", "pipefusion_degree")
-SPLITS = 16  # that are drawn for each number of ranks
+SPLITS = 16  # drawn for each number of ranks
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def module_call(args, kwargs, times=1.0):
 
 
 def drawn_splits(path, ranks):
-    """Strategies on so many ranks that the checks let through, with or without shares, and a call for each."""
+    """Draws strategies that the checks allow on `ranks` ranks, with or without device shares, and a call for each."""
     draw, shape, found = random.Random(ranks), inspect_model(path).shape, []
     while len(found) < SPLITS:
         degrees = {draw.choice(DEGREES): 2, draw.choice(DEGREES): 2} if ranks == 4 else {}
@@ -82,8 +82,8 @@ def test_whatever_the_checks_let_through_gives_what_one_rank_gives(path, ranks):
 
 @torch.inference_mode()
 def compiled_and_cached(world, path, strategy):
-    """(the answer of compiled blocks where there are several ranks, blocks that ran uncompiled, answers under a step
-    cache to calls that are ever more alike, how many were reused)"""
+    """Returns (the answer, of compiled blocks if there are several ranks; blocks that ran uncompiled; answers under a
+    step cache to calls of which some are alike; the number of reused calls)."""
     layouts, one = Layouts(world), call(1, 2, 2, text=1)
     model, mode = load_under(ModelSpec(path), layouts, strategy), "blocks" if world.world_size > 1 else "off"
     compiled = make_module_forward(model, layouts, Placement(strategy, "native", ComputeOptions(mode)))

@@ -1,4 +1,4 @@
-"""No step looks at a device's numbers: on a GPU the host would wait for all that it has given to the device."""
+"""No step reads values of tensors: on a GPU, the host would wait for all the work that it has given to the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 
 CASE = request(SIZES["odd sides"], 4.0, 1, positive_tokens=8, negative_tokens=5)
-# In inference mode the first two are not taken apart into the third.
+# In inference mode torch does not decompose the first two into the third.
 _aten = torch.ops.aten
 LOOKS = (_aten.item, _aten.is_nonzero, _aten._local_scalar_dense, _aten.equal, _aten.nonzero)
 STRATEGIES = [
@@ -33,7 +33,7 @@ STRATEGIES = [
 
 
 class Looks(TorchDispatchMode):
-    """Counts looks at tensors' numbers while `watching`: between the preparation of a job and its end."""
+    """A counter of reads of tensors' values while `watching` is True: between the preparation of a job and its end."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Looks(TorchDispatchMode):
 
 
 class AtTheBoundary:
-    """Whatever looks here is the boundary's own, of which tests/rank/work/test_step_boundary.py knows more."""
+    """A call of the step boundary, whose reads do not count; tests/rank/work/test_step_boundary.py tests them."""
 
     def __init__(self, looks, call):
         self._looks, self._call = looks, call
@@ -63,7 +63,7 @@ def count_looks(world, path, strategies):
     for strategy in strategies:
         jobs, looks, counts = PlainJobs(Layouts(world)), Looks(), []
         loop.NumbersCheck.__call__ = lambda *arguments, looks=looks: AtTheBoundary(looks, check)(*arguments)
-        for steps in (3, 4):  # where patches flow, the host decides about them once in a job
+        for steps in (3, 4):  # with PipeFusion the host reads values once per job
             case = replace(CASE, sigmas=torch.linspace(0.95, 0, steps + 1))
             on_step, before = Boundary(), looks.count
             on_step.passed = AtTheBoundary(looks, on_step.passed)

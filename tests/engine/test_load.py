@@ -1,4 +1,4 @@
-"""Whole, sharded and sliced weights on one warm group of ranks, from the caller's side: real ranks, a tiny Flux."""
+"""Whole, sharded and sliced weights on one warm group of real ranks, as a caller sees them, with a tiny Flux."""
 
 from __future__ import annotations
 

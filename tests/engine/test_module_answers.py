@@ -1,4 +1,4 @@
-"""Calls of modules that a forward answers in another way: what it refuses, and what it only notes."""
+"""Module calls that a forward refuses, and those that it computes in another way and notes."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_rows_that_belong_together_are_computed_by_the_first_rank_and_it_is_said
     "strategy", [ParallelStrategy(data_degree=2), ULYSSES_2, ParallelStrategy(cfg_degree=2)], ids=str
 )
 def test_rows_stay_together_where_an_argument_may_be_about_several(strategy):
-    """Each row looks up its own points in a list that all rows share, as in Trellis 2."""
+    """Each row looks up its points in a list that all rows share, as in Trellis 2."""
 
     class Points(nn.Module):
         def forward(self, x, counts, points, **kwargs):

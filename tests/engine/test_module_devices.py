@@ -1,8 +1,8 @@
-"""ComfyUI's own modules on a stand-in for a GPU: nothing of ours meets a tensor of the host or another dtype there, or
-waits for it.
+"""ComfyUI's own modules on a stand-in for a GPU: the pack mixes in no host tensors and no other dtypes, and never waits
+for the device.
 
-The stand-in refuses what a GPU refuses, and counts where the host would wait. Under no split does a call wait within
-the pack's own lines, nor more often in ComfyUI's than it does alone; a step cache waits once, for its decision.
+The stand-in refuses what a GPU refuses, and counts where the host would wait. Under any split, the pack's lines never
+wait, and ComfyUI's lines wait no more often than without the pack. A step cache waits once, for its decision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ULYSSES_2, ULYSSES_3 = (ParallelStrategy(ulysses_degree=ranks) for ranks in (2, 
 RING_2, CFG_2 = ParallelStrategy(ring_degree=2), ParallelStrategy(cfg_degree=2)
 STAGES_2 = ParallelStrategy(pipefusion_degree=2)
 CLASSES = [name for name in cases.CASES if name != "UNetModel"]
-# Of every way in which blocks take tokens: text apart, joined or first, masks, guides, sound, frames, pixels in groups.
+# Each way in which blocks take tokens: text separate, joined or first, masks, guides, sound, frames, pixels in groups.
 SEVERAL = {
     "Flux": "flux1 + reference",
     "WanModel": "wan2.2 t per frame",
@@ -41,7 +41,7 @@ SEVERAL = {
     "SingleStreamDiT": "krea2 + reference, gqa",
 }
 CACHED = SEVERAL | {"OpenAISignatureMMDITWrapper": "sd3.5 medium", "Kandinsky5": "kandinsky5"}
-# Streams that are cut otherwise in patches; blocks of one list and of two, refiners before them, no mask.
+# Models without a mask: their streams are cut into patches differently; one or two lists of blocks, some with refiners.
 STAGED = {
     "Flux": "flux1 + reference",
     "WanModel": "wan2.2 t per frame",
@@ -52,12 +52,12 @@ STAGED = {
     "MiniMaxH3Model": "minimax-h3, references",
     "Kandinsky5": "kandinsky5",
 }
-ASKED_ONCE = 6  # waits for which patch has which elements, of a job
+ASKED_ONCE = 6  # waits per job to learn which patch has which elements
 
 
 pytestmark = [
     pytest.mark.usefixtures("comfyui_here"),
-    # Of ComfyUI's own norms in float32.
+    # ComfyUI's own norms in float32 cause this warning.
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
@@ -130,12 +130,12 @@ def test_patches_in_stages_wait_for_nothing_once_it_is_known_which_elements_they
     check(found["whole"])
     assert found["patch"].own == []
     assert all(answer.device == DEVICE for answer in found["patch"].answers)
-    assert bool(found["patch"].answers) == (rank == 1)  # the last stage has it
+    assert bool(found["patch"].answers) == (rank == 1)  # only the last stage has the answer
     assert 0 < len(found["owners"].own) <= ASKED_ONCE
 
 
 def test_what_is_gathered_arrives_where_it_belongs():
-    """Into a list of tensors NCCL gathers by way of another one as large as all of them."""
+    """If the output is a list of tensors, NCCL gathers through another tensor that is as large as all of them."""
     with world_of_one_process(0, 3) as world, counted() as counter:
         axis = Layouts(world).get(ULYSSES_3).sequence
         all_gather(torch.empty(2, 5, device=DEVICE), (2, 2, 1), axis, Traffic())
@@ -143,7 +143,7 @@ def test_what_is_gathered_arrives_where_it_belongs():
 
 
 def plant(monkeypatch, planted):
-    """Beside the gather of the tokens that leave the blocks."""
+    """Runs `planted` before each gather of the tokens that leave the blocks."""
     gather = BlockTokens.gather
 
     def with_it(tokens, value, argument):

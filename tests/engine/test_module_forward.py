@@ -1,4 +1,4 @@
-"""Calls of ComfyUI's own modules by several ranks against the same module in one process, for every family."""
+"""Calls of ComfyUI's own modules by several ranks give the answer of one process, for every family."""
 
 import functools
 
@@ -19,15 +19,15 @@ from parallel_backend.requests import BLOCK, ROWS, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
-# Batch, latent height and width: tokens that divide, and tokens of two rows that do not.
+EXACT = 1e-5  # relative to the largest value
+# Rows, latent height and width: tokens that divide evenly, and tokens of two rows that do not.
 EVEN, ODD = (1, 8, 8), (2, 9, 7)
 ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
 TOKENS = ULYSSES_2.replace(sends_tokens=True)
-# Of what these small models send, answers and the attention of sound and text included. By attention alone it is 0.75.
+# Largest ratio of bytes sent with TOKENS to bytes without, also for answers, sound and text. Attention alone has 0.75.
 LESS = 0.86
-# Families with two streams, one, grouped keys, tokens in three dims, sound beside, masks, timesteps of several frames,
-# sound inside of blocks, a window, rows that belong together, what blocks hand to later ones.
+# Models with two streams, one stream, grouped keys, tokens in three dims, sound next to video, masks, timesteps per
+# frame, sound inside blocks, a window, inseparable rows, values that blocks pass to later blocks.
 SOME = [
     "flux1 + full mask",
     "qwen-image + text mask",
@@ -52,7 +52,7 @@ def _reference(name, size):
 
 
 def _differences(world, strategies, calls):
-    """Of each strategy and (reference, token mode) in turn."""
+    """Returns the difference for each strategy and each (reference, token mode)."""
     layouts = Layouts(world)
     return [
         reference.difference(make_module_forward(reference.model, layouts, Placement(strategy)), tokens)
@@ -66,15 +66,15 @@ def _worst(strategy, calls):
     return max(max(of_rank) for of_rank in found)
 
 
-# Every family: to start ranks costs more than one does on them.
+# Every family, in three shares: a start of ranks costs more than a family does.
 SHARES = [list(CASES)[first::3] for first in range(3)]
 ONE_OF_EACH = [next(iter(by_name)) for kind, by_name in cases.CASES.items() if kind != "UNetModel"]
 
 
 @pytest.mark.parametrize("names", SHARES, ids=lambda names: names[0])
 def test_ulysses_matches_one_process(names):
-    """Where tokens are sent before they are projected, at once or in groups of heads, attention sends a quarter less;
-    answers are gathered as before."""
+    """If ranks send tokens before projection, at once or in groups of heads, attention sends a quarter less. Answers
+    are gathered as before."""
     references = [(name, _reference(name, size)) for name in names for size in (EVEN, ODD)]
     plain, others = Placement(ULYSSES_2), {EVEN[0]: TOKENS.replace(head_groups=2), ODD[0]: TOKENS}
 
@@ -101,7 +101,7 @@ def test_ulysses_matches_one_process(names):
 def test_heads_and_tokens_that_three_ranks_do_not_divide(names):
     calls = [(one, one.mode) for one in (_reference(name, (1, 10, 6)) for name in names)]
     for found in run_ranks(_differences, 3, [ParallelStrategy(ulysses_degree=3)], calls):
-        # No number is not exact either.
+        # NaN is not exact either.
         assert [(name, far) for name, far in zip(names, found, strict=True) if not far <= EXACT] == []
 
 
@@ -148,7 +148,7 @@ def test_other_layouts_of_the_sequence_axis(strategies):
 
 @pytest.mark.parametrize("name", ["ltx, guides of strengths", "ltx-2, guides of strengths"])
 def test_guides_of_other_strengths_show(name):
-    """The tolerance tells them from guides of strength 1, and whole guides from those of another rank's queries."""
+    """Proves that the tolerance is tight enough to show guides of strength 1, and the guides of other queries."""
     one = _reference(name, EVEN)
     plain = Reference(*CASES[name.replace("guides of strengths", "2 guides")], EVEN)
     pairs = list(zip(tensors_of(one.answer), tensors_of(plain.answer), strict=True))
@@ -173,7 +173,7 @@ def one_word(args, kwargs):
 
 
 def test_fewer_tokens_than_ranks():
-    """An empty negative prompt is a handful of tokens, and a preview may be as small."""
+    """An empty negative prompt has a few tokens, and the image of a preview may have as few."""
     build, inputs = CASES["qwen-image + text mask"]
 
     def two_words(*size):
@@ -198,7 +198,7 @@ def test_fewer_tokens_than_ranks():
 
 
 def test_without_the_exchange_the_answer_is_another():
-    """The tolerance above tells a rank's own tokens from everybody's."""
+    """Proves that the tolerance is tight enough to show attention over the local tokens only."""
     calls = [(_reference(name, EVEN), BLOCK) for name in ONE_OF_EACH]
 
     def own(self, original, q, k, v, *rest):
@@ -226,7 +226,7 @@ def test_a_reference_at_timestep_zero_needs_whole_tokens_between_blocks():
 
 
 def _mean_added(args, extra):
-    """A patch that looks at all tokens, as those for style and identity do."""
+    """Adds the mean of all tokens: a patch that reads all tokens, like those for style and identity."""
     out = extra["original_block"](args)
     out["img"] = out["img"] + out["img"].mean(dim=1, keepdim=True)
     return out
@@ -237,7 +237,7 @@ def _skipped(args, extra):
 
 
 def _mirrored(args):
-    """A model patch after each block, as some ControlNets are."""
+    """Mixes tokens in mirrored order into the image: a model patch after each block, like some ControlNets."""
     return args | {"img": args["img"] * 0.9 + 0.1 * args["img"].flip(1)}
 
 
@@ -279,7 +279,7 @@ def test_an_argument_that_adds_tokens_of_its_own():
 
 
 def test_rows_of_every_family_over_two_ranks():
-    """Three rows, so that one rank has two."""
+    """The calls have three rows, so that one rank has two."""
     options = {"cond_or_uncond": [0, 1, 1], "sigmas": torch.ones(1), "sample_sigmas": torch.ones(3)}
     # LTX-2: see the next test; MiniMax-H3 has one row.
     cases = [case for name, case in CASES.items() if not name.startswith(("ltx-2", "minimax"))]
@@ -289,7 +289,7 @@ def test_rows_of_every_family_over_two_ranks():
 
 
 def test_rows_of_sound_and_video_at_one_timestep():
-    """LTX-2 takes a maximum over the timesteps of all rows, which samplers have alike."""
+    """LTX-2 takes the maximum of all rows' timesteps, which are equal in samplers."""
 
     def same_time(b, h, w):
         ((latents, times), kwargs) = tiny_inputs("ltx-2")(b, h, w)
@@ -336,7 +336,7 @@ def test_tokens_that_stay_send_less():
 
 
 def test_a_call_leaves_nothing_behind():
-    """Not even one that raises in the middle of the model."""
+    """This includes a call that raises in the middle of the model."""
     one = _reference("flux1", EVEN)
 
     def left(world):

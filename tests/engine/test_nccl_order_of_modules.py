@@ -1,4 +1,4 @@
-"""ComfyUI's modules under NCCL's semantics where much meets: weights beside tokens, hybrids, step caches."""
+"""ComfyUI's modules under NCCL's semantics, in combinations: sharded weights and split tokens, hybrids, step caches."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, Place
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
-ODD = (2, 9, 7)  # rows, latent height and width: tokens that ranks do not divide
+EXACT = 1e-5  # relative to the largest value
+ODD = (2, 9, 7)  # rows, latent height and width: tokens that do not divide evenly
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5])}
-SHORT = 2.0  # s after which what must hang is known to
-FEW_KEYS = 4  # with which queries are shared out here
+SHORT = 2.0  # seconds after which an operation counts as hanging
+FEW_KEYS = 4  # queries.MIN_KEYS in this file
 LAYOUTS = {
     2: [
         {"ulysses_degree": 2},
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def shared_out(layouts, model, strategy):
-    """A copy of a model on the device, of whose blocks each rank has a share."""
+    """Returns a copy of a model on the device, with its weights sharded over the ranks."""
     model = copy.deepcopy(model)
     model.device = layouts.world.device
     model.byte_sharding = ByteSharding(
@@ -52,7 +52,7 @@ def shared_out(layouts, model, strategy):
     )
     model.byte_sharding.shard(model.module, list(blocks_of(model.module)), {})
     if (device := active()) is not None:
-        device.put(model.module)  # its buffers
+        device.put(model.module)  # moves its buffers
     return model
 
 
@@ -62,7 +62,7 @@ def one_word(b, h, w):
 
 
 def differences(world, references, bands):
-    """By strategy and mode, the largest; of each call the same again under a step cache, which leaves blocks out."""
+    """Returns the largest difference by strategy and mode. A step cache skips blocks in each repeated call."""
     queries.MIN_KEYS = FEW_KEYS
     layouts, found = Layouts(world), {}
     for number, degrees in enumerate(LAYOUTS[world.world_size]):
@@ -116,7 +116,7 @@ def few_tokens(world, references):
 
 
 def test_tokens_that_most_ranks_of_a_hybrid_have_none_of():
-    """A token of text, two of an image: ranks without any join the communicators of those that have some."""
+    """The text has one token, or the image has two: ranks without tokens still join the other ranks' communicators."""
     references = [
         Reference(tiny_builder("wan"), one_frame, (2, 2, 4), OPTIONS),
         Reference(tiny_builder("flux"), one_word, (2, 2, 2), OPTIONS),
@@ -127,7 +127,8 @@ def test_tokens_that_most_ranks_of_a_hybrid_have_none_of():
 
 
 def in_another_order(world, one, patience):
-    """The second rank gathers a block's weights when it comes to it, behind the tokens of the block before."""
+    """Makes rank 1 gather weights only when their block runs, after the previous block's tokens. Returns (difference,
+    error message)."""
     layouts, strategy = Layouts(world), ParallelStrategy(ulysses_degree=2, shard_weights=True)
     model = shared_out(layouts, one.model, strategy)
     forward = make_module_forward(model, layouts, Placement(strategy))
@@ -141,7 +142,7 @@ def in_another_order(world, one, patience):
 
 
 def test_ranks_whose_exchanges_are_in_different_orders_are_seen():
-    """Where communicators run beside each other, luck has it that both ranks come to the end."""
+    """If communicators run in parallel (NCCL_STREAMS), both ranks reach the end, but only by luck."""
     one = Reference(tiny_builder("flux"), tiny_inputs("flux + controlnet"), ODD, OPTIONS)
     for far, said in run_ranks(in_another_order, 2, one, SHORT):
         assert far <= EXACT and "did not end" in said

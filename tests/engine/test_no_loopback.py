@@ -1,4 +1,4 @@
-"""A network namespace whose loopback interface is down: said in our words, with what to do."""
+"""In a network namespace whose loopback interface is down, the error says so and what to do."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ SCRIPT = textwrap.dedent(
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
 def test_a_machine_without_loopback_is_told_what_to_do(tmp_path):
-    apart = ["unshare", "--map-root-user", "--net"]  # where lo exists and is down
+    apart = ["unshare", "--map-root-user", "--net"]  # lo exists there and is down
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("no network namespace of one's own may be made here")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Weights shared out as bytes: ranks that keep a share of every block compute what one that has them all computes."""
+"""Weights sharded as bytes: ranks that hold a share of every block compute what a rank with all weights computes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def stored_bytes(module):
 
 
 def sharded_answers(world, paths):
-    """Answers, for each file, two calls, one after its ranks slept, and one after a share was lost."""
+    """Returns for each file: ([answers to two calls, to one after a sleep, to one after a share was lost], bytes of
+    this rank's shares, numbers that the parameters hold between calls, bytes sent by a call)."""
     results = {}
     for form, path in paths.items():
         sharding, traffic = sharding_over(world)
@@ -100,7 +101,7 @@ def test_sharded_weights_give_what_whole_ones_give(files, ranks, forms):
 
 STRATEGIES = {
     2: [{"ulysses_degree": 2}, {"cfg_degree": 2}],
-    3: [{"data_degree": 3}],  # of two rows: one rank has none
+    3: [{"data_degree": 3}],  # with two rows: one rank has none
 }
 
 
@@ -125,7 +126,7 @@ def test_a_call_shared_out_over_ranks_finds_its_weights(files, ranks, backend):
 
 
 def job_under(world, path, strategy):
-    """Answers to a call, the same again under a step cache that reuses it, and another; what each of them sent."""
+    """Returns (answers to a call, to its repetition from a step cache, to another; bytes of each; reused calls)."""
     layouts, cache = Layouts(world), ModuleCache(0.01)
     sharding = None
     if strategy.shards:
@@ -142,7 +143,7 @@ def job_under(world, path, strategy):
 
 
 def test_blocks_that_a_step_cache_leaves_out_are_not_gathered(files):
-    """But for the one that was on its way."""
+    """Only the block that is already on its way is gathered."""
     expected, _, reused = run_ranks(job_under, 1, files["fp32"], ParallelStrategy())[0]
     assert reused == 1 and relative_difference(expected[1], expected[2]) > 1e-2
     for degrees in STRATEGIES[2]:
@@ -173,7 +174,7 @@ def test_loading_under_a_strategy_leaves_a_rank_its_share(files, monkeypatch, dt
 
 
 class Steps(nn.Module):
-    """Blocks that run in the order in which they are named, and one parameter around them."""
+    """Blocks that run in the order of the argument `order`, and one parameter around them."""
 
     def __init__(self):
         super().__init__()
@@ -213,12 +214,12 @@ def test_blocks_may_run_in_another_order_than_in_the_call_before():
     for outputs, sent in run_ranks(run_orders, 2):
         assert all(output.equal(w) for output, w in zip(outputs, wanted, strict=True))
         share = sent[0] // 5
-        # Around and four blocks; in the third call block 1 was fetched ahead in vain, in the fourth one block 0.
+        # Around and four blocks. Fetched ahead in vain: block 1 in the third call, 0 in the fourth, 3 in the fifth.
         assert [n // share for n in sent] == [5, 5, 6, 4, 6]
 
 
 class Posed(nn.Module):
-    """A block that a model calls by another method too, one of which calls it as a module."""
+    """A block that a model also calls by other methods, one of which calls the block as a module."""
 
     def __init__(self):
         super().__init__()
@@ -270,10 +271,8 @@ def run_into_an_error(world):
     sharding, _ = sharding_over(world)
     module = Steps()
     sharding.shard(module, list(module.blocks), {})
-    for order in (
-        (0, 1),
-        (0, 7),
-    ):  # the second block of the second call is another one than was fetched ahead
+    # The second call fails at block 7, which does not exist, while block 1 is fetched ahead.
+    for order in ((0, 1), (0, 7)):
         with suppress(IndexError), sharding.call():
             module(torch.eye(3), order)
     left = list(map(numbers_held, module.parameters()))
@@ -282,7 +281,7 @@ def run_into_an_error(world):
 
 
 class Halves(nn.Module):
-    """Two layers that nobody calls as one (as Prism has its blocks)."""
+    """A block of two layers that has no forward, like Prism's blocks."""
 
     def __init__(self):
         super().__init__()
@@ -290,7 +289,7 @@ class Halves(nn.Module):
 
 
 class Reading(nn.Module):
-    """Calls the halves of its blocks; `reads`: takes a weight of the first without calling it, as Kandinsky 6 does."""
+    """A model that calls the halves of its blocks. `reads`: True uses the first's weight directly, as Kandinsky 6."""
 
     def __init__(self, reads):
         super().__init__()
@@ -306,7 +305,7 @@ class Reading(nn.Module):
 
 
 def answers_of_halves(world):
-    """Returns the answers of the whole module and of the shared-out one, and what is said where a weight is read."""
+    """Returns the whole and the sharded module's answers (an error message if it reads), and a weight's attributes."""
     found = []
     for reads in (False, True):
         torch.manual_seed(5)
@@ -355,7 +354,7 @@ def test_the_next_block_travels_while_one_computes(monkeypatch):
     sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
     module, events = Steps(), []
     sharding.shard(module, list(module.blocks), {})
-    # A module's own parameters are met before those of its blocks.
+    # A module lists its direct parameters before those of its blocks.
     names = dict(zip(map(id, sharding.shares), ("around", 0, 1, 2, 3), strict=True))
     start = sharding._start
     monkeypatch.setattr(

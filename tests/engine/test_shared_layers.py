@@ -1,4 +1,4 @@
-"""Which layers of an encoder are shared out, and to whom."""
+"""Which layers of a text encoder are shared out, and to which ranks."""
 
 from __future__ import annotations
 

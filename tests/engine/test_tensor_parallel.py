@@ -1,6 +1,6 @@
-"""Slices of layers: how they are read from a file, what of them a rank holds, and what is refused.
+"""Slices of layers: how they are read from a file, what a rank holds, and what is refused.
 
-That they give the answer of whole layers, and what they send, is in test_adapted_flux.py."""
+test_adapted_flux.py tests that they give the answer of whole layers, and how much they send."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = dict(heads=2, double_blocks=1, single_blocks=SINGLE, context_dim=48, poo
 
 @torch.inference_mode()
 def answer(world, path, strategy, wish="auto", engine="native", adds_up=True):
-    """(the answer to a call, notes). `adds_up`: False where each rank keeps its own partial results."""
+    """Returns (the answer to a call, notes). `adds_up`: False makes each rank keep its local partial results."""
     if not adds_up:
         tensor_parallel.all_reduce = lambda partial, axis, traffic: partial
     layouts = Layouts(world)
@@ -51,7 +51,7 @@ def answers(world, paths, strategy, wish):
     [
         (torch.bfloat16, "auto", TOLERANCE),
         (torch.float8_e4m3fn, "float32", TOLERANCE),
-        # bf16 arithmetic, whose sums are rounded on each rank: against one process that rounds once.
+        # bf16 arithmetic: each rank rounds its partial sums, and the one process rounds once.
         (torch.float8_e4m3fn, "auto", 0.02),
         (torch.bfloat16, "float8_e4m3fn", 0.02),
     ],
@@ -91,7 +91,7 @@ def test_a_rank_holds_half_of_the_weights_of_all_blocks(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
     whole = inspect_flux(path).tensor_bytes
     for rank in run_ranks(parameters_of, 2, str(path), "auto"):
-        # Whole on every rank are the embedders and the last layer, 8 h² of the 66 h² of this tiny model.
+        # Every rank has the whole embedders and last layer: 8 h² of the 66 h² of this tiny model.
         assert rank["bytes"] < (0.5 + 0.5 * 8.6 / 66) * whole
 
 

@@ -1,4 +1,4 @@
-"""The GPU check's list on the GPUs of this machine, one test for each check; and what only a test asks of a GPU."""
+"""The checks of the GPU check on this machine's GPUs, one test for each, and further tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch sees none"),
 ]
 MODEL = os.environ.get("PARALLEL_SAMPLING_GPU_MODEL", "")  # a Flux.1 checkpoint; the demo model if empty
-SETTLED = 2.0  # s in which a driver gives back the memory of a process that was killed
-CONTEXT = 300e6  # bytes of other programs' coming and going meanwhile
+SETTLED = 2.0  # seconds in which the driver frees the memory of a killed process
+CONTEXT = 300e6  # bytes that other programs may allocate meanwhile
 
 
 def _subject():
@@ -50,7 +50,7 @@ def test_a_check_finds_nothing_broken(check, no_leaks):
 
 
 def test_this_process_stays_without_a_context_of_cuda(ranks):
-    """ComfyUI's process, or a server that forks ranks, must not touch a GPU to start and ask them."""
+    """ComfyUI's process, or a server that forks ranks, must not touch a GPU to start ranks or send them requests."""
     ranks.sample()
     assert not torch.cuda.is_initialized()
 

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU over real NCCL (tests/support/one_card): every check of the GPU check's that takes two."""
+"""Several ranks on one GPU over real NCCL (tests/support/one_card): the checks of the GPU check that two ranks run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_CARD = ROOT / "tests" / "support" / "one_card"
-# Not "out of memory": a rank that fills the card takes the other's memory too.
+# "out of memory" is left out: a rank that fills the card takes the other rank's memory.
 CHECKS = ("device", "several gpus", "cancel", "kill")
-# What a rank and ComfyUI's process would take for devices.
+# Prints the devices that ComfyUI's process finds, and those on which ranks compute.
 NAMES = """
 from parallel_backend.devices import resolve_devices
 from parallel_backend.rank.work.device import device_of

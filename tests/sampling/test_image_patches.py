@@ -1,11 +1,11 @@
-"""Patches of a latent by the elements that belong to each, in any order and of any number, also of none."""
+"""Patches of a latent: each has any elements, in any order, or none."""
 
 import torch
 
 from parallel_backend.sampling.image_patches import ElementPatches
 
 SHAPE = torch.Size((2, 3, 2))
-OWNERS = torch.tensor([3, 0, 0, 1, 3, 3, 0, 1, 0, 3, 1, 0])  # none of number 2
+OWNERS = torch.tensor([3, 0, 0, 1, 3, 3, 0, 1, 0, 3, 1, 0])  # patch 2 has no elements
 
 
 def test_what_is_packed_lies_patch_after_patch_and_is_unpacked_as_it_was():

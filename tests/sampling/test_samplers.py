@@ -1,4 +1,4 @@
-"""Samplers on models whose exact answer is known; that they equal ComfyUI's is tested inside the real ComfyUI."""
+"""Samplers on models whose exact answer is known. Tests in the real ComfyUI compare them with ComfyUI's samplers."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_a_model_that_knows_the_answer_reaches_it(name):
 
 
 def _flow_gaussian(x, sigma):
-    """E[x0 | x] for data ~ N(0, 1/4) under x = sigma * noise + (1 - sigma) * x0: linear in x, so the flow is known."""
+    """Returns E[x0 | x], x = sigma * noise + (1 - sigma) * x0, x0 ~ N(0, 1/4): linear in x, so the flow is known."""
     alpha = 1 - sigma
     return alpha * 0.25 / (alpha**2 * 0.25 + sigma**2) * x
 
@@ -51,7 +51,7 @@ def _flow_std(sigma):
 
 
 def _ve_gaussian(x, sigma):
-    """The same data under x = x0 + sigma * noise, the form in which DPM-Solver++(2M) has its order."""
+    """Returns E[x0 | x], x = x0 + sigma * noise, x0 ~ N(0, 1/4): in this form DPM-Solver++(2M) has its order."""
     return 0.25 / (0.25 + sigma**2) * x
 
 

@@ -1,4 +1,4 @@
-"""A kernel chosen by name in place of ComfyUI's attention: its answers, and the calls that stay ComfyUI's."""
+"""ChosenKernel, which replaces ComfyUI's attention: its answers, and the calls that it leaves to ComfyUI's function."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ HEADS = 2
 
 
 def tensors(dtype=torch.float32, tokens=(5, 7, 7), dim=HEAD_DIM, heads=HEADS):
-    """q, k, v [1, S, H D]"""
+    """Returns q, k and v, [1, S, H D] each."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, n, heads * dim, generator=generator).to(dtype) for n in tokens]
 

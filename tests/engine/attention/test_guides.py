@@ -1,4 +1,4 @@
-"""The parts of LTX's guides that fall to some of the queries: together what falls to all."""
+"""The masks of LTX's guides for ranges of queries: joined, they equal the masks for all queries."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def as_comfyui_has_them():
 
 
 def rows(guides, first, count):
-    """[count, TOTAL]: what is added to the scores of each query."""
+    """Returns what the guides add to the scores of `count` queries from number `first` on, [count, TOTAL]."""
     found = torch.full((count, TOTAL), torch.nan)
     for own, mask in guides.of_queries(first, count):
         assert found[own].isnan().all(), "each query is in one part"

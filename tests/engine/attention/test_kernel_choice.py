@@ -1,4 +1,4 @@
-"""Kernel choice: as a table, and by what happened when a kernel was tried, with diffusers' dispatcher faked."""
+"""The choice of the attention kernel: by a table, and by a trial of each kernel with a fake dispatcher of diffusers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _lse(query, key):
 
 
 class Dispatcher:
-    """diffusers' dispatch_attention_fn, [B, S, H, D]. `broken`: raises or gives zeros, by diffusers' name."""
+    """A fake of diffusers' dispatch_attention_fn, [B, S, H, D]. `broken`: by kernel, the error to raise, or "zeros"."""
 
     def __init__(self, **broken):
         self.broken, self.strides = broken, []
@@ -104,7 +104,7 @@ class Dispatcher:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of capability 9.0 with every package, whose tensors lie on the CPU; takes the dispatcher that it has."""
+    """Yields a function that installs a dispatcher and returns a fake GPU (9.0, all packages, tensors on the CPU)."""
 
     def with_dispatcher(dispatcher):
         monkeypatch.setattr(kernels, "dispatch_attention_fn", dispatcher)
@@ -123,9 +123,8 @@ def hopper(monkeypatch):
 
 
 def test_a_kernel_that_does_not_work_here_is_passed_over_and_named(hopper):
-    no_kernel = TypeError(
-        "'NoneType' object is not callable"
-    )  # diffusers without a flash-attn that it can use
+    # What diffusers raises without a flash-attn that it can use.
+    no_kernel = TypeError("'NoneType' object is not callable")
     dispatcher = Dispatcher(_flash_3=no_kernel, _native_cudnn="zeros")
     device = hopper(dispatcher)
     choice = kernel_for(device, torch.bfloat16)
@@ -134,9 +133,8 @@ def test_a_kernel_that_does_not_work_here_is_passed_over_and_named(hopper):
     assert "passed over flash_3: it does not work here (TypeError: 'NoneType'" in flash_3
     assert "passed over cudnn: it is off by" in cudnn
     tried = len(dispatcher.strides)
-    assert (
-        kernel_for(device, torch.bfloat16) == choice and len(dispatcher.strides) == tried
-    )  # once per process
+    # A kernel is tried once per process.
+    assert kernel_for(device, torch.bfloat16) == choice and len(dispatcher.strides) == tried
 
 
 def test_where_no_kernel_works_torchs_own_computes(hopper):
@@ -148,7 +146,7 @@ def test_where_no_kernel_works_torchs_own_computes(hopper):
 def test_a_kernel_is_tried_on_the_strides_that_ulysses_delivers(hopper):
     dispatcher = Dispatcher()
     assert kernel_for(hopper(dispatcher), torch.bfloat16) == KernelChoice("flash_3")
-    exchanged = torch.empty(72, 3, 1, 2, 128)[:, 0].permute(1, 2, 0, 3)  # as NativeCall.attend makes it
+    exchanged = torch.empty(72, 3, 1, 2, 128)[:, 0].permute(1, 2, 0, 3)  # as to_heads (sequence.py) gives it
     assert ("_flash_3", exchanged.transpose(1, 2).stride()) in dispatcher.strides
 
 
@@ -166,5 +164,5 @@ def test_a_ring_takes_the_fastest_kernel_whose_log_sum_exp_is_right(hopper, monk
     device = hopper(Dispatcher(_flash_3=RuntimeError("no kernel image is available")))
     choice = kernel_for(device, torch.bfloat16, ring=True)
     assert choice.name == "cudnn" and "no kernel image" in choice.notes[0]
-    assert kernel_for(device, torch.bfloat16, "sage", ring=True).name == "cudnn"  # sage returns none
+    assert kernel_for(device, torch.bfloat16, "sage", ring=True).name == "cudnn"  # sage has no log-sum-exp
     assert kernel_for(device, torch.bfloat16, "flash", ring=True) == KernelChoice("flash")

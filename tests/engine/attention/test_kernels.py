@@ -1,4 +1,4 @@
-"""Attention in parts against attention over all keys at once, by every kernel that returns the log-sum-exp."""
+"""Attention over parts of the keys, merged by log-sum-exp, equals attention over all keys, with every such kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _lse(query, key):
 
 
 def _as_diffusers(query, key, value, *, backend, attention_kwargs):
-    """FlashAttention through diffusers: tokens before heads, and in FlashAttention 3's log-sum-exp too."""
+    """Fakes FlashAttention through diffusers: tensors [B, S, H, D], and FlashAttention 3's log-sum-exp [B, S, H]."""
     assert attention_kwargs == {"return_lse": True}
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     lse = _lse(query, key)
@@ -58,13 +58,12 @@ def _cudnn(*, trailing):
 
 
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS if kernel.with_lse])
-@pytest.mark.parametrize("trailing", [False, True])  # cuDNN's log-sum-exp before torch 2.9, and since
+@pytest.mark.parametrize("trailing", [False, True])  # cuDNN's log-sum-exp has a last dim of 1 since torch 2.9
 def test_parts_of_every_kernel_merge_to_attention_over_all_keys(monkeypatch, name, trailing):
     monkeypatch.setattr(kernels, "dispatch_attention_fn", _as_diffusers)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", _cudnn(trailing=trailing))
-    query, key, value = _tensors(
-        keys=11, queries=3
-    )  # as many queries as heads: a wrong order would not show by shape
+    # As many queries as heads: the shape alone does not show a wrong order.
+    query, key, value = _tensors(keys=11, queries=3)
     parts = [
         attend_with_lse(query, key[:, :, a:b], value[:, :, a:b], kernel=name)
         for a, b in ((0, 1), (1, 8), (8, 11))
@@ -92,7 +91,7 @@ def test_a_ring_below_ampere_takes_the_memory_efficient_operator(
     def stand_in(name):
         def attend(query, key, value, *rest):
             called.append(name)
-            rows = 32  # both pad
+            rows = 32  # both operators pad the log-sum-exp
             return value[:, :, : query.shape[2]], torch.zeros(*query.shape[:2], rows, device="meta")
 
         return attend

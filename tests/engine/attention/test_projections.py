@@ -1,4 +1,4 @@
-"""Two ranks that send tokens before they are projected, and what has them exchange what projections give instead."""
+"""Two ranks that exchange tokens before projection, and the cases in which they exchange queries, keys and values."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tests.closed_forms.traffic import share_of_tokens_sent
 
-EXACT = 1e-5  # of the largest value
+EXACT = 1e-5  # relative to the largest value
 SIZE = (1, 8, 8)
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 TOKENS = ULYSSES.replace(sends_tokens=True)
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def _runs(world, change, tokens, *strategies):
-    """(difference, bytes sent) under each strategy of a tiny Wan that `change` has changed."""
+    """Returns (difference, bytes sent) under each strategy, for a tiny Wan that `change` has changed."""
     one, layouts, found = Reference(*CASES["wan2.1 t2v"], SIZE), Layouts(world), []
     change(one.model.module)
     for strategy in strategies:
@@ -75,7 +75,7 @@ def _sent(world, names):
 
 
 def test_as_much_is_saved_as_the_closed_form_says():
-    """The models have one stream, whose tokens two ranks divide: one has norms over all heads, one has none."""
+    """The models have one stream, whose tokens divide evenly. Wan has norms over all heads, and Ideogram has none."""
     names = ["wan2.1 t2v", "ideogram 4, no text"]
     wan, ideogram = (CASES[name][0]() for name in names)
     width = ideogram.layers[0].attention.hidden_size
@@ -95,7 +95,7 @@ def test_tokens_are_sent_where_nothing_but_the_module_looks_inside_of_blocks(tok
 
 
 def _rotated_by_something_else(world, shards):
-    """Stands for a version of ComfyUI whose blocks rotate by what they make themselves."""
+    """Runs blocks that rotate by a tensor that they make themselves, as another version of ComfyUI might."""
     one, layouts = Reference(*CASES["wan2.1 t2v"], SIZE), Layouts(world)
     strategy, model = TOKENS.replace(shard_weights=shards), one.model
     if shards:

@@ -1,4 +1,4 @@
-"""Queries of attention shared out over ranks: exact for any model that calls ComfyUI's attention, known or not."""
+"""Attention with its queries split over ranks: exact for any model that calls ComfyUI's attention, described or not."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from undescribed_modules import UNDESCRIBED
 
-EXACT = 1e-5  # of the largest value
+EXACT = 1e-5  # relative to the largest value
 ULYSSES_2, ULYSSES_3 = ParallelStrategy(ulysses_degree=2), ParallelStrategy(ulysses_degree=3)
-# Masks of each kind, grouped keys, sound beside.
+# Models with each kind of mask, with grouped keys, and with sound next to video.
 DESCRIBED = ("flux1 + full mask", "qwen-image + text mask", "krea2 + reference, gqa", "ltx-2 (video + sound)")
 
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    """Tiny models attend to fewer keys than pay."""
+    """A lower MIN_KEYS, because tiny models have fewer keys than the real limit."""
     monkeypatch.setattr(queries, "MIN_KEYS", 2)
 
 
@@ -75,7 +75,7 @@ def test_other_layouts_of_the_sequence_axis(reference, strategy):
 
 
 def test_without_the_exchange_the_answer_is_another(reference):
-    """The tolerance above tells a rank's own queries from everybody's."""
+    """Proves that the tolerance is tight enough to show a missing exchange."""
     one = reference("sdxl + controlnet")
 
     def apart(world):
@@ -91,7 +91,7 @@ def test_as_many_rows_as_ranks_go_whole_to_each(reference):
     one = reference("sd1.5", (2, 8, 8))
     for ((worst, sent, _),) in run_ranks(one.on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT
-        assert sent == one.answer.nbytes // 2  # the other one's row of the answer, and nothing of attention
+        assert sent == one.answer.nbytes // 2  # its row of the answer, and nothing for attention
 
 
 def test_attention_to_few_keys_stays_whole(reference, monkeypatch):
@@ -101,7 +101,7 @@ def test_attention_to_few_keys_stays_whole(reference, monkeypatch):
 
 
 def test_a_call_leaves_no_attention_behind(reference):
-    """And goes with compiled blocks of a class that has them."""
+    """The call also has compiled blocks, which must work together with split queries."""
     one = reference("qwen-image + text mask")
 
     def twice(world):
@@ -120,7 +120,7 @@ def test_a_call_leaves_no_attention_behind(reference):
 
 @pytest.mark.parametrize("rows", [2, 5])
 def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(reference, rows):
-    """[a, keys] is one of each row to some of ComfyUI's functions, one of each query to others."""
+    """In a mask [a, keys], `a` counts rows for some of ComfyUI's functions, and queries for others."""
     reference("sd1.5")
     seen = []
 

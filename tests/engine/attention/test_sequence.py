@@ -1,4 +1,4 @@
-"""Attention over the tokens of all ranks against attention over all tokens, with the forms of mask that models give."""
+"""Attention over the tokens of all ranks equals attention in one process, for every form of mask that models give."""
 
 import functools
 
@@ -39,7 +39,7 @@ def _random(*shape, seed=0):
 def optimized(
     q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **others
 ):
-    """As ComfyUI's attention functions take and give tensors."""
+    """Computes attention with the signature and the shapes of ComfyUI's attention functions."""
     if not skip_reshape:
         channels = q.shape[-1] // heads
         q, k, v = (t.unflatten(-1, (-1, channels)).transpose(1, 2) for t in (q, k, v))
@@ -67,7 +67,7 @@ def _masks():
 
 
 def _differences(world, strategy, heads, kv_heads):
-    """Of each form of call, relative to the largest value."""
+    """Returns the difference for each form of call, relative to the largest value."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
     q, k, v = (_random(BATCH, n, TOTAL, CHANNELS, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
@@ -99,12 +99,12 @@ def _differences(world, strategy, heads, kv_heads):
     return found
 
 
-HEADS_OF = [(6, 6), (6, 2), (3, 1)]  # queries, keys
+HEADS_OF = [(6, 6), (6, 2), (3, 1)]  # heads of queries, heads of keys
 
 
 @functools.cache
 def _of_ranks(layout):
-    """All that the tests below ask of the ranks of a layout, which are started once."""
+    """Returns the results of a layout's ranks for the tests below; the ranks are started only once."""
     strategy = LAYOUTS[layout]
     return run_ranks(_of_rank, strategy.world_size, strategy)
 
@@ -128,7 +128,7 @@ def test_every_form_of_call_matches_one_rank(layout):
 
 
 def _across(world, strategy):
-    """Whole text over image keys that are shared out, and image tokens over whole text."""
+    """Returns the errors for whole text queries over split image keys, and split image queries over whole text keys."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
     text, image = _random(1, HEADS, TEXT, CHANNELS), _random(1, HEADS, IMAGE, CHANNELS)
@@ -168,13 +168,13 @@ def test_keys_that_heads_share_travel_once():
             found.append(layouts.traffic.bytes_sent - before)
         return found
 
-    head = 4 * CHANNELS * 4  # bytes of one head of four tokens
-    # Three heads of queries and answers go to the other rank, and as many, or one, of keys and values.
+    head = 4 * CHANNELS * 4  # bytes of four tokens of one head
+    # A rank sends three heads of queries and of answers, and three heads, or one, of keys and of values.
     assert run_ranks(sent, 2) == [[(3 + 3 + 2 * 3) * head, (3 + 3 + 2 * 1) * head]] * 2
 
 
 def _events_by_groups(world, groups):
-    """(the answer, bytes sent, what began and ended in which order) of attention in so many groups of heads."""
+    """Returns (True if overlapped and blocking exchanges agree, bytes sent, events) for `groups` groups of heads."""
     layouts = Layouts(world)
     layout = layouts.get(ParallelStrategy(ulysses_degree=2, head_groups=groups))
     tokens = BlockTokens(layout.sequence, (), layouts.traffic)
@@ -217,11 +217,11 @@ def test_one_group_of_heads_is_attended_to_while_others_travel():
     assert all(equal), "the same groups one after the other give another answer"
     assert events[0] == events[1]
     assert events[0] == [
-        *("begun 1", "begun 2", "awaited 1", "attended", "begun 3"),  # 3: the first group's way back
+        *("begun 1", "begun 2", "awaited 1", "attended", "begun 3"),  # 3 sends the first group's output back
         *("begun 4", "awaited 2", "attended", "begun 5"),
         *("awaited 4", "attended", "begun 6", "awaited 3", "awaited 5", "awaited 6"),
     ]
-    # As much as in one exchange: half of the heads of q, k and v of its own tokens, and of the answer to the other's.
+    # As with one group: half of the heads of q, k and v of this rank's tokens, and of the output for the other rank's.
     heads = HEADS // 2 * BATCH * CHANNELS * 4
     assert sent == ((3 * 7 + 6) * heads, (3 * 6 + 7) * heads)
 
@@ -241,7 +241,7 @@ def test_other_tokens_than_the_table_says_are_refused_before_anything_is_sent():
 
 
 def _in_a_window(world, strategy, reach):
-    """Of one call of a block that sees `reach` tokens to either side, and of one whose mask is of its share."""
+    """Returns the error for a block that sees `reach` tokens to either side (None: all). `reach` replaces its mask."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
     tokens = BlockTokens(layout.sequence, (), layouts.traffic)
@@ -269,11 +269,11 @@ def test_a_window_is_one_of_all_tokens(layout):
         assert narrow <= EXACT and endless <= EXACT
 
 
-WIDE = 32  # channels of a head that is rounded: with its scale 36 bytes in place of 128
+WIDE = 32  # channels of a rounded head: 36 bytes with its scale, instead of 128
 
 
 def _exact_and_rounded(world, strategy, kv_heads, channels):
-    """(largest difference relative to the largest value, bytes sent with and without rounding)."""
+    """Returns (largest difference relative to the largest value, bytes sent without rounding, bytes sent with it)."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
     q, k, v = (_random(BATCH, n, TOTAL, channels, seed=i) for i, n in enumerate((HEADS, kv_heads, kv_heads)))

@@ -1,4 +1,4 @@
-"""xfuser's attention in the blocks of every family: exact where it computes, native and a note where it cannot."""
+"""xfuser's attention in blocks of several families: it is exact, and native computes what it cannot, with a note."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -14,9 +14,9 @@ from parallel_backend.requests import BLOCK, STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
-EVEN, ODD = (1, 8, 8), (2, 9, 7)  # tokens of one row that divide, and of two that do not
-# What xfuser computes of each, under any strategy.
+EXACT = 1e-5  # relative to the largest value
+EVEN, ODD = (1, 8, 8), (2, 9, 7)  # rows, height, width; only the tokens of the first divide evenly
+# Models that xfuser computes under any strategy.
 BY_XFUSER = [
     "flux1",
     "flux1 + reference",
@@ -26,7 +26,7 @@ BY_XFUSER = [
     "qwen-image",
     "sd3.5 medium",
 ]
-# What it leaves to native, on so many ranks, and why.
+# What it leaves to native: (the model and its inputs, number of ranks, reason in the note).
 BY_NATIVE = {
     "a mask": (CASES["flux1 + full mask"], 2, "it computes no attention masks"),
     "heads that do not divide": (
@@ -46,13 +46,13 @@ STRATEGIES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _comfyui():
-    if find_spec("xfuser") is None:  # it needs help to be imported without a GPU
+    if find_spec("xfuser") is None:  # not imported: without a GPU that needs changes (compat_xfuser.py)
         pytest.skip("xfuser is not installed")
     import_comfyui_here()
 
 
 def computed(world, strategy, references):
-    """[(difference, engine, notes)] of each call on this rank, strategies in turns on the same groups."""
+    """Returns (difference, engine, notes) for each call on this rank."""
     layouts, found = Layouts(world), []
     for reference in references:
         forward = make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
@@ -86,7 +86,7 @@ def run_unmodified(world, strategy, reference):
 
 
 def taking_turns(world, reference):
-    """Differences of calls under two strategies in turns: xfuser has its groups once per process."""
+    """Returns the differences of calls under two strategies in turn: xfuser has one set of groups per process."""
     layouts = Layouts(world)
     forwards = [
         make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))

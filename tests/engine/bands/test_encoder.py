@@ -1,4 +1,4 @@
-"""ComfyUI's own VAE encoders in bands of rows on real gloo ranks: the latent of the same network on one process."""
+"""ComfyUI's own VAE encoders in bands of rows on real ranks give the latent of the same network in one process."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def encoder(name, layouts, dtype=torch.float32):
 
 
 def whole(name, pixels):
-    """[t, h, w, C] of ComfyUI's own network."""
+    """Returns the latent of ComfyUI's own network, [t, h, w, C]."""
     with torch.inference_mode():
         return in_frames(build(name).encode(pixels[None])[0])
 
@@ -36,7 +36,7 @@ def pixels_of(name, frames, height, width):
 
 
 def taken(name, frames):
-    """This one is for images alone, or takes frames by four."""
+    """Returns the number of frames to encode: HunyuanImage's refiner takes one, or a multiple of four."""
     return max(1, frames // 4 * 4) if name == "hunyuanimage refiner" else frames
 
 
@@ -46,7 +46,7 @@ def latent_frames(name, frames):
 
 SIZES = [  # ranks, (frames, rows and columns of the latent), shares
     (2, (1, 5, 2), ()),
-    (3, (6, 6, 1), (2.0, 1.0, 1.0)),  # bands of 3, 2 and 1 rows; a frame that networks drop
+    (3, (6, 6, 1), (2.0, 1.0, 1.0)),  # bands of 3, 2 and 1 rows; the networks drop a frame
     (4, (5, 3, 1), ()),  # one rank has no row
 ]
 
@@ -58,7 +58,7 @@ def test_the_latent_is_that_of_one_process(ranks, size, shares):
     for name, case in CASES.items():
         latent, of_ranks = whole(name, pixels[name]), [result[name] for result in results]
         assert latent.shape == (latent_frames(name, size[0]), *size[1:], case.channels)
-        assert latent.std() > 0.05 * latent.abs().max(), name  # no flat latent
+        assert latent.std() > 0.05 * latent.abs().max(), name  # the latent is not constant
         assert difference(of_ranks[0][0], latent) <= TOLERANCE, name
         assert [steps for _, steps, _ in of_ranks] == ranks * [STEPS]
         assert all(sent for _, _, sent in of_ranks[:2]), name
@@ -80,7 +80,7 @@ def test_a_rank_that_goes_without_the_others_is_seen(names, what):
 
 
 def test_a_network_that_looks_further_is_seen_before_it_is_used():
-    """A missing neighbour stands for it."""
+    """A rank that lacks its neighbours' rows stands for such a network."""
     names, in_half = ["flux", "wan 2.1", "hunyuanimage refiner"], partial(encoder, dtype=torch.bfloat16)
     assert run_ranks(refusals, 2, encoder, names) == 2 * [3 * [""]]
     assert run_ranks(refusals, 2, in_half, ["flux"]) == 2 * [[""]]

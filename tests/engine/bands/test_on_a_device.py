@@ -1,4 +1,4 @@
-"""VAEs over ranks whose memory is not the host's: what goes to other ranks is on the device, what comes out is not."""
+"""VAEs on ranks with device memory: they exchange tensors on the device, and the results are in host memory."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from ranks import run_ranks
 from video_vaes import CASES, build
 
 NAMES = ("wan 2.1", "hunyuanvideo", "hunyuanvideo 1.5", "flux")
-ROWS, COLUMNS = 4, 2  # of a latent, which ranks do not divide
+ROWS, COLUMNS = 4, 2  # of a latent; the rows do not divide evenly over three ranks
 FLOAT = torch.float32
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
@@ -39,7 +39,7 @@ def pixels_of(case):
 
 
 def shared_out(world):
-    """What rank 0 has of each VAE, by name and way; nothing elsewhere."""
+    """Returns on rank 0 {(VAE, way): (True if the result is on the host, result)}, and {} on the other ranks."""
     layouts, found = Layouts(world), {}
     for name in NAMES:
         case = CASES[name]

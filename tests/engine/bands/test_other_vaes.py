@@ -1,4 +1,4 @@
-"""VAEs of LTX, SVD, Cosmos, Mochi and others in bands of rows on real gloo ranks: the frames of one process."""
+"""VAEs of LTX, SVD, Cosmos, Mochi and others in bands of rows on real ranks give the frames of one process."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ from parallel_backend.models.tokens.vae_networks import VaeMode, known
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
-# (frames, height, width), shares: on 4 ranks, of which as many compute as there are rows, in bands of several sizes.
+# (frames, height, width), shares, for 4 ranks: bands of several sizes, and fewer rows than ranks.
 SIZES = [
     ((2, 5, 3), (2.0, 1.0, 1.0, 1.0)),
     ((3, 3, 2), ()),
     ((1, 2, 3), ()),
 ]
-# Beside rows, what each asks the others for.
+# What the bands of each network need from other ranks besides rows.
 ASKED = {
     "stable video diffusion": ("keys", "moments"),
     "cosmos": ("keys", "moments"),
@@ -32,8 +32,8 @@ ASKED = {
 }
 
 
-NAMES = [name for name in BANDED if name != "taesd"]  # which goes through the real ComfyUI
-SHARES = [NAMES[first::3] for first in range(3)]  # to start ranks costs more than one of them does on them
+NAMES = [name for name in BANDED if name != "taesd"]  # tested in the real ComfyUI instead
+SHARES = [NAMES[first::3] for first in range(3)]  # three starts of ranks: one costs more than a network
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
@@ -43,8 +43,8 @@ def latent_of(name, frames, height, width):
 
 
 def decode(world, jobs):
-    """By name, per size (frames [T, H, W, 3] or an empty tensor, steps announced) of one rank; once for each way to
-    break it. `jobs`: by name (sizes, ways)."""
+    """Returns by name a list of (frames [T, H, W, 3] or an empty tensor, steps announced) on this rank: for each way to
+    break the network, one for each size. `jobs`: (sizes, ways) by name."""
     layouts, results = Layouts(world), {}
     for name, (sizes, broken) in jobs.items():
         case, found = BANDED[name], results.setdefault(name, [])
@@ -53,7 +53,7 @@ def decode(world, jobs):
         )
         for what in broken:
             with pytest.MonkeyPatch.context() as patch:
-                if name == "ltx":  # in chunks of a few frames, for each of which noise would be drawn anew
+                if name == "ltx":  # small chunks; with noise, each chunk would draw new noise
                     patch.setattr(vae_adjustments, "_CHUNK_BYTES", 4_000)
                 _break(what, decoder.vae.decoder, patch)
                 for size, shares in sizes:
@@ -64,7 +64,7 @@ def decode(world, jobs):
 
 
 def _break(what, network, patch):
-    """Ranks then go without what the others hold."""
+    """Makes this rank compute without the other ranks' rows, keys or moments."""
     if what == "rows":
         patch.setattr(bands_module.Bands, "start_halo", without_rows(bands_module.Bands.start_halo))
     elif what == "keys":
@@ -77,7 +77,7 @@ def _break(what, network, patch):
 
 @pytest.mark.parametrize("names", SHARES, ids="-".join)
 def test_the_frames_are_those_of_one_process(names):
-    # The tiny one of videos is as wide as it is.
+    # taehv has its full width, so it decodes only one small latent.
     jobs = {name: (SIZES[2:3] if name == "taehv" else SIZES, ("",)) for name in names}
     results = run_ranks(decode, 4, jobs)
     for name, (sizes, _) in jobs.items():
@@ -86,7 +86,7 @@ def test_the_frames_are_those_of_one_process(names):
             expected = decoded(network, latent_of(name, *size))
             frames = case.frames(size[0]) if case.dims == 3 else 1
             assert expected.shape == (frames, *(case.scale * side for side in size[1:]), 3), name
-            assert expected.std() > 0.05 * expected.abs().max(), name  # no flat picture
+            assert expected.std() > 0.05 * expected.abs().max(), name  # the picture is not constant
             assert difference(results[0][name][number][0], expected) <= TOLERANCE, (name, size)
             assert [result[name][number][1] for result in results] == 4 * [STEPS], (name, size)
 
@@ -110,7 +110,7 @@ def test_the_networks_are_those_that_nodes_send_to_the_ranks(name):
 
 
 def chunks(world, shares):
-    """How often LTX's last layer computed on this rank, and the frames."""
+    """Returns (how often LTX's last layer ran on this rank, the frames)."""
     vae_adjustments._CHUNK_BYTES = 6_000
     case, calls = BANDED["ltx"], []
     decoder = BandedDecoder(
@@ -122,7 +122,7 @@ def chunks(world, shares):
 
 
 def test_ltxs_frames_go_in_as_many_chunks_on_a_rank_with_few_rows():
-    """As bytes of bands they would not, and one rank would wait for ever."""
+    """If the bytes of a band decided, ranks would have different numbers of chunks and one would wait forever."""
     (count, frames), (other, _) = run_ranks(chunks, 2, (3.0, 1.0))
     assert count == other > 2
     assert difference(frames, decoded(build(BANDED["ltx"]), latent_of("ltx", 7, 4, 2))) <= TOLERANCE

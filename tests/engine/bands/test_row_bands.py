@@ -1,4 +1,4 @@
-"""The layers of a banded decoder one by one, against torch's own on the whole image."""
+"""The layers of a banded decoder one by one, compared with torch's layers on the whole image."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from ranks import run_ranks
 
 
 class Norm(nn.GroupNorm):
-    """As ComfyUI has one, between torch's and those of its networks."""
+    """A subclass of torch's class, like the one in ComfyUI from which its networks' norms inherit."""
 
 
 def on_bands(world, layer, x, shares=(), scale=1):
-    """This rank's rows of layer(x); `scale`: rows of x per latent row."""
+    """Returns this rank's rows of layer(x). `scale`: rows of x per latent row."""
     n = world.world_size
     bands = Bands(Traffic())
     axis = Axis(tuple(range(n)), world.rank, world.group)
@@ -35,7 +35,7 @@ def together(ranks, layer, x, *args):
 
 
 def videos_together(ranks, layer, x):
-    """Of [B, C, T, rows, W]."""
+    """Returns layer(x) for a video x [B, C, T, rows, W], joined from all bands."""
     return torch.cat(run_ranks(on_bands, ranks, layer, x), dim=-2)
 
 
@@ -53,7 +53,7 @@ def test_a_convolution_sees_its_neighbours_rows(ranks, rows, scale):
 
 @pytest.mark.parametrize("mode", ["replicate", "reflect"])
 def test_a_convolution_that_repeats_its_border_does_so_at_the_image_alone(mode):
-    """In bands of one row and of more."""
+    """The heights give bands of one row and of more rows."""
     conv = nn.Conv3d(4, 5, 3, padding=(0, 1, 1), padding_mode=mode)
     for rows in (4, 9):
         x = drawn(1, 4, 3, rows, 6)
@@ -76,7 +76,7 @@ def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is
 
 
 class NormOfFrames(Norm):
-    """As networks have them that norm each frame by itself."""
+    """A group norm that norms each frame separately, as some networks have."""
 
     def forward(self, x):
         return torch.stack([super(NormOfFrames, self).forward(frame) for frame in x.unbind(2)], dim=2)
@@ -109,7 +109,7 @@ def test_a_large_group_norm_is_looked_at_in_slices(monkeypatch, elements):
 
 
 def test_a_group_norm_keeps_its_precision_far_from_zero():
-    """Mean 1000 standard deviations away, where a difference of sums of squares would have no digit left."""
+    """The mean is 1000 standard deviations from zero: a difference of sums of squares would lose all digits."""
     norm, x = nn.GroupNorm(32, 64, eps=1e-6), 1000 + drawn(1, 64, 16, 16)
     expected = nn.functional.group_norm(x.double(), 32, eps=1e-6)
     ours, torchs = together(2, norm, x), norm(x).detach()
@@ -120,7 +120,7 @@ def test_a_flat_image_is_no_division_by_zero():
     norm = nn.GroupNorm(32, 64)
     x = torch.full((1, 64, 4, 4), 0.5)
     assert together(2, norm, x).abs().max() < 1e-5
-    x[:, :, 2:] = 1.5  # each band flat, the image not
+    x[:, :, 2:] = 1.5  # each band is flat, the image is not
     torch.testing.assert_close(together(2, norm, x), norm(x).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -129,5 +129,5 @@ def test_half_precision_is_rounded_once():
     out = together(2, norm, x)
     exact = nn.functional.group_norm(x.double(), 32)
     assert out.dtype == torch.bfloat16
-    # Half a unit in the last of bfloat16's 8 bits, and the rounding of mean and scale to float32.
+    # Half a unit in the last of bfloat16's 8 bits, plus the rounding of mean and scale to float32.
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()

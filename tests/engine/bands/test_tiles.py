@@ -1,4 +1,4 @@
-"""MiniMax H3's VAE, which cuts its pictures into tiles by itself: the tiles shared out on real gloo ranks."""
+"""MiniMax H3's VAE, whose network cuts pictures into tiles: real ranks share out the tiles."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def tiled():
 
 
 def decode(world, sizes, broken=False):
-    """Per size (frames or an empty tensor, tiles of each rank, steps announced, bytes sent) of one rank; the words in
-    which check() refuses."""
+    """Returns ([(frames or an empty tensor, tiles per rank, steps announced, bytes sent) for each size], the error of
+    check() or ""). `broken`: True makes rank 1 compute zeros."""
     layouts, results = Layouts(world), []
     decoder, traffic = TiledDecoder(tiled(), layouts), layouts.traffic
     if broken and world.rank == 1:
@@ -80,7 +80,7 @@ def test_a_rank_whose_tiles_are_wrong_is_seen():
 
 
 def test_a_rank_holds_no_picture_to_know_its_tiles():
-    """They are views of the latent that the network cuts."""
+    """Tiles are views of the latent, and tile_shape gives an output's shape without computing it."""
     vae = tiled()
     with torch.inference_mode():
         tiles = vae.tiles(random(1, TILED.channels, 9, 4, 7))

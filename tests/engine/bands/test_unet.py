@@ -1,4 +1,4 @@
-"""UNets in bands of rows: the answer of one process, for any number of ranks, sizes that do not divide, any batch."""
+"""UNets in bands of rows give the answer of one process, for any number of ranks, image size and batch size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_backend.requests import BANDS, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
+EXACT = 1e-5  # relative to the largest value
 IN_BANDS = "computes a band of the image's rows"
 
 
@@ -25,12 +25,12 @@ def ulysses(ranks, **others):
 
 
 def on_ranks(one, ranks, *strategies):
-    """Of each strategy on each rank: difference, bytes that left it, notes."""
+    """Returns for each rank and strategy [difference, bytes sent, notes]."""
     return run_ranks(one.on_ranks, ranks, BANDS, *map(Placement, strategies))
 
 
 def alone(one):
-    """The answer of one process."""
+    """Returns the answer of one process."""
     args, kwargs = copy.deepcopy((one.args, one.kwargs))
     with torch.inference_mode():
         return one.model.module(*args, **kwargs)
@@ -47,7 +47,7 @@ def reference():
     return of
 
 
-@pytest.mark.parametrize(  # rows at the lowest resolution: 2 with a last band of one row, as many as ranks, more
+@pytest.mark.parametrize(  # lowest resolution: 2 rows (the image's last band has one), a row per rank, more
     ("name", "ranks", "size"),
     [
         ("sdxl", 2, (1, 5, 6)),
@@ -103,7 +103,7 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("missing", [*NEIGHBOURS, "rows of other convolutions"])
 def test_a_rank_that_goes_without_the_others_gives_another_answer(reference, missing):
-    """The tolerance above tells each exchange from none."""
+    """Proves that the tolerance is tight enough to show each missing exchange."""
     one = reference("sdxl", (1, 12, 6))
 
     def apart(world):
@@ -139,7 +139,7 @@ def test_rows_that_divide_go_whole_to_each_device(reference):
     one = reference("sd1.5", (2, 8, 6))
     for ((worst, sent, _),) in on_ranks(one, 2, ulysses(2)):
         assert worst <= EXACT
-        assert sent == one.answer.nbytes // 2  # the other one's row of the answer
+        assert sent == one.answer.nbytes // 2  # its row of the answer
 
 
 def test_too_few_rows_share_out_attention_and_say_so(reference):
@@ -152,7 +152,7 @@ def test_too_few_rows_share_out_attention_and_say_so(reference):
 
 
 def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
-    """As IP-Adapter's: more keys beside the prompt's, weighted by the place in the image."""
+    """The patch is like IP-Adapter's: it attends to further keys, weighted by the position in the image."""
     one = Reference(*UNETS["sdxl"], (1, 12, 6))
 
     def beside(q, k, v, options):
@@ -183,7 +183,7 @@ def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():
 
 
 def test_a_call_leaves_the_module_as_it_was(reference):
-    """Other calls of it, by one rank and of other sizes, go on."""
+    """Calls of other sizes, and calls by one rank alone, still work in between."""
     one, other = reference("sdxl", (1, 12, 6)), reference("sdxl", (1, 13, 5))
 
     def several(world):

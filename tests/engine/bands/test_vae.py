@@ -1,4 +1,4 @@
-"""Decoding Flux's and SD's latents in bands on real gloo ranks: ComfyUI's unsplit image, for any size and share."""
+"""Flux's and SD's latents decoded in bands on real ranks give ComfyUI's unsplit image, for any size and shares."""
 
 import itertools
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from tiny_vae import FLUX, SD, banded, random_latent, random_vae
 
 
 def decode(world, sizes, jobs, break_halo=False):
-    """Per job, of (latent, shares): (image [H, W, 3] or an empty tensor, bytes sent, parts announced) of one rank."""
+    """Returns for each job (latent, shares): (image [H, W, 3] or an empty tensor, bytes sent, steps announced)."""
     if break_halo:
         go_without("rows")
     layouts, found = Layouts(world), []
@@ -36,7 +36,7 @@ def decode(world, sizes, jobs, break_halo=False):
 
 
 def whole(sizes, latent):
-    """[H, W, 3] of ComfyUI's own network."""
+    """Returns the image of ComfyUI's own network, [H, W, 3]."""
     with torch.inference_mode():
         return random_vae(sizes).decode(latent[None])[0].permute(1, 2, 0)
 
@@ -76,13 +76,13 @@ def test_the_image_is_that_of_the_unsplit_decoder(sizes, ranks):
 
 
 def in_bfloat16(world, sizes, latent):
-    """[H, W, 3] float32 of one rank; empty on the others."""
+    """Returns the image decoded in bfloat16, [H, W, 3] float32, on rank 0; an empty tensor on the others."""
     image = BandedDecoder(banded(sizes, torch.bfloat16), Layouts(world))(latent)
     return torch.empty(0) if image is None else image[0].float()
 
 
 def test_half_precision_loses_no_more_in_bands_than_on_one_rank():
-    """As GPUs compute it; against the exact image, by mean error, since rounding is a matter of luck per pixel."""
+    """GPUs decode in half precision. Mean errors against the exact image are compared: a pixel's rounding is random."""
     latent = random_latent(FLUX, 8, 6)[0]
     expected = whole(FLUX, latent)
     one, three = (
@@ -112,9 +112,9 @@ def test_a_decoder_that_drops_the_halo_is_seen():
 
 
 def peak(world, sizes, latent):
-    """Bytes that torch's allocator has given out at once during a decode, beyond what it had before."""
+    """Returns the peak of bytes that torch's allocator gave out during a decode, in addition to those before it."""
     decoder = BandedDecoder(banded(sizes), Layouts(world))
-    decoder(latent)  # groups and buffers that stay
+    decoder(latent)  # creates groups and buffers that stay
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         decoder(latent)
     events = profiler.profiler.kineto_results.events()
@@ -123,9 +123,9 @@ def peak(world, sizes, latent):
 
 
 def test_a_rank_needs_its_share_of_the_memory(monkeypatch):
-    """1/N of what one rank needs, and the part that is not split: keys and values of the whole image."""
+    """The share is 1/N of one rank's memory, plus the part that is not split: keys and values of the whole image."""
     latent = random_latent(FLUX, 24, 24)[0]
-    # The largest tensor here has about a hundredth of what it has in 1024 x 1024 pixels by the full-size decoder.
+    # The largest tensor here has about 1/100 of the elements that it has in the full decoder at 1024 x 1024 pixels.
     monkeypatch.setattr(bands_module, "SLICE_ELEMENTS", 2**22 // 100)
     (one,) = run_ranks(peak, 1, FLUX, latent)
     for ranks in (2, 4):

@@ -1,4 +1,4 @@
-"""ComfyUI's VAEs in bands on a stand-in for a GPU: rows go there once, and nothing else of ours waits for it."""
+"""ComfyUI's VAEs in bands on a stand-in for a GPU: the pack waits for it once, to copy the rows there."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
 
 DECODERS = video_vaes.CASES | other_vaes.BANDED
-LEFT_IN_HOST_MEMORY = {"ltx", "ltx with noise", "taehv"}  # frames, by ComfyUI's own networks
+LEFT_IN_HOST_MEMORY = {"ltx", "ltx with noise", "taehv"}  # these networks return frames in host memory
 ROWS_ARRIVE = ["engine/bands/vae.py"]
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def on_rank(monkeypatch, make, given) -> Found:
-    """The band of the second of two ranks."""
+    """Computes the band of the second of two ranks, and returns what it asked of the device."""
     monkeypatch.setattr(BandedNetwork, "_on_rank_0", lambda network, band: band)
     with world_of_one_process(1, 2) as world:
         network = make(Layouts(world))

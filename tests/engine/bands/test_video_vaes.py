@@ -1,4 +1,4 @@
-"""ComfyUI's own VAE networks in bands of rows on real gloo ranks: the frames of the same network on one process."""
+"""ComfyUI's own VAE decoders in bands of rows on real ranks give the frames of the same network in one process."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def decoder(name, layouts, dtype=torch.float32):
 
 
 def whole(name, latent):
-    """[T, H, W, 3] of ComfyUI's own network."""
+    """Returns the frames of ComfyUI's own network, [T, H, W, 3]."""
     with torch.inference_mode():
         return in_frames(build(name).decode(latent[None])[0])
 
@@ -49,7 +49,7 @@ def test_the_frames_are_those_of_one_process(ranks, size, shares):
         expected, of_ranks = whole(name, latents[name]), [result[name] for result in results]
         frames = case.frames(size[0]) if case.dims == 3 else 1
         assert expected.shape == (frames, *(case.scale * side for side in size[1:]), 3)
-        assert expected.std() > 0.05 * expected.abs().max(), name  # no flat picture
+        assert expected.std() > 0.05 * expected.abs().max(), name  # the picture is not constant
         assert difference(of_ranks[0][0], expected) <= TOLERANCE, name
         assert [steps for _, steps, _ in of_ranks] == ranks * [STEPS]
         assert all(sent for _, _, sent in of_ranks[:2]), name
@@ -70,7 +70,7 @@ def test_a_rank_that_goes_without_the_others_is_seen(names, what):
     ids=["float32", "bfloat16"],
 )
 def test_a_network_that_looks_further_is_seen_before_it_is_used(names, dtype):
-    """A missing neighbour stands for it."""
+    """A rank that lacks its neighbours' rows stands for such a network."""
     half = partial(decoder, dtype=dtype)
     assert run_ranks(refusals, 2, half, names) == 2 * [len(names) * [""]]
     first, second = run_ranks(refusals, 2, half, names, "rows")

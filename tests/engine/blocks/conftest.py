@@ -1,4 +1,4 @@
-"""Has torch load what its first compilation needs before ranks are forked: each of them would take a second."""
+"""A compilation before ranks are forked: torch then loads what it needs once, instead of a second in each rank."""
 
 import pytest
 import torch

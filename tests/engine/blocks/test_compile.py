@@ -1,4 +1,4 @@
-"""Compiled blocks give what blocks as they are give, under every strategy; little is compiled, and only once."""
+"""Compiled blocks give the same as uncompiled ones under every strategy, from few graphs that are compiled once."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def weights(tmp_path_factory):
 
 @pytest.fixture
 def without_inductor(monkeypatch):
-    """torch traces the blocks and guards what it traced; they then run as they were traced."""
+    """The backend eager: torch traces blocks and guards the graphs, and runs the graphs without compiling kernels."""
     monkeypatch.setenv(COMPILE_BACKEND, "eager")
 
 
 def both_ways(jobs, path, strategy=ONE_DEVICE):
-    """(blocks as they are, compiled ones)"""
+    """Returns the forwards [with uncompiled blocks, with compiled blocks]."""
     return [
         jobs.forward(path, Placement(strategy, compute_options=ComputeOptions(mode)))
         for mode in ("off", "blocks")
@@ -56,12 +56,12 @@ def both_ways(jobs, path, strategy=ONE_DEVICE):
 
 
 def sample_both_ways(world, path, strategies):
-    """{strategy: (differences, graphs per request)} with compiled blocks against blocks as they are."""
+    """Returns {strategy: (differences of compiled from uncompiled blocks, graphs per request, uncompiled calls)}."""
     jobs, results = PlainJobs(Layouts(world)), {}
     for strategy in strategies:
         plain, compiled = both_ways(jobs, path, strategy)
         off, graphs, uncompiled = [], [], 0
-        for name in NAMES if strategy == ULYSSES else NAMES[:1]:  # each new size of it costs seconds
+        for name in NAMES if strategy == ULYSSES else NAMES[:1]:  # each further size costs seconds
             expected = run_plain(plain, CASES[name])
             off.append(relative_difference(run_plain(compiled, CASES[name]), expected))
             done = compiling.compiler().take()
@@ -76,15 +76,16 @@ def test_they_give_the_same_under_every_strategy_and_compile_once(weights, witho
         for strategy, (off, graphs, uncompiled) in results.items():
             assert max(off) <= TOLERANCE, f"{strategy}: {off}"
             assert uncompiled == 0, strategy
-            # Two kinds of blocks; one version for the first size and one or two for all others.
+            # Two classes of blocks; each has one version for the first size and one or two for all other sizes.
             assert sum(graphs) <= 6, f"{strategy}: {graphs}"
         assert sum(results[PIPEFUSION.describe()][1]) > 0
-        # Ranks meet behind an operator: strategies that split only tokens share what is compiled.
+        # Exchanges are inside an operator, so strategies that split only tokens share the compiled graphs.
         assert sum(results["Ring 2"][1]) == sum(results[BY_GROUPS.describe()][1]) == 0
 
 
 def sample_many_sizes(world, path):
-    """(graphs, uncompiled calls, difference, notes) after many sizes, and after one more with no version left."""
+    """Returns [graphs, uncompiled calls] for many sizes and for one beyond the limit, that one's difference and notes,
+    and [uncompiled calls] for the first size again."""
     plain, compiled = both_ways(PlainJobs(Layouts(world)), path)
     compiler, sizes = compiling.compiler(), [(2 * n, 30 - 2 * n) for n in range(4, 12)]
     for n, size in enumerate(sizes):
@@ -112,7 +113,7 @@ def test_many_sizes_share_few_versions_and_beyond_the_most_blocks_run_uncompiled
     assert many == [4, 0]
     assert beyond == [0, 3] and off <= TOLERANCE  # one double block, two single ones
     assert "some blocks ran uncompiled" in notes[0] and "set compile to off" in notes[0]
-    assert again == [0]  # what was compiled stays in use
+    assert again == [0]  # the compiled graphs stay in use
 
 
 def sample_with_a_compiler_that_fails(world, path):
@@ -130,7 +131,7 @@ def sample_with_a_compiler_that_fails(world, path):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
 
     compiling.compiler = does_not_start
-    options = ComputeOptions("blocks", attention="torch")  # another forward
+    options = ComputeOptions("blocks", attention="torch")  # makes a new forward
     notes += jobs.forward(path, Placement(compute_options=options)).notes
     return [off, notes]
 
@@ -166,15 +167,15 @@ def notes_without_compiler(world, path):
     return [ran.notes, ran.compiles]
 
 
-@pytest.mark.real_start  # with its own number of compile workers, which torch reads as it loads
+@pytest.mark.real_start  # torch reads the number of compile workers on import
 def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
     weights, tmp_path, monkeypatch, no_leaks
 ):
-    """The real thing, on one rank: a core compiles for 15 s."""
+    """Compiles with inductor on one rank, which takes one core 15 s."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++, which compiles sooner
-    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # which pays for many kernels only
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ compiles faster
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # pays off for many kernels only
     spec, case, said = ModelSpec(weights), request((8, 12), 1.0, 1), []
     plain, compiled = (Placement(compute_options=ComputeOptions(mode)) for mode in ("off", "blocks"))
     with_ranks = Sidecar(("cpu:0",))
@@ -194,7 +195,7 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
             "compiling for a latent of 16 x 8 x 12; this step takes longer"
         ]
         assert first.info.notes == second.info.notes == ()
-        # What cannot run here is refused by the ranks, which stay.
+        # The ranks refuse what cannot run here, and stay alive.
         pids = with_ranks.pids
         with pytest.raises(RequestError, match="attention sage cannot run on cpu"):
             with_ranks.sample(spec, case, Placement(compute_options=ComputeOptions(attention="sage")))

@@ -1,4 +1,4 @@
-"""Blocks of ComfyUI's own modules compiled: the answers of blocks as they are, on one rank and on several."""
+"""Compiled blocks of ComfyUI's own modules give the answers of uncompiled blocks, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
+EXACT = 1e-5  # relative to the largest value
 COMPILED = ComputeOptions("blocks")
 ONE, MORE = (2, 9, 7), (2, 10, 6)  # rows, latent height and width
 OPTIONS = {"cond_or_uncond": [0, 1], "sigmas": torch.tensor([0.5]), "sample_sigmas": torch.linspace(1, 0, 5)}
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 @pytest.fixture(autouse=True)
 def without_inductor(monkeypatch):
-    """torch traces the blocks and guards what it traced; they then run as they were traced."""
+    """The backend eager: torch traces blocks and guards the graphs, and runs the graphs without compiling kernels."""
     monkeypatch.setenv(COMPILE_BACKEND, "eager")
 
 
 @torch.inference_mode()
 def compiled_and_plain(world, case, calls, most=None, exchange_dtype=SAME):
-    """Of each (strategy, size, token mode) the difference between compiled and not, relative to the largest value, the
-    graphs that were made for it, the calls that ran uncompiled all the same, and what is said about it."""
+    """Returns for each (strategy, size, token mode) [difference of compiled from uncompiled blocks relative to the
+    largest value, new graphs, calls that ran uncompiled, notes]. `most`: limit of versions, None for the default."""
     build, inputs = case
     model, layouts, found = TinyModel(fill(build())), Layouts(world), []
     for strategy, size, tokens in calls:
@@ -73,7 +73,7 @@ def assert_exact(found):
     assert not any(uncompiled or notes for _, _, uncompiled, notes in found)
 
 
-# Two streams with a mask, and blocks of which the first gets its tokens in other strides than the next.
+# A model with two streams and a mask, and one whose first block gets tokens with other strides than the next block.
 @pytest.mark.parametrize("name", ["qwen-image + text mask", "wan2.1 i2v"])
 def test_ranks_that_meet_in_attention_share_one_graph_of_all_blocks(name):
     calls = [
@@ -99,7 +99,7 @@ def test_what_is_rounded_on_its_way_is_so_under_compiled_blocks_too():
 
 
 def test_blocks_with_guides_of_other_strengths_compile():
-    """Their mask is no tensor, and stays outside of the graph."""
+    """The mask of the guides is not a tensor, and stays outside the graph."""
     for found in run_ranks(
         compiled_and_plain, 2, CASES["ltx, guides of strengths"], [(ULYSSES, (1, 8, 8), STAY)]
     ):
@@ -112,8 +112,8 @@ def test_inductor_gives_the_answer_too(monkeypatch, tmp_path):
     monkeypatch.delenv(COMPILE_BACKEND)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(config, "compile_threads", 1)
-    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)  # which pays for many kernels only
-    monkeypatch.setattr(config.cpp, "vec_isa_ok", False)  # plain C++, which compiles sooner
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)  # pays off for many kernels only
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", False)  # plain C++ compiles faster
     (found,) = run_ranks(compiled_and_plain, 1, CASES["wan2.1 t2v"], [(ParallelStrategy(), ONE, ROWS)])
     assert_exact(found)
     assert found[0][1] == 1
@@ -122,7 +122,7 @@ def test_inductor_gives_the_answer_too(monkeypatch, tmp_path):
 def test_heads_in_other_places_of_keys_and_blocks_of_several_forms_compile():
     (found,) = run_ranks(compiled_and_plain, 1, CASES["sd3.5 medium"], [(ParallelStrategy(), ONE, ROWS)])
     assert_exact(found)
-    assert found[0][1] == 3  # with attention of the image alone, without, and the last
+    assert found[0][1] == 3  # blocks with image-only attention, blocks without, and the last one
 
 
 def test_what_torch_cannot_make_one_graph_of_runs_as_it_is_and_is_said():
@@ -131,7 +131,7 @@ def test_what_torch_cannot_make_one_graph_of_runs_as_it_is_and_is_said():
     for difference, _, uncompiled, notes in found:
         assert difference <= EXACT and uncompiled > 0
         assert len(notes) == 1 and "cannot make one graph of them" in notes[0]
-    assert found[1][1] == 0  # nobody tries again
+    assert found[1][1] == 0  # it is not tried again
 
 
 def test_beyond_the_most_versions_blocks_run_as_they_are_and_it_is_said():
@@ -160,7 +160,7 @@ def test_blocks_that_are_not_compiled_are_named(case, strategy, tokens, said):
 
 
 def reused(world, options):
-    """Answers to a call and, by a step cache, to the same again; how many were reused; how many graphs were made."""
+    """Returns (answers to a call and to its repetition under a step cache, reused calls, number of graphs)."""
     build, inputs = CASES["wan2.1 t2v"]
     model, cache = TinyModel(fill(build())), ModuleCache(0.01)
     forward = make_module_forward(model, Layouts(world), Placement(compute_options=options))
@@ -192,7 +192,7 @@ def test_a_call_leaves_blocks_as_they_were():
 
 @pytest.mark.parametrize("wants_own", [True, False])
 def test_a_compiled_block_hands_on_the_attention_that_its_file_wants(monkeypatch, wants_own):
-    """ComfyUI 0.38 puts a module beside the layers, whose function is None where the device cannot run it."""
+    """ComfyUI 0.38 has a module for the attention of a file; its function is None if the device cannot run it."""
     from comfy.ldm.modules import attention
 
     class Wanted(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The step cache of ComfyUI's own modules: what it gives, by a second way to compute it, on one rank and on several."""
+"""The step cache with ComfyUI's own modules, on one and on several ranks, against a second computation by hooks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from parallel_backend.requests import (
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
+EXACT = 1e-5  # relative to the largest value
 THRESHOLD = 0.05
-# How far each call's latent is from the first one's; calls are of two prompts in turn.
+# Distance of each step's latent from the first step's. Each step has a call for each of two prompts.
 STEPS = (0.0, 0.01, 1.0, 1.01)
 REUSED = (False, True, False, True)
-COUNTS = [2 * len(STEPS), 2 * sum(REUSED)]  # of network calls, and of those that reused
+COUNTS = [2 * len(STEPS), 2 * sum(REUSED)]  # network calls, and those that reused
 ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
 ODD = (2, 9, 7)
-# Of a class: the first block and which of its outputs is the image, and where the blocks' image leaves: what takes it,
-# or the last block; then the last block where more than the image leaves it.
+# For each model: the first block; the number of the image among its outputs; the module that takes the image after the
+# blocks, or None if the last block gives it; the last block if it gives a second output, which is also cached.
 WAYS = {
     "flux1 + controlnet": ("double_blocks.0", 0, "final_layer", None),
     "hunyuanvideo + mask": ("double_blocks.0", 0, "final_layer", None),
@@ -63,11 +63,11 @@ def _model(name):
 
 
 def _calls(name, options=None):
-    """(number of the prompt, args, kwargs) in the order of a job. `options`: transformer_options."""
+    """Returns (number of the prompt, args, kwargs) for each call of a job, in order. `options`: transformer_options."""
     (latents, times), kwargs = CASES[name][1](*ODD)
     several = isinstance(latents, (list, tuple))
     parts = list(latents) if several else [latents]
-    if "ltx-2" in name:  # it takes a maximum over the timesteps of all rows, which samplers have alike
+    if "ltx-2" in name:  # it takes the maximum of all rows' timesteps, which are equal in samplers
         times = tuple(t[:1].repeat(ODD[0], *[1] * (t.ndim - 1)) for t in times)
     generator = torch.Generator().manual_seed(5)
     moves = [torch.randn(part.shape, generator=generator) for part in parts]
@@ -87,7 +87,7 @@ def _tensors(answer):
 
 @torch.inference_mode()
 def _answers(forward, name, cache, tokens, options=None):
-    """Of all calls, as lists of tensors."""
+    """Returns the answers to all calls, as lists of tensors."""
     found = []
     for prompt, args, kwargs in _calls(name, options):
         args, kwargs = copy.deepcopy((args, kwargs))
@@ -103,8 +103,8 @@ def _submodule(module, path):
 
 @torch.inference_mode()
 def _by_hooks(name, options=None):
-    """The same calls of the plain module, every block of which runs: where a call is to reuse, what leaves the blocks
-    is replaced by what its first block gave and what the others added in the call before."""
+    """Returns the answers of the plain module, with all its blocks, to the same calls. In calls that reuse, hooks
+    replace the blocks' output by the first block's output plus what the others added in the last computed call."""
     first_path, place, leave_path, last_path = WAYS[name]
     module = _model(name).module
     first = _submodule(module, first_path)
@@ -146,7 +146,7 @@ def _by_hooks(name, options=None):
 
 
 def _difference(found, expected):
-    """Relative to the largest value of each answer."""
+    """Returns the largest difference, relative to the largest value of each answer."""
     return max(
         ((one - other).abs().max() / other.abs().max()).item()
         for answers in zip(found, expected, strict=True)
@@ -155,7 +155,7 @@ def _difference(found, expected):
 
 
 def _job(world, strategy, calls, options=None):
-    """Of each (name, token mode): (answers, network calls, how many were reused)."""
+    """Returns for each (name, token mode): (answers, network calls, reused calls)."""
     layouts, found = Layouts(world), []
     for name, tokens in calls:
         cache = ModuleCache(THRESHOLD)
@@ -183,7 +183,7 @@ def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
 
 
 def _between_blocks(args):
-    """A patch such as a ControlNet's: to the image after each block, by the block's number."""
+    """Changes the image after each block by an amount that depends on its number: a patch like a ControlNet's."""
     args["img"] = args["img"] + 0.05 * (1 + args["block_index"]) * args["img"].tanh()
     return args
 
@@ -194,7 +194,7 @@ LAYER = {("double_block", 1): lambda args, extra: args}
 
 
 def _one_and_two_ranks(modes, options):
-    """(answers, network calls, reused) of each, under Ulysses on two."""
+    """Yields (answers, network calls, reused calls) of one rank, then of two Ulysses ranks for each of `modes`."""
     yield run_ranks(_job, 1, ParallelStrategy(), [(CHANGED, STAY)], options)[0][0]
     jobs = [(CHANGED, tokens) for tokens in modes]
     for of_rank in run_ranks(_job, 2, ULYSSES_2, jobs, options):
@@ -223,8 +223,8 @@ def test_without_its_first_block_nothing_is_left_out():
 
 
 def _by_both_providers(world, path):
-    """Answers to calls a little apart: of ComfyUI's Flux.1 and of diffusers', each with its step cache; how often each
-    reused, and the ratios that it saw."""
+    """Returns for ComfyUI's Flux.1 and for diffusers', each with a step cache: (answers to similar calls, reused calls,
+    ratios that the cache compared)."""
     layouts, largest, found = Layouts(world), ReuseVote.largest, []
     (first, times), kwargs = inputs(rows=2)
     for each in (spec(path), ModelSpec(path)):
@@ -287,7 +287,8 @@ def test_several_ranks_give_what_one_gives_and_reuse_the_same_calls(strategy):
 
 
 def _near_the_threshold(world, name):
-    """What each rank would say of its own tokens to a second call, and what all do under a threshold between."""
+    """Sets a threshold between the ratios that both ranks see alone. Returns (True if this rank alone would reuse the
+    second call, reused calls, answers)."""
     seen, largest = [], ReuseVote.largest
 
     def noted(meeting, change, before):
@@ -308,13 +309,13 @@ def test_ranks_that_would_decide_apart_decide_together():
     (one, reused, answers), (other, reused_there, answers_there) = run_ranks(
         _near_the_threshold, 2, "z-image"
     )
-    assert one != other  # they would have gone different ways, and hung
+    assert one != other  # alone they would decide differently, and hang
     assert reused == reused_there
     assert _difference(answers, answers_there) == 0
 
 
 def _around_a_job(world, name):
-    """Answers without a cache, with one that never reuses, and without again."""
+    """Returns (answers without a cache, with one that never reuses, and without again; reused calls)."""
     forward = make_module_forward(_model(name), Layouts(world), Placement(ULYSSES_2))
     never = ModuleCache(0.0)
     return [_answers(forward, name, cache, STAY) for cache in (None, never, None)], never.reused
@@ -327,7 +328,7 @@ def test_a_threshold_of_zero_is_exact_to_the_bit_and_nothing_outlives_a_job():
 
 
 def _failed_and_other_sizes(world, name):
-    """How often a cache reused: after a call that failed, and for another size of the same prompts."""
+    """Returns the reused calls so far after each call: before and after a failed call, and with another size."""
     forward = make_module_forward(_model(name), Layouts(world), Placement(ULYSSES_2))
     cache, found = ModuleCache(float("inf")), []
     _, args, kwargs = _calls(name)[0]

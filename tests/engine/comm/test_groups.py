@@ -1,4 +1,4 @@
-"""The rank layout: which ranks share an axis, and what a strategy of another size is told."""
+"""The layout of ranks: which ranks share an axis, and the refusal of a strategy for another number of ranks."""
 
 import threading
 
@@ -32,7 +32,7 @@ def test_a_strategy_of_another_size_is_refused_with_both_numbers():
 
 
 def test_no_group_gives_up_before_the_supervisor_does(monkeypatch, tmp_path):
-    """A first step may take longer than NCCL waits, on one device while the others wait for what it gives."""
+    """One device's first step may take longer than NCCL's timeout, while the others wait for its output."""
     given = []
 
     def take(*_, timeout=None, store=None, **__):
@@ -50,11 +50,11 @@ def test_no_group_gives_up_before_the_supervisor_does(monkeypatch, tmp_path):
 
 
 def test_every_thread_of_a_rank_computes_on_its_gpu(monkeypatch):
-    """CUDA gives a new thread the first GPU, and what is asked there takes memory of it for a context."""
+    """CUDA gives a new thread the first GPU, and a call there allocates memory for a context."""
     chosen: list[tuple[threading.Thread, torch.device]] = []
 
     def failed():
-        raise RuntimeError("CUDA error")  # of which the thread ends
+        raise RuntimeError("CUDA error")  # ends the heartbeat's thread
 
     before, heartbeat, gpu = set(threading.enumerate()), Heartbeat(), torch.device("cuda:1")
     monkeypatch.setattr(heartbeat, "look", failed)

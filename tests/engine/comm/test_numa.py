@@ -1,4 +1,4 @@
-"""Ranks near their GPUs: from a made-up sysfs to the cores that a rank keeps to."""
+"""The binding of a rank to the cores near its GPU, as a fake sysfs lists them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GPU = torch.device("cuda:1")
 
 @pytest.fixture
 def sysfs(tmp_path):
-    """Two sockets of eight cores, hyperthreads after all cores; a GPU on the second, another that nobody placed."""
+    """A fake sysfs: two sockets of eight logical cores (hyperthreads last); a GPU on the second, one without a node."""
     for address, node in (("0000:3b:00.0", 1), ("0000:5e:00.0", -1)):
         folder = tmp_path / "bus/pci/devices" / address
         folder.mkdir(parents=True)
@@ -29,7 +29,7 @@ def sysfs(tmp_path):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """What a rank on GPU 1, at PCI address 0000:3b:00.0, restricts itself to."""
+    """Returns a list of the (pid, cores) to which a rank on GPU 1, at PCI address 0000:3b:00.0, restricts itself."""
     card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))

@@ -1,4 +1,4 @@
-"""Operators find what does the work by name, as long as its owner lives."""
+"""Custom operators find their SliceMeeting by its name, as long as its owner keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of 8 bits on the wire: near what they were, whatever their size, and as many bytes as is said."""
+"""Vectors rounded to 8 bits for an exchange: near the originals at any scale, and of the documented size."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from parallel_backend.engine.comm.rounded import SCALE_BYTES, pack, unpack
 
-STEP = 2**-4  # of e4m3's three bits behind the point: half of the last one, of a number
+STEP = 2**-4  # largest relative error: half of the last of e4m3's three mantissa bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -30,7 +30,7 @@ def test_nothing_comes_back_as_nothing():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_none_afterwards(bad):
-    """So that a black picture is told all the same."""
+    """NaN and infinity must survive, so that the check for black pictures finds them."""
     vectors = torch.ones(2, 16)
     vectors[1, 3] = bad
     found = unpack(pack(vectors), torch.float32)

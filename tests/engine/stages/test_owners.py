@@ -1,4 +1,4 @@
-"""A module's answer of several tensors as one: there and back, of any number of rows."""
+"""Packing of a module's answer of several tensors into one tensor, and back, for any number of rows."""
 
 import torch
 
@@ -10,7 +10,7 @@ def test_what_is_packed_is_unpacked_as_it_was():
     for answer in ([video, sound], (sound, video)):
         packed = pack(answer)
         assert packed.shape == (2, 1, 67) and torch.equal(packed[0, 0, :7], answer[0][0].flatten()[:7])
-        empty = type(answer)(one[:0] for one in answer)  # of whose rows nothing is known
+        empty = type(answer)(one[:0] for one in answer)  # gives the form, not the number of rows
         found = unpack(packed, empty)
         assert type(found) is type(answer)
         assert all(map(torch.equal, found, answer))

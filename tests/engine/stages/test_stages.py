@@ -1,4 +1,4 @@
-"""Stages of ComfyUI's modules: whole images against one process, and patches with the keys of the same call."""
+"""PipeFusion's stages of ComfyUI's modules: whole images, and patches with keys of the same call, equal one process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-EXACT = 1e-5  # of the largest value
-ROWS, SIZE, PATCHES = 2, (9, 7), 3  # tokens that patches do not divide
+EXACT = 1e-5  # relative to the largest value
+ROWS, SIZE, PATCHES = 2, (9, 7), 3  # tokens that do not divide evenly into patches
 STAGED = [name for name in TABLE if has_stages(name)]
 TWO_LISTS = {name for name in STAGED if len(TABLE[name].regions[-1].lists) == 2}
-TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # of Flux' kinds of blocks, and many
+TWO_LISTS -= {"Chroma", "Hunyuan3Dv2"}  # many blocks, of the same kinds as Flux
 TWO = ParallelStrategy(pipefusion_degree=2)
-# Two ranks a stage, in equal and in unlike shares.
+# Two ranks per stage, with equal and with unequal shares.
 ULYSSES, RING = TWO.replace(ulysses_degree=2), TWO.replace(ring_degree=2)
 IN_STAGES = (ULYSSES, RING.replace(device_shares=(2.0, 1.0, 2.0, 1.0)))
-# The second stage begins inside of the first list of blocks, and of the second.
+# The second stage begins inside the first list of blocks (EARLY) or inside the second (LATE).
 EARLY, LATE = (TWO.replace(device_shares=shares) for shares in ((1.0, 3.0), (3.0, 1.0)))
-# Calls that go through stages in whole images: attention has a mask, a ControlNet adds to tokens, or the model looks at
-# them between its blocks.
+# Calls that stages compute in whole images only: attention has a mask, a ControlNet adds to tokens, or the model looks
+# at tokens between its blocks.
 WHOLE = {
     "flux1 + controlnet",
     "flux1 + full mask",
@@ -51,18 +51,18 @@ WHOLE = {
     "wan2.2 animate, face",
     "wan2.2 s2v",
 }
-TEXT_FIRST = {  # in one sequence with the image
+TEXT_FIRST = {  # before the image in one sequence
     "SingleStreamDiT": "krea2 + reference, gqa",
     "NextDiT": "z-image",
     "OmniGen2Transformer2DModel": "omnigen2",
     "BooguTransformer2DModel": "boogu",
 }
-GUIDES = {"ltx, 2 guides ()", "ltx-2, 2 guides ()"}  # whose tokens are no element's alone
+GUIDES = {"ltx, 2 guides ()", "ltx-2, 2 guides ()"}  # some elements belong to no patch alone
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def _flowing(name):
-    """The first case of a class whose image patches flow, if it has one."""
+    """Returns the first case of a class that stages can compute in patches, or None."""
     return next((case for case in CASES[name] if case not in WHOLE), None)
 
 
@@ -73,13 +73,14 @@ def _call(model, inputs, rows=ROWS):
 
 
 def _reference_at_zero(*size):
-    """Of one row: ComfyUI itself cannot compute two."""
+    """Returns inputs with a reference at timestep 0. Use one row: ComfyUI itself cannot compute two."""
     args, kwargs = tiny_inputs("flux2")(*size)
     return args, kwargs | {"ref_latents_method": "index_timestep_zero"}
 
 
 def _case(layouts, model, call, strategy=TWO):
-    """How far this rank's answers are from one process', whole and by patches that find keys of that whole call."""
+    """Returns this rank's differences from one process: for whole images, for patches with the keys of that call, and
+    for patches with other keys. If patches are impossible, "why whole" says why."""
     expected = pack(alone(model, call))
     forward, keys = make_module_forward(model, layouts, Placement(strategy)), StaleKeyCache()
     answer, stages = pack(forward(copy.deepcopy(call), keys=keys)), forward.stages
@@ -109,7 +110,7 @@ def staged(world):
         sent.append((tensor, tensor.clone()))
         send(self, tensor, to)
 
-    P2PChannel.send = noted  # in this fork
+    P2PChannel.send = noted  # in this forked rank only
     found = {}
     for name in STAGED:
         flowing = _flowing(name)
@@ -165,7 +166,7 @@ def test_ranks_of_a_stage_share_out_tokens_of_images_and_of_patches():
 
 @torch.inference_mode()
 def rounded(world):
-    """By strategy and dtype of the exchange: how far from one process' answer, bytes sent, notes, whether exact."""
+    """Returns by strategy and exchange dtype: (difference from one process, bytes sent, notes, forward.exact)."""
     layouts, found = Layouts(world), {}
     build, inputs = CASES["WanModel"]["wan2.1 t2v"]
     model = TinyModel(fill(build()))
@@ -192,7 +193,7 @@ def test_exchanges_within_a_stage_are_rounded_where_that_is_asked_for():
 
 
 def _shorter(call):
-    """The same with another prompt, of three tokens less."""
+    """Returns the same call with another prompt, which is three tokens shorter."""
     kwargs = call.kwargs | {"context": call.kwargs["context"][:, 3:]}
     if "num_tokens" in kwargs:
         kwargs["num_tokens"] -= 3
@@ -201,8 +202,8 @@ def _shorter(call):
 
 @torch.inference_mode()
 def unlike(world, strategy):
-    """By case: whether the elements of each patch are the same for both prompts, and how far patches are from one
-    process' answer to the longer and the shorter one."""
+    """Returns by case: (True if both prompts give each patch the same elements, largest difference of patches from one
+    process for the longer prompt, the same for the shorter prompt)."""
     layouts, found = Layouts(world), {}
     for name, case in TEXT_FIRST.items():
         build, inputs = CASES[name][case]
@@ -234,7 +235,7 @@ def test_prompts_of_unlike_lengths_before_the_image_leave_the_cuts_where_they_ar
 
 @torch.inference_mode()
 def refused(world):
-    """How far the next answer is after a class was refused that stages do not know."""
+    """Returns the difference of the next answer after a class was refused that has no stages."""
     layouts = Layouts(world)
     build, inputs = CASES["WanModel"]["wan2.1 t2v"]
     wan = TinyModel(fill(build()))

@@ -1,4 +1,4 @@
-"""Arguments of blocks cut to each rank's tokens: what the ranks hold is the whole, and nothing twice."""
+"""Arguments of blocks cut to each rank's tokens: all ranks together hold every token once."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ IMAGE, TEXT = torch.arange(22.0).view(1, 11, 2), -torch.arange(1.0, 11).view(1, 
 
 
 def _ranks(count, weights=()):
-    """The tokens of text and image on each rank."""
+    """Returns the BlockTokens of each rank, which know text and image."""
     found = []
     for index in range(count):
         tokens = BlockTokens(Axis(tuple(range(count)), index, None), weights, Traffic())
@@ -71,8 +71,7 @@ def test_ranks_share_the_tokens_of_a_patch():
 
 
 def test_the_last_tokens_of_a_stream_go_where_its_shares_lie():
-    """Of text and image shared out as one stream, the image's: none on the first of four ranks, which holds a
-    stand-in."""
+    """Text and image are shared out as one stream. The first of four ranks has no image token and holds a stand-in."""
     cut = [
         LastTokens(Axis(tuple(range(4)), index, None), (), Traffic(), among=TEXT.shape[1] + IMAGE.shape[1])
         for index in range(4)
@@ -106,7 +105,7 @@ def test_one_value_for_all_tokens_and_one_for_each_frame():
 
 
 def test_timesteps_that_do_not_divide_tokens_leave_the_last_one_fewer():
-    """Eleven tokens and four timesteps are three tokens each and two, as Wan repeats them."""
+    """With eleven tokens and four timesteps, three timesteps have three tokens and the last has two, as in Wan."""
     shares = [
         tokens.cut(torch.arange(4.0).view(1, 4, 1), Tokens("img", grouped=True)).flatten().tolist()
         for tokens in _ranks(3)
@@ -153,7 +152,7 @@ def test_ranges_and_first_tokens_are_renumbered():
 
 
 class _PerFrame:
-    """As LTX-2 keeps timesteps."""
+    """A timestep in the form of LTX-2: one value per frame, until it expands."""
 
     def __init__(self, data, frame):
         self.data, self.frame = data, frame
