@@ -1,4 +1,4 @@
-"""Fixtures for every test: what a test started must be gone when it ends."""
+"""Fixtures for all tests. Everything that a test starts must be gone when the test ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
 os.environ["PARALLEL_SAMPLING_MEASUREMENTS"] = "off"  # tests keep nothing in the user's cache folder
 
-# A machine that does much else is slow, and nothing is wrong with that.
+# On a busy machine an example may take long, and that is no failure.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -36,7 +36,7 @@ LEAK_PATIENCE = 20.0  # s that the kernel and dying processes get to clean up
 
 def pytest_configure() -> None:
     supervisor.subprocess = FORKED
-    # What takes longer than this in the product is given up on; on a machine that tests keep busy it may only be slow.
+    # The product gives up after shorter times; on a machine that is busy with tests an answer may only be slow.
     deadlines.REPORT, deadlines.DEATH_NOTICE, deadlines.STACK = 2.0, 20.0, 5.0
 
 
@@ -46,7 +46,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that share two warm ranks do so on one worker, so that no other starts some too."""
+    """Puts tests that share the two warm ranks on one worker, so that no other worker starts them. Marks page tests."""
     if "two_real_ranks" in item.fixturenames and item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group("two_real_ranks"))
     if "browser" in item.fixturenames:
@@ -54,7 +54,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: each collection of garbage would look through it, and in a forked rank copy it."""
+    """Freezes imported objects: every garbage collection would scan them, and in a forked rank copy their pages."""
     gc.collect()
     gc.freeze()
 
@@ -75,7 +75,7 @@ def no_leaks():
     """Fails the test when it leaves a process, descriptor, shared memory, listening port or rendezvous folder."""
     if sys.platform != "linux":
         pytest.skip("ranks need Linux")
-    supervisor.get_supervisor()  # lasts as long as the process, with its own descriptor
+    supervisor.get_supervisor()  # has a descriptor and lasts as long as the process
     before = _snapshot()
     yield
     deadline = time.monotonic() + LEAK_PATIENCE
@@ -100,8 +100,8 @@ def _shared_ranks():
 
 @pytest.fixture
 def two_real_ranks(_shared_ranks, request):
-    """Two warm ranks with the real model code, for tests that leave them running. To start them costs several times
-    what such a test does, so all share them."""
+    """Two warm ranks with the real model code, for tests that leave them running. Starting them costs several times as
+    much as such a test, so all tests share them."""
     _shared_ranks.start()
     request.getfixturevalue("no_leaks")
     pids = _shared_ranks.pids
@@ -111,7 +111,7 @@ def two_real_ranks(_shared_ranks, request):
 
 @pytest.fixture(scope="session")
 def comfyui_here():
-    """The real ComfyUI in this process, whose forks then have it."""
+    """The real ComfyUI, imported into this process, so that its forks have it."""
     from comfy_modules import import_comfyui_here
 
     return import_comfyui_here()
@@ -119,14 +119,14 @@ def comfyui_here():
 
 @pytest.fixture
 def own_real_ranks(no_leaks):
-    """A sidecar of two ranks with the real model code that are this test's alone: for faults, which ranks take on as
-    they start."""
+    """A sidecar of two ranks with the real model code, used by this test alone. Faults need it, because ranks get a
+    fault when they start."""
     from parallel_backend.sidecar.sidecar import Sidecar
 
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     yield sidecar
     sidecar.stop()
-    FAILING.clear()  # else a device is left out in other tests
+    FAILING.clear()  # else other tests leave out a device
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def weights(tmp_path) -> ModelSpec:
 
 @pytest.fixture
 def scaled(tmp_path):
-    """Writes, by scale, a file for scripted ranks whose velocity is x times that."""
+    """A function that writes a weights file for scripted ranks, with the given scale of the velocity."""
 
     def written(scale: float, script: str = "good") -> ModelSpec:
         return scripted_weights(tmp_path / f"{scale:g}.safetensors", f"{script} {scale}")
@@ -155,7 +155,7 @@ def sidecar(no_leaks):
 
 @pytest.fixture
 def events():
-    """Collects what the sidecars of this process tell while the test runs."""
+    """The events that the sidecars of this process send while the test runs."""
     found = []
     stop = listen(found.append)
     yield found
@@ -174,9 +174,9 @@ def _snapshot() -> dict[str, set]:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208, names are wanted
         try:
             descriptors[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
-    children.discard(str(FORKED.pid))  # which lasts as long as the process, and starts with the first rank
+    children.discard(str(FORKED.pid))  # starts with the first rank and lasts as long as this process
     descriptors.pop(str(FORKED.descriptor), None)
     return {
         "processes": {pid for pid in children if is_running(int(pid))} | set(map(str, ranks_of(own))),
@@ -190,7 +190,7 @@ def _snapshot() -> dict[str, set]:
 
 
 def _listening(sockets: set[str]) -> set[str]:
-    """Local addresses on which one of these sockets (links like `socket:[inode]`) listens."""
+    """Returns the local addresses on which one of these sockets (links like `socket:[inode]`) listens."""
     found = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""Device texts: what each means, and what is refused by name."""
+"""Device texts such as `0,1` and `cpu:2`: the devices that they name, and the texts that are refused by name."""
 
 from types import SimpleNamespace
 
@@ -125,7 +125,7 @@ def test_a_refusal_knows_the_nearest_devices_that_are_there(gpus, text, count, n
 def test_a_comfyui_without_gpus_uses_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_devices("all") == ("cuda:0", "cuda:1")
-    monkeypatch.setattr(devices, "_only_cpu", False)  # put back afterwards
+    monkeypatch.setattr(devices, "_only_cpu", False)  # so that it is restored after the test
     devices.use_only_cpu()
     assert resolve_devices("all") == ("cpu:0",)
     with pytest.raises(DeviceError, match="ComfyUI runs with --cpu"):

@@ -1,4 +1,4 @@
-"""The tests' stand-in for a device tells its memory from the host's where CUDA does."""
+"""The tests' stand-in for a device separates its memory from the host's as CUDA does."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Host memory: the computer's, or the least that the control groups around this process leave."""
+"""Host memory: the computer's, or the smallest limit of the control groups around this process."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_least_of_nested_groups_counts_wherever_it_stands(cgroups):
     assert limit("user", 2 * GIB) == 2 * GIB
     assert limit("user/session", GIB) == GIB
     assert limit("user", GIB // 2) == GIB // 2
-    # A container may be told a path that only the host has.
+    # A container may read a path that exists only on the host.
     own.write_text("0::/of/the/host\n")
     assert limit("", GIB // 4) == GIB // 4
 
@@ -67,5 +67,5 @@ def test_pages_of_a_file_are_given_back_and_come_again_and_what_was_written_stay
     mapped[7] = -1
     give_back_pages(path)
     assert mapped[7] == -1 and mapped[8] == 8
-    give_back_pages(other, tmp_path / "absent")  # no Linux
+    give_back_pages(other, tmp_path / "absent")  # not on Linux
     assert resident_bytes(other) >= numbers.nbytes

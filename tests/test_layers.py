@@ -1,6 +1,6 @@
-"""The rooms of the house, who may import whom, and how large they may be, read from the source.
+"""The pack's rooms (each folder of parallel_backend/, and nodes/): which may import which, and how large they may be.
 
-Each list of exceptions may only shrink: an entry that is no longer needed fails here too.
+Each list of exceptions may only shrink: an entry that is no longer needed also fails a test.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Each room and the rooms it may import besides itself and the vocabulary in the root's files. Listed lowest first.
+# Each room and the rooms that it may import besides itself and the root's files, the vocabulary. Lowest room first.
 ROOMS = {
     "wire": set(),
     "job": set(),
@@ -36,7 +36,7 @@ ROOMS = {
     },
     "nodes": {"observability", "planner", "sidecar", "machine", "models", "job", "wire"},
 }
-# The folders of a room, lowest first; those of one floor do not import each other, "" is the room's own files.
+# The folders of a room, lowest floor first. Folders of one floor do not import each other; "" is the room's top files.
 FLOORS = {
     "wire": [{""}, {"checks"}],
     "models": [
@@ -53,7 +53,7 @@ FLOORS = {
     "commands": [{"doctor"}, {"bench"}, {"gpu_check"}, {""}],
     "nodes": [{"host"}, {"model"}, {"job", "runs"}, {"", "routes", "preload"}],
 }
-# Imports that go up within a room all the same.
+# Exceptions: imports that go up within a room.
 UPWARDS_WITHIN = {
     ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.placing"),
     ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.formats.slices"),
@@ -61,7 +61,7 @@ UPWARDS_WITHIN = {
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LONG_FILES: set[str] = set()
-# The first three stay: a process's door, a table of colours, and what must load nothing first.
+# The first three stay short: a process's entry point, a table of colours, and code that runs before any heavy import.
 SHORT_FILES = {
     "parallel_backend/commands/gpu_check/__main__.py",
     "parallel_backend/models/demo/preview.py",
@@ -74,7 +74,7 @@ SHORT_FILES = {
     "parallel_backend/wire/checks/self_test.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
-# Rooms that know no family of models: what is one family's lives in its folder below models/.
+# Rooms without code for a single model family: such code is in the family's folder below models/.
 ROOMS_WITHOUT_A_FAMILY = ["engine", "sampling", "rank"]
 # ComfyUI and its parts. In a rank only `models/comfyui/` may use them.
 COMFYUI = {
@@ -89,7 +89,7 @@ COMFYUI = {
     "latent_preview",
 }
 ENGINE_LIBRARIES = {"xfuser", "diffusers", "yunchang", "distvae"}
-# Who imports diffusers beside its models: its attention dispatch, its GGUF arithmetic.
+# Modules that import diffusers besides the models: for its attention dispatch and its GGUF arithmetic.
 DIFFUSERS_OWNERS = {
     "parallel_backend.engine.attention.kernels",
     "parallel_backend.models.comfyui.formats.gguf_layout",
@@ -98,9 +98,9 @@ XFUSER_OWNERS = {
     "parallel_backend.engine.attention.compat_xfuser",
     "parallel_backend.engine.attention.xfuser",
 }
-# A family's own files outside of models/, in whose rooms' code no family has a name otherwise.
+# Files for one family outside models/. No other code in their rooms may name a family.
 FAMILYS_OWN = {"nodes.loaders"}
-# How others call the loader node of Flux.1.
+# Names by which other modules call the loader node of Flux.1.
 LOADER_NODE = {"flux_loader", "ParallelFluxLoader"}
 _OBJECT_COLLECTIVES = {
     "all_gather_object",
@@ -125,7 +125,7 @@ MODULES = {
 
 
 def _imports(path):
-    """(modules of others, modules of the pack) that the file imports anywhere, functions included."""
+    """Returns (other libraries, modules of the pack) that the file imports anywhere, also inside functions."""
     package = path.relative_to(ROOT).parts[:-1]
     outside, inside = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -147,7 +147,7 @@ IMPORTS = {name: _imports(path) for name, path in MODULES.items()}
 
 
 def _room(module):
-    """The room a module lies in; empty for the root's files."""
+    """Returns the room of a module, or "" for the root's files."""
     parts = module.split(".")
     if parts[0] == "nodes":
         return "nodes"
@@ -155,12 +155,12 @@ def _room(module):
 
 
 def _with_packages(modules):
-    """Those modules and the packages around them, whose __init__ Python runs first."""
+    """Returns these modules and the packages around them, whose __init__ Python runs first."""
     return {".".join(m.split(".")[:n]) for m in modules for n in range(1, m.count(".") + 2)} & set(MODULES)
 
 
 def _reachable(modules):
-    """All modules of the pack that importing these may import, at once or later."""
+    """Returns all modules of the pack that importing these may import, immediately or later."""
     found, todo = set(), set(modules)
     while todo:
         found |= todo
@@ -176,26 +176,26 @@ def test_the_root_holds_only_the_vocabulary():
 
 
 def _wrong(check, modules=MODULES):
-    """What `check` finds wrong, by module."""
+    """Returns what `check` finds wrong, by module."""
     return {module: wrong for module in modules if (wrong := check(module))}
 
 
-DOOR = "parallel_backend.__main__"  # to every room's commands
+DOOR = "parallel_backend.__main__"  # starts the commands of every room
 
 
 def _upwards(module):
-    """The rooms that a module imports and may not."""
+    """Returns the rooms that a module imports but must not import."""
     room = _room(module)
     return {_room(name) for name in IMPORTS[module][1]} - {room, ""} - ROOMS.get(room, set())
 
 
 def test_arrows_point_down():
     assert _wrong(_upwards, MODULES.keys() - {DOOR}) == {}
-    assert _upwards(DOOR) != set()  # the control
+    assert _upwards(DOOR) != set()  # the check can fail
 
 
 def _floor(module):
-    """(the room, its floor from below, the folder within the room) of a module; floor None where none is known."""
+    """Returns a module's (room, floor counted from below or None if FLOORS lacks it, folder within the room)."""
     room = _room(module)
     folders = MODULES[module].parent.relative_to(ROOT).parts
     folder = "/".join(folders[1 if room == "nodes" else 2 :])
@@ -245,7 +245,7 @@ def test_the_backend_imports_nothing_of_comfyui():
     own = [name for name in MODULES if name.startswith("parallel_backend.models.comfyui")]
     backend = [name for name in MODULES if _room(name) != "nodes" and name not in own]
     assert _wrong(lambda module: IMPORTS[module][0] & COMFYUI, backend) == {}
-    assert _wrong(lambda module: IMPORTS[module][0] & COMFYUI, own) != {}  # the control
+    assert _wrong(lambda module: IMPORTS[module][0] & COMFYUI, own) != {}  # the check can fail
 
 
 def test_nothing_that_nodes_reach_loads_an_engine_library_or_a_ranks_half():
@@ -273,7 +273,7 @@ def test_rooms_of_a_rank_do_not_even_say_the_name_of_a_family():
         return [token.start[0] for token in code if "flux" in token.string.lower()]
 
     assert _wrong(lines, [name for name in MODULES if _room(name) in ROOMS_WITHOUT_A_FAMILY]) == {}
-    assert _wrong(lines, ["parallel_backend.models.diffusers.load"]) != {}  # the control
+    assert _wrong(lines, ["parallel_backend.models.diffusers.load"]) != {}  # the check can fail
 
 
 def test_there_are_no_import_cycles():
@@ -290,12 +290,12 @@ def test_there_are_no_import_cycles():
         visit(name, [])
 
 
-PICKLES = {"pickle", "cloudpickle"}  # for jobs, from ComfyUI to the ranks that it started
+PICKLES = {"pickle", "cloudpickle"}  # for jobs that ComfyUI sends to the ranks that it started
 UNPICKLING = "parallel_backend.job.unpickling"
 
 
 def _runs_text(tree, allowed=frozenset()):
-    """Lines that unpickle, or run what they read. `allowed`: modules that may be imported all the same."""
+    """Yields the lines that unpickle, or execute text or a shell. `allowed`: modules that may be imported anyway."""
     forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve"} - allowed
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -316,7 +316,7 @@ def _runs_text(tree, allowed=frozenset()):
 def test_nothing_unpickles_or_executes_text():
     """Weights and frames are data: no pickle, torch.load, object collectives, eval, exec or shell.
 
-    A job is pickled, in one room.
+    Only jobs are pickled, in one room.
     """
 
     def wrong(module):
@@ -335,7 +335,7 @@ def test_only_a_rank_can_reach_what_unpickles():
 
 
 def test_flux_is_named_in_its_own_home_only():
-    """In code: words for people, in strings and comments, may name what the pack runs."""
+    """Only names in code count: strings and comments are for people and may name what the pack runs."""
 
     def names(module):
         with MODULES[module].open("rb") as file:
@@ -344,4 +344,4 @@ def test_flux_is_named_in_its_own_home_only():
 
     others = [name for name in MODULES if _room(name) != "models" and name not in FAMILYS_OWN]
     assert _wrong(names, others) == {}
-    assert _wrong(names, FAMILYS_OWN).keys() == FAMILYS_OWN  # the control
+    assert _wrong(names, FAMILYS_OWN).keys() == FAMILYS_OWN  # the check can fail

@@ -1,4 +1,4 @@
-"""Shares: contiguous, complete, and as even, or as near to their weights, as whole numbers allow."""
+"""Shares are contiguous and complete, and as even, or as close to their weights, as whole numbers allow."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""`python -m parallel_backend`: what all commands have in common."""
+"""`python -m parallel_backend`: the behaviour that all commands share."""
 
 import os
 import subprocess

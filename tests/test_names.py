@@ -1,6 +1,6 @@
-"""One meaning, one name: no class name twice, and no new public name made of the pack's private words.
+"""One meaning, one name: no class name is used twice, and no new public name has a word of the pack's private dialect.
 
-Both lists of exceptions may only shrink: an entry that is no longer needed fails here too.
+Both lists of exceptions may only shrink: an entry that is no longer needed also fails a test.
 """
 
 import ast
@@ -16,28 +16,28 @@ FILES = [
 ]
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
-# Class names that mean several things today, and how many.
+# Class names that have several meanings today, and how many.
 SEVERAL_MEANINGS = {
     "_Part": 2,
 }
 
-# What the field, or plain English, has another word for: own (local), whole (full, unsplit), told and said (reported),
+# Words for which the field or plain English has another: own (local), whole (full, unsplit), told and said (reported),
 # kept (cached, stored), wanted (requested), alike (equal), others (the rest, by name), together, begun (started).
 DIALECT = re.compile(
     r"(?:^|_)(own|whole|told|untold|said|kept|wanted|alike|others|aside|together|begun)(?:_|$)"
 )
-# Public names that have one of these words today. `whole`, a field of the table of models, is part of what the proof of
-# each class is about: with another name all would have to be proven again.
+# Public names that have one of these words today. `whole` is a field of the table of models, which the proof of each
+# class covers: under another name all classes would have to be proven again.
 SPEAK_DIALECT = {"whole"}
 
 
 def _words(name):
-    """A name in lower case, its words joined by underscores."""
+    """Returns a name in lower case, its words joined by underscores."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def _public_names(body):
-    """Names of functions, classes, constants, methods and fields, but for those that begin with an underscore."""
+    """Yields the names of functions, classes, constants, methods and fields, including those with an underscore."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -1,4 +1,4 @@
-"""The tests' stand-in for NCCL does what torch documents of it, where gloo forgives."""
+"""The tests' stand-in for NCCL behaves as torch documents NCCL, even for errors that gloo tolerates."""
 
 import threading
 from functools import partial
@@ -13,7 +13,7 @@ from nccl_device import NcclError
 from nccl_semantics import NCCL_STREAMS
 from ranks import RankError, run_ranks
 
-SHORT = 2.0  # s after which what must hang is known to
+SHORT = 2.0  # s after which an operation counts as hanging
 
 
 def run(fn, *args, **how):
@@ -43,7 +43,7 @@ def test_nothing_is_there_before_the_wait_and_all_of_it_after():
 
 
 def _uneven(world):
-    """Rank 0 sends one row to itself and two to rank 1, which sends three and none."""
+    """Runs collectives. By all-to-all rank 0 sends [1, 2] rows to ranks 0 and 1, and rank 1 sends [3, 0]."""
     send, sizes = (torch.arange(3.0), [1, 2]) if world.rank == 0 else (torch.arange(3.0) + 10, [3, 0])
     receive_sizes = [1, 3] if world.rank == 0 else [2, 0]
     received = torch.empty(sum(receive_sizes))
@@ -92,7 +92,7 @@ def _error_of(act):
 
 
 def _alone(world):
-    """Gloo would take the message and go on."""
+    """Sends from rank 0 without a receive on rank 1. Gloo would take the message and go on."""
     nccl_device.PATIENCE = SHORT
     said = _error_of(lambda: dist.isend(torch.zeros(1), 1)) if world.rank == 0 else ""
     dist.barrier(group=world.control)
@@ -101,7 +101,7 @@ def _alone(world):
 
 def _both_send_first(world, batched):
     peer, sent, arriving = 1 - world.rank, torch.ones(1), torch.zeros(1)
-    # The pair stands before what must hang begins.
+    # The pair's communicator is made before the operations that must hang.
     (dist.isend if world.rank else dist.irecv)(arriving, peer).wait()
     if not batched:
         nccl_device.PATIENCE = SHORT
@@ -121,7 +121,7 @@ def _another_collective(world):
         work = (
             dist.broadcast(tensor, 0, async_op=True) if world.rank else dist.all_reduce(tensor, async_op=True)
         )
-        work.wait()  # at the call itself nothing shows
+        work.wait()  # the call itself raises no error
 
     said = _error_of(act)
     dist.barrier(group=world.control)
@@ -157,7 +157,7 @@ def test_what_gloo_forgives_is_an_error(act, arguments, words):
 
 
 def _other_orders(world, patience):
-    """Two sums in two groups: which of them comes first is not the same on both ranks."""
+    """Runs two sums in two groups, in another order on each rank."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
         dist.all_reduce(torch.ones(1), group=group)
@@ -170,13 +170,13 @@ def _other_orders(world, patience):
 
 
 def test_an_order_that_needs_kernels_beside_each_other_is_an_error():
-    """All of them wait for a peer whose device is busy with another."""
+    """Each sum waits for a peer whose device is busy with the other sum."""
     assert any("did not end" in said for said in run(_other_orders, SHORT))
     assert run(_other_orders, nccl_device.PATIENCE, backend=NCCL_STREAMS) == ["", ""]
 
 
 def _sizes_differ(world):
-    """Of a sum, of a send, of one in a batch, of what an all-to-all brings: each in a group of its own, which ends."""
+    """Runs a sum, a send, a batch and an all-to-all with sizes that differ, each in a new group: an error ends it."""
 
     def sends(group):
         return (dist.recv if world.rank else dist.send)(torch.zeros(2 + world.rank), 1 - world.rank, group)
@@ -192,7 +192,7 @@ def _sizes_differ(world):
     def exchange(group):
         return dist.all_to_all_single(torch.zeros(3), torch.zeros(2), [1, 2], [1, 1], group=group)
 
-    nccl_device.PATIENCE = 3 * SHORT  # of the one that sends what nobody takes
+    nccl_device.PATIENCE = 3 * SHORT  # for the rank whose message is not received
     said = []
     for act in (
         lambda group: dist.all_reduce(torch.zeros(2 + world.rank), group=group),
@@ -214,7 +214,7 @@ def test_sizes_that_differ_are_an_error():
 
 
 def _refused(world):
-    """What no communicator takes, and no rank waits for."""
+    """Returns the errors of calls that a communicator refuses at once, so that no rank waits for them."""
     whole, said = torch.zeros(4), []
     thread_said = []
     for act in (
@@ -234,7 +234,7 @@ def _refused(world):
     other.join()
     dist.all_gather(
         list(whole.chunk(2)), whole[2 * world.rank :][:2]
-    )  # in place, where its own share arrives
+    )  # in place: the input lies where this rank's share arrives
     return [*said, *thread_said]
 
 

@@ -1,4 +1,4 @@
-"""How ranks compute a model: what can be chosen, and that a misspelt choice is refused by name."""
+"""The choices of how ranks compute a model: their defaults, and that a misspelt choice is refused by name."""
 
 from __future__ import annotations
 

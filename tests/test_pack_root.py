@@ -32,7 +32,7 @@ def test_importing_the_root_starts_nothing_and_needs_nothing():
 
 
 def _requirements(name: str) -> dict[str, str]:
-    """Package name in lower case -> version rule."""
+    """Returns the version rules of a requirements file by package name in lower case."""
     lines = (line.split("#")[0].split(";")[0].strip() for line in (ROOT / name).read_text().splitlines())
     matches = (re.fullmatch(r"([A-Za-z0-9_.-]+)\s*(.*)", line) for line in lines if line)
     return {match[1].lower(): match[2] for match in matches}

@@ -1,4 +1,4 @@
-"""What the Comfy Registry gets: true metadata, pictures of its sizes, and an archive with what runs and no more."""
+"""The Comfy Registry gets true metadata, pictures of its sizes, and an archive with only those files that run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _git(*arguments: str) -> set[str]:
 
 
 def _shipped() -> set[str]:
-    """.comfyignore has the patterns of .gitignore, so git itself can read it."""
+    """Returns the files of the archive. .comfyignore has patterns like .gitignore, so git itself can read it."""
     return _git() - _git("--cached", "--ignored", "--exclude-from=.comfyignore")
 
 

@@ -1,4 +1,4 @@
-"""The suite itself: tests share through tests/support and tests/closed_forms, so that each file can be run alone."""
+"""The suite itself: tests share code only in tests/support and tests/closed_forms, so each file can be run alone."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ TESTS = Path(__file__).parent
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names that the file imports, those of `from a import b` as `a.b`."""
+    """Returns the dotted names that the file imports; `from a import b` gives `a.b`."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

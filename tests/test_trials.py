@@ -1,4 +1,4 @@
-"""The trials of a job as arithmetic: which strategy each step runs under, for given times."""
+"""The arithmetic of a job's trials: the strategy of each step, for given step times."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def plan(*others, budget=PLENTY, **facts):
 
 
 def ran(times, steps=28, trials=None, first_step_s=0.0):
-    """(the strategy of each step, the trials, seconds) of a job in which a step takes `times` of its strategy, and the
-    first one under each `first_step_s` more."""
+    """Runs a job and returns (the strategy of each step, the TrialRun, seconds). A step takes `times` of its strategy,
+    and the first one after a change takes `first_step_s` more."""
     run, said, took = TrialRun(ULYSSES, trials or plan(RING, CFG, ONE), steps), [], 0.0
     for _ in range(steps):
         strategy = run.strategy
@@ -104,12 +104,12 @@ def test_one_whose_lower_bound_is_no_better_is_not_tried():
 
 
 def test_one_that_by_arithmetic_costs_more_than_the_budget_is_left_to_a_longer_job():
-    """A step of one device of two takes twice as long where devices are all there is to it."""
+    """With one of two devices a step takes twice as long if computation is all that counts."""
     times = {ULYSSES: 1.0, RING: 1.0, ONE: 2.0}
     for steps, tries in ((28, False), (40, True)):
         others = (TrialCandidate(ONE, slower=2.0), TrialCandidate(RING))
         said, _, took = ran(times, steps, TrialPlan(others, BUDGET * steps))
-        assert said.count(ONE) == tries and RING in said  # one that costs less still has its turn
+        assert said.count(ONE) == tries and RING in said  # a strategy that costs less is still tried
         assert took <= (1 + BUDGET) * steps
 
 
@@ -123,20 +123,20 @@ def test_what_trials_have_lost_is_no_longer_there_for_others():
 
 def test_a_trial_ends_where_it_has_used_the_budget_up_unless_it_leads():
     said, run, _ = ran({ULYSSES: 1.0, RING: 1.1, CFG: 0.8, ONE: 1.0}, 28, plan(RING, CFG, budget=0.05))
-    assert said.count(RING) == 1 and run.results[1] == Trial(RING, ())  # which nothing was expected to cost
-    assert CFG not in said  # nothing is left
+    assert said.count(RING) == 1 and run.results[1] == Trial(RING, ())  # no cost was expected of it
+    assert CFG not in said  # no budget is left
     said, run, _ = ran({ULYSSES: 1.0, RING: 0.8}, 28, plan(RING, switch_s=1.0, budget=0.05), first_step_s=0.9)
-    assert run.results[1].seconds[:2] == (0.8, 0.8) and said[-1] == RING  # its first step alone was slow
+    assert run.results[1].seconds[:2] == (0.8, 0.8) and said[-1] == RING  # only its first step was slow
 
 
 LIKELY = {"close": (1.0, 1.08), "behind": (1.1, 1.4), "far": (1.4, 12.0), "ahead": (0.55, 0.95)}
-# What the times of the three others are like, on a machine where the first strategy's step takes 1 s.
+# Kinds of step times of the three other strategies; a step under the first strategy takes 1 s.
 CASES = [*itertools.combinations_with_replacement(LIKELY, 3)][:12]
 
 
 @pytest.mark.parametrize("kinds", CASES, ids="-".join)
 def test_trials_lose_the_budget_and_one_step_at_most_and_end_with_the_fastest_of_those_tried(kinds):
-    """Against the fastest known when each step begins; in 12 cases of 160 drawn jobs each."""
+    """A loss is measured against the fastest strategy known at a step's start; 12 cases of 160 random jobs each."""
     clock = random.Random("-".join(kinds))
     for _, steps in itertools.product(range(40), (13, 20, 28, 50)):
         others = [clock.uniform(*LIKELY[kind]) for kind in clock.sample(kinds, 3)]

@@ -1,4 +1,4 @@
-"""Uninstalling: the pack's own files outside its folder go, and nobody else's."""
+"""Uninstalling removes the pack's files outside its folder, and no other files."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def uninstall(cache: Path) -> str:
-    """As ComfyUI Manager does it."""
+    """Runs uninstall.py as ComfyUI Manager does, and returns its output."""
     environment = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run(
         [sys.executable, "uninstall.py"],

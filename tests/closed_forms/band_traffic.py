@@ -1,21 +1,22 @@
-"""Closed form of what each rank sends when an image is decoded in bands, to check the counted bytes against."""
+"""Closed form of the bytes that each rank sends when an image is decoded in bands. Counted bytes are compared to it."""
 
 from __future__ import annotations
 
 from .vae_sizes import VaeSizes
 
-_GROUPS = 32  # of each norm
+_GROUPS = 32  # in each group norm
 _COLOURS = 3
 
 
 def expected_decode_bytes(
     sizes: VaeSizes, rows: tuple[int, ...], rank: int, *, width: int, element_size: int = 4
 ) -> int:
-    """Payload bytes that `rank` sends for one image of sum(rows) x `width` latent positions; `rows`: of each rank.
+    """Returns the payload bytes that `rank` sends for one image of sum(rows) x `width` latent positions.
 
+    `rows`: latent rows of each rank.
     - Halo: at each 3x3 convolution one row of its input goes to each neighbour.
     - Norms: two float32 numbers per group go to every other rank that has rows.
-    - Attention: keys and values of its tokens, padded to the largest band, go to every other rank that has rows.
+    - Attention: keys and values of the rank's tokens, padded to the largest band, go to every other rank with rows.
     - Image: the band's pixels go to rank 0.
     """
     if not rows[rank]:
@@ -24,9 +25,9 @@ def expected_decode_bytes(
     position, others = active.index(rank), len(active) - 1
     neighbours = (position > 0) + (position < others)
     wide, n = sizes.widths[-1], sizes.resnets
-    # Channels of the convolutions' inputs, times the width they have relative to the latent.
+    # Input channels of each convolution, times the width of its input relative to the latent.
     halo = sizes.channels + 4 * wide  # conv_in and the two resnets in the middle
-    norms = 5  # theirs and the attention's
+    norms = 5  # of those two resnets and the attention
     before = wide
     for level, channels in reversed(list(enumerate(sizes.widths))):
         scale = 2 ** (len(sizes.widths) - 1 - level)

@@ -1,4 +1,4 @@
-"""Closed forms of what each rank sends per model call, to check the counted bytes against."""
+"""Closed forms of the bytes that each rank sends per model call. Tests compare counted bytes to them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def attention_elements(
     strategy: ParallelStrategy,
     hidden: int,
 ) -> int:
-    """What rank `index` of a sequence axis sends for one attention of one row, in elements.
+    """Returns the elements that rank `index` of a sequence axis sends for one attention of one row.
 
-    `streams`: those that are projected by themselves, each with the tokens of each rank by kind (text, image); `held`:
-    of each rank those whose keys and values go round the ring. With s tokens on this rank and S in its Ulysses group of
-    U ranks, Ulysses sends q, k, v and the output for the others' heads and tokens: (3 s (U-1) + (S - s)) / U * hidden;
-    where two ranks send tokens, those that both have count once in place of 3 / 2, if both have some of each kind. Ring
-    passes every share but the one that ends here.
+    `streams`: one entry per separate projection: by kind (text, image), the token count of each rank; `held`: per rank,
+    the tokens whose keys and values go round the ring. This rank has s tokens, its Ulysses group of U ranks has S.
+    Ulysses sends q, k, v and the output for the other ranks' heads and tokens: (3 s (U-1) + (S - s)) / U * hidden. If
+    two ranks send tokens instead, and both have tokens of each kind, the first min(s, S - s) tokens cost 1 * hidden
+    each and not 3 / 2 * hidden. Ring passes on every share except the one that ends here.
     """
 
     ulysses, ring = strategy.ulysses_degree, strategy.ring_degree
@@ -35,15 +35,15 @@ def attention_elements(
         before = min(lengths[pair]) if sends_tokens else 0
         arriving = before * ulysses + 3 * (own - before) * (ulysses - 1)
         exchanged += (arriving + groups(lengths)[member] - own) * hidden // ulysses
-    # This rank sends on its own share first and then all it receives, except the share that would come home.
+    # This rank sends its local share first, then every share that it receives except that of the next rank.
     sent_on = [groups(held)[(member - hop) % ring] for hop in range(ring - 1)]
     return exchanged + 2 * sum(sent_on) * hidden // ulysses
 
 
 def share_of_tokens_sent(hidden: int, inner: int, blocks: int, norms: int = 0) -> float:
-    """Returns what two ranks send where they send tokens, as a share of what they send where they send queries, keys
-    and values, with the answers of one stream gathered in the dtype of its tokens. `inner`: width of all heads;
-    `norms`: over all heads, of each of which the sums of both ranks' tokens are added up."""
+    """Returns the bytes that two ranks send if they send tokens, as a share of the bytes if they send queries, keys and
+    values. The model has one stream; its answers are gathered in the dtype of its tokens. `inner`: width of all heads;
+    `norms`: number of norms over all heads; for each, the ranks add up their sums for the tokens of both."""
     before = blocks * 2 * inner + hidden
     return (blocks * (hidden + inner / 2 + 2 * norms) + hidden) / before
 
@@ -62,13 +62,12 @@ def expected_bytes(
     apart: int = 0,
     element_size: int = 4,
 ) -> int:
-    """Payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each, weights aside.
+    """Returns the payload bytes that `rank` sends in one forward of `rows` rows with `text` + `image` tokens each.
 
-    Per layer and row of its share what `attention_elements` says; the first `apart` layers project text and image each
-    by itself.
+    Weights are not counted. Each layer sends `attention_elements` per row of the rank's share; the first `apart` layers
+    project text and image separately.
     After the last layer the outputs are gathered in float32: image tokens over the sequence, latents over the rows.
-    Under tensor parallelism a rank has a T-th of the heads; what its slices of the weights send, and shares of them, is
-    in weights_traffic.py.
+    Under tensor parallelism a rank has 1 / T of the heads; weights_traffic.py has the bytes that its weight slices add.
     """
     rank, hidden = rank // strategy.tensor_degree, hidden // strategy.tensor_degree
     sequence = strategy.sequence_degree

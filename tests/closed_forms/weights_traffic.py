@@ -1,4 +1,4 @@
-"""Closed forms of what spreading the weights sends: tensor parallelism, per layer."""
+"""Closed forms for tensor parallelism: the bytes that it adds to a forward, and the shapes of a rank's slices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from parallel_backend.layout import split_sizes
 from parallel_backend.models.diffusers.keys import FluxDims, diffusers_shapes
 from parallel_backend.strategy import ParallelStrategy
 
-# Ends of the names of diffusers' layers within blocks whose weights are split by rows, and by columns.
+# Name endings of the layers in diffusers' blocks whose weights are split by rows, and by columns.
 SLICED_BY_ROWS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     *("ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"),
@@ -25,16 +25,17 @@ def tensor_bytes(
     image: int,
     element_size: int = 4,
 ) -> int:
-    """Payload bytes that `rank` sends in one forward to put slices of layers together (`expected_bytes` has the rest).
+    """Returns the payload bytes that `rank` sends in one forward to combine slices (`expected_bytes` has the rest).
 
-    With s tokens, text and image, and n rows on this rank, T ranks of the tensor axis: a double block adds up s tokens
-    twice, after attention and after the feed-forward layers, a single block once; a sum is 2 (T - 1) / T of them. The
-    modulation is put together from slices: 12 and 3 times the hidden size per row, T - 1 times a T-th.
+    This rank has s tokens (text and image) and n rows; the tensor axis has T ranks. A double block all-reduces s tokens
+    twice, after attention and after the feed-forward layers, a single block once. An all-reduce sends 2 (T - 1) / T of
+    its numbers. The modulation is 12 (double block) or 3 (single block) times the hidden size per row. It is gathered
+    from slices: a rank sends its slice, 1 / T of the whole, T - 1 times.
     """
     ranks = strategy.tensor_degree
     row_index, sequence_index = divmod(rank // ranks, strategy.sequence_degree)
     shares = [split_sizes(count, strategy.sequence_degree)[sequence_index] for count in (text, image)]
-    tokens = sum(max(1, share) for share in shares)  # a rank without a token of a stream holds a stand-in
+    tokens = sum(max(1, share) for share in shares)  # a rank without a token of a stream holds one stand-in
     row_sizes = split_sizes(rows, strategy.row_degree)
     n = row_sizes[row_index] or max(row_sizes)  # a rank without rows computes the first ones for nothing
     sums = 2 * dims.double_blocks + dims.single_blocks
@@ -43,8 +44,8 @@ def tensor_bytes(
 
 
 def sliced_shapes(dims: FluxDims, degree: int, index: int) -> dict[str, tuple[int, ...]]:
-    """Every parameter of diffusers' layout with the shape of a rank's slice of it; the first rank alone has what is
-    added to a sum."""
+    """Returns the shape of the rank's slice of each parameter in diffusers' layout. Only the first rank has the biases
+    that are added to a sum."""
     added = tuple(f"{layer}.bias" for layer in SLICED_BY_COLUMNS)
     return {
         name: _sliced(name, shape, degree)

@@ -1,4 +1,4 @@
-"""A tiny Flux.1 file as diffusers' module behind the adapter and as ComfyUI's own, and calls of both."""
+"""A tiny Flux.1 file loaded as diffusers' module behind the adapter and as ComfyUI's own module, and calls of both."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WIDTH = 4 * 128
 
 
 def adapted(path, part=None, written=False, sizes=SIZES):
-    """`written`: the file is there."""
+    """Returns the loaded model of a tiny Flux file. `written`: True if the file exists already."""
     path = path if written else write_tiny_flux(path, **sizes)
     return load(ModelSpec(str(path)), torch.device("cpu"), part)
 
 
 def comfyui_flux(path, sizes=SIZES):
-    """ComfyUI's module with the weights of the file, after ComfyUI was imported."""
+    """Returns ComfyUI's module with the file's weights. ComfyUI must be imported before."""
     module = build_tiny(
         "flux",
         vec_in_dim=SIZES["pooled_dim"],
@@ -46,7 +46,7 @@ def _random(*shape, seed=0):
 
 
 def call(batch, height, width, text=11, references=(), method=None, control=False, mask=False):
-    """(args, kwargs) of a call with so many text tokens and references of these sizes."""
+    """Returns (args, kwargs) of a call. `text`: number of text tokens; `references`: their latent (height, width)."""
     context = _random(batch, text, SIZES["context_dim"])
     kwargs = {"context": context, "y": _random(batch, 32), "guidance": torch.full((batch,), 3.5)}
     if references:

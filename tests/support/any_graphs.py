@@ -1,4 +1,4 @@
-"""API prompts for models of any family: the same sampling with a stock loader and with Parallel Model behind it."""
+"""API prompts for models of any family: the same sampling with a stock loader, without and with Parallel Model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphs import AXES, Graph
 CHECKPOINTS = ("sd3", "unet", "sdxl", "sound")
 ROWS_ONLY = ("sound",)
 
-# name -> the file, the latent, the prompt, and what else the prompts get.
+# By name of the tiny model: shapes of its latent and text, and what else its prompts need.
 MODELS = {
     "flux": {"latent": "{b},16,11,9", "text": {"width": 64, "pooled_width": 32}},
     "flux2": {"latent": "{b},128,5,7", "text": {"width": 48, "pooled_width": 4}, "reference": "1,128,4,3"},
@@ -80,13 +80,13 @@ MODELS = {
 
 
 class AnyGraph(Graph):
-    """A prompt with one of MODELS, once stock and once parallel."""
+    """Builds an API prompt that samples one of MODELS, once stock and once parallel."""
 
     def __init__(self, comfy: Comfy, kind: str, file: str = "") -> None:
-        """`file`: what write_model() gave, where it has been written."""
+        """`file`: the name that write_model() returned, if the file is written already."""
         super().__init__()
         self.kind = kind
-        self.uneven = False  # prompts of different lengths, which ComfyUI computes in calls of their own
+        self.uneven = False  # True: prompts of different lengths, so ComfyUI calls the model for each
         self.comfy = comfy
         self.file = file or write_model(comfy, kind)
 
@@ -98,7 +98,7 @@ class AnyGraph(Graph):
     def parallel(
         self, model: list, devices: str | None = None, exchange_dtype: str = "same", **choice
     ) -> str:
-        """The node Parallel Model behind `model`."""
+        """Adds the node Parallel Model behind `model` and returns its id."""
         world_size = prod(value for name, value in choice.items() if name in AXES)
         strategy = self.strategy(devices or f"cpu:{world_size}", **choice)
         return self.add("ParallelModel", model=model, strategy=strategy, exchange_dtype=exchange_dtype)
@@ -130,8 +130,8 @@ class AnyGraph(Graph):
 
 
 def write_model(comfy: Comfy, kind: str) -> str:
-    """The file's name in the folder that its stock loader reads. A prompt of its own writes it, but once only: a prompt
-    without the models of the one before has the ranks give up theirs."""
+    """Writes the tiny model's file if it is missing; returns its name in the stock loader's folder. A separate prompt
+    writes it, and only once: a prompt that does not use the last prompt's models makes the ranks drop them."""
     if kind == "flux":
         return comfy.write_flux("any_flux.safetensors")
     folder = "checkpoints" if kind in CHECKPOINTS else "diffusion_models"

@@ -1,4 +1,4 @@
-"""Runs of any model in the real ComfyUI: the same request behind its stock loader, and through Parallel Model."""
+"""Runs of any model in the real ComfyUI: the same request with its stock loader alone, and through Parallel Model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 
 
 def latents(comfy, graph: Graph, found: dict[str, list], texts: dict[str, list] | None = None) -> dict:
-    """What a run saves of LATENTs and STRINGs, by name."""
+    """Runs the graph and returns its outputs by name. `found`: links to LATENTs; `texts`: links to STRINGs."""
     several = isinstance(graph, AnyGraph) and ";" in MODELS[graph.kind]["latent"]
     for name, latent in found.items():
         if several:
@@ -36,8 +36,8 @@ def both(
     with_sampler: bool = False,
     **sampling,
 ) -> dict:
-    """The latents of one request, stock and through Parallel Model; `with_sampler`: also of Parallel Sampler, and its
-    report."""
+    """Returns the latents of one request, stock and through Parallel Model. `with_sampler`: True for the latent of
+    Parallel Sampler and its report as well."""
     graph = AnyGraph(comfy, kind)
     graph.uneven = uneven
     stock = graph.stock()

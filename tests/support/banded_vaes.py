@@ -1,4 +1,4 @@
-"""What tests of ComfyUI's VAEs in bands of rows share: halves of them on one rank, and ranks that go without others."""
+"""Shared by tests of ComfyUI's VAEs in bands of rows: runs of VAE halves on a rank, and ranks with broken exchanges."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.errors import PlatformError
 
-TOLERANCE = 1e-5  # of the largest value
-Half = Callable[[str, Layouts], BandedNetwork]  # of the network with this name
+TOLERANCE = 1e-5  # relative to the largest value
+Half = Callable[[str, Layouts], BandedNetwork]  # makes the half of the network with this name
 Start = Callable[..., Callable[[], tuple[Tensor | None, ...]]]
 
 
 def without_rows(start: Start) -> Start:
-    """Bands.start_halo of ranks that take their neighbours' rows for zeros, as a split without exchange would."""
+    """Returns a Bands.start_halo that replaces the neighbours' rows by zeros, as a split without exchange would."""
 
     def started(self: Bands, x: Tensor, **ways: bool) -> Callable[[], tuple[Tensor | None, ...]]:
         wait = start(self, x, **ways)
@@ -29,11 +29,11 @@ def without_rows(start: Start) -> Start:
 
 
 def go_without(what: str) -> None:
-    """Whatever this rank computes from now on, it does without what the others hold."""
+    """Breaks the exchange between bands on this rank from now on: "rows", "ways", or anything else for the gather."""
     start = Bands.start_halo
     if what == "rows":
         Bands.start_halo = without_rows(start)
-    elif what == "ways":  # a halved band looks above itself in place of below, and the other way round
+    elif what == "ways":  # swaps above and below: a band gets the row from the wrong side
         Bands.start_halo = lambda self, x, above=True, below=True: start(self, x, above=below, below=above)
     else:
         Bands.gather = lambda self, mine: mine
@@ -42,7 +42,7 @@ def go_without(what: str) -> None:
 def compute(
     world: World, half: Half, inputs: dict[str, Tensor], shares: tuple[float, ...] = (), broken: str = ""
 ) -> dict[str, tuple[Tensor, int, int]]:
-    """Per name (its output [t, h, w, C] or an empty tensor, steps announced, bytes sent) of one rank."""
+    """Returns by name, for this rank: (output [t, h, w, C] or an empty tensor, steps reported, bytes sent)."""
     if broken:
         go_without(broken)
     layouts, found = Layouts(world), {}
@@ -55,7 +55,7 @@ def compute(
 
 
 def refusals(world: World, half: Half, names: list[str], broken: str = "") -> list[str]:
-    """The words in which this rank refuses each network, if it does."""
+    """Returns for each network this rank's refusal message, or an empty string if it accepts the network."""
     if broken:
         go_without(broken)
     words, layouts = [], Layouts(world)
@@ -70,11 +70,11 @@ def refusals(world: World, half: Half, names: list[str], broken: str = "") -> li
 
 
 def in_frames(output: Tensor) -> Tensor:
-    """[C, (t,) h, w] of a whole network -> [t, h, w, C]."""
+    """Converts a whole network's output [C, (t,) h, w] to [t, h, w, C]."""
     return (output if output.ndim == 4 else output[:, None]).permute(1, 2, 3, 0)
 
 
 def difference(output: Tensor, expected: Tensor) -> float:
-    """As relative_difference, of the same shape."""
+    """Returns relative_difference, and asserts that the shapes are equal."""
     assert output.shape == expected.shape
     return relative_difference(output, expected)

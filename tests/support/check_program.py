@@ -1,4 +1,4 @@
-"""A program that runs checks which end in every way: `python -m tests.support.check_program`; needs no torch."""
+"""A program whose checks end in every possible way: `python -m tests.support.check_program`. It needs no torch."""
 
 from __future__ import annotations
 

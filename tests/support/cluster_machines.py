@@ -1,4 +1,4 @@
-"""Machines of a cluster for tests: the head's secret files, a machine that is only a connection, and real torchruns."""
+"""Cluster machines for tests: the head's secret files, a machine that is only a connection, and real torchruns."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 
 
 def make_cluster(folder: Path, name: str = "lab", address: str = "127.0.0.1", port: int = 0) -> Path:
-    """The machines' secret file. The folder must be endpoints.VARIABLE's."""
+    """Makes a cluster and returns the path of the machines' secret file. endpoints.VARIABLE must name `folder`."""
     assert Path(os.environ[endpoints.VARIABLE]) == folder
     return make(name, address, port)[1]
 
 
 def connect(head: clusters.ClusterHead, source: str = "127.0.0.1") -> socket.socket:
-    """A plain connection to the head from this loopback address."""
+    """Opens a plain connection to the head from the loopback address `source`."""
     return socket.create_connection(("127.0.0.1", head.port), 20, (source, 0))
 
 
 class BareMachine:
-    """A machine without ranks. `welcomed`: whether the head took it; `words`: why not."""
+    """A machine without ranks. `welcomed`: True if the head accepted it; `words`: the reason if not."""
 
     def __init__(
         self, head: clusters.ClusterHead, secret: Path, *, source: str = "127.0.0.1", **join
@@ -44,7 +44,7 @@ class BareMachine:
         self.welcomed, self.words = kind is Kind.WELCOME, text.decode()
 
     def is_ended(self) -> bool:
-        """Whether the head has closed the connection; waits for that."""
+        """Waits until the head closes the connection and returns True. Raises TimeoutError after 20 s of silence."""
         self.socket.settimeout(20)
         try:
             while self.socket.recv(65536):
@@ -63,7 +63,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 class Torchrun:
-    """torchrun on one machine, which it leaves as a host that is switched off does."""
+    """torchrun on one machine. `stop` ends it abruptly, like a host that is switched off."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class Torchrun:
             )
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks."""
+        """Returns the process ids of its ranks."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in children if b"parallel_backend.rank" in _command_line(pid)]
 
     def stop(self) -> None:
-        """Ends it and its ranks, which die with it."""
+        """Kills torchrun; its ranks die with it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()

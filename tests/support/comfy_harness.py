@@ -1,4 +1,4 @@
-"""A real ComfyUI on the CPU with this pack and the inject nodes, and the short ways tests need into and out of it."""
+"""A real ComfyUI on the CPU with this pack and the inject nodes, with shortcuts for the inputs and outputs of tests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A name that breaks a pack which builds module names or command lines from its folder.
+# This name breaks a pack that builds module names or command lines from its folder.
 PACK_FOLDER = "My Pack v1.0"
 
 
 @dataclass
 class Comfy:
-    """A running ComfyUI: run prompts, get latents and text back, put model files in place."""
+    """A running ComfyUI: it runs prompts, returns latents and text, and stores model files."""
 
     server: ComfyUIServer
     client: ComfyUIClient
@@ -41,15 +41,15 @@ class Comfy:
 
     @cached_property
     def registry(self) -> dict[str, dict]:
-        """What ComfyUI says of each node; the files in its lists are those that were there at the first look."""
+        """ComfyUI's description of each node (/object_info). It is read once: its lists have the files of that time."""
         return self.client.object_info()
 
     def run(self, prompt: Prompt, timeout: float = 120) -> dict:
-        """Run a prompt in API format; returns its history entry, raises what the client raises."""
+        """Runs a prompt in API format and returns its history entry. Raises the client's errors."""
         return self.client.run(prompt, timeout)
 
     def sample(self, prompt: Prompt, latent: list, timeout: float = 120) -> torch.Tensor:
-        """Run ``prompt`` and return the samples of its LATENT output ``latent`` (``[node id, slot]``)."""
+        """Runs `prompt` and returns the samples of its LATENT output `latent` ([node id, slot])."""
         name = f"test-latent-{next(self._names)}.safetensors"
         save = {"class_type": "TestSaveLatent", "inputs": {"latent": latent, "path": name}}
         self.run({**prompt, "save-latent": save}, timeout)
@@ -58,14 +58,14 @@ class Comfy:
     def sample_with_text(
         self, prompt: Prompt, latent: list, text: list, timeout: float = 120
     ) -> tuple[torch.Tensor, str]:
-        """As :meth:`sample`, and the STRING output ``text`` with it."""
+        """Runs `prompt` and returns (the samples as in `sample`, its STRING output `text`)."""
         name = f"test-text-{next(self._names)}.txt"
         save = {"class_type": "TestSaveText", "inputs": {"text": text, "path": name}}
         samples = self.sample({**prompt, "save-text": save}, latent, timeout)
         return samples, self.output(name).read_text()
 
     def forget(self) -> None:
-        """Has ComfyUI forget the outputs and models that it keeps. It may miss the wish until its next prompt ends."""
+        """Makes ComfyUI drop its cached outputs and models. It may do so only after another prompt, so one is run."""
         self.client.free()
         self.run(
             {"forgotten": {"class_type": "TestSaveText", "inputs": {"text": "", "path": "forgotten.txt"}}}
@@ -73,7 +73,7 @@ class Comfy:
 
     @contextmanager
     def amid(self, node: str, act: Callable[[], object]) -> Iterator[Events]:
-        """Inside, ``act()`` is called once, in the midst of this node's work: after its third step."""
+        """Calls `act()` once, in the middle of this node's work inside the `with` block: after its third step."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -92,7 +92,7 @@ class Comfy:
                 watcher.join()
 
     def ranks(self) -> list[psutil.Process]:
-        """The living ranks."""
+        """Returns the running ranks."""
 
         def is_rank(process: psutil.Process) -> bool:
             try:
@@ -105,7 +105,7 @@ class Comfy:
     def request(
         self, path: str, body: object = None, method: str = "POST", **headers: str
     ) -> tuple[int, str]:
-        """(status, the answer's text); `body`: bytes, or what becomes JSON."""
+        """Sends a request and returns (status, the answer's text). `body`: bytes, or a value to send as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         address = urlsplit(self.server.url)
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=240)
@@ -117,20 +117,20 @@ class Comfy:
             connection.close()
 
     def ask(self, path: str, body: object = None, method: str = "POST", **headers: str) -> tuple[int, dict]:
-        """As `request`, with what the answer's JSON says, if it is some."""
+        """Sends a request and returns (status, the answer's JSON object). The object is empty if the answer is none."""
         status, text = self.request(path, body, method, **headers)
         return status, json.loads(text) if text.startswith("{") else {}
 
     def groups(self) -> list[dict]:
-        """What the route of ranks says of each group."""
+        """Returns what the ranks route reports about each group."""
         return self.ask("/parallel_sampling/ranks", method="GET")[1]["groups"]
 
     def stop_ranks(self) -> None:
-        """Ends the groups that tests before have left, as a person does it."""
+        """Ends the groups that earlier tests left running, through the route that the page's button uses."""
         self._press("stop")
 
     def allow_restarts(self) -> None:
-        """Has groups that failed too often start again, as a person does it."""
+        """Allows groups that failed too often to start again, through the route that the page's button uses."""
         self._press("reset")
 
     def _press(self, action: str) -> None:
@@ -140,11 +140,11 @@ class Comfy:
                 assert status == 200, said
 
     def output(self, name: str) -> Path:
-        """The path of a file that a node saved under ``name``."""
+        """Returns the path of a file that a node saved under `name`."""
         return self.server.output_directory / name
 
     def write_flux(self, name: str, **options: object) -> str:
-        """Write a tiny Flux among ComfyUI's diffusion models unless it is there; returns the loader's file name."""
+        """Writes a tiny Flux into ComfyUI's diffusion models unless it exists; returns its file name for the loader."""
         path = self.server.base_directory / "models" / "diffusion_models" / name
         if not path.exists():
             write_tiny_flux(path, **options)
@@ -152,7 +152,7 @@ class Comfy:
 
 
 def require_comfyui() -> Path:
-    """The real ComfyUI's folder; without one the test is skipped, and in CI it fails."""
+    """Returns the real ComfyUI's folder. If there is none, the test is skipped, or fails in CI."""
     folder = find_comfyui()
     if folder is None:
         reason = "no real ComfyUI found: run ./scripts/test, or set COMFYUI_PATH"
@@ -163,8 +163,8 @@ def require_comfyui() -> Path:
 def start_comfyui(
     base_directory: Path, *, pack_folder: str = PACK_FOLDER, comfyui: Path | None = None, **options: object
 ) -> ComfyUIServer:
-    """A ComfyUI (not started yet) with this pack and the inject nodes; for tests that need one of their own.
-    `comfyui`: its folder, where it is not the real one's."""
+    """Returns a ComfyUI, not started yet, with this pack and the inject nodes, for tests that need a separate one.
+    `comfyui`: the folder of its code, if it is not the usual one."""
     packs = {pack_folder: ROOT, "parallel_test_nodes": ROOT / "tests" / "comfy" / "inject_nodes"}
     arguments = ["--preview-method", "latent2rgb", *options.pop("arguments", [])]
     environment = {"OMP_NUM_THREADS": "1", **options.pop("environment", {})}

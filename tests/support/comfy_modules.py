@@ -1,7 +1,7 @@
-"""ComfyUI in the test's process, and what tests need beside the pack's own tiny models (models/comfyui/tiny/).
+"""ComfyUI in the test's process, and additions to the pack's tiny models (models/comfyui/tiny/).
 
-Builders are called after `import_comfyui_here()`. Inputs of (batch, height, width) are (args, kwargs) of a call, sizes
-in latent pixels.
+Call `import_comfyui_here()` before any builder. An inputs function takes (batch, height, width), in latent pixels, and
+returns the (args, kwargs) of a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel_backend.models.comfyui.tiny.weights import Call, random
 from parallel_backend.requests import ComfyUISource
 
 CPU = torch.device("cpu")
-# Of classes whose blocks take tokens; a UNet's take rows of an image.
+# Cases of the classes whose blocks take tokens. (A UNet's blocks take rows of an image.)
 CASES: dict[str, cases.Case] = {
     name: case
     for kind, by_name in cases.CASES.items()
@@ -26,13 +26,13 @@ UNETS = cases.CASES["UNetModel"]
 
 
 def one_frame(b: int, h: int, w: int) -> Call:
-    """The inputs of a Wan's call for a video of one frame."""
+    """Returns the inputs of a Wan call for a video of one frame."""
     (_, times), kwargs = cases.tiny_inputs("wan")(b, h, w)
     return (random(b, 16, 1, h, w), times), kwargs
 
 
 def import_comfyui_here() -> ComfyUISource:
-    """Imports the real ComfyUI into this process, whose forks then have it; skips the test without one."""
+    """Imports the real ComfyUI into this process, so that its forks have it. Skips the test if there is none."""
     source = ComfyUISource(str(require_comfyui()))
     import_comfyui(source, CPU)
     return source

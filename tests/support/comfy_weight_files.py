@@ -1,4 +1,4 @@
-"""Tiny files of a Flux of ComfyUI's own, plain and in every format that ComfyUI quantises to, and inputs for it."""
+"""Tiny weight files of ComfyUI's Flux, plain and in every format to which ComfyUI quantises, and inputs for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.requests import ModelSpec
 
 CPU = torch.device("cpu")
-HIDDEN, CONTEXT, POOLED = 256, 256, 128  # multiples of what quantised kernels want (convrot: 256)
-# Formats by what the tests call them: name in ComfyUI, and options of its quantisation.
+HIDDEN, CONTEXT, POOLED = 256, 256, 128  # multiples of the sizes that quantised kernels need (convrot: 256)
+# By the tests' name of a format: (its name in ComfyUI, options of the quantisation).
 FORMATS = {
     "float8_e4m3fn": ("float8_e4m3fn", {"scale": "recalculate"}),
     "float8_e5m2": ("float8_e5m2", {"scale": "recalculate"}),
@@ -28,7 +28,7 @@ FORMATS = {
     "nvfp4": ("nvfp4", {"scale": "recalculate"}),
     "convrot w4a4": ("convrot_w4a4", {}),
 }
-OLD = "float8_e4m3fn, old names"  # as files had it before ComfyUI 0.4: one scale per layer, and a mark for the file
+OLD = "float8_e4m3fn, old names"  # format before ComfyUI 0.4: one scale per layer, and one mark for the whole file
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -37,7 +37,7 @@ def spec(path: Path | str, **options) -> ModelSpec:
 
 
 def write(path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN) -> Path:
-    """A file in one of FORMATS, in OLD, or plain in "fp32", "bf16" or "fp8". `blocks`: of each of the two kinds."""
+    """Writes a file. `form`: one of FORMATS, OLD, or "fp32", "bf16", "fp8" (plain); `blocks`: of each of two kinds."""
     import_comfyui_here()
     tensors = {
         name: p.to(_PLAIN.get(form, torch.bfloat16)) for name, p in random_tensors(blocks, hidden).items()

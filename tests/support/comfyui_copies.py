@@ -1,4 +1,4 @@
-"""Copies of the real ComfyUI with a source changed, as another version of it would have it."""
+"""Copies of the real ComfyUI with changed source text that stand for other versions of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from comfy_harness import require_comfyui
 
-# What versions before 0.13 did in HunyuanVideo: the image comes before the text.
+# Versions before 0.13 put the image before the text in HunyuanVideo.
 IMAGE_BEFORE_TEXT = {
     "comfy/ldm/flux/layers.py": [
         ("torch.cat((txt_q, img_q), dim=2)", "torch.cat((img_q, txt_q), dim=2)"),
@@ -31,13 +31,13 @@ IMAGE_BEFORE_TEXT = {
 
 
 def copy_of_comfyui(folder: Path, changes: Mapping[str, Sequence[tuple[str, str]]]) -> Path:
-    """A ComfyUI in `folder` with these words of its files replaced. Skips the test where the real one does not have
-    these words."""
+    """Makes a copy of ComfyUI in `folder` with text replaced: by file, (old, new) pairs. Skips the test if a file does
+    not have the old text."""
     real = require_comfyui()
     folder.mkdir()
     for entry in real.iterdir():
         if entry.name == "comfy":
-            # With what Python has compiled, which a changed source outdates.
+            # Compiled files are copied with it; Python ignores those of a changed source.
             shutil.copytree(entry, folder / entry.name, copy_function=_copied)
         elif entry.is_dir():
             (folder / entry.name).symlink_to(entry)
@@ -54,7 +54,7 @@ def copy_of_comfyui(folder: Path, changes: Mapping[str, Sequence[tuple[str, str]
 
 
 def _copied(source: str | Path, target: str | Path) -> None:
-    """Data as a link; code not, since a module that is a link would say that it lies elsewhere."""
+    """Copies code and links data: a module's path must be in the copy, and a link would lead out of it."""
     if Path(source).suffix in (".py", ".pyc"):
         shutil.copy2(source, target)
     else:

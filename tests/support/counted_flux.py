@@ -1,4 +1,4 @@
-"""Steps of Flux.1-dev in its true sizes on the meta device, counted: ours under any strategy, and diffusers' own."""
+"""Counts for steps of Flux.1-dev at full size on the meta device: the pack's under any strategy, and diffusers' own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparse_checkpoint import write_sparse
 
 @dataclass(frozen=True)
 class Size:
-    """A subject: Flux.1-dev's sizes at 1024 x 1024 on a device that stands for a GPU, if nothing else is said."""
+    """Sizes of a counted model call. Default: Flux.1-dev at 1024 x 1024, on the device that stands for a GPU."""
 
     dims: FluxDims = FLUX_DEV
     latent: tuple[int, ...] = (1, 16, 128, 128)
@@ -38,7 +38,7 @@ class Size:
 
     @classmethod
     def small(cls) -> Size:
-        """One that the CPU can compute."""
+        """Returns sizes that the CPU can compute."""
         dims = replace(FLUX_DEV, hidden=256, heads=2, mlp=1024, context_dim=64, pooled_dim=32)
         return cls(dims, (1, 16, 16, 16), 16, CPU)
 
@@ -56,7 +56,7 @@ FLUX_DEV_1024 = Size()
 
 
 class _Boundaries:
-    """Step boundaries that ask for nothing and note what was counted by then."""
+    """Step boundaries that never stop the job and record the counts up to each step."""
 
     def __init__(self) -> None:
         self.counter: DispatchCounter | None = None
@@ -71,7 +71,7 @@ class _Boundaries:
 def flux_calls(
     strategy: ParallelStrategy, double: int, single: int, rank: int = 0, size: Size = FLUX_DEV_1024
 ) -> Iterator[ModuleForward]:
-    """The forward of a rank, of a model with so many blocks."""
+    """Yields a rank's forward of a model with `double` and `single` blocks."""
     dims = replace(size.dims, double_blocks=double, single_blocks=single)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -88,7 +88,7 @@ def call_counted(
     size: Size = FLUX_DEV_1024,
     began: Callable[[DispatchCounter], None] = lambda counter: None,
 ) -> DispatchCounter:
-    """A model call of one row. `began`: is given the counter beforehand."""
+    """Runs a model call of one row and returns its counter. `began`: called with the counter before the model."""
     rows = [Rows(size.empty(*size.latent), size.empty(1), size.prompt())]
     with torch.inference_mode(), counted(size.device) as counter:
         began(counter)
@@ -97,7 +97,7 @@ def call_counted(
 
 
 def step_counted(forward: ModuleForward, cfg: float = 1.0, size: Size = FLUX_DEV_1024) -> Counts:
-    """An Euler step of whole images of a job, from boundary to boundary."""
+    """Returns the counts of one Euler step of whole images, from one step boundary to the next."""
     request = SampleRequest(
         noise=size.empty(*size.latent),
         sigmas=size.empty(3),
@@ -112,7 +112,7 @@ def step_counted(forward: ModuleForward, cfg: float = 1.0, size: Size = FLUX_DEV
 
 
 def diffusers_call(blocks: tuple[int, int], ranks: int = 2) -> Counts:
-    """One call of Flux.1-dev with so many double and single blocks under diffusers' own Ulysses."""
+    """Returns the counts of a Flux.1-dev call under diffusers' own Ulysses. `blocks`: (double, single)."""
     size, dtype = FLUX_DEV_1024, torch.bfloat16
     dims = replace(size.dims, double_blocks=blocks[0], single_blocks=blocks[1])
     with world_of_one_process(0, ranks), torch.device(DEVICE):
@@ -124,11 +124,11 @@ def diffusers_call(blocks: tuple[int, int], ranks: int = 2) -> Counts:
             mesh = DeviceMesh("cpu", torch.arange(ranks).view(1, ranks), mesh_dim_names=("ring", "ulysses"))
             with patch(
                 "torch.accelerator.device_count", return_value=1
-            ):  # it asks on which the rank computes
+            ):  # diffusers asks which device the rank computes on
                 model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, mesh=mesh))
         tokens = size.latent[2] * size.latent[3] // 4
         with torch.inference_mode(), warnings.catch_warnings(), counted() as counter:
-            warnings.simplefilter("ignore", FutureWarning)  # of torch about diffusers
+            warnings.simplefilter("ignore", FutureWarning)  # torch warns about diffusers' code
             model(
                 hidden_states=torch.zeros(1, tokens, dims.in_channels, dtype=dtype),
                 encoder_hidden_states=torch.zeros(1, size.text, dims.context_dim, dtype=dtype),

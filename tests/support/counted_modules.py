@@ -1,4 +1,4 @@
-"""Calls of a tiny Wan of ComfyUI's own on the meta device, counted. Needs ComfyUI at COMFYUI_PATH."""
+"""Counts for calls of ComfyUI's Wan, in a tiny size, on the meta device. Needs ComfyUI at COMFYUI_PATH."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = (2, 4)
 
 
 def module_call(tokens: str, layers: int) -> Counts:
-    """One call of a Wan with so many blocks on the first of two ranks of Ulysses."""
+    """Returns the counts of one call of a Wan with `layers` blocks, on the first of two Ulysses ranks."""
     import_comfyui_here()
     model = TinyModel(build_tiny("wan"))
     model.module.blocks = model.module.blocks[:layers]

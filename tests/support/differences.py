@@ -1,4 +1,4 @@
-"""How far a result is from the one that it should be."""
+"""Differences between results and expected values, and the size of a parameter in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value that is expected."""
+    """Returns the largest absolute difference, relative to the largest expected absolute value."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def numbers_held(parameter: torch.Tensor) -> int:
-    """Numbers of a parameter that are in memory; 0 for what stands for an absent one, whose shape shares one number."""
+    """Returns how many numbers of a parameter are in memory: 0 for a placeholder (one number expanded to a shape)."""
     return 0 if parameter.untyped_storage().nbytes() <= parameter.element_size() else parameter.numel()

@@ -1,10 +1,10 @@
-"""Counts what a model call asks of a GPU, on tensors of the meta device, which stands for one: no data, no arithmetic.
+"""Counts the work that a model call gives a GPU. The meta device stands for the GPU: no data, no arithmetic.
 
-What is launched comes from torch's dispatcher. Attention counts as one operator whose result lies in memory as its
-queries do, as FlashAttention's does; collectives do nothing. What the host reads of a tensor there, or copies there or
-from there, is a synchronisation: it is answered with 1 and counted. What a GPU refuses is refused: an operator over
-tensors of the device and of the host, a product of two dtypes, a generator of another device, a collective of devices
-over the host's tensors.
+torch's dispatcher shows the launches. Attention counts as one operator; its result has the memory layout of its
+queries, as FlashAttention's has. Collectives do nothing. If the host reads a device tensor, or waits for a copy to or
+from the device, that counts as a synchronisation; a value that the host reads is 1. Calls that a GPU refuses raise
+Refused: an operator over tensors of device and host, a product of two dtypes, a generator of another device, a
+collective of devices over the host's tensors.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _FAKE, _CONTROL = "cpu:fake,meta:fake", "for the host's flags"
 
 
 class Refused(RuntimeError):
-    """What a GPU would refuse."""
+    """A call that a GPU would refuse."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """`operators`: kernels that a GPU would launch, those of collectives not among them; `copied_bytes`: written by
-    copies that change nothing but the place (contiguous, cat, pad, clone, copy_); `collectives`: those begun, messages
-    to one other rank too; `sent_bytes`: what they were given."""
+    """The counted work. `operators`: kernels that a GPU would launch, without those of collectives; `copied_bytes`:
+    written by copies that only move data (contiguous, cat, pad, clone, copy_); `host_syncs`: waits of the host for the
+    device; `collectives`: started collectives and messages to one rank; `sent_bytes`: bytes passed to them."""
 
     operators: int = 0
     copied_bytes: int = 0
@@ -63,9 +63,8 @@ class Counts:
 
 
 class DispatchCounter(TorchDispatchMode):
-    """Counts while it is entered. `events`: what was launched, in order, by names like `aten.cat` and
-    `c10d.alltoall_base_`; `own_syncs`: the lines of the pack that had the host wait. `device`: where what counts is
-    done."""
+    """Counts while it is entered. `events`: launches in order, by names like `aten.cat` and `c10d.alltoall_base_`;
+    `own_syncs`: the lines of the pack that made the host wait. `device`: only work on this device counts."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ class DispatchCounter(TorchDispatchMode):
             self._add(name, Counts(operators=1))
             return _attention(*args[:3])
         if packet is aten.dropout and not args[2]:
-            return args[0]  # as torch's own kernel has it
+            return args[0]  # torch's kernel also returns its input
         if packet in _READS:
             return self._read(func, packet, name, args, kwargs)
         if (
@@ -126,7 +125,7 @@ class DispatchCounter(TorchDispatchMode):
         return any(tensor.device.type == self.device.type and tensor.numel() for tensor in _tensors(answer))
 
     def _refuse_mixed(self, packet: Any, name: str, given: Any) -> None:
-        """A number of the host goes along with a launch; anything larger has to be there."""
+        """Raises Refused for a product of two dtypes, or host tensors with dimensions among device tensors."""
         if self.device == CPU:
             return
         tensors = list(_tensors(given))
@@ -136,7 +135,7 @@ class DispatchCounter(TorchDispatchMode):
             raise Refused(f"{name} over tensors of two dtypes")
 
     def _indexed(self, packet: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with the places where a mask is true, which are all of them, in place of the mask."""
+        """Returns the arguments with indices in place of masks, as if a mask was True everywhere."""
         indexed, indices, *values = args
         if indexed.device.type != self.device.type or self.device == CPU:
             return args
@@ -178,7 +177,7 @@ class DispatchCounter(TorchDispatchMode):
         return args[0].new_empty(1, args[0].ndim, dtype=torch.long) if packet is aten.nonzero else 1
 
     def _moved(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What a copy between host and device gives; None for one on the device alone."""
+        """Returns the result of a copy between host and device, or None for a copy within one of them."""
         if func.overloadpacket is aten.copy_:
             to, source = args[0], args[1]
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -198,7 +197,7 @@ class DispatchCounter(TorchDispatchMode):
 
 
 class _PythonReads(TorchFunctionMode):
-    """Sees what never reaches the dispatcher: tensors made of Python's numbers on the device, and lists as indices."""
+    """Counts waits that the dispatcher never sees: device tensors made of Python's numbers, and lists as indices."""
 
     def __init__(self, counter: DispatchCounter) -> None:
         super().__init__()
@@ -226,7 +225,7 @@ class _PythonReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# What reads a tensor's values on the host.
+# Operators that read a tensor's values on the host.
 _READS = {
     aten._local_scalar_dense,
     aten.item,
@@ -237,7 +236,7 @@ _READS = {
     aten.bincount,
 }
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-# As CUDA's kernels want it; those of the meta device do not look.
+# CUDA's kernels refuse operands of several dtypes here; those of the meta device do not check.
 _OF_ONE_DTYPE = {
     aten.mm,
     aten.addmm,
@@ -259,7 +258,7 @@ _COPIES = {
     aten.index,
     aten.stack,
 }
-# Launched as one, though torch could take them apart.
+# Launched as one kernel, though torch could decompose them.
 _WHOLE = {aten.stack, aten.native_layer_norm, aten.rms_norm, aten.gelu, aten.silu, aten.index_select}
 _NOTHING = {
     aten.empty,
@@ -274,7 +273,7 @@ _NOTHING = {
     aten.set_,
     aten.resize_,
 }
-# The collectives that hand something over, by the place of that among their arguments.
+# Collectives that send a tensor, and the index of that tensor among their arguments.
 _COLLECTIVES = {
     "alltoall_base_": 1,
     "alltoall_": 1,
@@ -321,7 +320,7 @@ def _bytes(value: Any) -> int:
 
 
 class _HostGenerator(torch.Generator):
-    """A generator of the host that stands for one of `device`."""
+    """A generator of the host that stands for a generator of `device`."""
 
     stands_for: torch.device
 
@@ -336,13 +335,13 @@ def _device_type(generator: torch.Generator) -> str:
 
 
 def _is_control(args: tuple[Any, ...]) -> bool:
-    """Whether a collective is over a group for the host's flags."""
+    """Returns True if a collective uses a group for the host's flags."""
     groups = (a for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
     return any(dist.ProcessGroup.unbox(group).group_desc == _CONTROL for group in groups)
 
 
 def _line_of_pack() -> str:
-    """The innermost line of the pack's that led here; empty where ComfyUI's lies further inside."""
+    """Returns the innermost line of the pack on the stack, or "" if a line of ComfyUI is further inside."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -356,7 +355,7 @@ def _line_of_pack() -> str:
 
 @contextmanager
 def counted(device: torch.device = DEVICE) -> Iterator[DispatchCounter]:
-    """Counts what is done inside on `device`."""
+    """Yields a counter of the work on `device` inside the block."""
     counter = DispatchCounter(device)
     with _PythonReads(counter), counter:
         yield counter
@@ -364,7 +363,7 @@ def counted(device: torch.device = DEVICE) -> Iterator[DispatchCounter]:
 
 @contextmanager
 def world_of_one_process(rank: int, world_size: int, device: torch.device = DEVICE) -> Iterator[World]:
-    """A rank whose collectives with the others do nothing. Its groups carry tensors of its device alone."""
+    """Yields the World of a rank whose collectives do nothing. Its groups take only tensors of `device`."""
     dist.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         world = World.__new__(World)
@@ -372,7 +371,7 @@ def world_of_one_process(rank: int, world_size: int, device: torch.device = DEVI
         world.devices = (device,) * world_size
         world.group = dist.group.WORLD if world_size > 1 else None
         world.control = dist.new_group(backend=_FAKE, group_desc=_CONTROL) if world_size > 1 else None
-        # There is none for this device; nothing is drawn from it.
+        # torch has no generator for the meta device; no number is drawn from this one.
         with patch.object(torch, "Generator", _HostGenerator):
             yield world
     finally:

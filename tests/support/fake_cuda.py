@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda with what checks of a device ask, answering as torch documents it."""
+"""A stand-in for torch.cuda with the functions that checks of a device call. It answers as torch documents it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 
 class FakeCuda:
-    """`sizes`: bytes of each card's memory, by its number."""
+    """A fake torch.cuda. `sizes`: bytes of memory of each card, in the order of the cards' numbers."""
 
     def __init__(self, backend="native", uuid="5a1b2c3d-0000-1111-2222-333344445555", sizes=(48 * 10**9,)):
         self.backend, self.uuid, self.sizes = backend, uuid, sizes
@@ -34,12 +34,12 @@ class FakeCuda:
         return self._mode
 
     def set_sync_debug_mode(self, mode):
-        """ "default", "warn", "error", or 0, 1, 2."""
+        """Sets the mode: "default", "warn", "error", or 0, 1, 2."""
         self._mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
         self.modes.append(mode)
 
     def wait(self):
-        """What torch does where the host would wait for the device: `Tensor.item`, say."""
+        """Does what torch does when the host would wait for the device, for example in `Tensor.item`."""
         if self._mode == 2:
             raise RuntimeError("called a synchronizing CUDA operation")
         if self._mode == 1:

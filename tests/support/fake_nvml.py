@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-ml-py with its function names and answers as `nvidia-smi topo -m` shows them on real boxes."""
+"""A stand-in for nvidia-ml-py: its function names, and answers as `nvidia-smi topo -m` shows them on real machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NVMLError(Exception):
 
 @dataclass
 class Board:
-    """One GPU as NVML describes it. `links`: bus ids at the other ends of its NVLinks; `path`: level to every other."""
+    """One GPU as NVML describes it. `links`: the device at the other end of each of its NVLinks."""
 
     name: str
     memory_gib: float
@@ -24,19 +24,20 @@ class Board:
     bus: str
     numa: int = 0
     pcie: tuple[int, int] = (4, 16)
-    links: list[tuple[int, str]] = field(default_factory=list)  # (device type, bus)
+    links: list[tuple[int, str]] = field(default_factory=list)  # (device type, bus id)
     link_version: int = 0
     slices: list[tuple[str, float]] | None = None  # MIG: (profile name, GiB)
     uuid: str = ""
     used_gib: float = 0.0  # by all programs
     is_lost: bool = False  # fell off the bus
-    tells_memory: bool = True  # False: in MIG mode, to any but root
+    tells_memory: bool = True  # False: in MIG mode, if the caller is not root
     compute_mode: int = 0  # nvmlComputeMode_t
     programs: dict[int, float] = field(default_factory=dict)  # GiB by process id
 
 
 class FakeNvml:
-    """`paths`, `peers`: functions of two board indices; `bytes_text`: answer bytes as old versions of the library."""
+    """A machine with `boards`. `paths`: (i, j) -> path level; `peers`: (i, j) -> True if peer access works;
+    `bytes_text`: True to give text as bytes, as old versions of the library do."""
 
     NVMLError = NVMLError
 

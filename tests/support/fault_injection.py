@@ -1,4 +1,4 @@
-"""Faults for the ranks that start next, and scripts that stand for ComfyUI's process on a machine with little room."""
+"""Faults for ranks that start next, and scripts that act as ComfyUI's process on a machine with few resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from parallel_backend.wire.checks.fault_injection import VARIABLE
 
 @contextmanager
 def fault(kind: str, point: str, *, rank: int = 1, step: int = 0, once: Path | None = None) -> Iterator[None]:
-    """Inside, ranks that start have the fault; those that started keep it. `once`: a file that must not exist yet."""
+    """Gives ranks that start inside the block a fault, which they keep. `once`: a file that the fault creates when it
+    fires; if the file exists, the fault does nothing."""
     words = {"rank": rank, "step": step, "kind": kind, "point": point, "once": once and str(once)}
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = json.dumps(words)
@@ -38,7 +39,7 @@ from parallel_backend.errors import PlatformError, RankFailed
 from scripted import scripted_request, scripted_sidecar, scripted_weights, two_ranks
 weights = scripted_weights(Path({folder!r}) / "good.safetensors", "good 0.5")
 """
-# A custom node as ComfyUI meets them: one that waits for any child, and one that has the kernel do so.
+# Two kinds of custom nodes that exist: one waits for any child process, one makes the kernel reap all children.
 REAPING_THREAD = """
 import threading, time
 def reap():
@@ -66,7 +67,7 @@ deadlines.REAP = 3600
 sidecar.stop()  # would not return where the end of a rank is missed
 print("stopped", sidecar.state.value)
 """
-# As `docker pause` does, between two steps and for longer than one may take.
+# Stops all processes, as `docker pause` does, between two steps and for longer than a step may take.
 EVERYTHING_PAUSES = """
 import subprocess, time
 from parallel_backend.wire import deadlines
@@ -96,7 +97,7 @@ FEW_DESCRIPTORS = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 """
-# A folder as another process of the same number would have left it, and torch's usual port taken.
+# A folder as an earlier process with the same process id would have left it, and torch's default port in use.
 BESIDE_OTHERS = f"""
 import socket, tempfile
 stale = Path(tempfile.mkdtemp(prefix=f"parallel-backend-{{os.getpid()}}-"))
@@ -125,7 +126,7 @@ print("fine")
 
 
 def start_in(folder: str | Path) -> str:
-    """A script that starts ranks with this temporary folder and prints the refusal."""
+    """Returns a script that starts ranks with this temporary folder and prints the refusal."""
     return f"""
 import tempfile
 tempfile.tempdir = {str(folder)!r}
@@ -138,7 +139,7 @@ except PlatformError as error:
 
 @contextmanager
 def in_control_group(limit_bytes: int) -> Iterator[str | None]:
-    """Lines with which a script joins a control group of so much memory; None where that is not allowed."""
+    """Yields a line with which a script joins a control group with this memory limit, or None if not allowed."""
     group = Path(f"/sys/fs/cgroup/memory/parallel-faults-{os.getpid()}")
     try:
         group.mkdir()
@@ -153,7 +154,7 @@ def in_control_group(limit_bytes: int) -> Iterator[str | None]:
 
 
 def full_temporary_folder(folder: Path) -> list[str] | None:
-    """A command to put before another, which then sees `folder` full and 1 MB of /dev/shm; None where not allowed."""
+    """Returns a command prefix under which `folder` is full and /dev/shm has 1 MB, or None if not allowed."""
     folder.mkdir()
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         return None
@@ -165,13 +166,14 @@ def full_temporary_folder(folder: Path) -> list[str] | None:
 
 
 def without_hostname() -> list[str]:
-    """A command to put before another, which then runs on a host whose name does not resolve; [] where not allowed."""
+    """Returns a command prefix under which the host's name does not resolve, or [] if not allowed."""
     before = ["unshare", "-u", "sh", "-c", 'hostname no.such.host.invalid && exec "$@"', "sh"]
     return [] if subprocess.run([*before, "true"], capture_output=True).returncode else before
 
 
 def start_script(script: str, folder: Path, before: Sequence[str] = ()) -> subprocess.Popen:
-    """A process with its own supervisor; `weights` in `script` is a file in `folder` for scripted ranks."""
+    """Starts a process with a separate supervisor. `weights` in `script` is a file in `folder` for scripted ranks;
+    `before`: a command prefix."""
     search = os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests" / "support")])
     return subprocess.Popen(
         [*before, sys.executable, "-c", _PROLOGUE.format(folder=str(folder)) + textwrap.dedent(script)],
@@ -182,6 +184,6 @@ def start_script(script: str, folder: Path, before: Sequence[str] = ()) -> subpr
 
 
 def run_script(script: str, folder: Path, before: Sequence[str] = ()) -> str:
-    """What it prints."""
+    """Runs a script and returns what it prints."""
     with start_script(script, folder, before) as process:
         return process.communicate(timeout=120)[0]

@@ -1,4 +1,4 @@
-"""Requests that tests make of a tiny Flux: the cases of the parity tests, and one plain job."""
+"""Requests for a tiny Flux: the cases of the parity tests, and one plain job."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ CASES = {
     "fewer text tokens than ranks": request(SIZES["dividing"], 1.0, 1, positive_tokens=1),
     "fewer image tokens than ranks": request((2, 2), 1.0, 1),
 }
-# For what is exact at every step: one that starts from another one's latent is as good as more.
+# For strategies that are exact at every step: two steps show as much as more, since the second starts from the first.
 CASES_OF_TWO_STEPS = {name: replace(case, sigmas=torch.linspace(0.95, 0, 3)) for name, case in CASES.items()}
 
 
 def flux_request():
-    """Four steps of a latent whose sides are odd."""
+    """Returns a request of four steps for a latent with odd sides."""
     generator = torch.Generator().manual_seed(0)
     prompt = Conditioning(
         context=torch.randn(1, 7, 64, generator=generator),

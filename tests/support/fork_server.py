@@ -1,11 +1,11 @@
-"""The prepared parent of tests' ranks: what a rank imports is loaded once, and each rank is a fork of this process.
+"""The parent process of tests' ranks: it imports the modules of a rank once, and each rank is a fork of it.
 
 `python -m tests.support.fork_server FD PADDING`, started by forked_ranks.py. It runs no operator, starts no thread and
-touches no accelerator, and so can be forked. An order names the command, environment and descriptors that a process of
-its own would have been started with; the answer is the rank's process id.
+touches no accelerator, and so can be forked. An order has the command, environment and descriptors with which a new
+process would have been started; the answer is the rank's process id.
 
-A rank is forked twice and its first parent ends at once, so that the kernel gives it to the test's process, which has
-made itself the reaper of its descendants' orphans: there it is a child like any other, to wait for and die with.
+A rank is forked twice and its first parent ends at once. The kernel then gives it to the test's process, which has made
+itself the subreaper of its descendants. There it is a child like any other: it can be waited for and dies with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-# The rooms of a rank's process.
+# The packages below parallel_backend/ that a rank's process uses.
 ROOMS = ("wire", "models", "engine", "sampling", "rank")
 LARGEST_ORDER = 128 * 1024  # bytes
 MOST_DESCRIPTORS = 8
-_FIRST_SPARE = 512  # descriptors from here on are in nobody's command
+_FIRST_SPARE = 512  # no command names a descriptor from this number on
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -50,24 +50,24 @@ def main() -> None:
 
 
 def _prepare() -> None:
-    """Imports what ranks need. Raises RuntimeError where that left something that must not be forked."""
+    """Imports the modules of ranks. Raises RuntimeError if that started a thread or CUDA: neither can be forked."""
     for name in _modules():
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if (error.name or "parallel_backend").startswith("parallel_backend"):
-                raise  # what is not ours may be missing: ranks that need it say so
+                raise  # other libraries may be missing: ranks that need them report it
     import torch
 
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1 or torch.cuda.is_initialized():
         raise RuntimeError(f"{threads} threads, CUDA initialised: {torch.cuda.is_initialized()}")
     gc.collect()
-    gc.freeze()  # a collection in a rank would write to, and so copy, every page of what was imported
+    gc.freeze()  # a garbage collection in a rank would write to every page of the imports, and so copy it
 
 
 def _modules() -> Iterator[str]:
-    """Those of a rank's rooms, but for the one that `python -m` runs."""
+    """Yields the names of the modules in ROOMS, except those that `python -m` runs."""
     yield "tests.support.scripted"
     for room in ROOMS:
         path = Path("parallel_backend", room)
@@ -88,7 +88,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _fork(control: socket.socket, order: dict, descriptors: list[int]) -> int:
-    """Process id of a new rank, which leads a session of its own and whose parent is the test's process."""
+    """Forks a rank, with its own session and the test's process as its parent. Returns its process id."""
     reader, writer = os.pipe()
     first = os.fork()
     if first == 0:
@@ -116,7 +116,7 @@ def _fork(control: socket.socket, order: dict, descriptors: list[int]) -> int:
 
 
 def _become(order: dict, descriptors: list[int]) -> int:
-    """Runs `python -m MODULE …` as a fresh process would, in this one; returns its exit code."""
+    """Runs `python -m MODULE …` in this process as a fresh process would. Returns the exit code."""
     wanted = [1, *order["pass_fds"]]
     spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_SPARE) for descriptor in descriptors]
     for descriptor in descriptors:
@@ -145,7 +145,7 @@ def _become(order: dict, descriptors: list[int]) -> int:
 
 
 def _use_threads(count: int) -> None:
-    """What OMP_NUM_THREADS does to a process that starts with it; this one started with 1."""
+    """Does what OMP_NUM_THREADS does when a process starts with it; this process started with 1."""
     import torch
 
     if count != 1:
@@ -153,7 +153,7 @@ def _use_threads(count: int) -> None:
 
 
 def _show_as(command: list[str]) -> None:
-    """Has ps and /proc show this command line in place of the fork server's, which is padded to be longer."""
+    """Makes ps and /proc show `command` in place of the fork server's command line, which is padded to be longer."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
     line = b"\0".join(word.encode() for word in command) + b"\0"

@@ -1,8 +1,8 @@
-"""Ranks for tests, forked from a process that has torch and diffusers loaded: to import them costs most of a start.
+"""Ranks for tests, forked from a process that has torch and diffusers loaded: these imports are most of a start.
 
-A ForkedSubprocess stands for the module `subprocess` in a supervisor. A rank that it starts has the command line,
-environment, descriptors, session and parent that the supervisor asked for. Tests of what a fork cannot show, the start
-itself, have the marker `real_start`. Forks share the seed of hashes, as processes of their own do not.
+A ForkedSubprocess replaces the module `subprocess` in a supervisor. A rank that it starts has the command line,
+environment, descriptors, session and parent that the supervisor requested. Tests of the start itself have the marker
+`real_start`, because a fork skips it. Forks share one hash seed, unlike separate processes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
-# What a rank reads when it needs it; the rest of the environment must be the one that the imports have seen.
-_NO_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # has torch look for GPUs without a call of the driver
+# Variables that a rank reads at run time; all others must be the same as when the server imported its modules.
+_NO_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes torch look for GPUs without a driver call
 _READ_AT_RUN_TIME = ("PARALLEL_SAMPLING_", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", _NO_CUDA_CONTEXT)
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _LONGEST_COMMAND = 4096  # bytes
-_START = 200.0  # s for the imports, on a machine that does much else
+_START = 200.0  # s for the imports on a busy machine
 
 
 @dataclass
 class ForkedRank:
-    """What the supervisor uses of a subprocess.Popen."""
+    """A forked rank with those fields of subprocess.Popen that the supervisor uses."""
 
     pid: int
     stdout: BinaryIO
@@ -38,9 +38,9 @@ class ForkedRank:
 
 
 class ForkedSubprocess:
-    """`subprocess` for `supervisor`: its ranks are forks of one server, which starts with the first of them.
+    """Replaces `subprocess` in `supervisor`: ranks are forks of one server, which starts with the first rank.
 
-    Nothing of the pack is imported here: ComfyUI has it under another name.
+    This module imports nothing of the pack, because ComfyUI imports the pack under another name.
     """
 
     PIPE, DEVNULL, STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
@@ -58,16 +58,16 @@ class ForkedSubprocess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server."""
+        """Process id of the server, or None if there is none."""
         return None if self._server is None else self._server.pid
 
     @property
     def descriptor(self) -> int | None:
-        """This process's only descriptor of the server."""
+        """The only descriptor that this process holds for the server, or None."""
         return None if self._control is None else self._control.fileno()
 
     def Popen(self, command: Sequence[str], **options) -> ForkedRank | subprocess.Popen:
-        """As subprocess.Popen, by a fork."""
+        """Starts a rank as subprocess.Popen does, but by a fork. Raises RuntimeError if the environment differs."""
         if not self.enabled:
             return subprocess.Popen(command, **options)
         if changed := _at_import(options["env"]) ^ _at_import(self._environment):
@@ -81,14 +81,14 @@ class ForkedSubprocess:
             return self._fork(command, options["env"], options["pass_fds"])
 
     def close(self) -> None:
-        """Ends the server; ranks go on."""
+        """Ends the server. Its ranks keep running."""
         if self._server is not None and self._owner == os.getpid():
             self._control.close()
             self._server.wait(10)
         self._server = self._control = None
 
     def prepare(self) -> None:
-        """Starts the server unless it runs. A test with a deadline does not want to wait for that."""
+        """Starts the server unless it runs, so that a test with a deadline does not have to wait for it."""
         with self._lock:
             if self._server is None or self._owner != os.getpid():
                 self._start()
@@ -134,7 +134,7 @@ class ForkedSubprocess:
 
 
 def _interpreter() -> list[str]:
-    """This one and its flags, which are a rank's too."""
+    """Returns the command of this interpreter with its flags, which ranks also have."""
     return [sys.executable, "-u", *subprocess._args_from_interpreter_flags()]
 
 
@@ -143,5 +143,5 @@ def _at_import(environment: Mapping[str, str]) -> set[tuple[str, str]]:
 
 
 def _adopt_orphans(yes: bool) -> None:
-    """Whether processes below this one become its children when their parents end."""
+    """Sets or clears: descendants become children of this process when their parents end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)

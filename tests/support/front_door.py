@@ -1,4 +1,4 @@
-"""HAProxy with deploy/haproxy.cfg before real ComfyUIs, three unless told otherwise, and clients of it."""
+"""HAProxy with deploy/haproxy.cfg in front of real ComfyUIs (three by default), and clients of it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from comfyui_server import ComfyUIServer
 from waiting import wait_until
 
 DEPLOY = ROOT / "deploy"
-NAMES = ("a", "b", "c")  # of the ComfyUIs, as the configuration has them
+NAMES = ("a", "b", "c")  # names of the ComfyUIs in the configuration
 PERSON, PASSWORD = "anna", "a sound password"
 PROGRAMS = 12
 
 
 @dataclass(frozen=True)
 class FrontDoor:
-    """A running one. `tokens`: of the programs."""
+    """A running HAProxy with its ComfyUIs. `tokens`: bearer tokens of the programs."""
 
     url: str
     metrics: str
@@ -44,7 +44,7 @@ class FrontDoor:
     def client(
         self, *, token: str = "", person: bool = False, source: str = "127.0.0.1"
     ) -> aiohttp.ClientSession:
-        """A session with cookies of its own, from that address of this machine."""
+        """Returns a session with separate cookies that connects from the local address `source`."""
         words = f"Bearer {token}" if token else ""
         if person:
             words = f"Basic {base64.b64encode(f'{PERSON}:{PASSWORD}'.encode()).decode()}"
@@ -53,11 +53,11 @@ class FrontDoor:
             self.url,
             headers={"Authorization": words} if words else {},
             connector=aiohttp.TCPConnector(ssl=trust, local_addr=(source, 0)),
-            cookie_jar=aiohttp.CookieJar(unsafe=True),  # those of a host that is an address too
+            cookie_jar=aiohttp.CookieJar(unsafe=True),  # also takes cookies from a host that is an IP address
         )
 
     def state(self, backend: str, name: str) -> str:
-        """What HAProxy holds of a server, such as `UP`, `MAINT` or `DOWN (agent)`, and its weight."""
+        """Returns HAProxy's state of a server, such as `UP`, `MAINT` or `DOWN (agent)`, and its weight."""
         row = next(row for row in self._statistics() if (row["# pxname"], row["svname"]) == (backend, name))
         return f"{row['status']} {row['weight']}"
 
@@ -70,7 +70,7 @@ class FrontDoor:
 
 
 def require_haproxy() -> str:
-    """Its path; the test is skipped where it is not installed."""
+    """Returns HAProxy's path. Skips the test if it is not installed."""
     found = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     if found is None:
         pytest.skip("haproxy is not installed (Debian: apt-get install haproxy)")
@@ -79,7 +79,7 @@ def require_haproxy() -> str:
 
 @contextlib.contextmanager
 def front_door(folder: Path) -> Iterator[FrontDoor]:
-    """Three ComfyUIs and HAProxy before them, until the block ends, which kills what outlives them."""
+    """Yields HAProxy in front of three ComfyUIs. The end of the block stops them and kills leftover processes."""
     environment = {"PARALLEL_TEST_FORKED_RANKS": "1"}
     servers = {name: start_comfyui(folder / name, environment=environment) for name in NAMES}
     with front_door_of(servers, require_haproxy(), folder) as running:
@@ -88,10 +88,10 @@ def front_door(folder: Path) -> Iterator[FrontDoor]:
 
 @contextlib.contextmanager
 def front_door_of(servers: dict[str, ComfyUIServer], haproxy: str, folder: Path) -> Iterator[FrontDoor]:
-    """As `front_door`, of these ComfyUIs, which are not started yet; `haproxy`: the program."""
+    """Starts these ComfyUIs and yields HAProxy in front of them, see `front_door`. `haproxy`: path of the program."""
     tokens = tuple(secrets.token_hex(16) for _ in range(PROGRAMS))
     with contextlib.ExitStack() as running:
-        # Its threads last as long as the ComfyUIs, which end with the thread that started them.
+        # Its threads must live as long as the ComfyUIs: each ComfyUI ends with the thread that started it.
         together = running.enter_context(ThreadPoolExecutor(len(servers)))
         running.callback(lambda: list(together.map(ComfyUIServer.stop, servers.values())))
         list(together.map(ComfyUIServer.start, servers.values()))
@@ -138,7 +138,7 @@ def _haproxy(
 
 
 def _configuration(names: list[str]) -> str:
-    """deploy/haproxy.cfg with the `server` lines of these ComfyUIs in place of its own three."""
+    """Returns deploy/haproxy.cfg with `server` lines for these ComfyUIs in place of its three."""
     lines = []
     for line in (DEPLOY / "haproxy.cfg").read_text().splitlines():
         if not line.startswith("    server "):

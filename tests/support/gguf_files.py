@@ -1,4 +1,4 @@
-"""Tiny GGUF files of a Flux of ComfyUI's own, in every format that devices compute with, and what they unpack to."""
+"""Tiny GGUF files of ComfyUI's Flux in every format that devices compute with, and their unpacked values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comfy_weight_files import random_tensors
 
-# Where the scales of a block lie that gguf's Python cannot quantise to: first bytes of float16 numbers.
+# Formats to which gguf's Python code cannot quantise: byte offsets of the float16 scales in a block.
 _SCALES = {
     "Q6_K": (208,),
     "Q5_K": (0, 2),
@@ -26,7 +26,7 @@ _SCALES = {
 
 
 def packed(weight: numpy.ndarray, kind: str, seed: int = 0) -> numpy.ndarray:
-    """About this weight, or of its size, in a format: uint8 [rows, bytes]."""
+    """Returns the weight in a format, uint8 [rows, bytes]. Formats in _SCALES get random values of equal deviation."""
     form = gguf.GGMLQuantizationType[kind]
     if kind not in _SCALES:
         return quants.quantize(weight, form)
@@ -41,8 +41,8 @@ def packed(weight: numpy.ndarray, kind: str, seed: int = 0) -> numpy.ndarray:
 
 
 def write(path: Path, kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> Path:
-    """Matrices of blocks in this format, all else in float32 and, one, in float16; one tensor's true shape is noted.
-    `tensors`: of a Flux; random ones if there are none."""
+    """Writes a file: the blocks' matrices in this format, one tensor in float16 with its true shape in the metadata,
+    all others in float32. `tensors`: of a Flux; default: random ones."""
     writer = gguf.GGUFWriter(str(path), "flux")
     form = gguf.GGMLQuantizationType[kind]
     for seed, (name, tensor) in enumerate((tensors or random_tensors(blocks)).items()):
@@ -69,7 +69,7 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
 
 
 def unpacked(kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """What `write` puts into a file, by gguf's own arithmetic in float32."""
+    """Returns the tensors that `write` puts into a file, unpacked in float32 by gguf's own arithmetic."""
     found = {}
     for seed, (name, tensor) in enumerate((tensors or random_tensors(blocks)).items()):
         found[name] = tensor

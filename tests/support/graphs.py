@@ -1,10 +1,10 @@
-"""API prompts for the parity tests: the same sampling once with stock nodes and once with ours."""
+"""API prompts for the parity tests: the same sampling once with stock nodes and once with the pack's."""
 
 from __future__ import annotations
 
 import os
 
-ON_GPU = "PARALLEL_TEST_GPU"  # where it is set ComfyUI computes on the GPU, with the arguments that it holds
+ON_GPU = "PARALLEL_TEST_GPU"  # if set, ComfyUI computes on the GPU; its value has more arguments for ComfyUI
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
 SAMPLING = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
@@ -16,7 +16,7 @@ def node(class_type: str, **inputs) -> dict:
 
 
 def devices_here(devices: str) -> str:
-    """`devices`, which name ranks on the CPU; as many GPUs where tests compute on those."""
+    """Returns `devices`. If they name CPU ranks and the tests compute on GPUs, returns as many GPUs."""
     if ON_GPU not in os.environ or not devices.startswith("cpu"):
         return devices
     if "," in devices:
@@ -25,7 +25,7 @@ def devices_here(devices: str) -> str:
 
 
 class Graph:
-    """Builds one prompt; each method adds a node and returns its id."""
+    """Builds one prompt; each method adds a node and returns its id or a link to its output."""
 
     def __init__(self) -> None:
         self.prompt: dict[str, dict] = {}
@@ -53,8 +53,8 @@ class Graph:
         ]
 
     def strategy(self, devices: str, engine: str = "auto", **settings) -> list:
-        """`settings`: degrees by axis, and StrategySelector's optional inputs by their names; manual where there are
-        any, but for device_shares."""
+        """Adds a StrategySelector. `settings`: degrees by axis, and optional inputs by name. Its mode is manual if
+        there are settings other than device_shares."""
         inputs = {f"{axis}_degree": 1 for axis in ("cfg", "pipefusion", "ring", "ulysses", "data")}
         for name, value in settings.items():
             inputs[f"{name}_degree" if name in AXES else name] = value
@@ -63,18 +63,18 @@ class Graph:
         return [self.add("StrategySelector", mode=mode, devices=devices, engine=engine, **inputs), 0]
 
     def parallel_loader(self, unet: str, devices: str, **choice) -> str:
-        """`choice`: engine, and what `strategy` takes."""
+        """Adds a ParallelFluxLoader. `choice`: engine, and the settings of `strategy`."""
         strategy = self.strategy(devices, **choice)
         return self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto", strategy=strategy)
 
     def model(self, kind: str, unet: str, devices: str = "cpu:2", **choice) -> list:
-        """A MODEL: stock, or the parallel one."""
+        """Adds a loader and returns its MODEL. `kind`: STOCK or OURS."""
         if kind == STOCK:
             return [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0]
         return [self.parallel_loader(unet, devices, **choice), 1]
 
     def loaded_by(self, kind: str, unet: str, strategy: list | None = None) -> list:
-        """The PARALLEL_MODEL of one of our loaders, or of Parallel Model behind a node that changes a stock MODEL."""
+        """Returns the PARALLEL_MODEL of a loader of the pack, or of Parallel Model behind a changed stock MODEL."""
         own = {} if strategy is None else {"strategy": strategy}
         if kind == "ParallelModel":
             shifts = {"max_shift": 1.15, "base_shift": 0.5, "width": 128, "height": 96}
@@ -92,7 +92,7 @@ class Graph:
     def parallel_sampler(
         self, loader: str | list, positive: list, negative: list, latent: list, **changes
     ) -> list:
-        """`loader`: a node whose first output is the model for it, or that output."""
+        """Adds a ParallelSampler. `loader`: a model output, or a node whose first output is the model."""
         inputs = SAMPLING | changes
         names = {"positive": positive, "negative": negative, "latent_image": latent}
         model = loader if isinstance(loader, list) else [loader, 0]

@@ -1,8 +1,8 @@
-"""Host memory and a device's told apart on the CPU: `torch.device("cpu", 0)` stands for a device, "cpu" for the host.
+"""Separates host and device memory on the CPU: `torch.device("cpu", 0)` stands for a device, "cpu" for the host.
 
-Inside a HostAndDevice a tensor is on the device if it was made there or sent there, or computed from what is. What CUDA
-refuses raises: to compute with tensors of both. Only `tensor.device` and the stand-in for NCCL see a difference: memory
-and kernels are the CPU's.
+Inside a HostAndDevice a tensor is on the device if it was made there, sent there, or computed from tensors there. A
+computation with tensors of both raises an error, as with CUDA. Only `tensor.device` and the stand-in for NCCL show a
+difference: memory and kernels are the CPU's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
-# Give a tensor that is where they say, or where their second argument is.
+# Functions whose result is on the device that they name, or on the device of their second argument.
 _MOVES = {"to", "cpu", "type_as"}
-# Take tensors of the host beside a device's: what is copied, and numbers of elements.
+# Functions that take host and device tensors at the same time: copies, and indices.
 _MIXES = {*_MOVES, "copy_", "__getitem__", "__setitem__", "index_put_"}
-_MIXES |= {"_has_compatible_shallow_copy_type", "__set__"}  # a module's own way to another device
+_MIXES |= {"_has_compatible_shallow_copy_type", "__set__"}  # nn.Module.to calls these
 
 _entered: list[HostAndDevice] = []
 
 
 class HostAndDevice(TorchFunctionMode):
-    """Within the thread that enters it."""
+    """Tracks which tensors are on the device, in the thread that enters it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class HostAndDevice(TorchFunctionMode):
         _entered.remove(self)
 
     def put(self, *modules: nn.Module) -> None:
-        """Has the weights of modules on the device without a copy."""
+        """Marks the weights of modules as being on the device, without a copy."""
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._mark(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device; one without memory (meta) is not."""
+        """Returns True if a tensor is on the device. A tensor without memory (meta) is not."""
         found = self._there.get(tensor.untyped_storage()._cdata)
         return found is not None and not found.expired()
 
@@ -77,7 +77,7 @@ class HostAndDevice(TorchFunctionMode):
         return DEVICE if self.holds(tensor) else HOST
 
     def _place(self, name: str, args: Any, kwargs: Any) -> torch.device | None:
-        """The device that a call names."""
+        """Returns the device that a call names, or None."""
         if name == "cpu":
             return HOST
         if name in _MOVES and len(args) > 1 and isinstance(args[1], Tensor):
@@ -91,10 +91,10 @@ class HostAndDevice(TorchFunctionMode):
 
 
 def active() -> HostAndDevice | None:
-    """The one that was entered last. (torch's stack of them is empty inside of its functions, as collectives are.)"""
+    """Returns the one entered last. (torch's stack of modes is empty inside its functions, such as collectives.)"""
     return _entered[-1] if _entered else None
 
 
 def on_device(value: Any) -> Any:
-    """The same with its tensors on the device, where there is one."""
+    """Returns `value` with its tensors on the device, or unchanged outside a HostAndDevice."""
     return value if active() is None else tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), value)

@@ -1,6 +1,6 @@
-"""Inputs that try to break the parsers of frames and files, and what each parser may answer: a result or a refusal.
+"""Inputs that try to break the parsers of frames and files. A parser may only return a result or raise a refusal.
 
-tests/wire/test_hostile_bytes.py tries a few hundred of each, benchmarks/faults.py as many thousands as it is told.
+tests/wire/test_hostile_bytes.py tries a few hundred of each, benchmarks/faults.py as many thousands as requested.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PAYLOADS = [
     save(sample_tensors(scripted_request()) | state_tensors(STATE)),
     save({"x": torch.zeros(1, 4, 6, 6), "sigma": torch.zeros(1)}),
 ]
-# Numbers with which lengths, shapes and offsets lie.
+# Wrong values for lengths, shapes and offsets.
 _LIES = [0, 1, 7, 8, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 1]
 _WORDS = [b"NaN", b"Infinity", b"-1", b"1e999", b"null", b"{}", b"[]", b'"', b"\\u0000", b"\xff", b"[" * 500]
 
 
 def damaged(originals: list[bytes]) -> st.SearchStrategy[bytes]:
-    """One of `originals` with some of it changed, cut out, doubled or replaced, or nothing like it at all."""
+    """Returns a strategy for one of `originals` with bytes changed, cut, doubled or replaced, or for random bytes."""
     change = st.one_of(
         st.tuples(st.just("flip"), st.integers(0, 2**16), st.integers(0, 255)),
         st.tuples(st.just("cut"), st.integers(0, 2**16), st.integers(1, 64)),
@@ -71,7 +71,7 @@ def _change(data: bytes, changes: list[tuple]) -> bytes:
             data = data[: at + value] + data[at : at + value] + data[at + value :]
         elif kind == "word":
             data = data[:at] + value + data[at + 1 :]
-        elif kind == "number":  # in place of the digits that are there
+        elif kind == "number":  # replaces the digits at this place
             end = at
             while end < len(data) and data[end : end + 1].isdigit():
                 end += 1
@@ -87,7 +87,7 @@ def parse_frame(data: bytes) -> None:
 
 
 def parse_payload(data: bytes) -> None:
-    """As a rank and ComfyUI's process read the tensors beside a message."""
+    """Reads the bytes as a rank and ComfyUI's process read the tensors of a message."""
     import fcntl
 
     descriptor = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
@@ -105,7 +105,7 @@ def parse_payload(data: bytes) -> None:
 
 
 def parse_file(data: bytes, path: Path) -> None:
-    """As a checkpoint is read."""
+    """Reads the bytes as a checkpoint file."""
     path.write_bytes(data)
     _allowing(CheckpointError, read_header, path)
     _allowing(CheckpointError, inspect_flux, path)

@@ -1,4 +1,4 @@
-"""Jobs to plan for, with files of which only the sizes exist."""
+"""Jobs for tests of the planner. Only the sizes of their model files exist, not the files."""
 
 from dataclasses import replace
 
@@ -23,11 +23,11 @@ def file_of(dims, dtype):
 
 
 def flux_job(tensor_bytes=BF16, weight_dtype="auto", compute_options=None, **job):
-    """1024 x 1024, 512 tokens of text, 28 steps, unless told otherwise."""
+    """Returns a Flux job. Default: 1024 x 1024, 512 text tokens, 28 steps."""
     model = CheckpointModel(flux_file(tensor_bytes), weight_dtype, compute_options or ComputeOptions())
     return Job(model, **job)
 
 
 def unet_job(**job):
-    """Of a UNet, whose tokens cannot be shared out."""
+    """Returns a job of a UNet, whose tokens cannot be split."""
     return Job(CheckpointModel(replace(TYPICAL, blocks=(), mode=ROWS, unet=UNetFacts())), **job)

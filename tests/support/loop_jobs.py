@@ -1,4 +1,4 @@
-"""Jobs for ComfyUI's own loop on a tiny Flux of ComfyUI's own, and what stock ComfyUI gives for them in one process."""
+"""Jobs for ComfyUI's sampling loop on a tiny version of ComfyUI's Flux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def tiny_model(folder, form: str = "fp32"):
-    """The ModelSpec of a file with one block of each kind."""
+    """Writes a file with one block of each kind and returns its ModelSpec."""
     return spec(write(folder / "loop.safetensors", form, blocks=1))
 
 

@@ -1,4 +1,4 @@
-"""Jobs of ComfyUI's own loop on a rank that a test runs by itself, and the other end of rank 0's link."""
+"""Runs jobs of ComfyUI's sampling loop on a rank of a test, with a stand-in for the other end of rank 0's link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from shipped_jobs import ship
 
 
 class ParentOfRankZero:
-    """What rank 0 told it. `cancel_at`: which time it is asked for news it cancels; never: 0."""
+    """The other end of rank 0's link: records what rank 0 sends. `cancel_at`: the number of the `receive` call that it
+    answers with Cancel; 0: never."""
 
     def __init__(self, cancel_at: int = 0) -> None:
         self.states, self.previews, self.steps, self.strategies = [], [], [], []
@@ -44,7 +45,7 @@ class ParentOfRankZero:
 
 
 class LoopRanks:
-    """This rank, with a model for each way to lay out its weights; each step's state is sent."""
+    """This rank, with one model per layout of weights. It sends the state after each step."""
 
     def __init__(self, world, spec, computing=DEFAULT_COMPUTE) -> None:
         progress.STATES_COST = float("inf")
@@ -56,7 +57,7 @@ class LoopRanks:
         if strategy.weights not in self.models:
             model = self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
             if (device := active()) is not None:
-                device.put(model.patcher.model)  # mapped weights are the CPU's own
+                device.put(model.patcher.model)  # mapped weights were not copied to the device
                 model.patcher.load_device = DEVICE
         placement = Placement(strategy, compute_options=self._computing)
         return make_module_forward(self.models[strategy.weights], self._layouts, placement)
@@ -68,7 +69,7 @@ class LoopRanks:
 
     @torch.inference_mode()
     def run(self, strategy, job, *, state=None, parent=None, **message):
-        """(latent, how it ran, the parent and what it was told). `message`: what else RunJob says."""
+        """Runs a job and returns (latent, how it ran, the parent with its records). `message`: other RunJob fields."""
         parent, steps = parent or ParentOfRankZero(), len(job.sigmas) - 1
         boundary = StepBoundary(
             RequestLink(parent, epoch=0, request=0, rank=self.world.rank),

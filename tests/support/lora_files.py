@@ -1,4 +1,4 @@
-"""LoRA files for the tiny Flux in every layout that people have; each changes the model clearly."""
+"""LoRA files for the tiny Flux in every layout in use. Each changes the model clearly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 H = 256  # width of the tiny Flux with two heads
-GAIN = 0.05  # of a delta's values
+GAIN = 0.05  # standard deviation of a delta's values
 
 
 def pair(out: int, inputs: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(up [out, rank], down [rank, inputs]), their product of about GAIN."""
+    """Returns (up [out, rank], down [rank, inputs]); the values of their product have a deviation of about GAIN."""
     generator = torch.Generator().manual_seed(seed)
     up = torch.randn(out, rank, generator=generator) * GAIN / rank**0.5
     return up, torch.randn(rank, inputs, generator=generator)
@@ -61,7 +61,7 @@ def _xlabs() -> dict:
         "double_blocks.0.processor.qkv_lora2": (3 * H, H),
         "double_blocks.0.processor.proj_lora1": (H, H),
         "single_blocks.0.processor.qkv_lora": (3 * H, H),
-        # ComfyUI tells the layout by these two, which the tiny model does not have.
+        # ComfyUI recognises the layout by these two layers, which the tiny model does not have.
         "double_blocks.18.processor.qkv_lora2": (3 * H, H),
         "single_blocks.37.processor.qkv_lora": (3 * H, H),
     }
@@ -69,7 +69,7 @@ def _xlabs() -> dict:
 
 
 def _bfl_own() -> dict:
-    """As Black Forest Labs name them: no prefix, biases and norms beside the factors, always img_in among them."""
+    """Returns a LoRA with Black Forest Labs' names: no prefix, with biases and norms, and always with img_in."""
     generator = torch.Generator().manual_seed(10)
     found = _pairs({"img_in": (H, 64), **ORIGINAL}, "lora_B.weight", "lora_A.weight")
     for name, (out, _) in ORIGINAL.items():
@@ -146,7 +146,7 @@ def _halves(tensors: dict) -> dict:
 
 
 def _integers(names: dict) -> dict:
-    """Factors of whole numbers, few of them not 0, as a quantized LoRA without its scale."""
+    """Returns factors of whole numbers, most of them 0, like a quantized LoRA without its scale."""
     generator = torch.Generator().manual_seed(9)
     found = {}
     for name, (out, inputs) in names.items():
@@ -182,7 +182,7 @@ LAYOUTS = {
     "glora": _glora(),
     "integers": _integers(_kohya(_ONE)),
 }
-# For LoraLoader, which also has a CLIP: a LoRA for both, and one for the text encoder alone.
+# LoRAs for the node LoraLoader, which also changes a CLIP: one for both models, and one for the text encoder alone.
 WITH_TEXT = {
     "both": TEXT | _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
     "text": TEXT,
@@ -203,7 +203,7 @@ BAD = {
 
 
 def of_all_layers(double_blocks: int) -> dict[str, Tensor]:
-    """A LoRA of every linear layer of so many double blocks, in kohya's layout."""
+    """Returns a LoRA of all attention and MLP layers of that many double blocks, in kohya's layout."""
     wide = {"attn.qkv": (3 * H, H), "attn.proj": (H, H), "mlp.0": (4 * H, H), "mlp.2": (H, 4 * H)}
     layers = {f"{side}_{name}": size for side in ("img", "txt") for name, size in wide.items()}
     names = {
@@ -215,7 +215,7 @@ def of_all_layers(double_blocks: int) -> dict[str, Tensor]:
 
 
 def write_loras(folder: Path) -> dict[str, str]:
-    """File name of each layout and each bad LoRA, written to `folder`."""
+    """Writes each layout and each bad LoRA to `folder`; returns the file names by layout."""
     folder.mkdir(exist_ok=True)
     names = {}
     for layout, tensors in {**LAYOUTS, **WITH_TEXT, **BAD}.items():

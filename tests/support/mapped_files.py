@@ -1,4 +1,4 @@
-"""Where files lie in this process's memory."""
+"""Address ranges and resident bytes of files that this process maps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def mapped_ranges(path: Path) -> list[tuple[int, int]]:
-    """Address ranges of this process that are pages of the file."""
+    """Returns the address ranges of this process that map the file."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(str(path)):
@@ -16,7 +16,7 @@ def mapped_ranges(path: Path) -> list[tuple[int, int]]:
 
 
 def resident_bytes(path: Path | str) -> int:
-    """Bytes of the file's pages that this process maps now."""
+    """Returns the bytes of the file's pages that this process has in memory now (Rss)."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()

@@ -1,6 +1,6 @@
-"""What operators give for tensors of the meta device, each worked out once.
+"""Cached results of operators on tensors of the meta device.
 
-To work out its form takes torch most of the time of a model call there, and blocks ask for the same again and again.
+Torch spends most of a model call on that device on the form of results, and blocks repeat the same operators.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By operator and form of its arguments: the kind of what it gives, and the form of each tensor in it.
+# By operator and form of its arguments: the type of the result, and the form of each tensor in it.
 _ANSWERS: dict[Any, tuple[type, list[tuple[Any, ...]]]] = {}
 
 
 @functools.cache
 def _is_function(func: Any) -> bool:
-    """Whether it neither writes nor gives what it was given."""
+    """Returns True if the operator neither changes nor returns its arguments."""
     return not any(value.alias_info is not None for value in (*func._schema.returns, *func._schema.arguments))
 
 
 def meta_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`."""
+    """Returns `func(*args, **kwargs)`, from the cache if possible."""
     if not _is_function(func):
         return func(*args, **kwargs)
     try:
         key = func, _form(args), _form(tuple(kwargs.items()))
         known = _ANSWERS.get(key)
-    except TypeError:  # something that has no hash
+    except TypeError:  # an argument has no hash
         return func(*args, **kwargs)
     if known is not None:
         made = [torch.empty_strided(*form[:2], dtype=form[2], device=form[3]) for form in known[1]]

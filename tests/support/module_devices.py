@@ -1,7 +1,7 @@
 """Calls of ComfyUI's tiny modules on a stand-in for a GPU (dispatch_counter.py), alone and as one of several ranks.
 
-What arrives in a rank is placed as a rank places it. ComfyUI attends as on a GPU, and computes in bfloat16 as there; on
-the CPU it would take float32, in which all dtypes fit. Needs `import_comfyui_here()`.
+Arguments are placed as a rank places them. ComfyUI uses its attention function for GPUs and computes in bfloat16, as on
+a GPU; on the CPU it would use float32, which hides a mix of dtypes. Needs `import_comfyui_here()`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not
 
 
 class _AttentionOfGpus:
-    """In place of the router's variable: what ComfyUI would attend by is the function that it chooses for a GPU."""
+    """Replaces the attention router's ContextVar: the original function is the one that ComfyUI chooses for a GPU."""
 
     def __init__(self, variable: ContextVar[Any]) -> None:
         self._variable = variable
@@ -64,7 +64,7 @@ def _autocast(device_type: str, **options: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def comfyui_on_the_device() -> Iterator[None]:
-    """Inside, ComfyUI takes the stand-in for the device that it computes on."""
+    """Makes ComfyUI compute on the stand-in inside the block."""
     import comfy.model_management
 
     management = comfy.model_management
@@ -72,15 +72,15 @@ def comfyui_on_the_device() -> Iterator[None]:
         inside.enter_context(patch.object(management, "get_torch_device", lambda: DEVICE))
         for asked in ("get_free_memory", "get_total_memory"):
             inside.enter_context(patch.object(management, asked, lambda *device, **named: 2**40))
-        inside.enter_context(patch.object(torch, "autocast", _autocast))  # which knows no such device
+        inside.enter_context(patch.object(torch, "autocast", _autocast))  # torch's refuses the meta device
         inside.enter_context(patch.object(attention, "_attend", _AttentionOfGpus(attention._attend)))
         yield
 
 
 @dataclass
 class Found:
-    """What a run asked of the device. `syncs`: how often the host waited for it; `own`: of these, where in the pack;
-    `drawn`: random numbers, of which cards of two kinds draw others from one seed; `answers`: what it gave."""
+    """The counts of a run. `syncs`: how often the host waited for the device; `own`: the lines of the pack that made it
+    wait; `drawn`: draws of random numbers, which differ between kinds of cards for one seed; `answers`: its output."""
 
     syncs: int
     own: list[str]
@@ -88,7 +88,7 @@ class Found:
     answers: list[Tensor]
 
 
-_MADE_THERE = ("transformer_options", "control")  # whose dicts ComfyUI makes where the model computes
+_MADE_THERE = ("transformer_options", "control")  # ComfyUI makes their tensors on the model's device
 
 
 def on_device(model: TinyModel) -> TinyModel:
@@ -98,8 +98,8 @@ def on_device(model: TinyModel) -> TinyModel:
 
 
 def as_in_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies of a call's arguments, where ComfyUI's BaseModel has them in a rank on the device: what lies in dicts
-    modules take there themselves."""
+    """Copies a call's arguments to the place where ComfyUI's BaseModel has them in a rank: on the device, except for
+    tensors in dicts, which the modules move themselves."""
 
     def there(tensor: Tensor) -> Tensor:
         return tensor.to(DEVICE, copy=True)
@@ -115,7 +115,7 @@ def as_in_a_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
 
 @contextmanager
 def forward_of(model: TinyModel, strategy: ParallelStrategy, rank: int) -> Iterator[ModuleForward]:
-    """Of a rank whose collectives with the others do nothing."""
+    """Yields the forward of a rank whose collectives do nothing."""
     with world_of_one_process(rank, strategy.world_size) as world:
         yield make_module_forward(model, Layouts(world), Placement(strategy))
 
@@ -128,20 +128,20 @@ class Subject:
         with _in_half():
             self.model = on_device(TinyModel(build()))
         for part in self.model.module.children():
-            if type(part).__module__.startswith("parallel_backend."):  # stands for one of ComfyUI's
+            if type(part).__module__.startswith("parallel_backend."):  # replaces a module of ComfyUI's
                 part.to(HALF)
         self._rows, self._inputs = rows, inputs
         self.name = type(self.model.module).__name__
 
     def call(self, tokens: str, prompts: tuple[int, ...] = ()) -> ModuleCall:
-        """With arguments as a rank has them, new ones each time."""
+        """Returns a call with new arguments, placed as in a rank."""
         (latent, *times), kwargs = self._inputs(self._rows, *SIZE)
         kwargs = {name: _halved(value, deep=name == "control") for name, value in kwargs.items()}
         args, kwargs = as_in_a_rank((_halved(latent), *times), kwargs | {"transformer_options": {}})
         return ModuleCall(args, kwargs, self._rows, tokens, prompts=prompts)
 
     def alone(self) -> Found:
-        """A call of the module as ComfyUI itself makes it."""
+        """Calls the module as ComfyUI itself does."""
         call = self.call("")
 
         def run() -> Any:
@@ -150,13 +150,13 @@ class Subject:
         return watched(run)
 
     def on_rank(self, strategy: ParallelStrategy, rank: int, tokens: str) -> Found:
-        """A call as this rank makes it."""
+        """Calls the module as this rank does."""
         with forward_of(self.model, strategy, rank) as forward:
             call = self.call(tokens)
             return watched(lambda: forward(call))
 
     def under_cache(self, strategy: ParallelStrategy, rank: int, tokens: str) -> list[Found]:
-        """A call that is computed, and one that leaves blocks out. What the host reads of the device is 1."""
+        """Runs a call that is computed, and one that skips blocks: its change reads as 1, below the threshold 2."""
         found = []
         with forward_of(self.model, strategy, rank) as forward:
             cache = ModuleCache(threshold=0.5)
@@ -167,7 +167,7 @@ class Subject:
         return found
 
     def in_stages(self, strategy: ParallelStrategy, rank: int, tokens: str) -> dict[str, Found]:
-        """Whole images, what is asked about patches once, and a patch."""
+        """Runs a call of whole images, the one query for the owners of patches, and a call of one patch."""
         with forward_of(self.model, strategy, rank) as forward:
             stages, keys = forward.stages, StaleKeyCache()
             assert stages is not None
@@ -181,7 +181,7 @@ class Subject:
 
 @contextmanager
 def _in_half() -> Iterator[None]:
-    """Inside, tiny models are built as ComfyUI builds them for a GPU."""
+    """Builds tiny models inside the block as ComfyUI builds them for a GPU."""
     made = operations() | {"dtype": HALF}
     with ExitStack() as inside:
         for module in _TINY:
@@ -190,7 +190,7 @@ def _in_half() -> Iterator[None]:
 
 
 def _halved(value: Any, deep: bool = False) -> Any:
-    """An argument as ComfyUI's BaseModel casts it: tensors and lists of them, times and what lies deeper not."""
+    """Casts an argument as ComfyUI's BaseModel does: tensors and lists of them. `deep`: also the values of a dict."""
     if isinstance(value, Tensor):
         return value.to(HALF) if value.is_floating_point() else value
     if isinstance(value, (list, tuple)):

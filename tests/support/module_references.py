@@ -1,4 +1,4 @@
-"""Calls of tiny modules of ComfyUI's own, and what one process answers; ranks that a test forks then have them too."""
+"""Calls of ComfyUI's modules in tiny sizes, with the answer of one process. Ranks forked afterwards have them too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel_backend.sampling.image_patches import ElementPatches
 
 
 class Reference:
-    """A tiny model, a call of it and its answer in one process. `size`: rows, latent height and width."""
+    """A tiny model, a call of it and its answer in one process. `size`: (rows, latent height, latent width)."""
 
     def __init__(self, build, inputs, size, options=None):
         self.model = _model(build)
@@ -40,7 +40,7 @@ class Reference:
 
     @torch.inference_mode()
     def difference(self, forward, tokens, *cache, prompts=()) -> float:
-        """Of the ranks' answer, relative to the largest value."""
+        """Returns the largest difference of the ranks' answer, relative to the largest value."""
         args, kwargs = on_device(copy.deepcopy((self.args, self.kwargs)))
         answer = forward(ModuleCall(args, kwargs, self.rows, tokens, prompts=prompts), *cache)
         pairs = zip(tensors_of(answer), on_device(tensors_of(self.answer)), strict=True)
@@ -52,7 +52,7 @@ class Reference:
         return self.difference(forward, tokens), forward.bytes_sent - before
 
     def on_ranks(self, world, tokens, *placements) -> list[list[Any]]:
-        """Returns of each placement that difference, those bytes and what the forward notes."""
+        """Returns for each placement [difference, bytes that this rank sent, notes of the forward]."""
         layouts, found = Layouts(world), []
         for placement in placements:
             forward = make_module_forward(self.model, layouts, placement)
@@ -66,7 +66,7 @@ def _model(build):
 
 
 def alone(model: TinyModel, call: ModuleCall) -> Any:
-    """What one process answers."""
+    """Returns the answer of one process."""
     return model.module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
 
 
@@ -83,7 +83,7 @@ def difference_of_patches(
     count: int,
     numbers: Sequence[int] = (),
 ) -> float:
-    """Of `count` image patches, or these `numbers` of them, that go through stages, relative to the largest value."""
+    """Sends `count` image patches, or only these `numbers`, through stages; returns the largest relative difference."""
     far = [0.0]
     for number in numbers or range(count):
         one = stages.patch(copy.deepcopy(call), ImagePatch(number, count), keys)
@@ -94,7 +94,7 @@ def difference_of_patches(
 
 
 def make_others(keys: StaleKeyCache) -> None:
-    """Keys as another call would have left them."""
+    """Changes the stored keys, as another call would have done."""
     for held in keys._held.values():
         for tensor in held:
             tensor += 1.0

@@ -1,4 +1,4 @@
-"""A rank's device and the communicators whose operations it runs: that half of nccl_semantics.py which waits."""
+"""A rank's device and the communicators whose operations it runs: the half of nccl_semantics.py that waits."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch import Tensor
 
 from host_and_device import active
 
-PATIENCE = 60.0  # s until an operation that nobody joins is an error; tests that want the error ask for less
+PATIENCE = 60.0  # s until an operation that no other rank joins is an error; tests of this error set less
 _POISON = 0xFF  # as bytes: NaN in every floating dtype, -1 in signed integers
-# Those that ProcessGroupNCCL takes from NCCL 2.24 on; older ones do not sum float8.
+# The dtypes of ProcessGroupNCCL with NCCL 2.24 or newer; older versions do not sum float8.
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
-# Runs in the device's thread; gives what arrived for each output.
+# Runs in the device's thread and returns the received data for each output.
 Transfer = Callable[[dist.ProcessGroup], Sequence[Tensor]]
 
 
-_begun: list[_Work] = []  # by this rank, of those that nobody has waited for
+_begun: list[_Work] = []  # operations that this rank has started and not yet waited for
 
 
 def unwaited() -> list[str]:
-    """What this rank has begun in any group, and has not waited for."""
+    """Returns the names of operations, in any group, that this rank has started and not waited for."""
     return [work.name for work in _begun]
 
 
 class Stream:
-    """Does one thing at a time, in the order in which it was told."""
+    """Runs one function at a time, in the order of the calls of `do`."""
 
     def __init__(self) -> None:
         self._owner = threading.get_ident()
@@ -63,12 +63,12 @@ class Stream:
 
 @functools.cache
 def only_stream() -> Stream:
-    """Of this rank's device; first asked for in a rank, since a fork would not take its thread along."""
+    """Returns the stream of this rank's device. The first call must be in the rank: a fork does not copy its thread."""
     return Stream()
 
 
 class Communicator:
-    """Blocks until all its ranks have made it; then does what they enqueue, one after the other."""
+    """A communicator: making it blocks until all its ranks do so; then it runs operations one after the other."""
 
     def __init__(self, name: str, store: dist.Store, rank: int, size: int, stream: Stream) -> None:
         patience = timedelta(seconds=PATIENCE)
@@ -105,7 +105,7 @@ class Communicator:
 
 
 class NcclError(RuntimeError):
-    """An operation failed, or nobody joined it."""
+    """An operation failed, or no other rank joined it."""
 
 
 class _Work(dist.Work):
@@ -118,7 +118,7 @@ class _Work(dist.Work):
         self.arrived: Sequence[Tensor] = ()
         self.error: Exception | None = None
         self._outputs = list(outputs)
-        # What lies in an output is overwritten on purpose, as FSDP's input does in its output.
+        # An input inside an output is overwritten on purpose; FSDP places its input there.
         self._sent = [(t, bytes_of(t)) for t in inputs if not any(overlap(t, out) for out in outputs)]
         for output in outputs:
             ctypes.memset(output.data_ptr(), _POISON, output.nbytes)
@@ -152,7 +152,7 @@ def _check(name: str, tensor: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of what a tensor holds, [nbytes] uint8."""
+    """Returns a copy of a tensor's bytes, [nbytes] uint8."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)
 
 

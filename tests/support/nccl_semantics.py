@@ -1,23 +1,23 @@
-"""A process group on the CPU with NCCL's documented semantics, so that what only gloo forgives fails in a test.
+"""A process group on the CPU with NCCL's documented semantics. Errors that gloo tolerates fail in a test.
 
-`World(backend=NCCL_SEMANTICS)` after `register()`; gloo carries the bytes. As torch documents ProcessGroupNCCL without
-a `device_id`:
+Use `World(backend=NCCL_SEMANTICS)` after `register()`; gloo carries the bytes. torch documents for ProcessGroupNCCL
+without a `device_id`:
 
-- the first operation of a communicator blocks the host until all its ranks have come. A group is one communicator for
-  its collectives and for batched sends, and one more for each pair of ranks that sends without a batch;
+- the first operation of a communicator blocks the host until all its ranks have joined. A group has one communicator
+  for its collectives and batched sends, and one more for each pair of ranks that sends without a batch;
 - operations of one communicator run in the order in which a rank called them, one at a time, in both directions;
-- nothing is complete at return: what arrives is not in the output before `wait`, until then filled with what no test
-  takes for a result, and what is sent may not be written to before it;
-- a send is complete when its receiver took it;
-- ranks give a collective the same sizes and dtypes, and a send those of its receive;
-- tensors are dense and contiguous, of NCCL's dtypes, and apart: in place is what a sum or a broadcast is, and a gather
-  whose input lies where its own share arrives;
+- an operation is not complete when its call returns. The output has no result before `wait`; until then it is filled
+  with values that no test accepts. The input must not be written to before `wait`;
+- a send is complete when its receiver has received it;
+- all ranks pass a collective the same sizes and dtypes, and a send has those of its receive;
+- tensors are dense and contiguous, have a dtype of NCCL, and do not overlap. Exceptions: a sum or a broadcast is in
+  place, and the input of a gather may lie at the place of this rank's share in the output;
 - an error shows at a later call or wait, and ends its communicator.
 
-What NCCL leaves to luck is the strictest here, so that no machine does worse. A rank's device runs the operations of
-*all* its communicators one at a time, in the order in which the rank called them: NCCL's guide wants them in the same
-order on all ranks, since a kernel that waits for its peer may keep the next one from starting. To make a communicator
-waits for the device, as allocating its memory may. `wait` holds the host, where CUDA has only the stream wait.
+Where NCCL leaves a behaviour open, the strictest one holds here, so that no machine is stricter. A rank's device runs
+the operations of *all* its communicators one at a time, in the order of the rank's calls: NCCL's guide demands the same
+order on all ranks, since a kernel that waits for its peer may keep the next one from starting. Making a communicator
+waits for the device, as allocating its memory may. `wait` blocks the host; with CUDA only the stream waits.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from nccl_device import Communicator, NcclError, Stream, bytes_of, only_stream, 
 
 NCCL_SEMANTICS = "nccl_semantics"
 NCCL_STREAMS = (
-    "nccl_streams"  # the same, with a stream for each communicator, which all run beside each other
+    "nccl_streams"  # the same, but with a stream for each communicator; streams run at the same time
 )
-_NOTE = 256  # bytes in which ranks tell each other what they came with
+_NOTE = 256  # bytes of the message with which ranks compare their operations
 
 _batch_isend_irecv = dist.batch_isend_irecv
 
 
 def register() -> None:
-    """Makes the backend known to torch in this process."""
+    """Registers the backend with torch in this process."""
     if dist.batch_isend_irecv is not _batch:
         dist.Backend.register_backend(NCCL_SEMANTICS, partial(_create, only_stream), devices=["cpu"])
         dist.Backend.register_backend(NCCL_STREAMS, partial(_create, Stream), devices=["cpu"])
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def count_connected() -> int:
-    """This rank's communicators that stand, of all its groups."""
+    """Returns the number of communicators that this rank has made, in all its groups."""
     groups = distributed_c10d._world.pg_names
     return sum(len(group.connected) for group in groups if isinstance(group, NcclSemantics))
 
@@ -73,7 +73,7 @@ def _batch(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 
 class NcclSemantics(dist.ProcessGroup):
-    """One rank's end of a group. `stream`: that of its next communicator."""
+    """One rank's end of a group. `stream`: gives the stream for a new communicator."""
 
     def __init__(self, stream: Callable[[], Stream], store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -90,7 +90,7 @@ class NcclSemantics(dist.ProcessGroup):
 
     @property
     def connected(self) -> set[str]:
-        """The communicators of this rank that stand: "group", and "0-1" for that pair of ranks of the group."""
+        """Names of this rank's communicators: "group", and for example "0-1" for a pair of ranks of the group."""
         return set(self._communicators)
 
     def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None) -> dist.Work:
@@ -111,7 +111,7 @@ class NcclSemantics(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _split(self, whole: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Bytes for each rank."""
+        """Returns the bytes for each rank."""
         count = len(self._ranks)
         if sizes and (len(sizes) != count or sum(sizes) != len(whole)):
             raise ValueError(f"all_to_all: {list(sizes)} is no split of {len(whole)} rows over {count} ranks")
@@ -184,7 +184,7 @@ class NcclSemantics(dist.ProcessGroup):
         return self._pair(source).enqueue(f"receive from {source}", [tensor], [], transfer)
 
     def batch(self, operations: list[dist.P2POp]) -> dist.Work:
-        """All of them at once: one operation of the group's own communicator."""
+        """Starts all of them at once, as one operation of the group's communicator."""
         sends = [(o.tensor, o.group_peer) for o in operations if o.op is dist.isend]
         receives = [(o.tensor, o.group_peer) for o in operations if o.op is dist.irecv]
         sent = [bytes_of(tensor) for tensor, _ in sends]
@@ -218,7 +218,7 @@ class NcclSemantics(dist.ProcessGroup):
         transfer: Callable[[dist.ProcessGroup, Sequence[Any]], Sequence[Tensor]],
         told: Any = None,
     ) -> dist.Work:
-        """`transfer` is given what each rank has `told`."""
+        """Starts a collective. `transfer` gets the value `told` of each rank."""
 
         def checked(gloo: dist.ProcessGroup) -> Sequence[Tensor]:
             names, everyones = zip(*_everyones(gloo, [name, told]), strict=True)
@@ -252,7 +252,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _note(value: Any = None) -> Tensor:
-    """[_NOTE] uint8."""
+    """Returns the value as JSON text, [_NOTE] uint8."""
     return torch.frombuffer(bytearray(json.dumps(value).encode().ljust(_NOTE)), dtype=torch.uint8)
 
 
@@ -261,7 +261,7 @@ def _noted(note: Tensor) -> Any:
 
 
 def _everyones(gloo: dist.ProcessGroup, value: Any) -> list[Any]:
-    """What each rank of a communicator came with."""
+    """Returns the value of each rank of a communicator."""
     notes = [_note() for _ in range(gloo.size())]
     gloo.allgather([notes], [_note(value)]).wait()
     return [_noted(note) for note in notes]
@@ -274,14 +274,14 @@ def _begin_send(gloo: dist.ProcessGroup, form: str, sent: Tensor, peer: int, tag
 def _begin_receive(
     gloo: dist.ProcessGroup, form: str, arrived: Tensor, peer: int, tag: int
 ) -> Callable[[], None]:
-    """Call what it gives to wait."""
+    """Starts a receive and returns a function that waits for it."""
     note = _note()
     noted = gloo.recv([note], peer, tag)
 
     def wait() -> None:
         noted.wait()
         theirs, size = _noted(note)
-        # Gloo ends the process where sizes differ.
+        # Gloo ends the process if sizes differ.
         taken = arrived if size == arrived.nbytes else torch.empty(size, dtype=torch.uint8)
         gloo.recv([taken], peer, tag).wait()
         if theirs != form:

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces of one computer, joined by a network that is slow and loses packets (slow_network.py)."""
+"""Hosts in network namespaces of one computer, joined by a slow network that loses packets (slow_network.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST = "head"
 
 
 class Hosts:
-    """FIRST and `names`, each with an address of its own. Skips the test where namespaces are not to be had."""
+    """The hosts FIRST and `names`, each with a different address. Skips the test if there can be no namespaces."""
 
     def __init__(self, *names: str) -> None:
         if os.geteuid() or shutil.which("ip") is None:
@@ -54,7 +54,7 @@ class Hosts:
         return f"10.213.7.{1 + self.names.index(host)}"
 
     def within(self, host: str) -> tuple[str, ...]:
-        """The beginning of a command that is to run on this host."""
+        """Returns the beginning of a command that runs on this host."""
         return ("ip", "netns", "exec", self._space(host))
 
     def cut_off(self, host: str) -> None:
@@ -64,11 +64,11 @@ class Hosts:
         self.network.join(self.address(host))
 
     def processes(self) -> list[str]:
-        """The process ids of all that runs on a host."""
+        """Returns the ids of all processes that run on the hosts."""
         return [pid for host in self._made for pid in _ip("netns", "pids", self._space(host)).split()]
 
     def remove(self) -> None:
-        """The devices go with the network's descriptors."""
+        """Closes the network, which removes the devices, and deletes the namespaces."""
         self.network.close()
         self._delete()
 

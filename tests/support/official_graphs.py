@@ -1,7 +1,7 @@
-"""Graphs of ComfyUI's template library made small: tiny files, made-up prompts and pictures in place of theirs.
+"""Graphs of ComfyUI's template library made small: they get tiny files, made-up prompts and made-up pictures.
 
-What lies between a loader and a sampler stays as it is, and so does the order of samplers; what comes before and after
-(text encoders, pictures, videos, saving) is left out.
+The nodes between a loader and a sampler stay unchanged, and so does the order of samplers. The nodes before and after
+them (text encoders, pictures, videos, saving) are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from any_graphs import CHECKPOINTS, MODELS
 Prompt = dict[str, dict[str, Any]]
 Link = list  # [node id, slot]
 
-# A part of a file's name -> the tiny file of the same class (tests/comfy/inject_nodes/tiny_models.py). First match.
+# Part of a file's name -> tiny file of the same class (tests/comfy/inject_nodes/tiny_models.py). First match wins.
 _KINDS = (
     (r"flux2|flux-2", "flux2"),
     (r"flux1|flux_1", "flux"),
@@ -36,10 +36,10 @@ _KINDS = (
     (r"joyai|joyimage", "joyimage"),
 )
 _FILE_INPUTS = ("unet_name", "ckpt_name")
-_VAES = dict.fromkeys(("flux", "sd3"), "TestImageVAE")  # else of Wan's kind
+_VAES = dict.fromkeys(("flux", "sd3"), "TestImageVAE")  # all others get a VAE of Wan's kind
 _SIDE = 64  # pixels of a picture; its latent is an eighth
 _SIZES = {"width": _SIDE, "height": _SIDE, "length": 9, "num_frames": 9, "steps": 2, "batch_size": 1}
-# Of two samplers in a row one step each, whose border a graph gives by a link.
+# Two samplers in a row take one step each. The step between them may be a link in the graph.
 _STEPS_OF_TWO = {
     "start_at_step": lambda step: int(step != 0),
     "end_at_step": lambda step: 10_000 if step == 10_000 else 1,
@@ -52,15 +52,15 @@ _TWO_DEVICES = {
     **{f"{axis}_degree": 1 for axis in _AXES},
 }
 _ULYSSES = {"ulysses_degree": 2}
-_DEGREES = {"sound": {"cfg_degree": 2}}  # whose tokens stay together
+_DEGREES = {"sound": {"cfg_degree": 2}}  # its tokens cannot be split
 _VIDEOS = re.compile("video|frames|poses")
 _SEVERAL = 9  # pictures of a video
-# What hands on its input of this name: LoRAs whose files are not here, and larger latents.
+# Nodes replaced by their input of this name: LoRA loaders, since the files are missing, and a latent upsampler.
 _HANDED_ON = {"LoraLoaderModelOnly": "model", "LoraLoader": "model", "LTXVLatentUpsampler": "samples"}
 
 
 def kind_of(prompt: Prompt) -> str:
-    """The tiny model that stands for those of a graph. Raises LookupError where there is none, or several."""
+    """Returns the tiny model that stands for a graph's models. Raises LookupError if there is none, or several."""
     names = {
         value for node in prompt.values() for name, value in node["inputs"].items() if name in _FILE_INPUTS
     }
@@ -71,14 +71,15 @@ def kind_of(prompt: Prompt) -> str:
 
 
 class SmallGraph:
-    """`prompt`: a graph as the page sends it; `nodes`: what /object_info says; `file`: the tiny model's."""
+    """Builds the small version of a graph in the field `prompt`. The argument `prompt`: a graph as the page sends it;
+    `nodes`: the answer of /object_info; `file`: name of the tiny model's file."""
 
     def __init__(self, prompt: Prompt, nodes: Mapping[str, Any], kind: str, file: str) -> None:
         self.prompt: Prompt = {}
         self._graph, self._nodes, self._kind, self._file = prompt, nodes, kind, file
 
     def samplers(self) -> list[Link]:
-        """The first LATENT of each node that takes a model or a guider, with all that it needs in `prompt`."""
+        """Adds each node that takes a model or a guider, and all that it needs, to `prompt`; returns their LATENTs."""
         found = []
         for name, node in self._graph.items():
             takes = {self._type_of(link) for link in _links(node)}
@@ -87,7 +88,7 @@ class SmallGraph:
         return found
 
     def save_all(self, latents: list[Link], label: str) -> list[str]:
-        """Saves each one; returns the files."""
+        """Adds a node that saves each latent; returns the file names."""
         files = []
         for number, latent in enumerate(latents):
             files.append(f"official-{label}-{number}.safetensors")
@@ -97,7 +98,7 @@ class SmallGraph:
         return files
 
     def _taken(self, link: Link, name: str = "") -> Link:
-        """The same output among `prompt`, or what stands for it; `name`: the input that it goes to."""
+        """Returns the same output in `prompt`, or its stand-in. `name`: the input that it feeds."""
         source, slot = link
         node, kind = self._graph[source], self._type_of(link)
         stand_in = self._stand_in(kind, node, name)
@@ -131,7 +132,7 @@ class SmallGraph:
                 yield name, self._taken(value, name)
 
     def _stand_in(self, kind: str, node: Mapping[str, Any], name: str) -> Link | None:
-        """Returns what stands for an output of this type, or None where the node itself stays."""
+        """Returns the stand-in for an output of this type, or None if the node itself stays."""
         takes = {self._type_of(link) for link in _links(node)}
         if kind == "MODEL" and set(_FILE_INPUTS) & set(node["inputs"]):
             loader = ("CheckpointLoaderSimple", {"ckpt_name": self._file})
@@ -162,7 +163,7 @@ class SmallGraph:
         return found
 
     def _latent(self, node: Mapping[str, Any]) -> Link:
-        """Drawn where the graph encodes a picture, else empty. LTX-2's graphs join video and sound themselves."""
+        """Returns a random latent if the graph encodes a picture, else an empty one. LTX-2's graphs join both kinds."""
         shape = MODELS[self._kind]["latent"].format(b=1)
         sound = "audio" in node["class_type"].lower()
         if self._kind == "ltx_sound":
@@ -171,7 +172,7 @@ class SmallGraph:
         return [self._once("TestShapedLatent", shape=shape, draw=draw), 0]
 
     def _once(self, class_type: str, **inputs: Any) -> str:
-        """A node that there is once, however often it is needed."""
+        """Adds a node unless the same one is there already; returns its id."""
         name = f"{class_type} {sorted(inputs.items(), key=str)}"
         self.prompt[name] = {"class_type": class_type, "inputs": inputs}
         return name

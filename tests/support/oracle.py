@@ -1,4 +1,4 @@
-"""The judge: diffusers' own single-process forward and a plain Euler loop in fp32, sharing no code with the engines."""
+"""The oracle: diffusers' own single-process forward and a plain Euler loop in fp32, without code of the engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiny_flux import tiny_flux_config, write_tiny_flux
 
 
 def oracle_model(folder, **sizes) -> FluxTransformer2DModel:
-    """A diffusers transformer with the weights that `write_tiny_flux(**sizes)` writes, from its diffusers layout."""
+    """Returns diffusers' transformer with the weights of `write_tiny_flux(**sizes)`, read from its diffusers layout."""
     path = write_tiny_flux(folder / "oracle.safetensors", layout="diffusers", **sizes)
     model = FluxTransformer2DModel(**tiny_flux_config(**sizes))
     model.load_state_dict(load_file(path))
@@ -18,7 +18,7 @@ def oracle_model(folder, **sizes) -> FluxTransformer2DModel:
 
 
 def oracle_subject(folder, cases, **sizes):
-    """(path of a tiny Flux, {case: its latent}, diffusers' own model with the same weights)"""
+    """Returns (path of a tiny Flux, {case: its latent}, diffusers' own model with the same weights)."""
     model = oracle_model(folder, **sizes)
     path = str(write_tiny_flux(folder / "tiny.safetensors", **sizes))
     return path, {name: oracle_sample(model, case) for name, case in cases.items()}, model
@@ -26,7 +26,7 @@ def oracle_subject(folder, cases, **sizes):
 
 @torch.no_grad()
 def oracle_velocity(model, x, sigma, prompt):
-    """x [1, 16, h, w] -> velocity [1, 16, h, w]; one image, one prompt, one call."""
+    """Returns the velocity [1, 16, h, w] for x [1, 16, h, w]: one image, one prompt, one call."""
     _, channels, height, width = x.shape
     even = torch.cat([x, x[:, :, :1]], dim=2) if height % 2 else x
     even = torch.cat([even, even[..., :1]], dim=3) if width % 2 else even
@@ -57,7 +57,7 @@ def oracle_velocity(model, x, sigma, prompt):
 
 
 def oracle_sample(model, request):
-    """The Euler loop, one image and one prompt at a time."""
+    """Runs the Euler loop, one image and one prompt at a time, and returns the latent."""
     images = []
     for b in range(request.noise.shape[0]):
         x = request.sigmas[0] * request.noise[b : b + 1]

@@ -1,5 +1,5 @@
-"""VAE networks of ComfyUI's own beside those of Wan and HunyuanVideo, narrow and with random weights; built after
-`import_comfyui_here()`."""
+"""ComfyUI's VAE networks other than those of Wan and HunyuanVideo, narrow and with random weights. Call
+`import_comfyui_here()` before building one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from video_vaes import VaeCase
 
 
 def ltx_config(**more: object) -> dict:
-    """Of LTX's VAE, narrow; `more`: of LTX-Video 0.9.1 and later, or LTX-2."""
+    """Returns the config of a narrow LTX VAE. `more`: entries of LTX-Video 0.9.1 and later, or of LTX-2."""
     blocks = [["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}]]
     config = dict(dims=3, latent_channels=128, norm_layer="pixel_norm", patch_size=4)
     config |= dict(
@@ -35,7 +35,7 @@ def ltx(**more: object) -> nn.Module:
 
 
 def _noisy_ltx() -> nn.Module:
-    """As its decoder gets it in a rank: the latent's own noise is drawn before, that of its layers alike each time."""
+    """Returns it as a rank decodes: the latent has its noise already, and the layers draw the same noise each time."""
     config = ltx_config(timestep_conditioning=True)
     config["decoder_blocks"] = [[name, dict(more)] for name, more in config["decoder_blocks"]]
     config["decoder_blocks"][0][1]["inject_noise"] = True
@@ -72,7 +72,7 @@ def _cosmos() -> nn.Module:
 def _mochi() -> nn.Module:
     from comfy.ldm.genmo.vae.model import Decoder, VideoVAE
 
-    network = VideoVAE.__new__(VideoVAE)  # its own sizes are the real ones
+    network = VideoVAE.__new__(VideoVAE)  # __init__ would build the real sizes
     nn.Module.__init__(network)
     network.decoder = Decoder(
         latent_dim=12,
@@ -118,7 +118,7 @@ def _taehv() -> nn.Module:
 
 
 def _minimax() -> nn.Module:
-    """Tiles of 3 latents, of which 1 overlaps."""
+    """Returns a VAE with tiles of 3 latent positions that overlap by 1."""
     from comfy.ldm.minimax import vae
 
     decoder, vae.ViT3DDecoder = (
@@ -147,7 +147,7 @@ TILED = VaeCase(_minimax, 24, 16)
 
 
 def build(case: VaeCase) -> nn.Module:
-    """The same weights each time, also of buffers that are no weights in a file; without an encoder."""
+    """Builds a network without an encoder, with the same weights each time. Buffers that no file has stay unchanged."""
     network = case.build()
     for part in ("encoder", "quant_conv", "taesd_encoder"):
         if hasattr(network, part):
@@ -163,7 +163,7 @@ def build(case: VaeCase) -> nn.Module:
 
 
 def decoded(network: nn.Module, latent: Tensor) -> Tensor:
-    """[T, H, W, 3] of ComfyUI's own network on one process, of a latent [C, (t,) h, w]."""
+    """Decodes a latent [C, (t,) h, w] with ComfyUI's own network in one process; returns pixels [T, H, W, 3]."""
     torch.manual_seed(0)
     with torch.inference_mode():
         if frames_are_a_batch(network):

@@ -1,4 +1,4 @@
-"""A coroutine in a loop of its own, whatever the thread of the tests runs: playwright leaves one behind in it."""
+"""Runs a coroutine in a new event loop on another thread: playwright leaves a loop running in the thread of tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ T = TypeVar("T")
 
 
 def run_in_own_loop(coroutine: Coroutine[object, object, T]) -> T:
-    """As asyncio.run."""
+    """Returns the result of the coroutine, like asyncio.run."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()

@@ -1,4 +1,4 @@
-"""Modules of nodes/ imported alone: the package around them is not, nor the nodes of ComfyUI."""
+"""Imports single modules of nodes/, without the package around them and without ComfyUI's nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACK = "pack_of_nodes"
 
 
 def import_node_module(name: str) -> ModuleType:
-    """As `nodes.model.arguments` within the pack; `parallel_backend` is the one that tests import."""
+    """Imports a module such as `nodes.model.arguments` as part of the pack, with the tests' `parallel_backend`."""
     rooms = ("host", "job", "model", "preload", "routes", "runs")
     for folder in (".", "nodes", *(f"nodes/{room}" for room in rooms)):
         package = "" if folder == "." else "." + folder.replace("/", ".")
@@ -28,12 +28,12 @@ def import_node_module(name: str) -> ModuleType:
     for known in [key for key in sys.modules if key.partition(".")[0] == parallel_backend.__name__]:
         sys.modules[f"{_PACK}.{known}"] = sys.modules[known]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "nodes", ModuleType("nodes"))  # else ours is found for ComfyUI's
+        patch.setitem(sys.modules, "nodes", ModuleType("nodes"))  # else the pack's passes for ComfyUI's
         return importlib.import_module(f"{_PACK}.{name}")
 
 
 def module_fixture(name: str):
-    """A fixture: that module, beside the real ComfyUI in this process."""
+    """Returns a fixture that imports the real ComfyUI and then this module."""
 
     @pytest.fixture(scope="module")
     def module() -> ModuleType:

@@ -1,4 +1,4 @@
-"""ComfyUI's page in a browser: a prompt shown as a workflow of its own, and what is written on it."""
+"""Drives ComfyUI's page in a browser: shows a prompt as a new workflow, and reads what is written on the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 _NODE = "app.graph.nodes.find(n => n.type === type)"
-# What the canvas writes while it draws all of it once; of nodes that Vue draws, the text of their badges.
+# Returns the texts that the canvas writes in one full redraw, or the texts of the badges if Vue draws the nodes.
 BADGES = """(byVue) => {
   if (!window.app?.canvas) return ''; // while the page loads
   const ofVue = [...document.querySelectorAll('.parallel-badge')].filter(badge => badge.checkVisibility());
@@ -26,7 +26,7 @@ BADGES = """(byVue) => {
 
 
 def wait_for_extensions(page) -> None:
-    """Waits until the page that was opened or loaded anew has all of ours, and shows the workflow it began with."""
+    """Waits until a page, after a load, has all extensions of the pack and shows its first workflow."""
     page.wait_for_function("() => window.app?.extensionManager?.workflow?.activeWorkflow", timeout=60_000)
     names = [f"parallel_sampling.{script.stem}" for script in (ROOT / "web").glob("*.js")]
     page.wait_for_function(
@@ -35,17 +35,17 @@ def wait_for_extensions(page) -> None:
 
 
 def locale(language: str, name: str) -> dict:
-    """The texts of that file of a language, such as nodeDefs."""
+    """Returns the texts in a file of a language, such as nodeDefs."""
     return json.loads((ROOT / "locales" / language / f"{name}.json").read_text("utf-8"))
 
 
 def words_of(language: str = "en") -> dict[str, str]:
-    """What the pack says on the page."""
+    """Returns the texts that the pack shows on the page."""
     return locale(language, "main")["parallel_sampling"]
 
 
 def set_widget(page, kind: str, name: str, value: object) -> None:
-    """As widgets do it: the value of a node of this kind, then who waits for it."""
+    """Sets a widget of a node of this kind as the page does: first the value, then the callback."""
     page.evaluate(
         f"""([type, name, value]) => {{
           const widget = {_NODE}.widgets.find(w => w.name === name);
@@ -57,13 +57,13 @@ def set_widget(page, kind: str, name: str, value: object) -> None:
 
 
 def menu_of(page, kind: str) -> list[str]:
-    """The entries in the menu of a node of this kind."""
+    """Returns the entries in the menu of a node of this kind."""
     items = f"app.canvas.getNodeMenuOptions({_NODE}).map(item => item?.content).filter(Boolean)"
     return page.evaluate(f"(type) => {items}", kind)
 
 
 def choose(page, kind: str, entry: str) -> None:
-    """Chooses from the menu of a node of this kind."""
+    """Chooses an entry from the menu of a node of this kind."""
     found = f"app.canvas.getNodeMenuOptions({_NODE}).find(item => item?.content === entry)"
     page.evaluate(f"([type, entry]) => {found}.callback()", [kind, entry])
 
@@ -77,13 +77,13 @@ def run(page) -> None:
 
 
 def shoot(page, name: str) -> None:
-    """Keeps a picture of the page where people look at them, if that is asked for."""
+    """Saves a screenshot of the page, if PARALLEL_SAMPLING_SCREENSHOTS names a folder."""
     if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 def show_prompt(page, prompt: dict, kind: str = "") -> None:
-    """The prompt as a workflow with an id of its own, with the node of this kind in view, if one is named."""
+    """Shows the prompt as a workflow with a new id. `kind`: brings the node of this kind into view, if given."""
     page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'shown')")
     page.wait_for_function("n => app.graph.nodes.length === n", arg=len(prompt))
     page.evaluate(

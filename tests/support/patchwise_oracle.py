@@ -1,7 +1,7 @@
-"""What PipeFusion's patches should give, from diffusers' whole model in one process; shares no code with the engines.
+"""The oracle for PipeFusion's patches: diffusers' full model in one process. It shares no code with the engines.
 
-Per step and patch one forward of the patch's tokens, of the text as much as of the image. Every attention keeps the
-keys and values of all tokens and replaces those it is given (PipeFusion, section 3).
+Each patch of a step is one forward of the patch's image tokens and its share of the text tokens. Every attention stores
+the keys and values of all tokens and replaces those of the given tokens (PipeFusion, section 3).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from parallel_backend.models.diffusers.compat_diffusers import patch_diffusers
 
 
 class _StaleKeys:
-    """Attention over the newest keys and values of all tokens. `places`: of the tokens that come next."""
+    """Attention over the newest keys and values of all tokens. `places`: positions of the next call's tokens."""
 
     def __init__(self, layers: int) -> None:
         self.layers, self.kept, self.layer, self.places = layers, {}, 0, None
 
     def attend(self, original, query, key, value, heads, **form):
-        """[B, H, n, D] in and out."""
+        """Returns the attention [B, H, n, D] of inputs [B, H, n, D]."""
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         kept = self.kept.setdefault(self.layer, {})
         for n, place in enumerate(self.places):
@@ -33,7 +33,8 @@ class _StaleKeys:
 
 @torch.no_grad()
 def patchwise_sample(model, request, warmup_steps, patches):
-    """Euler steps of one image and one prompt with even sides; `patches`: image tokens of each patch."""
+    """Runs Euler steps for one image with even sides and one prompt; returns the latent. `patches`: image tokens of
+    each patch."""
     rows, columns = (side // 2 for side in request.noise.shape[-2:])
     layers = len(model.transformer_blocks) + len(model.single_transformer_blocks)
     attention, text = _StaleKeys(layers), request.positive.context.shape[1]

@@ -1,4 +1,4 @@
-"""Plain jobs over diffusers' Flux.1 on the ranks of a test: what `Sample` runs, without its messages."""
+"""Plain jobs with diffusers' Flux.1 on a test's ranks: the work of a `Sample` message, without the messages."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class CachedForward:
 
 
 def run_plain(forward, request, boundary=None):
-    """The latent of a job by this forward."""
+    """Runs a job with this forward and returns the latent."""
     return PlainJob(forward, request).run(boundary or Boundary())
 
 
 class PlainJobs:
-    """Runs jobs of model files under one strategy after the other."""
+    """Runs jobs of model files, one after the other, under different strategies."""
 
     def __init__(self, layouts, weight_dtype="auto"):
         self._layouts, self._dtype, self._loaded, self._forwards = layouts, weight_dtype, {}, {}
 
     def forward(self, path, placement, cache=None):
-        """That of the file's model under `placement`, which is kept."""
+        """Returns the forward of the file's model under `placement`. Models and forwards are cached."""
         key = path, placement.strategy.weights
         if key not in self._loaded:
             spec = ModelSpec(path, weight_dtype=self._dtype)
@@ -47,7 +47,7 @@ class PlainJobs:
         return forward if cache is None else CachedForward(forward, cache)
 
     def run(self, path, strategy, request, engine="auto", boundary=None, cache=None):
-        """(latent, the forward, bytes sent)"""
+        """Runs a job and returns (latent, the forward, bytes that this rank sent)."""
         forward = self.forward(path, Placement(strategy, engine), cache)
         before = forward.bytes_sent
         latent = run_plain(forward, request, boundary)

@@ -1,4 +1,4 @@
-"""A forward whose maths is known, a request for it, and a boundary that notes what the loop of a plain job does."""
+"""A forward with known maths, a request for it, and a boundary that records the steps of a plain job's loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallel_backend.requests import Conditioning, SampleRequest
 
 
 class PointForward:
-    """A perfect flow model, as a ModuleForward: each prompt's context holds the one latent value that it leads to.
-    `calls`: the rows of each."""
+    """A perfect flow model with the interface of ModuleForward. A prompt's context holds the latent value to which it
+    leads. `calls`: number of rows of each call."""
 
     stages = None
     model = SimpleNamespace(module=None, device=torch.device("cpu"))
@@ -45,7 +45,7 @@ def point_request(**changes):
 
 
 class Boundary:
-    """A boundary that notes steps and stops at the question it is told."""
+    """A boundary that records steps. `stop_at`: `is_stopped` returns True after this many calls; None: never."""
 
     def __init__(self, stop_at=None):
         self.steps, self.asked, self.stop_at = [], 0, stop_at

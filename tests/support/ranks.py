@@ -28,12 +28,12 @@ def run_ranks(
     backend: str = NCCL_SEMANTICS,
     device: torch.device = HOST,
 ) -> list[Any]:
-    """Results of `fn(world, *args)` in rank order (tensors, numbers, strings, lists, dicts of them).
+    """Returns the results of `fn(world, *args)` in rank order (tensors, numbers, strings, lists, dicts of them).
 
     Ranks are forked, so torch is not imported again. Raises RankError with the traceback of the first rank that
-    failed; a rank that does not answer within `timeout` seconds is ended and named. `backend`: of what devices send to
-    each other. NCCL's stand-in is the stricter one; gloo where a test is of what only goes over gloo. `device`: DEVICE
-    where its memory is to be another than the host's.
+    failed; a rank that does not answer within `timeout` seconds is ended and named. `backend`: for data between
+    devices. NCCL's stand-in is stricter; use gloo for tests of data that only goes over gloo. `device`: DEVICE if its
+    memory must be separate from the host's.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -98,5 +98,5 @@ def _rank(fn, rank, world_size, store, writer, args, backend, device) -> None:
         writer.send((False, buffer.getvalue()))
     except BaseException:
         writer.send((True, traceback.format_exc()))
-    # The parent ends this process: leaving by itself could end a peer's last collective.
+    # The parent ends this process: an exit here could break a peer's last collective.
     time.sleep(3600)

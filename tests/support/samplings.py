@@ -1,4 +1,4 @@
-"""Samplings of ComfyUI's for tiny models: how latents and noise mix, apart from what a file's own model would have."""
+"""ComfyUI's samplings (the mix of latent and noise) for tiny models, in place of the one that a file's model has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comfy_modules import import_comfyui_here
 
 
 def sampling_of(schedule: str, kind: str, **values: Any) -> nn.Module:
-    """By the names that classes have in comfy.model_sampling. `values`: set on it."""
+    """Returns a sampling made of two classes of comfy.model_sampling, by their names. `values`: its attributes."""
     import_comfyui_here()
     import comfy.model_sampling as known
 

@@ -1,4 +1,4 @@
-"""What tests need to drive ranks whose model is a script (scripted_rank.py), and to see which processes live."""
+"""Drives ranks whose model is a script (scripted_rank.py), and finds out which processes run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
-# First number of the prompt's pooled vector: what the forward of the ranks does.
+# The first number of the prompt's pooled vector: it tells the forward of the ranks what to do.
 QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW, STUCK = range(8)
 
 
@@ -30,7 +30,7 @@ def scripted_weights(path: Path, script: str) -> ModelSpec:
 
 
 def scripted_prompt(behaviour: int = 0) -> Conditioning:
-    """A prompt that tells the ranks how to behave (a constant of scripted_rank); mean(context) is 1."""
+    """Returns a prompt that tells the ranks how to behave (one of the constants above); mean(context) is 1."""
     return Conditioning(context=torch.ones(1, 3, 4), pooled=torch.full((1, 2), float(behaviour)))
 
 
@@ -45,7 +45,7 @@ def scripted_request(behaviour: int = 0, steps: int = 4) -> SampleRequest:
 
 
 def is_held(spec: ModelSpec) -> bool:
-    """Whether any ranks of this process hold `spec`."""
+    """Returns True if any ranks of this process hold `spec`."""
     return any(spec in sidecar.models for sidecar in pool.all_sidecars())
 
 
@@ -54,7 +54,7 @@ def two_ranks() -> Placement:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Returns True if the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -62,7 +62,7 @@ def is_running(pid: int) -> bool:
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Process ids of running ranks that were started for this parent, whoever their parent is now."""
+    """Returns the process ids of running ranks that were started for this parent, even if they now have another."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -76,7 +76,7 @@ def ranks_of(parent: int) -> list[int]:
 
 
 def call_model(ranks, spec, x=None, behaviour=0, *, conditioning=None, placement=None, **options):
-    """(the velocity that the model gives to x at sigma 1, from a job of one step; how that ran)"""
+    """Runs a job of one step; returns (the model's velocity for x at sigma 1, how the job ran)."""
     x = torch.randn(2, 4, 6, 6) if x is None else x
     request = SampleRequest(
         noise=x,

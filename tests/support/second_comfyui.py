@@ -1,4 +1,4 @@
-"""A ComfyUI beside the shared one, for what needs two, or one that is killed: it costs as much as all that they do."""
+"""A second ComfyUI for tests that need two, or one to kill. Its start costs as much as all these tests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.observability.logs import queue_log
 from parallel_backend.sidecar.process import device_lock
 
-DEVICES = "cpu:4,cpu:5"  # on which its ranks start with it, as they do outside tests
-FOLDER = "parallel.pack v2"  # of the pack
+DEVICES = "cpu:4,cpu:5"  # its ranks start here when it launches, by real starts as outside tests
+FOLDER = "parallel.pack v2"  # the pack's folder
 
 
 @dataclass(frozen=True)
 class SecondComfyUI:
-    """One that keeps a queue log, locks devices where the shared one does, and waits for the machines of cluster lab.
+    """A ComfyUI that writes a queue log, shares device locks with the first one, and is the head of cluster lab.
 
-    `secret`: the machines' file. `port`: to which they dial.
+    `secret`: the machines' secret file. `port`: the port to which machines connect.
     """
 
     server: ComfyUIServer
@@ -33,14 +33,14 @@ class SecondComfyUI:
     port: int
 
     def running(self) -> Comfy:
-        """Started, unless it runs: a test may have killed it."""
+        """Returns it running. Starts it if necessary: a test may have killed it."""
         if not self.server.is_started:
             self.server.start()
         return Comfy(server=self.server, client=ComfyUIClient(self.server.url))
 
 
 def second_comfyui(base: Path, locks: Path) -> SecondComfyUI:
-    """Not started yet. `base`: its folder, which is empty; `locks`: the shared one's."""
+    """Returns a ComfyUI that is not started. `base`: its folder, empty; `locks`: the first ComfyUI's lock folder."""
     settings = base / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
     chosen = {"parallel_sampling.start_at_launch": True, "parallel_sampling.default_devices": DEVICES}

@@ -1,5 +1,5 @@
-"""Jobs as ComfyUI's process ships them, made in the test's process: a guider whose prompts are prepared already, and
-calls of a network."""
+"""Jobs as ComfyUI's process ships them, made in the test's process: sampler runs with prepared prompts, and calls of
+networks, text encoders and VAEs."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
 
 @dataclass(frozen=True)
 class LoopJob:
-    """A sampler run. noise, latent: [B, C, …] float32; sigmas: [S + 1]; `conds`: by side, for each prompt what ComfyUI
-    reads of it, with its model_conds as (name of the class in comfy.conds, value); `sampling`: (schedule, kind, values)
-    of samplings.sampling_of in place of the model's own; `changes`: what is added to weights, by name."""
+    """A sampler run. noise, latent: [B, C, …] float32; sigmas: [S + 1]; `conds`: by side, the prompts as ComfyUI has
+    them, but with (name of a class in comfy.conds, value) as model_conds; `sampling`: arguments of
+    samplings.sampling_of, to replace the model's sampling; `changes`: tensors to add to weights, by name."""
 
     noise: Tensor
     latent: Tensor
@@ -63,14 +63,14 @@ _stock: dict[ModelSpec, Any] = {}
 
 
 def stock_model(spec: ModelSpec):
-    """The model of a file in this process."""
+    """Returns the model of a file, loaded once in this process."""
     if spec not in _stock:
         _stock[spec] = load(spec, CPU)
     return _stock[spec]
 
 
 def guider_of(spec: ModelSpec, job: LoopJob):
-    """A guider of ComfyUI's whose `outer_sample` begins where ComfyUI has prepared the prompts."""
+    """Returns a guider of ComfyUI whose `outer_sample` starts after the preparation of prompts."""
     import comfy.conds
     import comfy.model_management
     from comfy.samplers import CFGGuider
@@ -127,13 +127,13 @@ def _arguments(job: LoopJob) -> tuple[Any, ...]:
 
 @torch.inference_mode()
 def stock_latent(spec: ModelSpec, job: LoopJob) -> Tensor:
-    """What ComfyUI's own guider and sampler give, with nothing of the pack between them and the module."""
+    """Returns the latent of ComfyUI's own guider and sampler, without code of the pack between them and the module."""
     noise, latent, sampler, sigmas, mask, seed = _arguments(job)
     return guider_of(spec, job).outer_sample(noise, latent, sampler, sigmas, mask, seed=seed)
 
 
 def ship(spec: ModelSpec, job: LoopJob, mode: str = STAY, trials: TrialPlan = NO_TRIALS) -> ShippedRequest:
-    """The request for a sampler run. `mode`: how far tokens of the model's class may stay apart."""
+    """Returns the request for a sampler run. `mode`: token mode of the model's class, see requests.TOKEN_MODES."""
     work = SamplerRun(guider_of(spec, job), [], _arguments(job), None)
     tensors = _payload(spec, work, mode, job.cache_threshold)
     return ShippedRequest(
@@ -144,7 +144,7 @@ def ship(spec: ModelSpec, job: LoopJob, mode: str = STAY, trials: TrialPlan = NO
 def ship_call(
     spec: ModelSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: str = STAY
 ) -> ShippedRequest:
-    """The request for one call of a network."""
+    """Returns the request for one call of a network."""
     work = NetworkCall(stock_model(spec).patcher.clone(), args, dict(kwargs))
     tensors = _payload(spec, work, mode, 0.0)
     first = args[0] if isinstance(args[0], Tensor) else args[0][0]
@@ -152,7 +152,7 @@ def ship_call(
 
 
 def ship_module(module: nn.Module | HalfVae):
-    """The payload by which ranks load a text encoder, or half a VAE."""
+    """Returns the payload from which ranks load a text encoder, or half a VAE."""
     from comfy.model_patcher import ModelPatcher
 
     work = module if isinstance(module, HalfVae) else HeldTextEncoder(module, ModelPatcher)
@@ -160,14 +160,14 @@ def ship_module(module: nn.Module | HalfVae):
 
 
 def ship_encoder_call(module: nn.Module, args: tuple[Any, ...], method: str = ""):
-    """The payload of a call of a text encoder."""
+    """Returns the payload of a call of a text encoder."""
     from comfy.model_patcher import ModelPatcher
 
     return _pack(EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {}), module, "", 0.0)
 
 
 def ship_vae_call(inputs: Tensor, shares: tuple[float, ...] = ()):
-    """The payload of a decode or encode."""
+    """Returns the payload of a decode or encode."""
     return _pack(VaeCall(shares), None, "", 0.0) | {INPUTS: inputs}
 
 
@@ -197,7 +197,7 @@ def _pack(work, base: nn.Module | None, mode: str, threshold: float):
 
 
 def _known(base: nn.Module) -> dict[int, tuple[str, ...]]:
-    """What ranks hold of a model, by id."""
+    """Returns references to the modules and tensors of a model that ranks hold, by Python id."""
     known: dict[int, tuple[str, ...]] = {id(base): ("base",)}
     for path, module in base.named_modules():
         if path:

@@ -1,4 +1,4 @@
-"""A network in a thread of the test: it passes IPv4 packets between hosts, late, and loses some of them."""
+"""A network in a thread of the test: it passes IPv4 packets between hosts with a delay, and loses some of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PACKETS_ALONE = 0x0001 | 0x1000  # IFF_TUN | IFF_NO_PI
 
 
 def open_tun() -> tuple[int, str]:
-    """A network device of this process's namespace: (its descriptor, with which it goes, and its name). Raises
-    OSError."""
+    """Makes a TUN device in this process's namespace and returns (descriptor, name). Closing the descriptor removes the
+    device. Raises OSError."""
     descriptor = os.open(_TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         asked = struct.pack("16sH22x", b"slow%d", _PACKETS_ALONE)
@@ -37,14 +37,14 @@ def open_tun() -> tuple[int, str]:
 
 
 class SlowNetwork:
-    """`hosts`: a descriptor by address, from which a host's packets are read one by one, and to which others' are
-    written; the network closes them. What is lost is drawn from `seed`."""
+    """A network between hosts. `hosts`: by address, the descriptor for reading a host's packets and writing packets to
+    it; the network closes them. `seed`: decides which packets are lost."""
 
     def __init__(self, hosts: Mapping[str, int], seed: int = 17) -> None:
         self._hosts = {socket.inet_aton(address): descriptor for address, descriptor in hosts.items()}
         self._draw = random.Random(seed)
         self._cut_off: set[bytes] = set()
-        self._due: list[tuple[float, int, int, bytes]] = []  # when, order of arrival, to whom, the packet
+        self._due: list[tuple[float, int, int, bytes]] = []  # (due time, order, target's descriptor, packet)
         self._order = itertools.count()
         self._end = os.eventfd(0, os.EFD_NONBLOCK)
         self.passed = self.lost = self.stopped = 0  # packets
@@ -52,7 +52,7 @@ class SlowNetwork:
         self._thread.start()
 
     def cut_off(self, address: str) -> None:
-        """No packet comes from there or gets there, and nobody is told."""
+        """Drops all packets from and to this address from now on, without an error message to any host."""
         self._cut_off.add(socket.inet_aton(address))
 
     def join(self, address: str) -> None:
@@ -78,7 +78,7 @@ class SlowNetwork:
                 self._deliver()
 
     def _take(self, descriptor: int) -> None:
-        """All that has come from one host."""
+        """Reads all packets that one host has sent."""
         while True:
             try:
                 packet = os.read(descriptor, _MOST_BYTES)
@@ -87,7 +87,7 @@ class SlowNetwork:
             if not packet:
                 return
             source, target = packet[12:16], packet[16:20]
-            if packet[0] >> 4 != 4 or target not in self._hosts:  # as IPv6, or a multicast
+            if packet[0] >> 4 != 4 or target not in self._hosts:  # for example IPv6, or a multicast
                 continue
             if {source, target} & self._cut_off:
                 self.stopped += 1
@@ -102,6 +102,6 @@ class SlowNetwork:
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             _, _, descriptor, packet = heapq.heappop(self._due)
-            with contextlib.suppress(OSError):  # a host that is full loses it
+            with contextlib.suppress(OSError):  # a host with a full buffer loses the packet
                 os.write(descriptor, packet)
                 self.passed += 1

@@ -1,4 +1,4 @@
-"""Jobs for ComfyUI's own loop on tiny models of video and sound, whose latent is both in one flat tensor."""
+"""Jobs for ComfyUI's sampling loop on tiny models of video and sound. Their latent has both in one flat tensor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from parallel_backend.models.comfyui.tiny.weights import fill, random
 from shipped_jobs import LoopJob
 from wan_jobs import wan_job
 
-SHAPES = {  # of a row of video and of sound
+SHAPES = {  # (shape of one row of video, of sound)
     "ltx-2": (Size((16, 3, 8, 6)), Size((8, 7, 16))),
     "minimax h3": (Size((24, 2, 8, 6)), Size((32, 2, 5))),
 }
-_WIDTHS = {"ltx-2": 96, "minimax h3": 48}  # of their text
+_WIDTHS = {"ltx-2": 96, "minimax h3": 48}  # width of a text token
 
 
 def sound_model(folder, name: str):
-    """The ModelSpec of a file."""
+    """Writes a tiny model to a file and returns its ModelSpec."""
     import_comfyui_here()
     model = {"ltx-2": "ltx-2", "minimax h3": "minimax"}[name]
     config = json.dumps({"transformer": config_of(model)}) if name == "ltx-2" else "{}"
@@ -37,7 +37,7 @@ def _written(path, module: nn.Module, config: str):
 
 
 def sound_job(name: str, sampler: str = "euler") -> LoopJob:
-    """Of two prompts of different lengths, under the sampling of the model in a file."""
+    """Returns a job with two prompts of different lengths, for the sampling of the file's model."""
     shapes = [(1, *shape) for shape in SHAPES[name]]
     noise = random(1, 1, sum(shape.numel() for shape in SHAPES[name]), seed=1)
     beside = {"latent_shapes": ("CONDConstant", shapes)}

@@ -11,7 +11,7 @@ _BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U
 
 
 def file_bytes(header: object, data: bytes = b"") -> bytes:
-    """A file with `header` (bytes as they are, anything else as JSON) and `data`."""
+    """Returns a file's bytes: `header` (bytes unchanged, anything else as JSON) and `data`."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -19,7 +19,7 @@ def file_bytes(header: object, data: bytes = b"") -> bytes:
 def write_sparse(
     path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16", dtypes: dict[str, str] | None = None
 ) -> Path:
-    """A valid file of zeros with these tensors; `dtypes` names the exceptions from `dtype`."""
+    """Writes a valid file of zeros with these tensors. `dtypes`: exceptions from `dtype`, by tensor name."""
     header, position = {}, 0
     for key, shape in shapes.items():
         stored = (dtypes or {}).get(key, dtype)

@@ -1,4 +1,4 @@
-"""Write a random, tiny Flux checkpoint: small enough for a CPU test, real enough for every loader.
+"""Writes a random, tiny Flux checkpoint: small enough for a CPU test, real enough for every loader.
 
 Only head_dim (128), rope axes (16, 56, 56), the mlp ratio (4) and the 16 latent channels are fixed, because stock
 loaders assume them; heads, depths and text widths are free. The weights are drawn in the original key layout and, for
@@ -40,9 +40,9 @@ def write_tiny_flux(
     layout: str = "bfl",
     **sizes: Any,
 ) -> Path:
-    """Write the checkpoint to ``path`` (its folder is made) and return the path.
+    """Writes the checkpoint to ``path`` (its folder is made) and returns the path.
 
-    ``prefix`` is put before every key, for instance ``model.diffusion_model.``; ``sizes``: as of tiny_flux_tensors.
+    ``prefix`` is put before every key, for instance ``model.diffusion_model.``; ``sizes``: see tiny_flux_tensors.
 
     Raises:
         ValueError: ``layout`` is neither ``bfl`` nor ``diffusers``.
@@ -70,7 +70,7 @@ def tiny_flux_tensors(
     scale: float = 1.0,
     in_channels: int = PATCHED_CHANNELS,
 ) -> dict[str, torch.Tensor]:
-    """The checkpoint's fp32 tensors by their original (Black Forest Labs) keys. ``guidance=False`` gives a schnell (no
+    """Returns the fp32 tensors by their original (Black Forest Labs) keys. ``guidance=False`` gives a schnell (no
     ``guidance_in``); ``scale`` multiplies the network's output; ``in_channels``: 384 for Fill."""
     generator = torch.Generator().manual_seed(seed)
     hidden = heads * HEAD_DIM
@@ -135,7 +135,7 @@ def tiny_flux_config(
     pooled_dim: int = 32,
     guidance: bool = True,
 ) -> dict[str, object]:
-    """Keyword arguments of diffusers' ``FluxTransformer2DModel`` for the same network."""
+    """Returns the keyword arguments of diffusers' ``FluxTransformer2DModel`` for the same network."""
     return {
         "in_channels": PATCHED_CHANNELS,
         "num_layers": double_blocks,
@@ -187,7 +187,7 @@ _SINGLE_NAMES = {
 
 
 def to_diffusers_layout(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same network by diffusers' keys: fused projections split, the last scale and shift swapped."""
+    """Returns the same network by diffusers' keys: fused projections split, the last scale and shift swapped."""
     converted: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         name, kind = key.rsplit(".", 1)
@@ -207,7 +207,7 @@ def to_diffusers_layout(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def _convert_block_tensor(
     converted: dict[str, torch.Tensor], family: str, index: str, part: str, kind: str, tensor: torch.Tensor
 ) -> None:
-    """Add one block tensor to ``converted`` under its diffusers key or keys."""
+    """Adds one block tensor to ``converted`` under its diffusers key or keys."""
     if family == "double_blocks":
         block = f"transformer_blocks.{index}"
         if part in _DOUBLE_QKV:

@@ -20,7 +20,7 @@ _HALVES = "comfy.ldm.modules.diffusionmodules.model"
 
 
 def random_vae(sizes: VaeSizes, seed: int = 0) -> nn.Module:
-    """ComfyUI's own network, float32; decode() of a latent [B, C, h, w] gives [B, 3, 8 h, 8 w]."""
+    """Returns ComfyUI's own network, float32; decode() of a latent [B, C, h, w] gives [B, 3, 8 h, 8 w]."""
     import_comfyui_here()
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 
@@ -37,13 +37,13 @@ def random_vae(sizes: VaeSizes, seed: int = 0) -> nn.Module:
 
 
 def banded(sizes: VaeSizes, dtype: torch.dtype = torch.float32) -> ComfyUIVae:
-    """Returns its decoder as a rank has it."""
+    """Returns the VAE's decoder as a rank has it."""
     return ComfyUIVae(random_vae(sizes), sizes.channels, 2, dtype, CPU)
 
 
 @cache
 def vae_tensors(sizes: VaeSizes, seed: int = 0) -> dict[str, Tensor]:
-    """Returns the tensors that a file has of its decoder, by name."""
+    """Returns the decoder's tensors as in a file, by name."""
     state = random_vae(sizes, seed).state_dict()
     return {
         name: tensor for name, tensor in state.items() if not name.startswith(("encoder.", "quant_conv."))
@@ -51,13 +51,13 @@ def vae_tensors(sizes: VaeSizes, seed: int = 0) -> dict[str, Tensor]:
 
 
 def write_vae(path: Path, sizes: VaeSizes, seed: int = 0, **more: Tensor) -> Path:
-    """The decoder of a random VAE as stock VAELoader reads it, with tensors `more` beside it."""
+    """Writes the decoder of a random VAE as stock VAELoader reads it. `more`: additional tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in (vae_tensors(sizes, seed) | more).items()}, path)
     return path
 
 
 def random_latent(sizes: VaeSizes, height: int, width: int, batch: int = 1, seed: int = 1) -> Tensor:
-    """[batch, C, height, width]"""
+    """Returns a random latent [batch, C, height, width]."""
     shape = (batch, sizes.channels, height, width)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""A text encoder of a few layers, some of which take their time or fail."""
+"""A text encoder of a few layers that can be slow or fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 class ToyLayer(nn.Module):
-    """Answers with (hidden, what it makes of the sum so far, its number). `seconds`: that it takes; `fails`: True for
-    one that raises."""
+    """A layer that returns (hidden, {"total": sum of all layers' hidden so far}, its number). `seconds`: duration of a
+    call; `fails`: True to raise ValueError."""
 
     def __init__(self, number: int, width: int, seconds: float, fails: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ToyLayer(nn.Module):
 
 
 class ToyEncoder(nn.Module):
-    """[B, N] numbers of tokens -> (hidden [B, N, width], pooled or None, the sum of layers' answers)."""
+    """Encodes token numbers [B, N] into (hidden [B, N, width], None, {"total": sum of the layers' hidden})."""
 
     def __init__(self, layers: int = 5, width: int = 8, seconds: float = 0.0, fails: int = -1) -> None:
         super().__init__()

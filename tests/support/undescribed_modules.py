@@ -1,4 +1,4 @@
-"""Tiny models of classes whose blocks nobody has described, with a call of each (rows, height, width in cells)."""
+"""Tiny models of classes whose blocks the pack does not describe, with call inputs (rows, height, width in cells)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mochi():
         t5_feat_dim=64,
         t5_token_length=9,
         use_t5=True,
-        mlp_ratio_x=192.0,  # it asserts this width
+        mlp_ratio_x=192.0,  # the model asserts this width
         mlp_ratio_y=4.0,
         learn_sigma=False,
         qk_norm=True,
@@ -37,7 +37,7 @@ def mochi():
 
 def mochi_inputs(b, h, w):
     mask = torch.ones(b, 9)
-    mask[:, 6:] = 0  # padding, which it crops inside of attention
+    mask[:, 6:] = 0  # padding, which the model crops inside attention
     return (random(b, 12, 3, h, w), _times(b)), {
         "context": random(b, 9, 64),
         "attention_mask": mask,
@@ -120,7 +120,7 @@ def hidream_o1():
 
 
 def hidream_o1_inputs(b, h, w):
-    """A cell is a patch of 32 x 32 pixels."""
+    """Returns (args, kwargs) of a call. A cell is a patch of 32 x 32 pixels."""
     from comfy.ldm.hidream_o1.conditioning import build_extra_conds
 
     pixels = random(b, 3, 32 * h, 32 * w)

@@ -1,4 +1,4 @@
-"""Halves of VAEs as ComfyUI's process sends them, and calls of them."""
+"""VAE decoders and encoders as ComfyUI's process sends them, and calls of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shipped_jobs import ship_module, ship_vae_call
 
 
 class Half:
-    """The decoder of `network`, or its encoder, under a number of its own. `sent`: how often it was."""
+    """The decoder of `network`, or its encoder, with a new number. `sent`: how often it was sent to ranks."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Half:
     def request(
         self, inputs: Tensor, shares: tuple[float, ...] = (), keep: tuple[int, ...] = ()
     ) -> ModuleRequest:
-        """A call of it. `keep`: numbers of others that stay held."""
+        """Returns the request for a call. `keep`: numbers of other modules that ranks keep."""
         return ModuleRequest(
             ModuleKind.VAE_ENCODER if self.half.encodes else ModuleKind.VAE_DECODER,
             self.number,

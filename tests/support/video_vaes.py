@@ -1,4 +1,4 @@
-"""ComfyUI's own VAE networks, narrow and with random weights; built after `import_comfyui_here()`."""
+"""ComfyUI's own VAE networks, narrow and with random weights. Call `import_comfyui_here()` before building one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _HUNYUAN = "comfy.ldm.hunyuan_video"
 
 @dataclass(frozen=True)
 class VaeCase:
-    """`build`: of the network. `channels`, `dims`: of its latents; `scale`: pixels per latent position and side;
-    `frames`: of a video of so many latent frames."""
+    """A VAE network. `build`: makes it; `channels`, `dims`: of its latents; `scale`: pixels per latent position and
+    side; `frames`: number of latent frames -> number of video frames."""
 
     build: Callable[[], nn.Module]
     channels: int
@@ -26,7 +26,7 @@ class VaeCase:
 
 
 def wan21() -> nn.Module:
-    """Wide enough that ComfyUI's detection, which reads the width, builds the same."""
+    """Returns a network wide enough that ComfyUI's detection, which reads the width, builds the same one."""
     from comfy.ldm.wan.vae import WanVAE
 
     return WanVAE(dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True])
@@ -90,7 +90,7 @@ CASES = {
 
 
 def build(name: str) -> nn.Module:
-    """The same weights each time."""
+    """Builds a network with the same weights each time."""
     network = fill(CASES[name].build())
     for buffer, value in network.named_buffers():
         if buffer.endswith("running_var"):

@@ -1,11 +1,11 @@
-"""Waiting in tests: for a condition and never for a time, because a busy machine may take any time."""
+"""Waiting in tests: for a condition, never for a fixed time, because a busy machine may take any time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0  # s; far more than anything waited for takes on an idle machine
+PATIENCE = 60.0  # s; far more than any awaited condition takes on an idle machine
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:

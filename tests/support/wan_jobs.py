@@ -1,4 +1,4 @@
-"""Jobs for ComfyUI's own loop on a tiny Wan of its own, and what PipeFusion should make of them in one process."""
+"""Jobs for ComfyUI's sampling loop on a tiny version of its Wan, and an oracle for PipeFusion in one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from samplings import sampling_of
 from shipped_jobs import LoopJob, stock_model
 
 BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
-FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens, the last rows of which reach beyond the latent
+FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens; the last row of each frame reaches beyond the latent
 
 
 def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS, dim: int = 128):
-    """The ModelSpec of a file."""
+    """Writes a tiny Wan to a file and returns its ModelSpec."""
     import_comfyui_here()
     from comfy.ldm.wan.model import WanModel
 
@@ -51,7 +51,7 @@ def wan_job(
     size: tuple[int, int, int] = (FRAMES, HEIGHT, WIDTH),
     **changes,
 ) -> LoopJob:
-    """Of two prompts of different lengths, so that each has a network call of its own."""
+    """Returns a job with two prompts of different lengths, so that each gets a separate network call."""
     shape = (batch, 16, *size)
     sigmas = torch.linspace(1, 0, steps + 1)
     sigmas = SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
@@ -79,8 +79,8 @@ def wan_job(
 
 
 class _StaleKeys:
-    """In the place of ComfyUI's attention: over the newest keys and values of all tokens. `places`: of those that come
-    now; every second call is attention to the prompt, which is left alone."""
+    """Replaces ComfyUI's attention: attends over the newest keys and values of all tokens. `places`: positions of the
+    current tokens. Every second call is attention to the prompt and stays unchanged."""
 
     def __init__(self, original) -> None:
         self.original, self.kept, self.calls, self.places, self.key = original, {}, 0, None, None
@@ -103,8 +103,8 @@ class _StaleKeys:
 def patchwise_latent(
     spec: ModelSpec, job: LoopJob, warmup: int, patches: tuple[int, ...], *, flow: bool = True
 ) -> Tensor:
-    """Euler steps of a text-to-video job; shares no code with the engine. `patches`: tokens of each; `flow`: whether
-    the network gives velocities; else it gives noise, of which a latent has sigma times as much."""
+    """Returns the latent of a text-to-video job after Euler steps, without code of the engine. `patches`: tokens of
+    each; `flow`: True if the network gives velocities. Else it gives noise, and a latent has sigma times that noise."""
     import comfy.ldm.wan.model as wan
 
     module = stock_model(spec).module
@@ -140,7 +140,7 @@ def patchwise_latent(
     x = job.noise.clone() if flow else job.noise * job.sigmas[0]
     seen = (
         x.clone()
-    )  # of each patch what its last call saw: tokens beyond the latent's edge hold another patch's again
+    )  # the input of each patch's last call; tokens beyond the latent's edge repeat elements of another patch
     wan.optimized_attention = stale
     try:
         for i, (sigma, following) in enumerate(zip(job.sigmas[:-1], job.sigmas[1:], strict=True)):

@@ -1,7 +1,7 @@
-"""A process that loads a model and says what it gained, and with a copy of it: `python weights_holder.py SMALL LARGE`.
+"""Loads a model and prints the memory that it takes, alone and with a copy: `python weights_holder.py SMALL LARGE`.
 
-Fresh interpreters, because a forked one shares its heap with its parent and gains whatever either of them writes.
-Each line of output waits for one line of input, so that several can hold their model at the same time.
+Run it in a fresh interpreter: a forked one shares its heap with its parent and gains whatever either of them writes.
+Each line of output waits for one line of input, so that several processes can hold their model at the same time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from parallel_backend.requests import ModelSpec
 
 
 def proportional_set(path: str) -> int:
-    """Bytes of this process, each page that several processes map shared out between them (Pss): of the file and of
-    what is no file's. A library's share changes whenever any process of the machine that has it starts or ends."""
+    """Returns the Pss (a page mapped by n processes counts 1 / n) in bytes of the file's pages and of pages without a
+    file. Libraries are left out: their Pss changes whenever a process that maps them starts or ends."""
     found, wanted = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
@@ -38,7 +38,7 @@ def say(word: object) -> None:
 
 @torch.no_grad()
 def load_and_run(path: str) -> DiffusersModel:
-    """A forward reads every weight."""
+    """Loads a model and runs one forward, which reads every weight."""
     model = load(ModelSpec(path), torch.device("cpu"))
     config = model.module.transformer.config
     context, pooled = (
@@ -51,7 +51,7 @@ def load_and_run(path: str) -> DiffusersModel:
 
 def main(small: str, large: str) -> None:
     torch.set_num_threads(1)
-    load_and_run(small)  # what every first use costs, weights aside
+    load_and_run(small)  # takes the memory of every first use, except that of the weights
     say("warm")
     before = proportional_set(large)
     say("measured")

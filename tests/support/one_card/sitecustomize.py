@@ -1,7 +1,7 @@
-"""Several ranks on one GPU, over real NCCL: what Python imports at its start where this folder is on PYTHONPATH.
+"""Several ranks on one GPU over real NCCL. Python imports this module at its start if this folder is on PYTHONPATH.
 
-TORCH_TEST_CARDS=4 has the pack see four GPUs, cuda:0 to cuda:3, that are all the first one. NCCL refuses two ranks of
-one host on one device, so each process takes a host name of its own, and data goes over the loopback interface. Such
+With TORCH_TEST_CARDS=4 the pack sees four GPUs, cuda:0 to cuda:3, which are all the first one. NCCL refuses two ranks
+of one host on one device, so each process gets a different host id, and data goes over the loopback interface. Such
 ranks take turns on the card: they show that results are right, never how fast several cards are.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import ModuleType
 from unittest.mock import patch
 
-VARIABLE = "TORCH_TEST_CARDS"  # with a prefix of torch's: ranks are given such variables
+VARIABLE = "TORCH_TEST_CARDS"  # ranks get it because of torch's prefix
 
 
 def _see_all(devices: ModuleType) -> None:
@@ -36,7 +36,7 @@ def _name_all(probe: ModuleType) -> None:
         if not found.devices:
             return found
         card = found.devices[0]
-        # NVML knows the first by its name, and tells nothing about the others.
+        # NVML finds the first one by its uuid, and reports nothing about the others.
         others = [
             replace(card, index=index, uuid=f"GPU-{index}-{card.uuid}")
             for index in range(1, int(os.environ[VARIABLE]))
@@ -82,8 +82,8 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Changed:
-    """Finds the modules above as usual, also under the name that ComfyUI gives the pack, and changes each once it is
-    loaded."""
+    """Finds the modules of _CHANGES as usual, also under the name that ComfyUI gives the pack, and changes each after
+    it is loaded."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> object:

@@ -1,4 +1,4 @@
-"""The head of the cluster `lab` on a host of its own: does what its standard input says, answers in JSON."""
+"""The head of the cluster `lab` on a separate host. It reads commands from standard input and answers in JSON."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def answer(**fields):
 
 
 def sample(path, latent):
-    """A job as `auto` plans it; its latent goes to the file."""
+    """Runs a job as `auto` plans it and saves its latent to the file `latent`."""
     spec = ModelSpec(path)
     settings = StrategySettings(devices="cluster:lab")
     job = job_from_request(CheckpointModel(inspect_model(path)), JOB)

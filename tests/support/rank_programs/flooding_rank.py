@@ -5,6 +5,6 @@ import sys
 import time
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-deadline = time.monotonic() + 300  # in case nobody ends it
+deadline = time.monotonic() + 300  # in case the test does not end it
 while time.monotonic() < deadline:
     sys.stderr.write("x" * 1000 + "\n")

@@ -1,4 +1,4 @@
-"""A rank that sends what no protocol allows."""
+"""A rank that sends bytes that no protocol allows."""
 
 import socket
 import sys
@@ -7,4 +7,4 @@ import time
 if __name__ == "__main__":
     descriptor = int(sys.argv[sys.argv.index("--fd") + 1])
     socket.socket(fileno=descriptor).send(b"\x80\x04garbage")
-    time.sleep(300)  # it must be ended, it does not end by itself
+    time.sleep(300)  # it must be ended: it does not end by itself

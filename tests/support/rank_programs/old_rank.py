@@ -1,4 +1,4 @@
-"""A rank of another version of the pack: it greets with a protocol that this one does not speak."""
+"""A rank of another version of the pack: its greeting has a protocol version that this pack does not support."""
 
 import functools
 

@@ -1,7 +1,7 @@
 """A rank whose model is a script: real process, real link, real gloo group; only weights and forward are stand-ins.
 
-Sidecars of the process tests start it with `python -m`. The weights file is a text that says how loading goes, the
-velocity is x times the scale in it, and the prompt's first number says what the forward does.
+Sidecars of the process tests start it with `python -m`. The weights file is a text: it says how loading ends and has
+the scale of the velocity. The first number of the prompt's pooled vector says what the forward does.
 """
 
 import os
@@ -32,7 +32,8 @@ from tests.support.scripted import (
 
 @dataclass
 class ScriptedForward:
-    """As ModuleForward. Velocity = scale * x * mean(context), summed over the ranks: each call is a collective."""
+    """A forward with ModuleForward's interface. Velocity = scale * x * mean(context), summed over the ranks: each call
+    is a collective."""
 
     scale: float
     world: object
@@ -100,7 +101,7 @@ class ScriptedJobs(RankWorker):
             if len(self.models) > 1:
                 raise MemoryError("tried to load a lot")
             raise CheckpointError(f"{spec.path} is refused by process {script[1]}.")
-        if script[0] == "no-memory":  # always, beside any other model, or beside more than that many
+        if script[0] == "no-memory":  # "always", "beside" another model, or a number: beside more models
             most = {"always": -1, "beside": 0}.get(script[1], script[1])
             if len(self.models) > int(most):
                 raise MemoryError("tried to load a lot")

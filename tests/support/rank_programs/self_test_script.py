@@ -1,4 +1,4 @@
-"""A self-test whose outcome is a script: `--root` says how it goes. Imports nothing that takes time."""
+"""A self-test with a scripted outcome: the folder name of `--root` chooses it. It imports nothing slow."""
 
 import json
 import os

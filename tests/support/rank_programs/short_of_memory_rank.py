@@ -1,4 +1,4 @@
-"""A rank whose device runs out of memory at the end of a load: rank 1, for files whose name says so."""
+"""A rank whose device runs out of memory at the end of a load: rank 1, for files with "too large" in their path."""
 
 import torch
 
