@@ -1,10 +1,10 @@
-"""Hostile and odd inputs in numbers: fuzzed prompts, random jobs, random kills, odd environments, damaged model files
-and a soak of mixed prompts, from fixed seeds.
+"""Counts failures under hostile and odd inputs: fuzzed prompts, random jobs, random kills, odd environments, damaged
+model files and a soak of mixed prompts, from fixed seeds.
 
     python benchmarks/adversary.py [--only prompts,jobs] [--scale 0.1] [--json]
 
-Prompts go to the real ComfyUI (scripts/environment.py gets one). All numbers but that of the prompts should be 0; what
-was found is printed as it comes. Takes a quarter of an hour on two cores; `--scale` takes a part of it.
+Prompts go to the real ComfyUI (scripts/environment.py installs one). Every number except `prompts` should be 0.
+Findings are printed as they occur. A run takes a quarter of an hour on two cores; `--scale` runs a part of it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def shared_comfyui(folder: Path, findings: Findings) -> Iterator[Comfy]:
-    """One ComfyUI, whose ranks are forks; whatever outlives it is a finding."""
+    """Yields one ComfyUI whose ranks are forks. A process that outlives it is a finding."""
     (folder / "custom_nodes").mkdir(parents=True)
     (folder / "custom_nodes" / "parallel_test_popular").symlink_to(PACKS)
     server = start_comfyui(folder, environment={"PARALLEL_TEST_FORKED_RANKS": "1"})

@@ -1,12 +1,12 @@
-"""ComfyUI's own modules on two ranks: efficiency of sharing out tokens, what a call costs beside computing, the start.
+"""ComfyUI's own modules on two ranks: efficiency of split tokens and of bands, time of a start, host memory.
 
     python benchmarks/any_model.py [--rounds 7] [--only efficiency,bands,start,host] [--json]
 
 - efficiency: t(1) / (2 * t(2)) of a model call of a random Wan (hidden 512) over 2,048 tokens, medians of interleaved
-  calls, in both ways to share tokens out;
-- bands: the same of a random UNet of SDXL's shape, 64 wide, on the latent of an image of 1024 x 1024 pixels;
-- start: a cold start of two ranks and the load of a small file, the import of comfy included;
-- host: what 2 and 4 ranks take of host memory for a file, by its format.
+  calls, in both modes that split tokens;
+- bands: the same ratio for a random UNet of SDXL's shape, 64 wide, on the latent of an image of 1024 x 1024 pixels;
+- start: a cold start of two ranks and the load of a small file, including the import of comfy;
+- host: the host memory that 2 and 4 ranks take for a file, by its format.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SDXL = {
     "transformer_depth_middle": 10,
 }
 OVERHEAD_GOAL, START_GOAL, HOST_GOAL = 10.0, 4.0, 1.15  # ms, s, times the file
-# Blocks of each kind for each format. What lies around them every rank casts to float32 where the format is quantised:
-# with 21 that is one parameter in 187, as in Flux.1.
+# Number of blocks of each kind, by format. If the format is quantised, every rank casts the layers around the blocks to
+# float32: with 21 blocks they have one parameter in 187, as in Flux.1.
 FORMATS = {"bf16": 6, "float8_e4m3fn": 21, "int8": 21}
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -113,7 +113,7 @@ def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def _bands(rounds: int) -> float:
-    """Of ranks that take turns: the first alone, then both."""
+    """Returns the efficiency of bands. In each round, rank 0 computes the call alone first, then both ranks do."""
     import_comfyui_here()
     model = TinyModel(fill(build_tiny("sdxl", **SDXL)))
     args, kwargs = tiny_inputs("sdxl")(1, 128, 128)
@@ -161,7 +161,7 @@ def _start(folder: Path) -> float:
 
 
 def _host(folder: Path, form: str) -> dict[str, float]:
-    """Growth of 2 and 4 ranks over the file's size, of memory in use: what ranks have freed, they have given back."""
+    """Returns the memory growth of 2 and of 4 ranks in file sizes. GIVE_BACK makes them return freed memory at once."""
     source, found = import_comfyui_here(), {}
     path = write(folder / f"{form}.safetensors", form, blocks=FORMATS[form], hidden=1024)
     small = write(folder / f"{form}_small.safetensors", form)
@@ -189,7 +189,7 @@ def _host(folder: Path, form: str) -> dict[str, float]:
 
 
 def _proportional(pid: int) -> int:
-    """Bytes; a page that n processes map counts 1/n for each."""
+    """Returns the proportional set size in bytes: a page that n processes map counts 1/n for each."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 

@@ -1,14 +1,15 @@
-"""Checks `auto` on this machine: where a job from an empty history ends, and what finding that out has cost it.
+"""Checks `auto` on this machine: which strategy a job with an empty history ends in, and what its trials cost.
 
 python benchmarks/auto_here.py [--tokens 16 128 512] [--steps 28] [--rounds 3] [--minutes 8] [--json]
 python benchmarks/auto_here.py --first-job [--tokens 512 1024 2048] [--minutes 20] …
 
-For each size, with and without CFG, for one image and two: on two warm ranks, jobs whose first one knows nothing, and a
-full job under every strategy, take turns; one device has all cores, as for users. The model is tiny; a case that has
-used its share of --minutes makes no more rounds. With --first-job the last line is {"cases", "within_5pct",
-"overhead_median"}: share of the first jobs that end in a strategy at most 5 % slower than the fastest by these full
-jobs, and the median over the cases of a first job's time over the fastest strategy's own, minus one. Without: {"cases",
-"within_10pct", "mean_regret", "worst_regret", "says_one_of_two"} of what the next job begins with.
+A case is a size, with or without CFG, for one image or two. In each round, a full job under every strategy and a first
+job with an empty history take turns on warm ranks; one device has all cores, as for users. The model is tiny. A case
+that has used its share of --minutes makes no more rounds. With --first-job the last line is {"cases", "within_5pct",
+"overhead_median"}: the share of first jobs that end in a strategy at most 5 % slower than the fastest full jobs, and
+the median over the cases of a first job's time divided by the fastest strategy's time, minus one. Otherwise it is
+{"cases", "within_10pct", "mean_regret", "worst_regret", "says_one_of_two"} for the strategy that the next job begins
+with.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from shipped_jobs import ship
 
 ONE = ParallelStrategy()
 SETTINGS = StrategySettings(devices="cpu:2")
-# Image tokens. A job of 16 takes a quarter of a second, in which nobody would notice what trials cost.
+# Image tokens. A job of 16 tokens takes a quarter of a second, too short for the cost of trials to matter.
 SMALL, FIRST_JOBS = (16, 128, 512), (512, 1024, 2048)
 
 
 @dataclass
 class Case:
-    """One size of job. `seconds`: by strategy, of its full jobs; `first_s`: of the first jobs; `ended`: the strategies
-    that these ended in; `next`: what the job after the last of them begins with."""
+    """A job size and its measurements. `seconds`: times of the full jobs, by strategy; `first_s`: times of first jobs;
+    `ended`: strategies that the first jobs ended in; `next`: strategy that a job after the last of them begins with."""
 
     words: str
     seconds: dict[ParallelStrategy, list[float]]
@@ -82,11 +83,11 @@ def main() -> None:
     parser.add_argument("--first-job", action="store_true", help="judge first jobs, not those after them")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    os.environ.pop("OMP_NUM_THREADS", None)  # ranks share out the cores, as they do for users
+    os.environ.pop("OMP_NUM_THREADS", None)  # ranks divide the cores among them, as they do for users
     asked = list(requests(args.tokens or (FIRST_JOBS if args.first_job else SMALL), args.steps))
     end, cases = time.monotonic() + 60 * args.minutes, []
     with random_flux(heads=2, double_blocks=1, single_blocks=2) as spec, warm_ranks() as groups:
-        for words, request in asked:  # small ones come first, and leave the others what they do not use
+        for words, request in asked:  # small cases come first and leave their unused time to the others
             limit_s = (end - time.monotonic()) / (len(asked) - len(cases))
             cases.append(run_case(spec, groups, request, words, args.rounds, limit_s))
     finish(first_jobs(cases) if args.first_job else next_jobs(cases), args.json)

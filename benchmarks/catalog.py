@@ -1,6 +1,6 @@
-"""Published model families as data: what the measurements of others were made with.
+"""Published model families as data: the models of other people's measurements.
 
-Widths and depths are those of the published configurations (the `config.json` beside each model's weights, as read by
+Widths and depths are those of the published configurations (the `config.json` with each model's weights, as read by
 diffusers); parameter counts and default settings are those of the model cards.
 """
 
@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from parallel_backend.models.arithmetic import BlockCounts, Family
 
-# Bytes that one weight takes in storage, by the word a person or a file name uses; q4 is GGUF Q4_K_M (4.5 bits).
+# Bytes that one weight takes in storage, by the word in a model's or file's name; q4 is GGUF Q4_K_M (4.5 bits).
 WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8": 1.0625, "q4": 0.5625, "fp32": 4.0}
 
 
 @dataclass(frozen=True)
 class Published(Family):
-    """A family with the settings of its model card. `known`: False for one of which only the name is."""
+    """A family with the settings of its model card. `known`: False if it only stands in for an unknown model."""
 
     default_size: tuple[int, int, int] = (1024, 1024, 1)
     default_steps: int = 28
@@ -35,18 +35,18 @@ def _square(hidden: int, per_token: float) -> float:
 def joint_blocks(
     count: int, hidden: int, text_hidden: int = 0, weights: float = 12.0, text_weights: float = 0
 ) -> BlockCounts:
-    """MMDiT block: image and text have layers of their own (4 h² attention + 8 h² feed-forward), joint attention."""
+    """Returns MMDiT blocks: separate image and text layers (4 h² attention + 8 h² feed-forward), joint attention."""
     text = _square(text_hidden or hidden, text_weights or weights)
     return BlockCounts(count, _square(hidden, weights), text)
 
 
 def single_blocks(count: int, hidden: int, weights: float = 12.0, reduces: int = 1) -> BlockCounts:
-    """One stream of image and text tokens through the same layers."""
+    """Returns blocks that pass image and text tokens through the same layers as one stream."""
     return BlockCounts(count, _square(hidden, weights), _square(hidden, weights), reduces=reduces)
 
 
 def _cross_attention_blocks(count: int, hidden: int, feed_forward: float) -> BlockCounts:
-    """Self-attention on the image (4 h²), cross-attention to the text (2 h² on each side), feed-forward."""
+    """Returns blocks of image self-attention (4 h²), cross-attention to the text (2 h² on each side), feed-forward."""
     own = 6.0 * hidden * hidden + 2.0 * hidden * feed_forward
     return BlockCounts(count, own, 2.0 * hidden * hidden, attends="image", reduces=3)
 
@@ -193,7 +193,7 @@ _FAMILIES = (
         default_size=(720, 480, 49),
         default_steps=50,
     ),
-    # Two latent frames to a token: 8 frames.
+    # A token covers two latent frames, which are 8 frames.
     Published(
         "cogvideox1.5-5b",
         3072,
@@ -297,21 +297,21 @@ _ALIASES = {
     "sd15": "sd1.5",
     "mochi1": "mochi",
 }
-# A middle-sized transformer, to reason about a published measurement of a model that is not in the table.
+# A medium-sized transformer that stands in for a published measurement's model that is not in the table.
 GENERIC = Published(
     "a transformer of unknown size", 3072, 24, (single_blocks(48, 3072),), 8e9, 256, known=False
 )
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """("flux1", "fp8") from "flux1-fp8": a model's name and the storage of its weights ("bf16" when unsaid)."""
+    """Splits "flux1-fp8" into the model's name "flux1" and its weight storage "fp8" ("bf16" if the name has none)."""
     match = re.fullmatch(rf"(.+?)[-_]({'|'.join(WEIGHT_BYTES)})", name.strip().lower())
     return (match[1], match[2]) if match else (name.strip().lower(), "bf16")
 
 
 def guess_family(name: str) -> Published:
-    """The family called `name`, with or without a storage suffix such as `-fp8`; of a variant, the one with the longest
-    beginning of that name; else GENERIC."""
+    """Returns the family called `name`, with or without a storage suffix such as `-fp8`. A variant gives the family
+    whose name is its longest prefix; an unknown name gives GENERIC."""
     base, _ = split_name(name)
     names = {**{n: n for n in FAMILIES}, **_ALIASES}
     fitting = [n for n in names if base == n or base.startswith((n + "-", n + "_", n + "."))]

@@ -1,4 +1,4 @@
-"""A published family as the model of a job, with the memory of a rank in closed form."""
+"""A published family as the model of a job, with a closed form for a rank's memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from parallel_backend.planner.workload.rank_memory import RankMemory
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 
-# Live activations of a block per token, in widths: residual, norm, q, k, v, their copies, feed-forward of ratio 4.
+# A block's live activations per token in hidden widths: residual, norm, q, k, v, their copies, feed-forward of ratio 4.
 LIVE_WIDTHS = 20
 _ELEMENT = 2  # bytes of bf16
 
 
 def estimate_memory(job: Job, strategy: ParallelStrategy) -> RankMemory:
-    """Weights, live activations, communication buffers and the runtime of a GPU; no text encoder or VAE."""
+    """Estimates a rank's weights, live activations, communication buffers and GPU runtime; no text encoder or VAE."""
     family = job.model.family
     rows = -(-job.rows // strategy.row_degree)
     tokens = (job.image_tokens + job.text_tokens) / strategy.sequence_degree
     weights = job.model.weight_bytes / (strategy.tensor_degree * strategy.pipefusion_degree)
     if strategy.shard_weights:
-        # Its own share, and two gathered blocks: the one in use and the one on its way.
+        # The rank's share, and two gathered blocks: the one in use and the one being gathered.
         weights = weights / strategy.world_size + 2 * weights / max(1, family.block_count)
     layer = rows * tokens * family.hidden * _ELEMENT
     activations = layer * LIVE_WIDTHS / strategy.tensor_degree
@@ -74,5 +74,5 @@ class CatalogModel:
         return hashed(self.family.name, str(self.storage), *map(str, asdict(self.compute_options).items()))
 
     def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
-        """In closed form, of a rank with as much as any."""
+        """Returns the closed-form estimate of the rank that needs the most memory."""
         return (estimate_memory(job, strategy),)

@@ -1,9 +1,9 @@
-"""Costs and savings of compiled blocks: the first step, and warm steps beside uncompiled ones.
+"""Costs and savings of compiled blocks: the first step, and warm steps compared with uncompiled ones.
 
 python benchmarks/compile.py [--devices cuda:0,cuda:1] [--tokens 512,2048] [--rounds 5] [--json]
 
-Runs of both kinds take turns on the same ranks and weights, so that other load hits both. Inductor's cache is an empty
-folder: the first step is that of a machine which has never compiled this model.
+Runs of both kinds take turns on the same ranks and weights, so that other load affects both. Inductor's cache starts
+empty: the first step is that of a machine that has never compiled this model.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main() -> None:
 
 
 def measure(sidecar: Sidecar, spec: ModelSpec, tokens: int, rounds: int) -> dict[str, float]:
-    """Seconds of the compiled first step and of compiling, medians of warm steps of both kinds, and how far the
-    compiled latent is off, relative to its largest value."""
+    """Returns seconds of the compiled first step and of compiling, the number of graphs, medians of warm steps of both
+    kinds, and the compiled latent's largest difference from the other one, relative to the largest value."""
     strategy = ParallelStrategy(ulysses_degree=len(sidecar.devices))
     request = sample_request(tokens, STEPS)
     plain, compiled = (

@@ -1,17 +1,18 @@
-"""What a step asks of a GPU, counted without one: operators, copies, host synchronisations, collectives.
+"""Counts, without a GPU, what a step asks of one: operators, copied bytes, host synchronisations, collectives.
 
     python benchmarks/dispatch.py [--only ulysses_2 …] [--json]
 
-Each strategy runs Euler steps of Flux.1-dev at 1024 x 1024 in its true sizes on tensors without data (torch's meta
-device, which stands for a GPU), as rank 0, and beside it one call of the same model under diffusers' own context
-parallelism (`enable_parallelism`). A block's counts are the difference between a model of more blocks and one of fewer,
-in Flux.1-dev's mix of kinds; a step's are those of its 57 blocks and of what is around them. `sharded_ulysses_2` is of
-a small model on the CPU, since shares of weights are bytes: every read of a tensor counts as a synchronisation
-there. With ComfyUI at COMFYUI_PATH, a tiny model of its own (Wan) is counted too: tokens that stay apart
-from block to block, and tokens that each block gathers.
+Each strategy runs Euler steps of Flux.1-dev at 1024 x 1024 and full size as rank 0. The tensors have no data: torch's
+meta device stands in for a GPU. For comparison, one call of the same model runs under diffusers' context parallelism
+(`enable_parallelism`). A block's counts are the difference between a model with more blocks and one with fewer, in
+Flux.1-dev's mix of kinds. A step's counts are those of its 57 blocks and of the layers around them. `sharded_ulysses_2`
+is a small model on the CPU, because shares of weights are real bytes: there, every read of a tensor counts as a
+synchronisation. With ComfyUI at COMFYUI_PATH, a tiny Wan of ComfyUI is counted as well: once with tokens that stay
+split from block to block, once with tokens that each block gathers.
 
-Attention counts as one operator and gives FlashAttention's layout. Collectives are counted as they are begun, a message
-to one rank like one to all; their kernels are not among the operators. A pipeline's rank computes half of the blocks.
+Attention counts as one operator and returns FlashAttention's layout. Collectives are counted when they start; a message
+to one rank counts like a message to all. Their kernels are not among the operators. A pipeline's rank computes half of
+the blocks.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def _of_comfyui() -> dict:
 
 
 def _row(few: Counts, many: Counts, *, blocks: int, of_model: int | None = None) -> dict:
-    """From the counts of a step of a model and of one that has so many `blocks` more on this rank: of a block, and of
-    a step of a model with `of_model` blocks there."""
+    """Returns the counts of one block, and of a step of a model with `of_model` blocks on this rank. `few` and `many`:
+    counts of a step of two models, the second with `blocks` more blocks on this rank."""
     few_, many_ = few.as_dict(), many.as_dict()
     per_block = {name: (many_[name] - few_[name]) / blocks for name in few_}
     of_model = FLUX_BLOCKS if of_model is None else of_model

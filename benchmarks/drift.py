@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure_drift(sidecar: Sidecar, patches: int, warm_ups: tuple[int, ...], captions: int) -> dict:
-    """Per warm-up count what `Scenes.drift` says."""
+    """Returns the result of `Scenes.drift` for each number of warm-up steps."""
     scenes = Scenes(captions)
     request = demo_request(scenes.captions)
 
@@ -73,7 +73,7 @@ def measure_drift(sidecar: Sidecar, patches: int, warm_ups: tuple[int, ...], cap
 
 
 class Scenes:
-    """Scenes that the demo model was not trained on, and how far latents of them are from the exact ones."""
+    """Scenes that the demo model was not trained on; `drift` measures how far their latents are from the exact ones."""
 
     def __init__(self, count: int) -> None:
         rng = random.Random(7)
@@ -86,13 +86,13 @@ class Scenes:
         return [scene.caption for scene in self._scenes]
 
     def drift(self, latent: Tensor, exact: Tensor) -> dict[str, float]:
-        """PSNR of the decoded images in dB (of the mean square error over all of them), largest and root mean square
-        latent difference relative to max|latent|, and how many captions a judge finds right."""
+        """Returns the PSNR of the decoded images in dB (from the mean square error over all of them), the largest and
+        root mean square latent difference relative to max|latent|, and how many captions a judge finds right."""
         pictures, expected = (_pictures(self._coder, x) for x in (latent, exact))
         error = (pictures - expected).square().mean()
         difference = (latent - exact) / exact.abs().max()
         return {
-            "psnr": round((-10 * error.clamp_min(1e-10).log10()).item(), 2),  # 100 dB stands for equal
+            "psnr": round((-10 * error.clamp_min(1e-10).log10()).item(), 2),  # 100 dB means equal
             "max_abs": difference.abs().max().item(),
             "rms": difference.square().mean().sqrt().item(),
             "right": sum(judge(p, scene).right for p, scene in zip(pictures, self._scenes, strict=True)),
@@ -100,7 +100,7 @@ class Scenes:
 
 
 def demo_request(captions: list[str]) -> SampleRequest:
-    """One image per caption, with CFG against the empty prompt, as the demo model was evaluated."""
+    """Returns a request for one image per caption, with CFG against the empty prompt: the demo model's evaluation."""
     noise = torch.randn(
         len(captions),
         CHANNELS,
@@ -128,7 +128,7 @@ def _pictures(coder: DemoImageCoder, latent: Tensor) -> Tensor:
 
 
 def plot(result: dict, path: Path) -> None:
-    """PSNR and largest latent difference over the number of warm-up steps, a line for each number of patches."""
+    """Plots PSNR and largest latent difference over the number of warm-up steps, a line for each number of patches."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
 """Parallel efficiency of 2 ranks x 1 thread against 1 rank x 1 thread: t(1) / (2 * t(2)), medians of interleaved runs.
 
-`inside`: ms of a step that rank 0 of two is inside exchanges, moving bytes or waiting for the other.
-PipeFusion's number is of its steady state: steps with flowing patches but the one that fills the pipeline; its exact
-warm-up step, where one rank works while the other waits, is told apart.
+`inside`: ms of a step that rank 0 of two spends in exchanges, moving bytes or waiting for the other rank.
+PipeFusion's efficiency is of its steady state: the steps with flowing patches, except the one that fills the pipeline.
+Its exact warm-up step, in which one rank works while the other waits, is listed separately.
 
 python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--only ulysses_2 …] [--json]
 """
@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def _measure(one, two, spec, tokens, args):
-    """Per case, the step times on one rank and on two, taken in turns so that both see the same machine; and what
-    rank 0 of two was inside exchanges in each step, where steps end together."""
+    """Returns per case the step times on one rank and on two, measured in turns so that both see the same load, and
+    rank 0's seconds in exchanges for each step of the run on two (none if steps are not timed separately)."""
     cases = {name: case for name, case in CASES.items() if name in args.only}
     times = {name: ([], []) for name in (*cases, *([WARM_UP] if "pipefusion_2" in cases else []))}
     inside = {name: [] for name in cases}

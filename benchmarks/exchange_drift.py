@@ -1,11 +1,11 @@
-"""How far exchange_dtype fp8 takes a result from the exact one, and what it sends: by class, and on the demo model.
+"""Measures how far exchange_dtype fp8 moves a result from the exact one and what it sends: by class, on the demo model.
 
     python benchmarks/exchange_drift.py [--only classes,demo] [--captions 8] [--json]
 
-- classes: the answers of calls of each tiny class of the table whose tokens are shared out, under Ulysses 2 and Ring 2:
-  the root mean square of the difference over the answer's, and the bytes sent over those without rounding. The tiny
-  classes have narrow heads and float32; of a head of 128 channels in bfloat16 132 bytes are sent in place of 256;
-- demo: latents of the trained demo model after 20 steps with Ulysses 2: PSNR and the largest difference, and how many
+- classes: calls of each tiny class of the table that splits tokens, under Ulysses 2 and Ring 2: the root mean square of
+  the difference divided by that of the answer, and the bytes sent divided by those without rounding. The tiny classes
+  have narrow heads and float32; a head of 128 channels in bfloat16 sends 132 bytes instead of 256;
+- demo: latents of the trained demo model after 20 steps with Ulysses 2: PSNR, the largest difference, and how many
   pictures show what their caption names.
 """
 
@@ -72,7 +72,7 @@ def _classes() -> dict[str, dict[str, float]]:
 
 @torch.inference_mode()
 def drift_of_class(world, name: str) -> dict[str, float]:
-    """The largest of all calls of a class, and the share of the bytes in all."""
+    """Returns per strategy the largest drift of a class's calls, and the bytes of all calls over those unrounded."""
     layouts, found = Layouts(world), {}
     for way, strategy in STRATEGIES.items():
         worst, sent = 0.0, [0, 0]
@@ -95,7 +95,7 @@ def drift_of_class(world, name: str) -> dict[str, float]:
 
 
 def _flat(answer) -> Tensor:
-    """All numbers of an answer of one tensor or several."""
+    """Returns all numbers of an answer, which is one tensor or several, as a flat tensor."""
     if isinstance(answer, Tensor):
         return answer.float().flatten()
     return torch.cat([_flat(part) for part in answer if isinstance(part, (Tensor, list, tuple))])

@@ -1,10 +1,10 @@
-"""Every way to fail, done on purpose and timed: what docs/reliability.md promises, case by case.
+"""Provokes and times, case by case, the failures for which docs/reliability.md makes a promise.
 
     python benchmarks/faults.py [--only 2,6] [--jobs 1000] [--inputs 20000] [--json]
 
-Each case starts its own ranks (two on the CPU), does its worst, and then looks whether the next job gives the bits of
-one before. A check passes when its value is at most its limit; limits in seconds are for a quiet machine, and hold
-times how much slower a process beside the case ran than it does alone.
+Each case starts its own ranks (two on the CPU), injects its fault, and then checks that the next job gives the same
+bits as an earlier one. A check passes if its value is at most its limit. Limits in seconds are for a quiet machine:
+they are multiplied by how much slower a process that runs during the case is than on a quiet machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripted import ranks_of
 
 
 def _place(number: str) -> tuple[int, str]:
-    """Cases with numbers in their order, then those with names."""
+    """Returns a sort key: cases with numbers in their order, then cases with names."""
     first = number.partition("-")[0]
     return (int(first), "") if first.isdigit() else (len(CASES), number)
 
@@ -56,7 +56,7 @@ def main() -> None:
             checks = list(run(subject))
             slowness = pace.slowness
             after = (len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm")))  # noqa: PTH208
-            if results:  # the first case also starts the supervisor, which lasts
+            if results:  # the first case also starts the supervisor, which stays
                 checks.append(true("descriptors and /dev/shm as before", after == before))
             checks.append(true("no rank left", not ranks_of(os.getpid())))
             passed = all(check.passes(slowness) for check in checks)

@@ -3,9 +3,9 @@
 python benchmarks/first_run.py [--rounds 3] [--sizes] [--json]
 
 Each round starts a real ComfyUI on the CPU in an empty folder, as after an installation: nothing measured, no rank
-running, all cores. The time runs from the template's prompt being queued, as Run does, until ComfyUI tells the page
-that it has ended; a second prompt with another seed follows. With --sizes a third one asks for a picture of another
-size. The last line is {"first_s", "second_s"} (and "size_s"), medians over the rounds.
+running, all cores. The time runs from the template's prompt being queued, as Run does, until ComfyUI's history has it
+as ended. A second prompt with another seed follows. With --sizes a third one asks for a picture of another size. The
+last line is {"first_s", "second_s"} (and "size_s"), medians over the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--sizes", action="store_true", help="one more picture, of another size")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    os.environ.pop("OMP_NUM_THREADS", None)  # ComfyUI and its ranks have the cores that a user's have
+    os.environ.pop("OMP_NUM_THREADS", None)  # ComfyUI and its ranks use all cores, as for a user
     times: dict[str, list[float]] = {}
     for number in range(args.rounds):
         with fresh_comfyui() as client:
@@ -61,7 +61,7 @@ def pictures(*, with_size: bool) -> Iterator[tuple[str, int, int]]:
 
 @contextmanager
 def fresh_comfyui() -> Iterator[ComfyUIClient]:
-    """A ComfyUI that answers and has run nothing."""
+    """Yields a client of a ComfyUI that has started and run nothing yet."""
     comfyui = find_comfyui()
     if comfyui is None:
         raise SystemExit("No ComfyUI found: run ./scripts/test once, or set COMFYUI_PATH.")
@@ -75,7 +75,7 @@ def fresh_comfyui() -> Iterator[ComfyUIClient]:
 
 
 def changed(prompt: Prompt, seed: int, size: int) -> Prompt:
-    """The template's prompt with another seed and size."""
+    """Returns the template's prompt with this seed and size (pixels per side)."""
     asked = json.loads(json.dumps(prompt))
     for node in asked.values():
         inputs = node["inputs"]

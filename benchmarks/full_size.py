@@ -1,4 +1,4 @@
-"""Networks of ComfyUI's own at their full size with random weights, and a job of two steps at 256 x 256 for each."""
+"""ComfyUI's own networks at full size with random weights, and a job of two steps at 256 x 256 for each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ModelSpec
 from shipped_jobs import LoopJob, stock_model
 
-SIDE, TEXT, CFG = 32, 77, 2.5  # cells of the latent, tokens of a prompt
-_WIDTHS = {"sd15": 768, "sdxl": 2048, "wan": 4096}  # of a prompt
+SIDE, TEXT, CFG = 32, 77, 2.5  # latent pixels per side, tokens of a prompt
+_WIDTHS = {"sd15": 768, "sdxl": 2048, "wan": 4096}  # channels of a prompt
 _POOLED = 2816
 
 
 def write(kind: str, folder: Path) -> ModelSpec:
-    """The file of `kind` (sd15, sdxl, wan) in `folder`: 1.7, 5.1 and 2.8 GB."""
+    """Writes the file of `kind` (sd15, sdxl, wan: 1.7, 5.1, 2.8 GB) to `folder` if it is missing; returns its spec."""
     import_comfyui_here()
     path = folder / f"{kind}.safetensors"
     if not path.exists():
@@ -56,7 +56,7 @@ def sampler_run(kind: str) -> LoopJob:
 
 
 def planned(model: ModelSpec, run: LoopJob) -> Job:
-    """The same as planning sees it."""
+    """Returns the job as the planner sees it."""
     facts = import_node_module("nodes.model.facts")
     file = facts.count_facts(model.path, stock_model(model).patcher.model, PROVEN_HERE)
     steps = len(run.sigmas) - 1

@@ -1,9 +1,9 @@
-"""The files that a plain job passes on warm ranks, traced: those that are given the latent, and all that run.
+"""Traces a plain job on warm ranks: lists the files that run, and those of them that are given the latent.
 
     python benchmarks/latent_path.py [--json]
 
-Two ranks on the CPU, Ulysses 2, a random Flux: the exact way of every sequence-parallel job. docs/how-it-works.md
-tells the way of ComfyUI's jobs, which nodes/ begins and which needs ComfyUI.
+Two ranks on the CPU, Ulysses 2, a random Flux: the exact path of every sequence-parallel job. docs/how-it-works.md
+describes the path of ComfyUI's jobs, which starts in nodes/ and needs ComfyUI.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKEND = Path(__file__).resolve().parents[1] / "parallel_backend"
 
 
 def carries(value: object) -> bool:
-    """Whether it is a tensor or has one in it, as requests, rows and payloads have."""
+    """Returns True if `value` is a tensor or contains one, as requests, rows and payloads do."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
@@ -36,7 +36,7 @@ def carries(value: object) -> bool:
 
 @contextmanager
 def traced(files: dict[str, bool]) -> Iterator[None]:
-    """Fills `files`: those of the backend with a call inside, in order, and whether it was given a tensor."""
+    """Fills `files` during the block: each backend file with a call, in order, and True if a call got a tensor."""
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         file = Path(frame.f_code.co_filename)
@@ -61,7 +61,7 @@ def notes(parent: int, rank: int) -> Path:
 
 
 def be_a_rank() -> None:
-    """A rank as any other that writes down the files of its latest job."""
+    """Runs a normal rank that also writes down the files of its latest job."""
     from parallel_backend.rank.__main__ import main
     from parallel_backend.rank.work.worker import RankWorker
 
@@ -91,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     request, placement = sample_request(16, steps=3), Placement(ParallelStrategy(ulysses_degree=2))
     here: dict[str, bool] = {}
-    there: dict[str, bool] = {"rank/__main__.py": True}  # which called the worker
+    there: dict[str, bool] = {"rank/__main__.py": True}  # it calls the worker, so it is never traced
     with random_flux(heads=2, double_blocks=1, single_blocks=1) as spec:
         sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="benchmarks.latent_path")
         try:

@@ -2,12 +2,12 @@
 
     python benchmarks/load.py [--instances 1,2,4] [--prompts 1000] [--ranks 2] [--alternate] [--json]
 
-The demo model and two changed ones in three sizes, 5 % of the prompts cancelled, three programs for each ComfyUI; each
-latent is compared with that of one device. `growth_mib`: what all processes have more in the last third of the prompts
-than in the middle one; what grows by more than a heap wanders is printed and makes the exit status 1, as do lost and
-wrong prompts; of descriptors also which kinds. `--alternate`: each prompt has another model than the one before and
-ComfyUI keeps no model for it (--cache-classic): with --prompts 500 the soak of hot swaps. Without haproxy programs talk
-to the ComfyUIs directly.
+The demo model and two changed copies run in three sizes. 5 % of the prompts are cancelled, and three programs for each
+ComfyUI send them. Each latent is compared with that of one device. `growth_mib`: memory growth of all processes from
+the middle third of the prompts to the last third. Memory and descriptors that do not level off are printed, descriptors
+by kind; they make the exit status 1, as do lost and wrong prompts. `--alternate`: each prompt uses another model than
+the one before, and ComfyUI keeps no model for it (--cache-classic); with --prompts 500 this is the soak of hot swaps.
+Without haproxy, programs talk to the ComfyUIs directly.
 
 1,000 prompts with two ranks take about ten minutes on two cores, for each number of instances.
 """
@@ -30,8 +30,8 @@ from subject import finish
 from parallel_backend.errors import ParallelError
 
 PROGRAMS = 3  # for each ComfyUI, so that prompts wait
-READINGS = 30  # of memory and descriptors
-# Of ComfyUI's own caches: the default keeps every node's output until memory is short, which looks like a leak.
+READINGS = 30  # of memory and descriptors, in a run
+# Options of ComfyUI's cache: its default keeps every node's output until memory is short, which looks like a leak.
 CACHE, ALTERNATE_CACHE = ["--cache-lru", "10"], ["--cache-classic"]
 
 
@@ -74,7 +74,7 @@ def main() -> None:
 def _measure(
     folder: Path, count: int, wanted: list[Order], ranks: int, cache: list[str], known: dict
 ) -> tuple[Tally, dict[str, list[Usage]], tuple[int, int], bool]:
-    """One number of instances: (what became of the prompts, readings by process, loads, behind the front door)."""
+    """Returns (tally of the prompts, readings by process, loads, True behind the front door) of `count` instances."""
     seen: dict[str, list[Usage]] = {}
     every = max(1, len(wanted) // READINGS)
     with farm(folder, count, cache) as running:
@@ -86,7 +86,7 @@ def _measure(
                 for name, usage in running.usages().items():
                     seen.setdefault(name, []).append(usage)
 
-        asyncio.run(run_all(running, wanted[: 4 * count], known, ranks, 2 * count))  # starts, and loads once
+        asyncio.run(run_all(running, wanted[: 4 * count], known, ranks, 2 * count))  # loads the models
         before = running.loads()
         tally = asyncio.run(run_all(running, wanted, known, ranks, PROGRAMS * count, passed))
         after = running.loads()

@@ -1,22 +1,22 @@
-"""Memory of real ranks against the prediction, and what 2 and 4 ranks take of the host to hold one file.
+"""Memory of real ranks against the prediction, and the host memory that 2 and 4 ranks take to hold one file.
 
 python benchmarks/memory.py [--megabytes 400] [--tokens 2048] [--only ulysses_2 …] [--host 2 4] [--glibc] [--json]
 python benchmarks/memory.py --full-size [--only sd15_bands …] [--json]
 
-With --full-size: all private memory of fresh ranks, the process itself included, in a job of two steps of ComfyUI's own
-networks at 256 x 256 (full_size.py; it needs 10 GB on the disk and a quarter of an hour), against the prediction.
+With --full-size: all private memory of fresh ranks, including the process itself, against the prediction. The job is
+two steps of ComfyUI's own networks at 256 x 256 (full_size.py; it needs 10 GB of disk and a quarter of an hour).
 
-Else three measurements, each in fresh ranks that have run a small model the same way first and then let go of its
+Otherwise three measurements. Each uses fresh ranks that first run a small model in the same way and then drop its
 weights, so that imports, threads and first uses of libraries are in the baseline:
-- host: the sum over the ranks of their proportional set sizes (Pss: a page that n processes map counts 1/n for each) of
-  the file and of memory that is no file's, after a job that read every weight, less the latter before it. Of other
-  files nothing: what libraries count for a rank changes whenever any process that has them starts or ends;
-- weights: bytes that a rank has to hold after such a job. Anonymous memory gained, and the file's pages that it maps:
-  the CPU uses weights in place in the mapped file, which a GPU would copy to its own memory;
-- prediction: most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/workload. The
-  ranks start with a low MALLOC_MMAP_THRESHOLD_, so that what a rank has freed it has given back: memory in use is what
-  the model predicts, and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI,
-  and glibc keeps freed memory in its heap.
+- host: the growth of the ranks' summed proportional set sizes (Pss: a page that n processes map counts 1/n for each) by
+  a job that reads every weight. Only the file's pages and memory without a file count: the share of a library that
+  counts for a rank changes whenever another process that maps it starts or ends;
+- weights: bytes that a rank holds after such a job: the anonymous memory gained, and the file's pages that it maps. The
+  CPU uses weights in place in the mapped file; a GPU would copy them to its memory;
+- prediction: the most anonymous memory (RssAnon, read every 2 ms) that a job adds to a rank, against planner/workload.
+  The ranks start with a low MALLOC_MMAP_THRESHOLD_, so that they give freed memory back: memory in use is what the
+  model predicts and what torch.cuda.max_memory_allocated counts. With --glibc they start as they do in ComfyUI, and
+  glibc keeps freed memory in its heap.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship
 
-SAMPLE_EVERY = 0.002  # seconds between two looks at a rank's memory
-STEPS = 3  # with one of warming up, patches flow for two: from then on nothing is new
+SAMPLE_EVERY = 0.002  # seconds between two readings of a rank's memory
+STEPS = 3  # one warm-up step and two with flowing patches; later steps would allocate nothing new
 MIDDLE = (6, 2, 4)  # heads, double and single blocks of the predicted jobs
 LARGE_HEADS, LARGE_DOUBLES = 4, 4  # small blocks, and one double block for each of four stages
 
@@ -60,8 +60,8 @@ PREDICTED = {
     "fsdp_2": (ParallelStrategy(ulysses_degree=2, shard_weights=True), 1.0),
     "tensor_2": (ParallelStrategy(tensor_degree=2), 1.0),
 }
-# Strategies whose ranks hold a part of the weights, each for few heads: the small model is smaller then. Slices of
-# tensor parallelism are told without a goal: they are narrower than the pages that the kernel maps a file in.
+# Strategies whose ranks hold a part of the weights. They need few heads, so that the small model is smaller. Slices of
+# tensor parallelism have no goal: they are narrower than the pages in which the kernel maps a file.
 HELD = {
     "pipefusion_2": ParallelStrategy(pipefusion_degree=2),
     "pipefusion_4": ParallelStrategy(pipefusion_degree=4),
@@ -70,7 +70,7 @@ HELD = {
     "tensor_2": ParallelStrategy(tensor_degree=2),
     "tensor_4": ParallelStrategy(tensor_degree=4),
 }
-# Networks of full_size.py: strategy, and how far tokens stay apart.
+# Cases of networks of full_size.py: network, strategy and token mode (requests.TOKEN_MODES).
 _SHARDED = ParallelStrategy(ulysses_degree=2, shard_weights=True)
 FULL_SIZE = {
     "sd15_one": ("sd15", ParallelStrategy(), ROWS),
@@ -146,7 +146,7 @@ def _say(name: str, what: str, met: bool | None) -> None:
 def _predicted_over_measured(
     spec: ModelSpec, strategy: ParallelStrategy, request: SampleRequest
 ) -> list[float]:
-    """Of each rank."""
+    """Returns predicted over measured bytes that the job adds to each rank."""
     job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
     predicted = job.model.memory(job, strategy, on_cpu=True)
     with _warm_ranks(strategy, request.cfg) as sidecar:
@@ -195,7 +195,7 @@ def _host_growth(spec: ModelSpec, ranks: int) -> int:
 
 
 def _held(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
-    """Bytes of weights that each rank holds by itself."""
+    """Returns the bytes of weights that each rank holds."""
     with _warm_ranks(strategy) as sidecar:
         before = [_anonymous(pid) for pid in sidecar.pids]
         sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
@@ -205,7 +205,7 @@ def _held(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """For the processes that are started in the body."""
+    """Sets environment variables for the processes that are started in the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -219,20 +219,20 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _warm_ranks(strategy: ParallelStrategy, cfg: float = 1.0) -> Iterator[Sidecar]:
-    """Ranks that have run a small model under `strategy` and hold nothing of it in memory of their own."""
+    """Yields ranks that have run a small model under `strategy` and hold nothing of it in anonymous memory."""
     heads, stages = strategy.ulysses_degree * strategy.tensor_degree, strategy.pipefusion_degree
     with random_flux(heads, stages, stages) as small:
         sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
         try:
             sidecar.sample(small, _short_request(cfg), Placement(strategy, "native"))
-            sidecar.load(small, ParallelStrategy())  # in place in the file
+            sidecar.load(small, ParallelStrategy())  # uses the weights in place in the mapped file
             yield sidecar
         finally:
             sidecar.stop()
 
 
 def _short_request(cfg: float = 1.0) -> SampleRequest:
-    """Few tokens: it reads every weight and holds little else."""
+    """Returns a request with few tokens: it reads every weight and needs little other memory."""
     noise = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
     return SampleRequest(
         noise=noise,
@@ -244,14 +244,14 @@ def _short_request(cfg: float = 1.0) -> SampleRequest:
 
 
 def _single_blocks(megabytes: int) -> int:
-    """How many make a file of this size; a double block has 36 x hidden² numbers, a single one 15."""
+    """Returns how many single blocks make a file of this size. Double blocks have 36 x hidden² numbers, single 15 x."""
     square = 4 * (128 * LARGE_HEADS) ** 2  # bytes of float32
     return max(1, round((megabytes * 1e6 / square - 36 * LARGE_DOUBLES) / 15))
 
 
 @contextmanager
 def _peaks(pids: tuple[int, ...]) -> Iterator[list[int]]:
-    """The most anonymous memory of each process while the body runs."""
+    """Yields the most anonymous memory of each process in bytes, which grows while the block runs."""
     most, ended = [0] * len(pids), threading.Event()
 
     def watch() -> None:
@@ -273,18 +273,18 @@ def _anonymous(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Of memory that is no file's."""
+    """Returns the proportional set size in bytes of memory without a file."""
     return sum(_kilobytes(f"/proc/{pid}/smaps_rollup", kind) for kind in ("Pss_Anon:", "Pss_Shmem:"))
 
 
 def _kilobytes(path: str, field: str) -> int:
-    """Bytes of a field that the kernel gives in kB."""
+    """Returns in bytes a field that the kernel gives in kB."""
     lines = Path(path).read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def _mapped(pid: int, path: str, field: str = "Rss:") -> int:
-    """Bytes of the pages that a process maps of a file whose path ends like this."""
+    """Returns the sum in bytes of `field` over a process's mappings of the file whose path ends with `path`."""
     found, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, *values = line.split()

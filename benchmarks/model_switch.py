@@ -1,11 +1,11 @@
-"""What it costs that two models take turns on warm ranks, as Wan 2.2's two experts or a base and its refiner do.
+"""Costs of two models that take turns on warm ranks, as Wan 2.2's two experts or a base and its refiner do.
 
     python benchmarks/model_switch.py [--runs 40] [--json]
 
-switch_ms: what the report tells, from the request until the other model is in use; job_ms: what a job of one step
-that switches takes beyond compute, and beyond one of the same model right after it; load_ms: a job beyond compute
-where the ranks hold one model at a time, so that each turn loads a file (which is in the page cache). Two random Flux
-models of 6 blocks of width 512, 128 tokens, 2 ranks, Ulysses 2.
+switch_ms: time from the request until the other model is in use, as reported; job_ms: time beyond compute of a one-step
+job that switches, minus that of a job of the same model right after it; load_ms: time beyond compute of a job if the
+ranks hold one model at a time, so that each turn loads a file (which is in the page cache). Two random Flux models of 6
+blocks of width 512, 128 tokens, 2 ranks, Ulysses 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GOAL_MS = 50
 
 
 def beyond_compute(sidecar: Sidecar, spec: ModelSpec, request: SampleRequest) -> tuple[float, float]:
-    """Seconds of a job of one step, a switch or a load before it included, and of what came before it alone."""
+    """Returns (a one-step job's seconds beyond compute, with the switch or load before it; seconds of that alone)."""
     begin = time.perf_counter()
     info = sidecar.sample(spec, request, TWO).info
     return time.perf_counter() - begin - sum(info.step_seconds), info.load.seconds

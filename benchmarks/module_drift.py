@@ -1,11 +1,11 @@
-"""PipeFusion of a random Wan and a random Flux on two stages: how far from one device, and how long a step takes.
+"""PipeFusion of a random Wan and a random Flux on two stages: difference from the exact latent, and time of a step.
 
     python benchmarks/module_drift.py [--only drift,times] [--models wan,flux] [--rounds 3] [--json]
 
-- drift: the latent of 20 Euler steps, CFG 2.5, of a tiny model with random weights, by warm-up steps, against that of
-  warm-up steps alone;
-- times: t(1) / (2 * t(2)) of a flowing step of a random model (width 512, 8 blocks; of Flux 4 of each kind) over 2,048
-  tokens at CFG 1, four patches, medians of interleaved jobs. For a quiet machine.
+- drift: the latent after 20 Euler steps at CFG 2.5 of a tiny model with random weights, by the number of warm-up steps,
+  against the latent after warm-up steps only;
+- times: t(1) / (2 * t(2)) of a flowing step of a random model (width 512, 8 blocks; Flux has 4 of each kind) over 2,048
+  tokens at CFG 1, four patches, medians of interleaved jobs. It needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PIPE = ParallelStrategy(pipefusion_degree=2)
 
 @dataclass(frozen=True)
 class Subject:
-    """`make(folder, timed)`: a file of it, larger where it is timed; `job(**options)`: of it; `size`: of a timed job's
-    latent, in frames (of a video), rows and columns."""
+    """A model to measure. `make(folder, timed)`: writes its file, a larger one if `timed`; `job(**options)`: returns a
+    job; `size`: size of a timed job's latent, in frames (of a video), rows and columns."""
 
     make: Callable[[Path, bool], ModelSpec]
     job: Callable[..., LoopJob]
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]:
-    """Per patches and warm-up steps the largest and root mean square difference, relative to the largest value."""
+    """Returns per patches and warm-up steps the largest and root mean square difference, over the largest value."""
     spec, job, found = subject.make(folder, False), subject.job(steps=STEPS), dict[str, dict[str, float]]()
     sidecar = Sidecar(("cpu:0", "cpu:1"))
     try:
@@ -97,7 +97,7 @@ def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]
 
 
 def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, float]:
-    """Seconds of a step on one device and of a flowing one on two, and the efficiency."""
+    """Returns seconds of a step on one device and of a flowing step on two, and the efficiency."""
     spec, job = subject.make(folder, True), subject.job(steps=TIMED_STEPS, size=subject.size, cfg=1.0)
     flowing = PIPE.replace(num_pipeline_patch=TIMED_PATCHES)
     one, two = Sidecar(("cpu:2",)), Sidecar(("cpu:0", "cpu:1"))
@@ -109,7 +109,7 @@ def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, floa
     finally:
         one.stop()
         two.stop()
-    # The first job of each loads; the first step of each job is a warm-up step, or pays for what is done once.
+    # Leaves out the first job of each, which loads the model.
     alone, shared = (median(times[name][TIMED_STEPS - 2 :]) for name in ("one", "two"))
     efficiency = alone / (2 * shared)
     print(
@@ -119,7 +119,7 @@ def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, floa
 
 
 def _steps(sidecar: Sidecar, spec: ModelSpec, job: LoopJob, strategy: ParallelStrategy) -> list[float]:
-    """Seconds of each step but the first two: the warm-up, and that in which patches begin."""
+    """Returns seconds of each step except the first two: the warm-up step, and the step in which patches start."""
     return list(sidecar.sample(spec, ship(spec, job), Placement(strategy)).info.step_seconds[2:])
 
 

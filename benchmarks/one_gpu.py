@@ -3,9 +3,9 @@
     python benchmarks/one_gpu.py [--prompts 4] [--steps 8] [--file FILE] [--json]
     python benchmarks/one_gpu.py --tiny    the same with a small model, on the CPU too
 
-Writes 23.8 GB where there is no file yet (in a temporary folder unless --file names it; TMPDIR on a fast disk or in
-memory). Each way has its prompts one after the other, with other seeds, since one card may not hold the model twice:
-seconds of the first prompt, which loads, and the median of the others; and the largest difference of the latents.
+Writes 23.8 GB if there is no file yet (in a temporary folder unless --file names it; put TMPDIR on a fast disk or in
+memory). Each way runs its prompts in a row with different seeds, because one card may not hold the model twice. Reports
+seconds of the first prompt, which loads, the median of the others, and the largest difference of the latents.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def write(path: Path, size: dict[str, int]) -> None:
-    """The blocks are the first one of their kind with its rows in another order."""
+    """Writes a random Flux in bf16. Its blocks are the first of their kind with the rows of each tensor shuffled."""
     one = tiny_flux_tensors(
         heads=size["heads"], context_dim=size["context"], pooled_dim=size["pooled"], guidance=True
     )
@@ -76,7 +76,7 @@ def compare(folder: Path, file: Path, size: dict[str, int], prompts: int, steps:
     models = folder / "models" / "diffusion_models"
     models.mkdir(parents=True)
     (models / "model.safetensors").symlink_to(file)
-    on_gpu = torch.cuda.device_count() > 0  # makes no context here
+    on_gpu = torch.cuda.device_count() > 0  # creates no CUDA context in this process
     server = start_comfyui(folder, cpu=not on_gpu)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     latents: dict[str, list[Tensor]] = {way: [] for way in WAYS}
@@ -99,7 +99,7 @@ def compare(folder: Path, file: Path, size: dict[str, int], prompts: int, steps:
 
 
 def prompt(way: str, seed: int, size: dict[str, int], steps: int, devices: str) -> tuple[Graph, list]:
-    """The graph, and its latent."""
+    """Returns the graph and the output that has its latent."""
     graph = Graph()
     model = [graph.add("UNETLoader", unet_name="model.safetensors", weight_dtype="default"), 0]
     text = graph.text(1, tokens=size["tokens"], width=size["context"], pooled_width=size["pooled"])

@@ -4,7 +4,7 @@
 
 handoff_ms: wall time of a warm 4-step job of a tiny Flux, from ComfyUI's sampling function to its result, minus the
 time of its steps in the processes; accelerators_job_ms: the same with a LoRA, EasyCache, NAG and another pack's
-attention kernel on the MODEL; accelerators_step_ms: what a step with all of them takes in one process more than in
+attention kernel on the MODEL; accelerators_step_ms: time of a step with all of them in one process, minus that in
 stock ComfyUI.
 start_to_ready_s: from nothing to two processes that take jobs, without loading weights.
 """
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _job_times(folder: Path, runs: int) -> dict[str, list[dict]]:
-    """Runs the ways in turns in one ComfyUI; returns what each run took."""
+    """Runs the ways in turn in one ComfyUI; returns the times of each run, by way."""
     (folder / "custom_nodes").mkdir()
     for name, pack in PACKS.items():
         (folder / "custom_nodes" / name).symlink_to(ROOT / pack)

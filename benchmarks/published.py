@@ -22,7 +22,7 @@ from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
 
 DATA = Path(__file__).with_name("data") / "published_benchmarks.csv"
-UNKNOWN_MEMORY = 80  # GB, of a card that no data sheet of ours covers
+UNKNOWN_MEMORY = 80  # GB, assumed for a card that is not in machine/cards.py
 OUT_OF_MEMORY = re.compile(r"\boom\b|out of memory|does not fit", re.IGNORECASE)
 # Engines that replay captured or compiled graphs; every other mode launches kernel by kernel.
 COMPILED = ("compile", "sgl", "lightx2v")
@@ -30,7 +30,7 @@ COMPILED = ("compile", "sgl", "lightx2v")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `memory`: usable bytes of each card; `seconds`: None where only a speed-up is given."""
+    """One measurement. `memory`: usable bytes of each card; `seconds`: None if only a speed-up is given."""
 
     source: str
     key: tuple[str, ...]  # what must be equal for two rows to be the same job
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Measured strategies for the same job with at most `count` devices; `contested`: two or more use them all."""
+    """Measured strategies for one job with at most `count` devices. `contested`: True if two or more use them all."""
 
     source: str
     count: int
@@ -64,7 +64,7 @@ class Group:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """Rows that name one strategy, and why each other row was left out."""
+    """Returns the rows that name one strategy, and for each other row why it was left out."""
     rows, left_out = [], []
     with path.open(newline="", encoding="utf-8") as file:
         for number, record in enumerate(csv.DictReader(file), start=2):
@@ -131,7 +131,7 @@ def _job(record: dict[str, str]) -> Job:
 
 
 def _memory(record: dict[str, str]) -> float:
-    """What the measurement itself states ("4090 48GB"), or no limit where weights were offloaded; else the card's."""
+    """Returns usable bytes: as the measurement states ("4090 48GB"), no limit for offloaded weights, or the card's."""
     if record["mode"] == "offload":
         return float("inf")
     if stated := re.search(r"\b(\d+) ?GB?\b", record.get("note") or ""):
@@ -156,7 +156,7 @@ def _whole(text: str | None, otherwise: int) -> int:
 
 
 def find_groups(rows: list[Row]) -> list[Group]:
-    """For each job and device count: every strategy measured there, on that many devices or fewer, if two or more."""
+    """Returns the strategies measured for a job on at most `count` devices, for each count; only if two or more."""
     jobs = defaultdict(list)
     for row in rows:
         jobs[row.key].append(row)
@@ -173,5 +173,5 @@ def find_groups(rows: list[Row]) -> list[Group]:
 
 
 def time_of(row: Row) -> float:
-    """Measured seconds, in units of the one-device time where only speed-ups are published; infinite if it failed."""
+    """Returns seconds, or units of the one-device time if only speed-ups are published; infinite if the run failed."""
     return float("inf") if row.failed else row.seconds or 1 / row.speedup

@@ -1,12 +1,12 @@
-"""Seconds and GB/s of reading a checkpoint's bytes into memory of our own: through the mapping, and by large reads.
+"""Seconds and GB/s of copying a checkpoint's bytes into a buffer: through the mapping, and by large reads.
 
     python benchmarks/read_path.py [--gigabytes 2] [--file FILE] [--json]
 
-The host's part of loading to a GPU. `mapping` copies each tensor out of the mapped file into a buffer, page fault by
-page fault, as the driver does with memory that is not pinned; `staged` reads it into buffers in large reads
-(models/staging.py). The copy from there to a GPU, the same for both, is left out: no GPU is needed. Cold: the page
-cache was told to drop the file (posix_fadvise DONTNEED), so the disk counts; warm: all of it is in the page cache.
-Without --file a file of random bytes is written to the temporary folder and deleted.
+This is the host's part of loading to a GPU. `mapping` copies each tensor out of the mapped file into a buffer, page
+fault by page fault, as the driver does with memory that is not pinned; `staged` reads it into buffers in large reads
+(models/staging.py). The copy from there to a GPU is equal for both and left out: no GPU is needed. Cold: the page cache
+was asked to drop the file (posix_fadvise DONTNEED), so the disk counts; warm: all of it is in the page cache. Without
+--file a file of random bytes is written to the temporary folder and deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from parallel_backend.models.staging import PIECE, StagedReader
 
 _TENSOR_BYTES = 75_497_472  # a linear layer of Flux, 3072 x 12288 in bf16
-_NOWHERE = torch.device("meta")  # a copy to it is none
+_NOWHERE = torch.device("meta")  # a copy to it moves no bytes
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def write(path: Path, size: int) -> None:
 
 
 def measure(path: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """The best of `repeats` of each way, by turns."""
+    """Returns the best of `repeats` runs of each way, cold and warm; the ways take turns."""
     size = path.stat().st_size
     ways: dict[str, Callable[[Path], None]] = {"mapping": by_mapping, "staged": by_staging}
     best: dict[str, tuple[float, float]] = {}

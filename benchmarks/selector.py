@@ -2,8 +2,8 @@
 
 python benchmarks/selector.py [--data FILE.csv] [--details] [--json]
 
-Chosen is what `auto` begins a first job with, before anything is measured on a machine. The last line with --json is
-one object: {"groups", "within_5pct", "mean_regret", "worst_regret", "rule_mean_regret"}.
+The choice is the strategy that `auto` begins a first job with, before anything is measured on a machine. The last line
+with --json is one object: {"groups", "within_5pct", "mean_regret", "worst_regret", "rule_mean_regret"}.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from published import DATA, Group, Row, find_groups, read_rows, time_of
 from parallel_backend.planner.candidates import Candidate, rank_candidates, rule_key
 from parallel_backend.planner.workload.rank_memory import fullest_rank
 
-# Regret of choosing what ran out of memory: the run has to be done again, at the least.
+# Regret of choosing a strategy that ran out of memory: the run must be repeated at least once.
 FAILED = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The choice for one group: regret is time over the best measured time, minus one."""
+    """The choice for one group. Regret is a strategy's time divided by the best measured time, minus one."""
 
     group: Group
     chosen: Row
@@ -45,8 +45,8 @@ class Outcome:
 
 
 def choose(group: Group) -> Outcome:
-    """The choice of `auto` among the group's measured strategies where nothing was measured: the rule, as far as memory
-    goes. `rule`: without a look at memory."""
+    """Returns the choice of `auto` among the group's strategies before any measurement: by the rule, among those that
+    fit into memory. `rule`: the rule's choice without regard to memory."""
     memory = max(row.memory for row in group.rows)
     entries = {}
     for row in group.rows:

@@ -1,13 +1,13 @@
-"""How much of its exchanges Ulysses 2 hides behind computing, over a link that is slow on purpose.
+"""Measures how much of its exchanges Ulysses 2 hides behind computing, over an artificially slow link.
 
 python benchmarks/slow_link.py [--share 0.3] [--tokens 4096] [--rounds 3] [--json]
 
-Two processes of a thread each compute a Flux of random weights. The link between them is a stand-in: gloo carries the
-bytes, and an all-to-all counts as there once they would have crossed a link of so many bytes a second, one exchange
-after the other, while both processes compute. Its speed is set so that a step's exchanges take `share` of the step's
-computing; `link_error` says how far one exchange alone is from that speed.
-hidden: the share of the exchanges' time that the step does not wait, some of which gloo takes on a link without a
-limit too; against_first: a step's time against that with all heads in one exchange.
+Two processes with one thread each compute a Flux with random weights. The link between them is simulated: gloo carries
+the bytes, and an all-to-all ends when they would have crossed a link with a given number of bytes per second. Exchanges
+use the link one after the other, while both processes compute. Its speed is set so that a step's exchanges take `share`
+of the step's computing; `link_error` says how far one exchange alone is from that speed.
+hidden: the share of the exchanges' time for which the step does not wait, relative to a link without a limit, on which
+gloo takes some time as well; against_first: a step's time divided by that with all heads in one exchange.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ WAYS = tuple(
     for groups, tokens in ((1, False), (2, False), (4, False), (1, True), (2, True), (4, True))
 )
 HEADS, DOUBLE, SINGLE = 8, 1, 1
-STEPS = 3  # of a job, the first of which is not counted
-ALONE = 2**22  # numbers of the exchange that the link's speed is checked by
+STEPS = 3  # of a job; the first one is not timed
+ALONE = 2**22  # elements that a rank sends to the other one in the exchange that checks the link's speed
 
 
 class SlowLink:
-    """Carries what this rank sends, one exchange after the other. `bytes_per_second`: 0 for a link without a limit."""
+    """A link that sends this rank's exchanges one after the other. `bytes_per_second`: 0 for a link without a limit."""
 
     def __init__(self, carry) -> None:
         self._carry = carry
@@ -46,7 +46,7 @@ class SlowLink:
         self._free_at = 0.0
 
     def start(self, send, send_sizes, receive_sizes, axis, traffic):
-        """In place of collectives.start_all_to_all."""
+        """Replaces collectives.start_all_to_all."""
         before = traffic.bytes_sent
         arrive = self._carry(send, send_sizes, receive_sizes, axis, traffic)
         there = 0.0
@@ -62,7 +62,7 @@ class SlowLink:
         return arrived
 
     def exchange(self, *of_call):
-        """In place of collectives.all_to_all."""
+        """Replaces collectives.all_to_all."""
         return self.start(*of_call)()
 
 
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _measure(world: World, path: str, tokens: int, share: float, rounds: int) -> dict:
-    """In each of the two processes: seconds of steps of each way, in turns, on both links."""
+    """Runs in each of the two processes. Returns seconds of steps of each way on both links, measured in turns."""
     link = SlowLink(sequence.start_all_to_all)
     sequence.start_all_to_all, sequence.all_to_all = link.start, link.exchange
     layouts = Layouts(world)
@@ -124,7 +124,7 @@ def _measure(world: World, path: str, tokens: int, share: float, rounds: int) ->
         steps(way, 0.0)
         sent.append((layouts.traffic.bytes_sent - before) / STEPS)
     computing = torch.tensor(median(steps(ULYSSES, 0.0)))
-    dist.all_reduce(computing, op=dist.ReduceOp.MAX, group=axis.group)  # both are to have the same link
+    dist.all_reduce(computing, op=dist.ReduceOp.MAX, group=axis.group)  # both get the same link
     speed = sent[0] / (share * computing.item())
     link.bytes_per_second = speed
     send = torch.zeros(2 * ALONE)

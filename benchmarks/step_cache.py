@@ -2,7 +2,7 @@
 
 python benchmarks/step_cache.py [--captions 8] [--json]
 
-Each caption is a job of its own, as a person runs it. Calls saved and drift do not depend on the machine; seconds do.
+Each caption is a separate job, as a person runs it. Saved calls and drift do not depend on the machine; seconds do.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 def measure(
     sidecar: Sidecar, placement: Placement, sampler: str, thresholds: tuple[float, ...], captions: int
 ) -> dict[str, dict[str, float]]:
-    """Per threshold: model calls and how many were reused, what `Scenes.drift` says, and seconds in all steps."""
+    """Returns per threshold the model calls, the reused ones, the result of `Scenes.drift` and the steps' seconds."""
     scenes, spec = Scenes(captions), spec_of(DEMO.path)
 
     def sample(threshold: float) -> tuple[Tensor, list[RunInfo]]:

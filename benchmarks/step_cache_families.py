@@ -1,12 +1,12 @@
-"""What the step cache reuses, and misses, in each family: tiny models with random weights, and one that was trained.
+"""Measures what the step cache reuses and gets wrong in each family: tiny random models, and one trained model.
 
     python benchmarks/step_cache_families.py [--only "wan2.1 t2v,z-image"] [--json]
 
-A run is 20 Euler steps of one prompt. `usual`: calls that left blocks out at the threshold that users know for Flux.1;
-`half`: the threshold that has half of the calls leave them out; `missed`: of what the model's answer had changed since
-the last computed call, the part that a reused call got wrong then, as a median over reused calls (0: exact, 1: no
-better than the old answer once more). None depends on the machine. Random weights say nothing of pictures, so there is
-no PSNR here; the demo model, which was trained, is measured in the same way to compare with.
+A run is 20 Euler steps of one prompt. `usual`: calls that skipped blocks at the threshold that users know for Flux.1;
+`half`: the threshold at which half of the calls skip blocks; `missed`: the error of a reused call there, divided by the
+change of the model's answer since the last computed call, as a median over reused calls (0: exact, 1: no better than
+the old answer). None of them depends on the machine. Random weights make no pictures, so there is no PSNR here; the
+trained demo model is measured in the same way for comparison.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
 STEPS = 20
-MOST = 4.0  # a threshold above which nobody would look
+MOST = 4.0  # the largest threshold that is tried
 TRAINED = "demo (trained)"
 FAMILIES = (
     "flux1 + reference",
@@ -56,7 +56,7 @@ FAMILIES = (
     "kandinsky5",
 )
 Parts = list[Tensor]  # a latent, or video and sound
-# The model's answer to a latent at a share of its largest noise level, and whether it was reused.
+# Takes a latent and its noise level as a share of the largest; returns (the model's answer, True if it was reused).
 Answer = Callable[[Parts, float], tuple[Parts, bool]]
 
 
@@ -107,12 +107,12 @@ def _run(noise: Parts, cached: Answer, exact: Answer) -> tuple[int, float | None
         else:
             before = whole
         for part, one in zip(x, answer, strict=True):
-            part[:, : one.shape[1]] += step * one  # channels after those are a picture's
+            part[:, : one.shape[1]] += step * one  # further channels belong to a reference picture
     return len(missed), median(missed) if missed else None
 
 
 def _levels() -> Iterator[tuple[float, float]]:
-    """(noise level from 1 down, the step to the next)"""
+    """Returns (noise level from 1 down, its difference to the next level) for each step."""
     return ((here, after - here) for here, after in pairwise(torch.linspace(1, 0, STEPS + 1).tolist()))
 
 
@@ -146,7 +146,7 @@ def _random(layouts: Layouts, name: str) -> Callable[[float], tuple[Parts, Answe
 
 
 def _scaled(times: Any, level: float) -> Any:
-    """Timesteps of a call at their largest, at another noise level."""
+    """Returns timesteps for noise level `level` (a share). `times`: the timesteps of the largest level."""
     if isinstance(times, (list, tuple)):
         return type(times)(_scaled(one, level) for one in times)
     return torch.full_like(times, level * times.max().item())

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from parallel_backend.requests import Conditioning, ModelSpec, SampleRequest  # noqa: E402
 from tiny_flux import write_tiny_flux  # noqa: E402
 
-if TYPE_CHECKING:  # it imports ComfyUI's way to test, which few of them need
+if TYPE_CHECKING:  # it imports test support for ComfyUI, which few benchmarks need
     from shipped_jobs import LoopJob
 
 CONTEXT_DIM, POOLED_DIM, TEXT_TOKENS = 64, 32, 64
@@ -32,7 +32,7 @@ SIZES = {16: (8, 8), 128: (16, 32), 512: (32, 64), 1024: (64, 64), 2048: (64, 12
 
 @contextmanager
 def random_flux(heads: int = 4, double_blocks: int = 2, single_blocks: int = 4):
-    """ModelSpec of a random Flux (hidden = 128 * heads) in a temporary file."""
+    """Yields the ModelSpec of a random Flux (hidden = 128 * heads) in a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_flux(
             Path(folder) / "random_flux.safetensors",
@@ -55,7 +55,7 @@ def prompt(seed: int) -> Conditioning:
 
 
 def sample_request(tokens: int, steps: int, cfg: float = 1.0) -> SampleRequest:
-    """A text-to-image request of `tokens` image tokens; cfg != 1 adds a negative prompt."""
+    """Returns a text-to-image request of `tokens` image tokens; cfg != 1 adds a negative prompt."""
     height, width = SIZES[tokens]
     noise = torch.randn(1, 16, height, width, generator=torch.Generator().manual_seed(0))
     return SampleRequest(
@@ -107,7 +107,7 @@ def machine() -> str:
 
 
 def finish(result: dict, as_json: bool) -> None:
-    """The machine for people; with --json, one JSON object as the last line."""
+    """Prints the machine; `as_json` also prints the result as one JSON object on the last line."""
     print(f"machine: {machine()}")
     if as_json:
         print(json.dumps(result))

@@ -2,8 +2,8 @@
 
 python benchmarks/traffic.py [--json]
 
-A step's bytes are what a job of one step more sends. The column of Flux.1-dev (1024 x 1024, 512 text tokens, bfloat16)
-is computed from the same closed forms, not measured.
+A step's bytes are what a job with one more step sends in addition. The column of Flux.1-dev (1024 x 1024, 512 text
+tokens, bfloat16) is computed from the same closed forms, not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.closed_forms.traffic import expected_bytes, share_of_tokens_sent
 from tests.closed_forms.weights_traffic import tensor_bytes
 
 TOKENS, STEPS, HEADS, DOUBLE, SINGLE = 512, 2, 4, 2, 4
-EXACT = STEPS + 1  # warm-up steps: never by patches
+EXACT = STEPS + 1  # warm-up steps: all steps of the longest job, so none runs by patches
 STRATEGIES = (
     (ParallelStrategy(ulysses_degree=2), 1.0),
     (ParallelStrategy(ulysses_degree=2, sends_tokens=True), 1.0),
@@ -46,7 +46,8 @@ STRATEGIES = (
 )
 
 
-# (hidden size, width of all heads, blocks, norms over all heads) of published models, for what sending tokens saves.
+# (hidden size, width of all heads, blocks, norms over all heads) of published models, to compute what sending tokens
+# saves.
 SHAPES = {
     "Flux.1-dev": (3072, 3072, 57, 0),
     "Wan 2.1 14B": (5120, 5120, 40, 2),
@@ -57,7 +58,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes behind a step's bytes. `height`, `width`: of the latent; `element_size`: of activations and weights."""
+    """The sizes behind a step's bytes. `height`, `width`: of the latent; `text`: tokens; `element_size`: bytes of an
+    element of activations and weights."""
 
     dims: FluxDims
     height: int
@@ -112,7 +114,7 @@ def _name(strategy: ParallelStrategy) -> str:
 
 
 def _measure(sidecar, spec, size: Size, strategy: ParallelStrategy, cfg: float) -> dict:
-    """Bytes counted and bytes by the closed form for one step: of the busiest rank, and of each."""
+    """Returns the counted and the closed-form bytes of one step: of the busiest rank, and of each rank."""
 
     def sent(steps: int) -> tuple[int, ...]:
         request = sample_request(TOKENS, steps, cfg)
@@ -133,7 +135,7 @@ def _measure(sidecar, spec, size: Size, strategy: ParallelStrategy, cfg: float) 
 
 
 def _expected(strategy: ParallelStrategy, rank: int, size: Size, rows: int) -> int:
-    """Of one step, by the closed forms."""
+    """Returns the bytes that `rank` sends in one step, by the closed forms."""
     dims = size.dims
     tokens = {"text": size.text, "image": size.height * size.width // 4}
     each = {"hidden": dims.hidden, "latent_elements": 16 * size.height * size.width}
@@ -143,7 +145,7 @@ def _expected(strategy: ParallelStrategy, rank: int, size: Size, rows: int) -> i
         traffic = PipelineTraffic(strategy, rank, rows, 1, layers=layers, **tokens, **each, **element)
         return traffic.whole() if strategy.warmup_steps == EXACT else traffic.flowing()
     layers = {"layers": dims.double_blocks + dims.single_blocks, "apart": dims.double_blocks}
-    gathered = {"patch_channels": dims.hidden}  # tokens, before the last layer
+    gathered = {"patch_channels": dims.hidden}  # tokens are gathered before the last layer
     total = expected_bytes(strategy, rank, rows=rows, **tokens, **layers, **each, **gathered, **element)
     if strategy.tensor_degree > 1:
         total += tensor_bytes(strategy, rank, dims, rows=rows, **tokens, **element)

@@ -3,10 +3,10 @@
     python benchmarks/vae_decode.py [--width 128] [--sizes 32x32 64x48] [--rounds 3] [--json]
 
 efficiency: t(1) / (2 * t(2)), medians of interleaved runs, time inside the ranks;
-cpu_efficiency: the same of the processor time that the ranks took, which leaves waiting and other programs out;
-difference: the largest of any pixel, over the largest pixel;
+cpu_efficiency: one rank's processor time over that of both ranks, which does not count waiting and other programs;
+difference: the largest difference of any pixel, over the largest pixel;
 sent_bytes, expected_bytes: of each rank, counted, and by the closed form (tests/closed_forms/band_traffic.py);
-peak_bytes: growth of each rank's resident memory over a decode (fresh ranks, weights already touched).
+peak_bytes: peak growth of each rank's resident memory during a decode (fresh ranks, weights already touched).
 Sizes are latent rows x columns, an eighth of the image's.
 """
 
@@ -88,7 +88,7 @@ def _times(vae: Half, latent, rounds: int) -> dict:
 
 
 def _processor_seconds(sidecar: Sidecar) -> float:
-    """User and system time of all ranks since they began."""
+    """Returns the user and system time of all ranks since they started, in seconds."""
     ticks = 0
     for pid in sidecar.pids:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -97,13 +97,13 @@ def _processor_seconds(sidecar: Sidecar) -> float:
 
 
 def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
-    """Bytes by which each rank's resident memory grew at most."""
+    """Returns the peak growth of each rank's resident memory during a decode, in bytes."""
     sidecar = Sidecar(tuple(f"cpu:{rank}" for rank in range(ranks)))
     try:
         sidecar.call_module(vae.request(random_latent(sizes, ranks, 1)))
         before = []
         for pid in sidecar.pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the highest value so far
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM, the highest value so far
             before.append(_status(pid, "VmRSS"))
         sidecar.call_module(vae.request(latent))
         return [_status(pid, "VmHWM") - rss for pid, rss in zip(sidecar.pids, before, strict=True)]
@@ -112,7 +112,7 @@ def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
 
 
 def _status(pid: int, name: str) -> int:
-    """One field of /proc/PID/status, in bytes."""
+    """Returns one field of /proc/PID/status in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 

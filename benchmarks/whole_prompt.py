@@ -3,9 +3,9 @@
     python benchmarks/whole_prompt.py [--rounds 5] [--json]
 
 A device is one process with one thread. One device: stock ComfyUI. Two: Parallel CLIP with the encoder's layers on
-both, Parallel Model with Ulysses 2, Parallel VAE Decode. Everything is warm; the ways take turns, some prompts in a
-row, with another text and seed each time; medians. The models are random: an encoder of T5's kind, a Flux, a video VAE
-of Wan 2.1's kind.
+both, Parallel Model with Ulysses 2, Parallel VAE Decode. Everything is warm. The ways take turns with several prompts
+in a row, each with another text and seed. The seconds are medians. The models are random: an encoder of T5's kind, a
+Flux, a video VAE of Wan 2.1's kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from comfyui_client import ComfyUIClient
 from graphs import STOCK, Graph
 
 DEVICES = "cpu:2"
-IN_A_ROW = 4  # prompts of one way: ComfyUI keeps the nodes of the latest prompt
+IN_A_ROW = 4  # prompts of one way in a row: ComfyUI keeps only the nodes of the latest prompt
 PHASES = {"text": "CLIPTextEncode", "sampling": "KSampler", "decode": ("VAEDecode", "ParallelVAEDecode")}
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _measure(folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Returns what the prompts of each way took by phase, without the first of those in a row, which loads."""
+    """Returns each way's seconds by phase for each prompt except the first ones in a row, which load."""
     found: dict[str, list[dict[str, float]]] = {"one": [], "two": []}
     with start_comfyui(folder) as server:
         comfy = Comfy(server, ClientWithTimes(server.url))
@@ -61,7 +61,7 @@ def _measure(folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 class ClientWithTimes(ComfyUIClient):
-    """Tells what each phase of a prompt took."""
+    """A client that measures the phases of a prompt."""
 
     def phases(self, prompt: dict) -> dict[str, float]:
         with self.listen() as events:
@@ -83,7 +83,7 @@ class ClientWithTimes(ComfyUIClient):
 
 def _prompt(unet: str, on_two: bool, number: int) -> Graph:
     graph = Graph()
-    # Of its own: stock's loading and ours would take turns with one encoder's weights.
+    # Each way has its own encoder. Otherwise stock's loading and ours would take turns with one encoder's weights.
     encoder = {"clip_name": f"whole_prompt_{on_two}.safetensors", "draw": int(on_two)}
     clip = [graph.add("TestEncoder", kind="t5", scale=16, **encoder), 0]
     model, vae = graph.model(STOCK, unet), [graph.add("TestWanVAE", channels=3), 0]

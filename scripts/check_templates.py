@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Says of each graph in ComfyUI's template library whether it runs with Parallel Model behind its loaders, and how.
+"""Says for each graph of ComfyUI's template library whether it runs with Parallel Model behind its loaders, and how.
 
 python scripts/check_templates.py FOLDER [--json] [--write]
 
-FOLDER holds the graphs: `templates` in the package comfyui-workflow-templates-json. Judged without running them: by the
-module class of each model (docs/models.md) and by the nodes between loader and sampler (docs/compatibility.md). The
-last line with --json is {"graphs", "known", "run", "not": {graph: reason}}, known those without models and nodes that
-only a newer ComfyUI has; --write puts the page docs/templates.md together.
+FOLDER holds the graphs: `templates` in the package comfyui-workflow-templates-json. A graph is judged without running
+it: by the module class of each model (docs/models.md) and by the nodes between loader and sampler
+(docs/compatibility.md). The last line with --json is {"graphs", "known", "run", "not": {graph: reason}}; known counts
+the graphs without models and nodes that only a newer ComfyUI has. --write writes the page docs/templates.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOADERS = {"UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader"}
 _BYPASSED = {2, 4}  # a node's mode: muted, bypassed
 _FILE = re.compile(r"\.(safetensors|sft|ckpt|gguf)$")
 
-# A part of a file's name, as the library names files -> the class that ComfyUI's detection finds in it. First match.
+# A pattern for the name of a file in the library -> the class that ComfyUI detects in the file. The first match counts.
 _CLASSES = (
     (
         r"ltx-2\.5|qwen_image_2\.1|flux3|wan_animate_2|moss_|yue2|ming_image|fibo2|pixal3d|trellis|minimax_music",
@@ -81,7 +81,7 @@ _CLASSES = (
     (r"sd_xl|svd|lotus|sdpose|v1-5|dreamshaper", "UNetModel"),
     (r"sam3|rt_detr", "no sampling"),
 )
-# How far tokens may be apart in calls with the patches of a node.
+# The best token mode of calls with the patches of a node.
 _WITH_PATCHES = {
     **dict.fromkeys(("AnimaLLLiteApply", "FluxKVCache", "WanInfiniteTalkToVideo"), ATTENTION),
     **dict.fromkeys(("QwenImageDiffsynthControlnet", "ZImageFunControlnet", "USOStyleReference"), BLOCK),
@@ -95,7 +95,7 @@ NEWER_NODES = {
     "QwenImage21Cache",
     "WanAnimate2Cache",
 }
-# Nodes that hand a model on, beside those that docs/compatibility.md names.
+# Nodes that pass a model on, in addition to those that docs/compatibility.md names.
 _PASS = {
     "LoraLoader",
     "LoraLoaderModelOnly",
@@ -105,7 +105,7 @@ _PASS = {
     "ModelNoiseScale",
 }
 
-_NEWER = "needs a newer ComfyUI than the pack was proven on"  # why a graph does not run, behind what needs it
+_NEWER = "needs a newer ComfyUI than the pack was proven on"  # follows the name of the model or node
 
 _PAGE = """# The template library
 
@@ -131,7 +131,7 @@ made parallel by *Make this workflow parallel*, they give stock's latents on two
 
 @dataclass(frozen=True)
 class Graph:
-    """`models`: the files of its loaders; `nodes`: the types between a loader and a sampler; `samples`: any does."""
+    """A graph. `models`: its loaders' files; `nodes`: types from loader to sampler; `samples`: True if it samples."""
 
     name: str
     models: tuple[str, ...]
@@ -140,7 +140,7 @@ class Graph:
 
 
 def read_graph(path: Path) -> Graph | None:
-    """None for a file that is no graph."""
+    """Reads a graph; returns None if the file is no graph."""
     workflow = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(workflow, dict) or "nodes" not in workflow:
         return None
@@ -166,13 +166,13 @@ def _files(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def class_of(file: str) -> str | None:
-    """The module class of a file of the library; "" for one that needs a newer ComfyUI than the table knows, None for a
-    file that no pattern names."""
+    """Returns the module class of a file of the library, "" if it needs a newer ComfyUI than the table knows, or None
+    if no pattern matches."""
     return next((found for pattern, found in _CLASSES if re.search(pattern, file.lower())), None)
 
 
 def exact_nodes() -> set[str]:
-    """Those that docs/compatibility.md calls exact behind Parallel Model; of ComfyUI's own it refuses none."""
+    """Returns the nodes that docs/compatibility.md calls exact behind Parallel Model; it refuses none of ComfyUI's."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
     kinds = ("Exact", "Exact behind Parallel Model")
     lists = (re.search(rf"^\*\*{kind}:\*\* (.+)\.$", page, re.MULTILINE) for kind in kinds)
@@ -180,7 +180,7 @@ def exact_nodes() -> set[str]:
 
 
 def verdict(graph: Graph, exact: set[str]) -> tuple[str, str]:
-    """(the best state among its models, "") or ("", why it does not run)."""
+    """Returns (the best token mode of its models that its nodes permit, ""), or ("", why it does not run)."""
     for file in graph.models:
         found = class_of(file)
         if found is None:
@@ -198,7 +198,7 @@ def verdict(graph: Graph, exact: set[str]) -> tuple[str, str]:
 
 
 def judge(folder: Path) -> dict[str, tuple[str, str]]:
-    """By graph that samples a local model: what `verdict` says."""
+    """Returns the verdict on each graph that samples a local model, by its name."""
     exact = exact_nodes()
     graphs = filter(None, map(read_graph, sorted(folder.rglob("*.json"))))
     return {
@@ -209,7 +209,7 @@ def judge(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def known_graphs(found: Mapping[str, tuple[str, str]]) -> int:
-    """How many use models and nodes of the ComfyUI that the pack was proven on alone."""
+    """Returns how many graphs need only models and nodes of the ComfyUI that the pack was proven on."""
     return sum(not reason.endswith(_NEWER) for _, reason in found.values())
 
 

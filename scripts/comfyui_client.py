@@ -1,4 +1,4 @@
-"""Talk to a running ComfyUI over its HTTP API, as its own frontend does."""
+"""A client of a running ComfyUI that uses its HTTP API as ComfyUI's own frontend does."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Events:
     times: list[float] = field(default_factory=list)  # of the messages, in seconds, time.monotonic()
 
     def of_node(self, node_id: str) -> list[int]:
-        """The progress values of one node, in order."""
+        """Returns the progress values of one node, in order."""
         return [value for node, value, _ in self.progress if node == node_id]
 
 
@@ -80,14 +80,14 @@ class ComfyUIClient:
         self._listener: _Listener | None = None
 
     def object_info(self) -> dict[str, Any]:
-        """Every node class by id, with its inputs and outputs."""
+        """Returns every node class by id, with its inputs and outputs."""
         return self._request("/object_info")
 
     def queue(self, prompt: Prompt) -> str:
-        """Queue a prompt in API format; returns its id.
+        """Queues a prompt in API format and returns its id.
 
         Raises:
-            PromptRejected: ComfyUI refuses it, or any output node of it (the others would run silently).
+            PromptRejected: ComfyUI refuses the prompt or any of its output nodes (the others would run silently).
         """
         body = {"prompt": prompt, "client_id": self.client_id}
         try:
@@ -101,11 +101,11 @@ class ComfyUIClient:
         return answer["prompt_id"]
 
     def wait(self, prompt_id: str, timeout: float = 120) -> dict[str, Any]:
-        """Wait for a queued prompt; returns its history entry (``outputs`` by node id).
+        """Waits for a queued prompt and returns its history entry (``outputs`` by node id).
 
         Raises:
-            PromptFailed, PromptInterrupted: as they say.
-            TimeoutError: it did not end within ``timeout`` seconds; it has been interrupted then.
+            PromptFailed, PromptInterrupted: a node raised, or the prompt was cancelled.
+            TimeoutError: the prompt did not end within ``timeout`` seconds and was interrupted.
         """
         deadline = time.monotonic() + timeout
         while prompt_id not in (history := self._request(f"/history/{prompt_id}")):
@@ -124,28 +124,28 @@ class ComfyUIClient:
         return entry
 
     def run(self, prompt: Prompt, timeout: float = 120) -> dict[str, Any]:
-        """:meth:`queue` and :meth:`wait`."""
+        """Queues a prompt and waits for it, see :meth:`queue` and :meth:`wait`."""
         return self.wait(self.queue(prompt), timeout)
 
     def interrupt(self) -> None:
-        """Cancel the running prompt, as the UI's cross does."""
+        """Cancels the running prompt, as the UI's cross does."""
         self._request("/interrupt", {})
 
     def take_out(self, prompt_id: str) -> None:
-        """Delete a waiting prompt, as the UI's queue does."""
+        """Deletes a waiting prompt, as the UI's queue does."""
         self._request("/queue", {"delete": [prompt_id]})
 
     def free(self, *, unload_models: bool = True, free_memory: bool = True) -> None:
-        """Ask for memory, as the UI's "free model and node cache" does; ComfyUI acts when its queue is idle."""
+        """Asks for memory, as the UI's "free model and node cache" does; ComfyUI acts when its queue is idle."""
         self._request("/free", {"unload_models": unload_models, "free_memory": free_memory})
 
     def clear_history(self) -> None:
-        """Have ComfyUI forget the prompts that have ended."""
+        """Makes ComfyUI forget the prompts that have ended."""
         self._request("/history", {"clear": True})
 
     @contextmanager
     def listen(self) -> Iterator[Events]:
-        """Collect progress, previews and messages of prompts that are queued inside the block."""
+        """Collects progress, previews and messages of prompts that are queued inside the block."""
         listener = _Listener(self.url, self.client_id)
         self._listener = listener
         try:
@@ -155,7 +155,7 @@ class ComfyUIClient:
             listener.close()
 
     def view(self, image: dict[str, str]) -> bytes:
-        """The bytes of a saved file, named as in a history entry (``filename``, ``subfolder``, ``type``)."""
+        """Returns the bytes of a saved file, named as in a history entry (``filename``, ``subfolder``, ``type``)."""
         query = urllib.parse.urlencode({key: image[key] for key in ("filename", "subfolder", "type")})
         with urllib.request.urlopen(f"{self.url}/view?{query}", timeout=_HTTP_TIMEOUT) as answer:
             return answer.read()
@@ -171,7 +171,7 @@ class ComfyUIClient:
 
 
 class _Listener:
-    """Owns the websocket and the thread that reads it."""
+    """The websocket of a client and the thread that reads it."""
 
     def __init__(self, url: str, client_id: str) -> None:
         import websocket  # a test tool; the demo does without it
@@ -193,7 +193,7 @@ class _Listener:
             self._changed.wait_for(lambda: prompt_id in self._ended, timeout=_LAST_EVENT_TIMEOUT)
 
     def close(self) -> None:
-        self._socket.abort()  # wakes the thread, which to close the socket does not
+        self._socket.abort()  # wakes the thread; closing the socket would not
         self._thread.join(_LAST_EVENT_TIMEOUT)
         self._socket.shutdown()
 
@@ -226,7 +226,7 @@ class _Listener:
 
 
 def _rejection(answer: dict[str, Any]) -> str:
-    """ComfyUI's report in one text: what it says about the prompt, then about each node."""
+    """Returns ComfyUI's report as one text: what it says about the prompt, then about each node."""
     lines = []
     if answer.get("error"):
         error = answer["error"]

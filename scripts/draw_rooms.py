@@ -1,8 +1,8 @@
-"""Draw the picture of rooms in docs/how-it-works.md from the imports: an arrow goes from a package to one it imports.
+"""Draws the picture of rooms in docs/how-it-works.md from the imports: an arrow goes from a package to one it imports.
 
     python scripts/draw_rooms.py [--check]
 
-`--check` writes nothing, and exits with 1 where the page shows another picture.
+`--check` writes nothing, and exits with 1 if the page shows another picture.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs", "how-it-works.md")
 START, END = "<!-- drawn by scripts/draw_rooms.py -->", "<!-- end of the drawing -->"
 _BACKEND, _NODES = "parallel_backend", "nodes"
-_VOCABULARY = "wire"  # most rooms import it: told in a line below the picture, which its arrows would hide
+_VOCABULARY = "wire"  # most rooms import it, so a line below the picture lists them instead of arrows
 
 
 def rooms(root: Path) -> dict[str, set[str]]:
-    """The rooms below `root`, and the other rooms that each one's files import anywhere."""
+    """Returns the rooms below `root`, each with the other rooms that its files import."""
     backend = root / _BACKEND
     names = sorted(path.parent.name for path in backend.glob("*/__init__.py"))
     folders = {_NODES: root / _NODES} | {name: backend / name for name in names}
@@ -32,7 +32,7 @@ def rooms(root: Path) -> dict[str, set[str]]:
 
 
 def _imported(path: Path, root: Path) -> set[str]:
-    """Full names that the file imports relatively, as all imports inside of the pack are."""
+    """Returns the full names that the file imports relatively, as all imports within the pack are."""
     package = path.relative_to(root).parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -48,7 +48,7 @@ def _room(module: str) -> str:
 
 
 def drawing(found: dict[str, set[str]]) -> str:
-    """The picture as a mermaid block, and a line about the room that it leaves out."""
+    """Returns the picture as a mermaid block, and a line about the room that it leaves out."""
     shown = {name: imported - {_VOCABULARY} for name, imported in found.items() if name != _VOCABULARY}
     arrows = [
         f"    {name} --> {' & '.join(sorted(imported))}" for name, imported in shown.items() if imported
@@ -68,7 +68,7 @@ def drawing(found: dict[str, set[str]]) -> str:
 
 
 def updated(page: str, picture: str) -> str:
-    """The page with this picture between the two marks."""
+    """Returns the page with this picture between the two marks."""
     before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):

@@ -1,4 +1,4 @@
-"""What a template does, drawn: which device computes what of its picture. No picture that a model drew is made up."""
+"""Drawings of what a template does: which device computes which part of its picture. They imitate no model's output."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from draw_brand import _DEVICES, _FAINT, _PAPER, landscape
 
-_SMOOTH = 2  # drawn this much larger, then scaled down
+_SMOOTH = 2  # pictures are drawn this much larger, then scaled down
 _GREY = "#8a8f98"
 _COUNT = len(_DEVICES)
 
 
 def draw_shares(kind: str, size: tuple[int, int], ratio: float) -> Image.Image:
-    """[size] RGB: a motif of MOTIFS, its picture `ratio` times as wide as high. Raises KeyError for another one."""
+    """Draws a motif of MOTIFS, [size] RGB; its picture is `ratio` times as wide as high. Raises KeyError for others."""
     sheet = Image.new("RGB", (size[0] * _SMOOTH, size[1] * _SMOOTH), _PAPER)
     MOTIFS[kind](sheet, ratio)
     return sheet.resize(size, Image.LANCZOS)
 
 
 def _bands(size: tuple[int, int], devices: range, *, labels: bool = True) -> Image.Image:
-    """A picture cut into a band for each of these devices, slightly apart, in their colours."""
+    """Returns a picture cut into slightly separated bands, one for each of these devices in its colour."""
     width, height = size
     gap = height // 40 if len(devices) > 1 else 0
     picture = Image.new("RGB", size, _PAPER)
@@ -37,12 +37,12 @@ def _bands(size: tuple[int, int], devices: range, *, labels: bool = True) -> Ima
 
 
 def _fitted(width: float, height: float, ratio: float) -> tuple[int, int]:
-    """The largest size of that ratio within these sides."""
+    """Returns the largest size of that ratio within these sides."""
     return (int(width), int(width / ratio)) if width / ratio <= height else (int(height * ratio), int(height))
 
 
 def _centred(sheet: Image.Image, picture: Image.Image, x: float, y: float = 0.5) -> None:
-    """Its middle at these shares of the sheet's sides."""
+    """Pastes the picture with its middle at these shares of the sheet's sides."""
     left, top = sheet.width * x - picture.width / 2, sheet.height * y - picture.height / 2
     sheet.paste(picture, (round(left), round(top)))
 
@@ -61,12 +61,12 @@ def _arrow(sheet: Image.Image, x: float, y: float) -> None:
 
 
 def _picture(sheet: Image.Image, ratio: float) -> None:
-    """One picture, a share of it on each device."""
+    """Draws one picture, a share of it on each device."""
     _centred(sheet, _bands(_fitted(sheet.width, sheet.height, ratio), range(_COUNT)), 0.5)
 
 
 def _prompts(sheet: Image.Image, ratio: float) -> None:
-    """The prompt on one half of the devices, the negative prompt on the other."""
+    """Draws the prompt on one half of the devices and the negative prompt on the other."""
     size = _fitted(sheet.width * 0.48, sheet.height * 0.84, ratio)
     half = _COUNT // 2
     for x, devices, text in ((0.25, range(half), "prompt"), (0.75, range(half, _COUNT), "negative prompt")):
@@ -75,7 +75,7 @@ def _prompts(sheet: Image.Image, ratio: float) -> None:
 
 
 def _film(sheet: Image.Image, ratio: float) -> None:
-    """Frames behind each other, a share of each on each device."""
+    """Draws frames behind each other, a share of each on each device."""
     size = _fitted(sheet.width * 0.82, sheet.height * 0.8, ratio)
     draw = ImageDraw.Draw(sheet)
     left, top = (sheet.width - size[0]) / 2, (sheet.height - size[1]) / 2
@@ -87,7 +87,7 @@ def _film(sheet: Image.Image, ratio: float) -> None:
 
 
 def _weights(sheet: Image.Image, ratio: float) -> None:
-    """Each device keeps a share of every block of the model."""
+    """Draws devices that each hold a share of every block of the model."""
     draw = ImageDraw.Draw(sheet)
     rows, column = 7, sheet.width / _COUNT
     height = sheet.height * 0.84 / rows
@@ -109,12 +109,12 @@ def _two(
 
 
 def _given(size: tuple[int, int]) -> Image.Image:
-    """The picture that a person brings."""
+    """Draws the picture that a person brings."""
     return landscape(size[1], _GREY).resize(size)
 
 
 def _masked(size: tuple[int, int]) -> Image.Image:
-    """The same with a part that shall be painted anew."""
+    """Draws the picture that a person brings, with a mask over the part to paint again."""
     picture = _given(size)
     width, height = size
     ImageDraw.Draw(picture).ellipse((width * 0.22, height * 0.14, width * 0.78, height * 0.7), "#ffffff")
@@ -122,7 +122,7 @@ def _masked(size: tuple[int, int]) -> Image.Image:
 
 
 def _outlines(size: tuple[int, int]) -> Image.Image:
-    """Its edges, as a ControlNet takes them."""
+    """Draws the picture's edges, as a ControlNet takes them."""
     edges = _given(size).convert("L").filter(ImageFilter.FIND_EDGES)
     return (
         edges.filter(ImageFilter.MaxFilter(5)).point(lambda value: 255 if value > 12 else 16).convert("RGB")
@@ -130,7 +130,7 @@ def _outlines(size: tuple[int, int]) -> Image.Image:
 
 
 def _plates(size: tuple[int, int]) -> Image.Image:
-    """LoRAs, stacked."""
+    """Draws stacked LoRAs."""
     picture = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(picture)
     width, height = size

@@ -1,8 +1,8 @@
-"""Draw the pictures of the example workflows and of the nodes' help pages from the saved graphs themselves.
+"""Draws the pictures of the example workflows and of the nodes' help pages from the saved graphs themselves.
 
-``python scripts/draw_workflows.py`` asks a real ComfyUI for the names of the widgets, has it run the template of the
+``python scripts/draw_workflows.py`` asks a real ComfyUI for the names of the widgets, makes it run the template of the
 demo model, and writes ``example_workflows/*.jpg`` and the pictures in ``web/docs``. The other templates' models are too
-large to run here: what their devices do is drawn.
+large to run here, so their pictures show what the devices do.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ EXAMPLES = ROOT / "example_workflows"
 
 SIDE = 768  # pixels of a thumbnail
 HELP_SCALE = 0.75
-# What the demo model drew (scripts/train_demo_model.py).
+# Pictures by the demo model (scripts/train_demo_model.py).
 DEMO_PICTURES = ROOT / "docs" / "images" / "demo_contact_sheet.jpg"
 DEMO = "Try it without a download"
-# What is drawn of the others (draw_shares.py); of all that are not named one picture, a share of it on each device.
+# The motifs of the other templates (draw_shares.py). Templates that are not listed show one picture on all devices.
 MOTIFS = {
     "Flux.1 dev from a picture": "from a picture",
     "Flux.1 dev inpainting": "mask",
@@ -61,11 +61,11 @@ HELP = {
     "ParallelVAEDecode": ("Flux.1 dev at high resolution", ("ParallelVAEDecode",)),
 }
 
-_SIZED = re.compile("Empty.*Latent.*|MiniMaxH3ImageToVideo")  # nodes that begin with width and height
+_SIZED = re.compile("Empty.*Latent.*|MiniMaxH3ImageToVideo")  # nodes whose first widgets are width and height
 
 # LiteGraph's measures, in the graph's units.
 _TITLE, _SLOT, _WIDGET = 30, 20, 24
-_SMOOTH = 2  # drawn this much larger, then scaled down
+_SMOOTH = 2  # pictures are drawn this much larger, then scaled down
 
 _PAPER, _NODE, _HEAD, _FIELD, _TEXT, _FAINT = "#191b20", "#353535", "#2b2b2b", "#222222", "#dddddd", "#999999"
 _GROUP = "#1f2c38"
@@ -102,11 +102,11 @@ class Sheet:
         self._fonts: dict[float, Any] = {}
 
     def picture(self) -> Image.Image:
-        """[H, W] in RGB, smooth."""
+        """Returns [H, W] RGB, scaled down so that edges are smooth."""
         return self._image.resize([side // _SMOOTH for side in self._image.size], Image.LANCZOS)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """A point of the graph in pixels."""
+        """Returns a point of the graph in pixels."""
         return (x - self._box.left) * self._scale, (y - self._box.top) * self._scale
 
     def rectangle(self, x: float, y: float, width: float, height: float, fill: str, radius: float) -> None:
@@ -119,15 +119,15 @@ class Sheet:
     def text(
         self, x: float, y: float, text: str, fill: str, size: float, anchor: str, width: float = 1e9
     ) -> None:
-        """``anchor`` is Pillow's; what is wider than ``width`` is cut."""
-        text = text.replace("×", "x").replace("–", "-")  # which Pillow's font lacks
+        """Draws a text. ``anchor``: Pillow's; ``width``: a wider text is cut, in the graph's units."""
+        text = text.replace("×", "x").replace("–", "-")  # Pillow's font lacks these characters
         font = self._fonts.setdefault(size, ImageFont.load_default(size * self._scale))
         while text and font.getlength(text) > width * self._scale:
             text = text[:-2].rstrip("…") + "…" if len(text) > 2 else ""
         self._draw.text(self.at(x, y), text, fill, font, anchor)
 
     def link(self, start: tuple[float, float], end: tuple[float, float], fill: str) -> None:
-        """A cubic curve that leaves and arrives level."""
+        """Draws a cubic curve that leaves and arrives horizontally."""
         reach = max(40.0, abs(end[0] - start[0]) / 2)
         points = []
         for step in range(33):
@@ -139,13 +139,13 @@ class Sheet:
 
 
 def outline(node: dict[str, Any]) -> Box:
-    """The node with its title."""
+    """Returns the box of a node with its title."""
     (x, y), (width, height) = node["pos"], node["size"]
     return Box(x, y - _TITLE, x + width, y + height)
 
 
 def around(nodes: list[dict[str, Any]], margin: float) -> Box:
-    """The smallest box around the nodes, and a margin."""
+    """Returns the smallest box around the nodes, plus a margin."""
     boxes = [outline(node) for node in nodes]
     return Box(
         min(box.left for box in boxes) - margin,
@@ -156,7 +156,7 @@ def around(nodes: list[dict[str, Any]], margin: float) -> Box:
 
 
 def draw_graph(workflow: dict[str, Any], object_info: dict[str, Any], box: Box, scale: float) -> Image.Image:
-    """The part of a saved workflow that lies in ``box``, ``scale`` pixels for each of the graph's units."""
+    """Draws the part of a saved workflow that lies in ``box``, with ``scale`` pixels for each of the graph's units."""
     sheet = Sheet(box, scale)
     for group in workflow["groups"]:
         x, y, width, height = group["bounding"]
@@ -210,7 +210,7 @@ def _draw_node(sheet: Sheet, node: dict[str, Any], object_info: dict[str, Any]) 
 
 
 def _shown(node: dict[str, Any], info: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Name, saved value and whether it is a text field, for each widget."""
+    """Returns (name, saved value, True if it is a text field) for each widget."""
     saved = list(node["widgets_values"])
     shown = []
     for name, _, options in widgets(info):
@@ -232,7 +232,7 @@ def _draw_note(sheet: Sheet, node: dict[str, Any]) -> None:
 def _draw_lines(
     sheet: Sheet, x: float, y: float, width: float, height: float, text: str, size: float
 ) -> None:
-    """Words in lines of about ``width``; a heading is larger."""
+    """Draws a text in lines of about ``width``; a heading is larger."""
     top = y
     for paragraph in text.split("\n"):
         large = paragraph.startswith("#")
@@ -251,7 +251,7 @@ def _draw_lines(
 def thumbnail(
     name: str, workflow: dict[str, Any], object_info: dict[str, Any], result: Image.Image | None = None
 ) -> Image.Image:
-    """[SIDE, SIDE]: what it is, its `result` or what the devices do for one, and the whole graph."""
+    """Draws [SIDE, SIDE]: the name, the `result` or else what the devices do for it, and the whole graph."""
     sheet = Sheet(Box(0, 0, SIDE, SIDE), 1)
     lines = textwrap.wrap(name, 26)
     for row, line in enumerate(lines):
@@ -272,7 +272,7 @@ def thumbnail(
 
 
 def _ratio(workflow: dict[str, Any]) -> float:
-    """Width by height of the picture, where a node of the graph sets them."""
+    """Returns the picture's width over its height as a node of the graph sets them, or 1 without such a node."""
     sized = next((n for n in workflow["nodes"] if _SIZED.fullmatch(n["type"])), None)
     sides = [value for value in sized["widgets_values"] if isinstance(value, int)] if sized else [1, 1]
     return sides[0] / sides[1]
@@ -284,7 +284,7 @@ def _demo_pictures(width: int) -> Image.Image:
 
 
 def help_picture(page: str, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
-    """The nodes of a help page with the ends of their links."""
+    """Draws the nodes of a help page with the ends of their links."""
     kinds = HELP[page][1]
     nodes = [
         node for node in workflow["nodes"] if node["type"] in kinds and node.get("title", "")[:6] != "Report"
@@ -293,20 +293,20 @@ def help_picture(page: str, workflow: dict[str, Any], object_info: dict[str, Any
 
 
 def demo_result(client: ComfyUIClient, workflow: dict[str, Any], object_info: dict[str, Any]) -> Image.Image:
-    """The picture that the template of the demo model gives."""
+    """Returns the picture that the template of the demo model gives."""
     entry = client.run(workflow_to_api(workflow, object_info))
     images = next(shown["images"] for shown in entry["outputs"].values() if "images" in shown)
     return Image.open(io.BytesIO(client.view(images[0]))).convert("RGB")
 
 
 def sources(workflow: str) -> list[Path]:
-    """The files on which the picture of a workflow depends."""
+    """Returns the files on which the picture of a workflow depends."""
     scripts = ("draw_workflows.py", "draw_shares.py", "draw_brand.py")
     return [EXAMPLES / f"{workflow}.json", *(ROOT / "scripts" / script for script in scripts)]
 
 
 def main() -> None:
-    """Draws them all; raises SetupError where there is no ComfyUI."""
+    """Draws all pictures. Raises SetupError if there is no ComfyUI."""
     comfyui = find_comfyui()
     if comfyui is None:
         raise SetupError("no ComfyUI found: run ./scripts/test once, or set COMFYUI_PATH")

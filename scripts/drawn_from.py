@@ -1,4 +1,4 @@
-"""A mark in a drawn picture of what it was drawn from, by which a test tells that it is out of date."""
+"""A mark in a drawn picture that names its sources, so that a test can tell when the picture is out of date."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEY = "drawn from"
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Of what these hold, whatever their line ends."""
+    """Returns a digest of the files' contents that does not depend on their line ends."""
     found = hashlib.sha256()
     for file in files:
         found.update(hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).digest())
@@ -21,7 +21,7 @@ def digest(files: Iterable[Path]) -> str:
 
 
 def save(picture: Image.Image, path: Path, source: str) -> None:
-    """As the suffix says, marked with `source`."""
+    """Saves the picture in the format of the suffix, marked with `source`."""
     if path.suffix == ".png":
         info = PngInfo()
         info.add_itxt(_KEY, source)
@@ -31,7 +31,7 @@ def save(picture: Image.Image, path: Path, source: str) -> None:
 
 
 def source_of(path: Path) -> str:
-    """What `save` marked it with; "" without a mark."""
+    """Returns the mark that `save` stored, or "" without a mark."""
     with Image.open(path) as picture:
         if path.suffix == ".png":
             picture.load()

@@ -1,4 +1,4 @@
-"""Make the checkout's .venv: pinned requirements, test tools and a real ComfyUI with its requirements.
+"""Makes the checkout's .venv: pinned requirements, test tools and a real ComfyUI with its requirements.
 
 Standard library only. A second run compares one stamp, a hash over everything that decides what is installed, and
 returns at once when it is unchanged.
@@ -44,7 +44,7 @@ class Environment:
 
 
 def prepare(comfyui: str | Path | None = None) -> Environment:
-    """Make or update ``.venv`` and return it with a real ComfyUI; quick when nothing changed.
+    """Makes or updates ``.venv`` and returns it with a real ComfyUI; quick if nothing has changed.
 
     Raises:
         SetupError: a step failed; the message says which and what to do.
@@ -87,9 +87,9 @@ def _prepare(comfyui: str | Path | None) -> Environment:
 
 
 def become(environment: Environment, *command: str | Path) -> NoReturn:
-    """Replace this process by the environment's Python running ``command``, with COMFYUI_PATH set.
+    """Replaces this process by the environment's Python running ``command``, with COMFYUI_PATH set.
 
-    Replaced and not started below us, so that signals reach the one process that has something to clean up.
+    It starts no child process, so that signals reach the one process that has something to clean up.
     """
     variables = {**os.environ, "COMFYUI_PATH": str(environment.comfyui), "VIRTUAL_ENV": str(ENVIRONMENT)}
     variables["PATH"] = f"{environment.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -112,7 +112,7 @@ def _make_virtual_environment() -> None:
 
 
 def _works(python: Path) -> bool:
-    """Whether there is an environment with pip already; one of a Python too old is named instead of deleted."""
+    """Returns True if there is an environment with pip. Raises SetupError if its Python is too old; deletes nothing."""
     if not python.exists():
         return False
     answer = subprocess.run(
@@ -133,7 +133,7 @@ def _pip(python: Path, log: Path, *arguments: str | Path) -> None:
 
 
 def _cpu_index() -> list[str]:
-    """Pip's options for CPU builds of torch, where there is no NVIDIA driver and the index can be reached."""
+    """Returns pip's options for CPU builds of torch, or [] with an NVIDIA driver or an index that cannot be reached."""
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         return []
     try:
@@ -155,7 +155,7 @@ def _test_requirements() -> list[str]:
 
 
 def _stamp(folder: Path) -> str:
-    """A hash over everything that decides what is installed."""
+    """Returns a hash over everything that decides what is installed."""
     parts = [
         (ROOT / "requirements.txt").read_text(),
         (ROOT / "constraints.txt").read_text(),

@@ -1,9 +1,8 @@
-"""Run the steps of deploy/Containerfile in a clean folder, without a daemon: the same lines, where they need no root.
+"""Runs the steps of deploy/Containerfile that need no root, in a clean folder and without a container daemon.
 
-`python scripts/exercise_containerfile.py [FOLDER]`, with the environment's Python. /home/comfyui becomes the folder,
-the ComfyUI that is at hand stands for its repository, and packages that are installed here for those that pip would get
-(so what is asked for and missing is an error). Then ComfyUI starts as the image starts it, on the CPU, until it is
-healthy.
+`python scripts/exercise_containerfile.py [FOLDER]`, with the environment's Python. The folder replaces /home/comfyui,
+the local ComfyUI replaces its repository, and locally installed packages replace pip's downloads, so a required package
+that is missing is an error. Then ComfyUI starts as the image starts it, on the CPU, until it is healthy.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTAINERFILE = ROOT / "deploy" / "Containerfile"
 HOME = "/home/comfyui"  # in the image
 _PORT = "8188"
-_PATIENCE = 300  # s until ComfyUI is healthy; 10 on a machine that does nothing else
+_PATIENCE = 300  # s until ComfyUI is healthy; it takes 10 on an idle machine
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One of a Containerfile, its lines joined."""
+    """An instruction of a Containerfile, with its lines joined. `words`: all after its name."""
 
     name: str
     words: str
 
 
 def read_instructions(text: str) -> list[Instruction]:
-    """Every instruction in order, without comments."""
+    """Returns every instruction in order, without comments."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     joined = re.sub(r"\\\n\s*", "", lines)
     return [Instruction(*line.split(None, 1)) for line in joined.splitlines() if line.strip()]
 
 
 def exercise(folder: Path) -> list[str]:
-    """Runs what can be run in `folder`, which must be empty; returns what could not, in words.
+    """Runs the steps that can run in `folder`, which must be empty; returns in words the steps that cannot.
 
     Raises:
         SetupError: a step failed, or ComfyUI was not healthy in time.
@@ -97,7 +96,7 @@ def exercise(folder: Path) -> list[str]:
 
 
 def _start(instructions: list[Instruction], home: Path, environment: dict[str, str]) -> None:
-    """ComfyUI as the image starts it, on the CPU and another port, until its own health check is content."""
+    """Starts ComfyUI as the image does, but on the CPU and another port, and waits for the image's health check."""
     said = {one.name: one.words.replace(HOME, str(home)) for one in instructions}
     port = str(_free_port())
     command = [*json.loads(said["ENTRYPOINT"]), *json.loads(said["CMD"].replace(_PORT, port)), "--cpu"]
@@ -131,7 +130,7 @@ def _running(
 
 
 def _make_repository(comfyui: Path, repository: Path, tag: str) -> None:
-    """A git repository of that ComfyUI with the tag that the image asks for."""
+    """Makes a git repository of that ComfyUI with the tag that the image asks for."""
     shutil.copytree(comfyui, repository, ignore=shutil.ignore_patterns(".git", "__pycache__", "custom_nodes"))
     git = ["git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-C", str(repository)]
     (repository / "custom_nodes").mkdir()
@@ -146,7 +145,7 @@ def _make_repository(comfyui: Path, repository: Path, tag: str) -> None:
 
 
 def _packages(folder: Path) -> str:
-    """A search path for every Python that finds the packages installed here, and runs what they have in .pth files."""
+    """Returns a PYTHONPATH with which every Python finds the packages installed here and runs their .pth files."""
     folder.mkdir()
     here = sysconfig.get_path("purelib")
     (folder / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({here!r})\n")
@@ -154,7 +153,7 @@ def _packages(folder: Path) -> str:
 
 
 def _make_context(context: Path) -> None:
-    """What the image's build may see of this checkout."""
+    """Copies the part of this checkout that the image's build may see."""
     patterns = (CONTAINERFILE.parent / "Containerfile.dockerignore").read_text().splitlines()
     context.mkdir()
     for line in patterns:
@@ -163,7 +162,7 @@ def _make_context(context: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """As COPY does: a folder's content, or a file into a folder that ends with a slash or exists."""
+    """Copies as COPY does: a folder's content, or a file into a folder that ends with a slash or exists."""
     if source.is_dir():
         shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     elif source.parent.name == "context" and target.parent.name == "home":
@@ -186,7 +185,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Exercises it, and says what was left out."""
+    """Runs the steps and prints those that were left out."""
     with contextlib.ExitStack() as made:
         given = sys.argv[1:]
         folder = Path(given[0]) if given else Path(made.enter_context(tempfile.TemporaryDirectory()))

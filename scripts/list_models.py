@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/models.md: every model that ComfyUI knows, and how its calls are shared out. `--check` only compares.
+"""Writes docs/models.md: every model that ComfyUI knows, and how its calls are split. `--check` only compares.
 
-ComfyUI says which module a configuration builds by building it, so each one's own `get_model` is called and stopped
-where it names the class.
+ComfyUI names the module class of a configuration only when it builds the module, so each configuration's `get_model`
+is called and stopped at that point.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERSION = "ComfyUI {}."
 _CONVOLUTIONS = "its convolutions look at neighbours, so the positions of an image cannot be apart"
 _KEEPS = "keeps keys and values from call to call"
 _NO_SAMPLING = "looks at pictures and samples none"
-_WHY = {  # of classes that the table does not have
+_WHY = {  # for classes that are not in the table
     "StageB": _CONVOLUTIONS,
     "StageC": _CONVOLUTIONS,
     "AsymmDiTJoint": "crops the text inside of attention, whose tokens then are others",
@@ -124,7 +124,7 @@ formats with a scale for each part of a layer. `auto` never chooses it.
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model that ComfyUI knows. `module`: its diffusion model's class, empty where ComfyUI does not tell."""
+    """A model that ComfyUI knows. `module`: its diffusion model's class, empty if ComfyUI does not name it."""
 
     name: str
     module: str
@@ -135,11 +135,11 @@ class Configuration:
 
 
 class _Named(Exception):
-    """Carries the class of a module out of the building of it."""
+    """Carries the class name of a module out of the code that would build it."""
 
 
 class _AnyTensor(dict[str, Any]):
-    """A file that has every tensor."""
+    """The tensors of a file that has every tensor."""
 
     def __missing__(self, name: str) -> Any:
         import torch
@@ -148,14 +148,14 @@ class _AnyTensor(dict[str, Any]):
 
 
 class _AnyNumber(dict[str, Any]):
-    """What detection would have found in a file, beside what a configuration is known by."""
+    """A configuration's settings, with 1 for each that ComfyUI would have detected in a file."""
 
     def __missing__(self, name: str) -> int:
         return 1
 
 
 def configurations() -> list[Configuration]:
-    """Of the ComfyUI that is imported, in its order."""
+    """Returns the configurations of the imported ComfyUI, in its order."""
     import comfy.supported_models
 
     with _module_named():
@@ -165,18 +165,18 @@ def configurations() -> list[Configuration]:
 def _module_of(configuration: Any) -> str:
     try:
         one = configuration(_AnyNumber(configuration.unet_config))
-        one.unet_config = _AnyNumber(one.unet_config)  # it was copied
+        one.unet_config = _AnyNumber(one.unet_config)  # the constructor has copied it to a plain dict
         one.get_model(_AnyTensor(), "", device="cpu")
     except _Named as found:
         return str(found)
-    except Exception:  # it asks a file for more than that: nobody knows, so rows
+    except Exception:  # it needs more of a file than that: unknown, so only rows
         return ""
     return ""
 
 
 @contextmanager
 def _module_named() -> Iterator[None]:
-    """Inside, building a model raises _Named with the class of its module."""
+    """Makes the building of a model raise _Named with the class of its module, inside the block."""
     from comfy.model_base import BaseModel
 
     stock = BaseModel.__init__
@@ -195,7 +195,7 @@ def _module_named() -> Iterator[None]:
 
 
 def page(root: Path, found: list[Configuration]) -> str:
-    """docs/models.md for the ComfyUI in folder `root`."""
+    """Returns the text of docs/models.md for the ComfyUI in folder `root`."""
     models: dict[str, list[str]] = {}
     for one in found:
         models.setdefault(one.module, []).append(one.name)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Tests every class of the table on the ComfyUI at hand, and writes down the sources of those that hold (proven.json).
+"""Tests every class of the table on the local ComfyUI, and records the sources of those that pass (proven.json).
 
-A class that does not hold is named and its sources are not written; the exit status is then 1.
+A class that fails is named and its sources are not recorded; the exit status is then 1.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Tries the pack on a ComfyUI that it was not proven on, and writes what holds: report.md, and a log for each part.
+"""Tests the pack on a ComfyUI that it was not proven on, and writes the results: report.md, and logs.
 
 python scripts/report_on_comfyui.py FOLDER --out REPORT [--templates FOLDER] [--without parity]
 
 Parts: the self-test of each class of models, parity with stock nodes in that ComfyUI (tests/comfy), and the graphs of
-a template library. The exit status is 1 where a part fails.
+a template library. The exit status is 1 if a part fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel_backend.sidecar.self_test import run_self_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 _CLASS = re.compile(r"unet_model\s*=\s*(?:[\w.]+\.)?([A-Z]\w*)")  # in ComfyUI's list of models
-# What says most for its time: every family, every node, every sampler, the loop on the devices, VAEs.
+# The tests that show most for their time: every family, every node, every sampler, the loop on the devices, VAEs.
 PARITY = (
     "test_model_families.py",
     "test_every_node.py",
@@ -40,13 +40,13 @@ PARITY = (
     "test_parallel_vae_decode.py",
     "test_parallel_vae_encode.py",
 )
-_LIMIT = 7200  # seconds of one part: it hangs
-_SHOWN = 40  # lines of a log that failed
+_LIMIT = 7200  # seconds after which a part counts as hanging
+_SHOWN = 40  # last lines that are shown of a part that failed
 
 
 @dataclass(frozen=True)
 class Part:
-    """`summary`: a line or a table, in Markdown."""
+    """The result of a part. `summary`: a line or a table, in Markdown."""
 
     name: str
     passed: bool
@@ -54,7 +54,7 @@ class Part:
 
 
 def self_tests(comfyui: Path) -> Part:
-    """Tests each class of the table whose sources the pack was not proven on, and names those that it lacks."""
+    """Tests each class of the table whose sources the pack was not proven on; names classes that the table lacks."""
     digests = digests_in(comfyui)
     unknown = [name for name, digest in digests.items() if not is_proven(name, digest)]
     try:
@@ -103,7 +103,7 @@ def parity(comfyui: Path, out: Path) -> Part:
 
 
 def templates(folder: Path, out: Path) -> Part:
-    """A graph that does not run fails nothing: it may be newer than all that is known."""
+    """Judges a template library. A graph that does not run is no failure: it may be newer than what the pack knows."""
     status, text = _run(
         [sys.executable, str(ROOT / "scripts" / "check_templates.py"), str(folder), "--json"],
         out / "templates.log",
@@ -127,7 +127,7 @@ def report(comfyui: Path, parts: Sequence[Part]) -> str:
 
 
 def _version(comfyui: Path) -> str:
-    """Of the release and, where it is a clone, the commit."""
+    """Returns ComfyUI's release and, if it is a clone, the commit."""
     release = (comfyui / "comfyui_version.py").read_text().rpartition("=")[2].strip(" \n\"'")
     if not (comfyui / ".git").exists():
         return release
@@ -141,7 +141,7 @@ def _version(comfyui: Path) -> str:
 
 
 def _run(command: Sequence[str], log: Path, **environment: str) -> tuple[int, str]:
-    """(exit status, what it printed), which goes to `log` with what it complained of."""
+    """Runs a command; returns (exit status, its standard output). `log` gets its standard error, then its output."""
     with log.open("w") as complaints:
         done = subprocess.run(
             command,

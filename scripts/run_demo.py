@@ -1,4 +1,4 @@
-"""Set up the environment and sample the demo picture in it (the body of scripts/demo)."""
+"""Sets up the environment and samples the demo picture in it (the body of scripts/demo)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steps import exit_on_setup_error
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line of scripts/demo."""
+    """Parses the command line of scripts/demo."""
     parser = argparse.ArgumentParser(
         prog="scripts/demo",
         description="Sample one small picture on several processes and on one, in a real ComfyUI, and compare.",
@@ -34,7 +34,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> NoReturn:
-    """Becomes the demo; returns only by an error."""
+    """Replaces this process by the demo and does not return."""
     options = parse_options()
     environment = prepare(options.comfyui)
     become(environment, Path(__file__).with_name("sample_demo.py"), *sys.argv[1:])

@@ -1,10 +1,10 @@
-"""Set up the environment and run pytest in it (the body of scripts/test).
+"""Sets up the environment and runs pytest in it (the body of scripts/test).
 
     ./scripts/test [PATH …] [pytest's options] [--comfyui FOLDER [--python PYTHON]]
 
-`--comfyui`: the ComfyUI that the tests run, in place of the pinned one; its requirements are installed beside the
-pack's. `--python`: a Python that has them, pytest and the pack's requirements already; nothing is installed then. The
-first lines of the output name the version that ran.
+`--comfyui`: the ComfyUI that the tests run, instead of the pinned one; its requirements are installed with the pack's.
+`--python`: a Python that already has these requirements, pytest and the pack's requirements; then nothing is installed.
+The first lines of the output name the version that ran.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FEWEST_WORKERS, _MOST_WORKERS = 3, 4
 
 
 def main() -> NoReturn:
-    """Becomes pytest; returns only by an error."""
+    """Replaces this process by pytest and does not return."""
     given, arguments = _parse(sys.argv[1:])
     environment = _environment(given.comfyui, given.python)
     # Ranks and workers share the cores; torch's default of one thread per core each would stall all of them.
@@ -37,14 +37,14 @@ def main() -> NoReturn:
     parallel = ["-n", str(_workers()), "--dist", "loadgroup"]
     if any(argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         parallel = []
-    # A script's background jobs ignore it, and so would ComfyUI, which is stopped by it.
+    # A script's background jobs ignore SIGINT. ComfyUI would inherit that, but SIGINT is what stops it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.chdir(ROOT)
     become(environment, "-m", "pytest", *parallel, *arguments)
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(our own, pytest's)"""
+    """Returns (our own options, pytest's arguments)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--comfyui")
     parser.add_argument("--python")
@@ -52,7 +52,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _environment(comfyui: str | None, python: str | None) -> Environment:
-    """Raises SetupError for a folder without a ComfyUI, and where there is no such Python."""
+    """Returns the environment for the tests. Raises SetupError if there is no such ComfyUI or Python."""
     if python is None:
         return prepare(comfyui)
     folder, found = find_comfyui(comfyui), shutil.which(python)

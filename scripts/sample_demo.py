@@ -1,4 +1,4 @@
-"""Sample the demo workflow on several ranks and on one in a headless ComfyUI, and say how they compare.
+"""Samples the demo workflow on several ranks and on one in a headless ComfyUI, and compares the results.
 
 Runs in the .venv that scripts/run_demo.py has set up.
 """
@@ -40,7 +40,8 @@ DEMO_MODEL = ROOT / "demo_model" / "transformer.safetensors"
 PACK_FOLDER = "comfyui-parallel-sampling"
 
 # Largest difference between the latents of several ranks and of one, relative to the largest value, in fp32: the
-# equivalence that this pack promises. GPUs sample in half precision, where the order of sums shows; it is only shown.
+# equivalence that this pack promises. GPUs sample in half precision, in which the order of sums matters; there the
+# difference is only shown.
 TOLERANCE = 1e-4
 _PROMPT_TIMEOUT = 600  # seconds
 
@@ -102,7 +103,7 @@ def main() -> int:
 
 
 def choose_devices(ranks: int) -> tuple[str, str, bool]:
-    """The ``devices`` for ``ranks`` ranks and for one, and whether they are GPUs."""
+    """Returns (``devices`` for ``ranks`` ranks, ``devices`` for one, True if they are GPUs)."""
     gpus = torch.cuda.device_count()
     if gpus >= ranks:
         chosen = "all" if gpus == ranks else ",".join(str(index) for index in range(ranks))
@@ -115,7 +116,7 @@ def choose_devices(ranks: int) -> tuple[str, str, bool]:
 
 
 def offer_in_ui(base: Path) -> None:
-    """Put the workflow where ComfyUI's sidebar lists saved workflows, for --keep-open."""
+    """Puts the workflow where ComfyUI's sidebar lists saved workflows, for --keep-open."""
     if not WORKFLOW.is_file():
         raise SetupError(f"{WORKFLOW} is missing; this checkout is not complete.")
     workflows = base / "user" / "default" / "workflows"
@@ -124,7 +125,7 @@ def offer_in_ui(base: Path) -> None:
 
 
 def read_workflow(client: ComfyUIClient) -> Prompt:
-    """The demo workflow as a prompt, with nodes that hand out the sampler's latent and report."""
+    """Returns the demo workflow as a prompt, with nodes that output the sampler's latent and report."""
     try:
         prompt = workflow_to_api(json.loads(WORKFLOW.read_text()), client.object_info())
     except WorkflowError as error:
@@ -139,10 +140,10 @@ def read_workflow(client: ComfyUIClient) -> Prompt:
 
 
 def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices: str) -> Sampled:
-    """Run ``prompt`` on ``devices``, then once more with another seed for the time of warm ranks."""
+    """Runs ``prompt`` on ``devices``, then once more with another seed for the time of warm ranks."""
     prompt = copy.deepcopy(prompt)
     sampler, selector = _only(prompt, "ParallelSampler"), _only(prompt, "StrategySelector")
-    # By hand: `auto` may find one device faster for so small a picture, and there would be nothing to compare.
+    # Chosen by hand: `auto` may find one device faster for such a small picture, with nothing left to compare.
     prompt[selector]["inputs"] |= {"mode": "manual", "devices": devices, **degrees(devices)}
     started = time.monotonic()
     outputs = client.run(prompt, _PROMPT_TIMEOUT)["outputs"]
@@ -165,7 +166,7 @@ def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices
 
 
 def degrees(devices: str) -> dict[str, int]:
-    """The degrees that the rule "CFG, then Ulysses, then Ring" gives for all of ``devices``."""
+    """Returns the degrees that the rule "CFG, then Ulysses, then Ring" gives for all of ``devices``."""
     job = Job(CheckpointModel(inspect_model(str(DEMO_MODEL))), prompts=2)
     strategy = resolve_strategy(StrategySettings(), job, resolve_devices(devices)).strategy
     return {name: getattr(strategy, name) for name in DEGREES}
@@ -174,7 +175,7 @@ def degrees(devices: str) -> dict[str, int]:
 def report(
     ranks: int, parallel: Sampled, single: Sampled, pictures: tuple[Path, Path], *, exact: bool
 ) -> bool:
-    """Print what came out; returns whether the two latents agree as far as they must."""
+    """Prints the results. Returns True if the two latents agree as far as they must (always unless ``exact``)."""
     scale = single.latent.abs().max().item()
     difference = (parallel.latent - single.latent).abs().max().item()
     for name, sampled in ((f"{ranks} processes", parallel), ("1 process", single)):
@@ -195,7 +196,7 @@ def report(
 
 
 def explain(server: ComfyUIServer, *, keep_open: bool) -> None:
-    """Say how to open the UI and how to install the pack for good."""
+    """Prints how to open the UI and how to install the pack permanently."""
     if keep_open:
         print(
             f'\nComfyUI is running: open {server.url} and choose "{WORKFLOW.stem}" under Workflows. Ctrl+C ends it.'
@@ -212,7 +213,7 @@ def explain(server: ComfyUIServer, *, keep_open: bool) -> None:
 
 
 def wait_for_interrupt() -> None:
-    """Return on Ctrl+C."""
+    """Waits for Ctrl+C."""
     try:
         signal.pause()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Say which step runs and how long it took, and keep a subprocess's output for the case that it fails."""
+"""Messages about which step runs and how long it took, and subprocesses whose output is shown if they fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SetupError(Exception):
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print ``title`` when the block starts, and its duration in seconds when it ends."""
+    """Prints ``title`` when the block starts, and its duration in seconds when it ends."""
     print(f"-- {title}", flush=True)
     started = time.monotonic()
     yield
@@ -28,10 +28,11 @@ def step(title: str) -> Iterator[None]:
 def run_logged(
     command: Sequence[str | Path], *, log: Path, remedy: str, timeout: float | None = None, **popen: object
 ) -> None:
-    """Run ``command`` with its output appended to ``log``.
+    """Runs ``command`` with its output appended to ``log``.
 
     Raises:
-        SetupError: it failed, or ran longer than ``timeout`` seconds; shows the end of the log and ``remedy``.
+        SetupError: the command failed (the message shows the end of its output), or ran longer than ``timeout``
+            seconds. The message ends with ``remedy``.
     """
     words = [str(part) for part in command]
     with log.open("a") as output:
@@ -60,7 +61,7 @@ def run_logged(
 
 
 def exit_on_setup_error(main: object) -> None:
-    """Run ``main()`` and exit with its code; a :class:`SetupError` becomes a message, not a traceback."""
+    """Runs ``main()`` and exits with its code; a :class:`SetupError` becomes a message, not a traceback."""
     try:
         sys.exit(main())
     except SetupError as error:

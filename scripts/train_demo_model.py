@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing: drawings, an image coder, and a Flux transformer on captions it makes itself.
+"""Trains the demo model from nothing: drawings, an image coder, and a Flux transformer on generated captions.
 
     python scripts/train_demo_model.py --minutes 40 --output demo_model
     python scripts/train_demo_model.py --evaluate-only --output demo_model
@@ -50,7 +50,7 @@ DIMS = FluxDims(
     guidance=False,
 )
 SIDE = SIZE // DOWNSCALE
-EMPTY_PROMPT_SHARE = 0.1  # of the captions are dropped, so that CFG has something to push away from
+EMPTY_PROMPT_SHARE = 0.1  # share of captions that are dropped, so that CFG has something to push away from
 EVALUATION_STEPS, EVALUATION_CFG = 20, 3.0
 
 
@@ -83,12 +83,12 @@ def main() -> None:
 
 
 def images(scenes: list[Scene], rng: random.Random) -> Tensor:
-    """[B, 3, SIZE, SIZE] in -1..1"""
+    """Draws the scenes as [B, 3, SIZE, SIZE] in -1..1."""
     return torch.stack([draw(scene, rng) for scene in scenes]) * 2 - 1
 
 
 def train_coder(rng: random.Random, steps: int) -> DemoImageCoder:
-    """Encoder and decoder together on mean absolute error; noise on the latents makes the decoder forgiving."""
+    """Trains encoder and decoder on mean absolute plus square error; noise on latents makes the decoder forgiving."""
     coder = DemoImageCoder().train()
     optimizer = torch.optim.AdamW(coder.parameters(), lr=2e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
@@ -108,7 +108,7 @@ def train_coder(rng: random.Random, steps: int) -> DemoImageCoder:
 
 
 def sharpen_decoder(coder: DemoImageCoder, rng: random.Random, steps: int) -> None:
-    """The decoder alone, for longer: latents stay as they are, edges become crisp, also for latents a little off."""
+    """Trains the decoder alone, for longer: latents stay the same, edges get crisp, even for slightly wrong latents."""
     coder.requires_grad_(False)
     decoder = coder.decoder.requires_grad_(True).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3, betas=(0.9, 0.99))
@@ -131,7 +131,7 @@ def sharpen_decoder(coder: DemoImageCoder, rng: random.Random, steps: int) -> No
 
 
 def train_transformer(coder: DemoImageCoder, rng: random.Random, args: argparse.Namespace) -> None:
-    """Rectified flow: x = (1 - sigma) x0 + sigma noise, target noise - x0; a checkpoint of the average every minute."""
+    """Trains by rectified flow: x = (1 - sigma) x0 + sigma noise, target noise - x0; saves the average every minute."""
     path = args.output / "transformer.safetensors"
     model, average, text = new_transformer(), new_transformer(), DemoTextEncoder()
     if args.resume:
@@ -152,7 +152,7 @@ def train_transformer(coder: DemoImageCoder, rng: random.Random, args: argparse.
             latent = (coder.encode(images(scenes, rng)) - SHIFT) * SCALE
         captions = ["" if rng.random() < EMPTY_PROMPT_SHARE else scene.caption for scene in scenes]
         noise = torch.randn(latent.shape, generator=generator)
-        # Half uniform, half towards noise, where it is decided what goes where.
+        # Half uniform, half towards noise, because the noisy steps decide what goes where.
         sigma = torch.rand(args.batch, generator=generator)
         sigma[::2] = sigma[::2].sqrt()
         mix = sigma.view(-1, 1, 1, 1)
@@ -192,7 +192,7 @@ def new_transformer() -> FluxTransformer2DModel:
 
 
 def predict(model, text, x: Tensor, sigma: Tensor, captions: list[str]) -> Tensor:
-    """Velocity [B, 16, h, w] of x [B, 16, h, w] at sigma [B]."""
+    """Returns the velocity [B, 16, h, w] of x [B, 16, h, w] at sigma [B]."""
     context, pooled = text(torch.tensor([tokenize(caption) for caption in captions]))
     height, width = x.shape[-2:]
     (tokens,) = model(
@@ -208,7 +208,7 @@ def predict(model, text, x: Tensor, sigma: Tensor, captions: list[str]) -> Tenso
 
 
 def save_transformer(model: FluxTransformer2DModel, path: Path) -> None:
-    """In the original key layout and bf16: the inverse of `diffusers_sources`."""
+    """Saves the model in the original key layout and bf16: the inverse of `diffusers_sources`."""
     state = model.state_dict()
     shapes = original_shapes(DIMS)
     originals = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
@@ -219,7 +219,7 @@ def save_transformer(model: FluxTransformer2DModel, path: Path) -> None:
 
 
 def load_transformer(path: Path) -> FluxTransformer2DModel:
-    """The shipped file in diffusers' model, float32."""
+    """Loads the shipped file into diffusers' model, in float32."""
     stored = load_file(path)
     model = new_transformer()
     state = {}
@@ -231,13 +231,13 @@ def load_transformer(path: Path) -> FluxTransformer2DModel:
 
 
 def halves_swapped(name: str, value: Tensor) -> Tensor:
-    """`value`, but for the last modulation: the original layout holds (shift, scale), diffusers' (scale, shift)."""
+    """Swaps the halves of the last modulation only: the original has (shift, scale), diffusers has (scale, shift)."""
     return torch.cat(value.chunk(2, dim=0)[::-1]) if name.startswith("norm_out.linear.") else value
 
 
 @torch.inference_mode()
 def sample(model, coder, captions: list[str], seed: int) -> Tensor:
-    """Images [B, 3, SIZE, SIZE] in 0..1: Euler over evenly spaced sigmas, with CFG against the empty prompt."""
+    """Samples images [B, 3, SIZE, SIZE] in 0..1: Euler over evenly spaced sigmas, with CFG against the empty prompt."""
     text = DemoTextEncoder()
     x = torch.randn(len(captions), CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
     sigmas = torch.linspace(1, 0, EVALUATION_STEPS + 1)
@@ -250,7 +250,7 @@ def sample(model, coder, captions: list[str], seed: int) -> Tensor:
 
 
 def evaluate(coder: DemoImageCoder, args: argparse.Namespace) -> None:
-    """Counts what comes out right for held-out captions and for trained ones; fixed captions and seeds."""
+    """Counts the right pictures for held-out captions and for trained ones. Captions and seeds are fixed."""
     model = load_transformer(args.output / "transformer.safetensors")
     report = {"steps": EVALUATION_STEPS, "cfg": EVALUATION_CFG}
     for name, held_out in (("held_out", True), ("trained", False)):
@@ -282,7 +282,7 @@ def evaluate(coder: DemoImageCoder, args: argparse.Namespace) -> None:
 
 
 def contact_sheet(pictures, scenes, verdicts, path: Path, columns: int = 6, rows: int = 5) -> None:
-    """The first held-out captions in order, right or wrong, each with its verdict."""
+    """Draws the pictures of the first held-out captions in order, right or wrong, each with its verdict."""
     from PIL import Image, ImageDraw
 
     line = 30

@@ -1,8 +1,8 @@
-"""Turn a workflow as ComfyUI's editor saves it into the prompt that its HTTP API runs.
+"""Turns a workflow as ComfyUI's editor saves it into the prompt that its HTTP API runs.
 
 The editor's format keeps widget values as a bare list, in the order of the node's inputs, so the names come from the
-running ComfyUI's ``/object_info``. That also checks what a person would see: a node that is not installed, or a saved
-list that no longer fits its node, is an error here.
+running ComfyUI's ``/object_info``. A node that is not installed, or a saved list that no longer fits its node, is an
+error here, because a person would see it as well.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class WorkflowError(Exception):
 
 
 def workflow_to_api(workflow: dict[str, Any], object_info: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The prompt (node id -> class_type and inputs) of a saved workflow.
+    """Returns the prompt (node id -> class_type and inputs) of a saved workflow.
 
-    Muted nodes are left out, bypassed ones hand through the first input of the wanted type, reroutes and primitive
-    nodes are resolved.
+    Muted nodes are left out. Bypassed nodes pass on their first linked input of the output's type. Reroutes and
+    primitive nodes are resolved.
 
     Raises:
         WorkflowError: a node is not installed, its saved values do not fit it, or the workflow uses subgraphs.
@@ -53,7 +53,7 @@ def workflow_to_api(workflow: dict[str, Any], object_info: dict[str, Any]) -> di
 
 
 class _Graph:
-    """The saved nodes by id and links by id."""
+    """The saved nodes and links, by id."""
 
     def __init__(self, workflow: dict[str, Any]) -> None:
         self.nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -65,7 +65,7 @@ class _Graph:
                 self.links[link[0]] = (link[1], link[2])
 
     def source(self, link: int) -> Any:
-        """The value that a link delivers: ``[node id, slot]``, a primitive's value, or None where nothing does."""
+        """Returns what a link delivers: ``[node id, slot]``, a primitive's value, or None if it delivers nothing."""
         node_id, slot = self.links[link]
         node = self.nodes[node_id]
         if node["type"] == "PrimitiveNode":
@@ -83,7 +83,7 @@ class _Graph:
 
 
 def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The node's saved widget values with their input names."""
+    """Yields (input name, saved value) for each widget of the node."""
     saved = node.get("widgets_values") or []
     if isinstance(saved, dict):
         yield from ((name, saved[name]) for name, _, _ in widgets(info) if name in saved)
@@ -116,7 +116,7 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any]) -> Iterator[tuple
 
 
 def _default(options: dict[str, Any], node: dict[str, Any], name: str) -> Any:
-    """Raises WorkflowError for an input without one."""
+    """Returns an input's default value. Raises WorkflowError if it has none."""
     if "default" in options:
         return options["default"]
     choices = options.get("options")
@@ -128,14 +128,14 @@ def _default(options: dict[str, Any], node: dict[str, Any], name: str) -> Any:
 def _inputs_of_choice(
     name: str, chosen: str, options: dict[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The widgets that an option brings, which the editor shows behind it; a prompt calls them `name.input`."""
+    """Yields the widgets that an option adds; the editor shows them after it, and a prompt calls them `name.input`."""
     for option in options["options"]:
         if option["key"] == chosen:
             yield from ((f"{name}.{own}", *rest) for own, *rest in widgets({"input": option["inputs"]}))
 
 
 def widgets(info: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, type and options of the inputs that the editor shows as widgets, in its order."""
+    """Yields (name, type, options) of the inputs that the editor shows as widgets, in its order."""
     for group in ("required", "optional"):
         inputs = info["input"].get(group, {})
         for name in info.get("input_order", {}).get(group, inputs):

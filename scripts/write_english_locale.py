@@ -1,4 +1,4 @@
-"""Write locales/en/nodeDefs.json from the node definitions of a real ComfyUI, so that it says what the schemas say."""
+"""Writes locales/en/nodeDefs.json from the node definitions of a real ComfyUI, so that it agrees with the schemas."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ENGLISH = ROOT / "locales" / "en" / "nodeDefs.json"
 
 
 def own_nodes(object_info: dict[str, Any]) -> dict[str, Any]:
-    """The definitions of this pack's nodes among all of ``/object_info``."""
+    """Returns the definitions of this pack's nodes among all of ``/object_info``."""
     return {name: info for name, info in object_info.items() if info["category"] == CATEGORY}
 
 
 def english(object_info: dict[str, Any]) -> dict[str, Any]:
-    """nodeDefs.json as ComfyUI's page reads it: display name, description, inputs by name, outputs by place."""
+    """Returns nodeDefs.json as ComfyUI's page reads it: name, description, inputs by name, outputs by position."""
     return {name: _texts(info) for name, info in own_nodes(object_info).items()}
 
 
@@ -46,7 +46,7 @@ def _texts(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Asks a ComfyUI of its own; raises SetupError where there is none."""
+    """Starts a ComfyUI and writes the texts of its definitions. Raises SetupError if there is no ComfyUI."""
     comfyui = find_comfyui()
     if comfyui is None:
         raise SetupError("no ComfyUI found: run ./scripts/test once, or set COMFYUI_PATH")

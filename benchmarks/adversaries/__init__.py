@@ -1,3 +1,3 @@
-"""Hostile and odd inputs in numbers, drawn from fixed seeds (benchmarks/adversary.py)."""
+"""Hostile and odd inputs, drawn from fixed seeds, and counts of the failures they cause (benchmarks/adversary.py)."""
 
 import subject  # noqa: F401  puts the tests' support on the path

@@ -1,4 +1,4 @@
-"""What a process has open, by kind: files by their path, sockets by what they are joined to."""
+"""Counts of a process's open descriptors by kind: files by path, sockets by the port that they listen on or reach."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import re
 from collections import Counter
 from pathlib import Path
 
-# How many there are is their clients' business: a front door keeps some open for its next requests.
+# Clients decide how many of these there are: a front door keeps some connections open for its next requests.
 CLIENTS = "TCP connection that its client keeps open"
-_ESTABLISHED, _LISTENS = "01", "0A"  # of a socket's states, <linux/tcp_states.h>
+_ESTABLISHED, _LISTENS = "01", "0A"  # socket states, <linux/tcp_states.h>
 
 
 def kinds_of(pid: int) -> Counter[str]:
-    """How many descriptors of each kind."""
+    """Returns the number of open descriptors of the process `pid`, by kind."""
     sockets = _sockets(pid)
     found: Counter[str] = Counter()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = str(descriptor.readlink())
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
-        kind = re.sub(r"^(socket|pipe|net):.*", r"\1", target)  # without their numbers
+        kind = re.sub(r"^(socket|pipe|net):.*", r"\1", target)  # drops the inode number
         found[sockets.get(target, kind)] += 1
     return found
 
 
 def added(before: Counter[str], after: Counter[str]) -> str:
-    """What `after` has more, in words."""
+    """Returns in words the descriptors that `after` has in addition to those of `before`."""
     more = after - before
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(more.items()))
 
 
 def _sockets(pid: int) -> dict[str, str]:
-    """A description of each TCP socket of the process's network by what its descriptors link to."""
+    """Maps "socket:[inode]" to a description, for each TCP socket in the process's network namespace."""
     rows = []
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")

@@ -1,4 +1,4 @@
-"""Odd machines: what ComfyUI's process finds around it when it starts ranks."""
+"""Odd environments in which ComfyUI's process starts ranks: limits, signals, variables, closed streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fault_injection import CHILDREN_IGNORED, FEW_DESCRIPTORS, ONE_JOB, REAPING_
 
 from .findings import Before, Findings
 
-DEADLINE = 120.0  # s for two small jobs, most of them for the imports
+DEADLINE = 120.0  # s for two small jobs; imports take most of it
 
 SMALL_STACK = """
 import resource
@@ -76,7 +76,7 @@ ENVIRONMENTS = {
 
 
 def run_in_each(folder: Path, findings: Findings) -> None:
-    """A small job in each environment, in a process of its own, and as many at a time as there are cores."""
+    """Runs small jobs in each environment, in a separate process for each, as many at a time as there are cores."""
     before = Before()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         folders = [folder / f"environment {number}" for number in range(len(ENVIRONMENTS))]
@@ -88,7 +88,7 @@ def run_in_each(folder: Path, findings: Findings) -> None:
 
 
 def _run_in(name: str, folder: Path) -> tuple[str, str] | None:
-    """(kind of finding, what was found)"""
+    """Returns (kind of finding, what was found), or None if the jobs succeeded."""
     folder.mkdir()
     with start_script(ENVIRONMENTS[name] + ONE_JOB, folder) as process:
         try:

@@ -1,4 +1,4 @@
-"""What a run of an adversary found, and what a process had before and after it."""
+"""Findings of an adversary run, and the leaks of this process during the run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from parallel_backend.sidecar.group import supervisor
 from parallel_backend.sidecar.group.supervisor import get_supervisor
 from scripted import is_running, ranks_of
 
-PATIENCE = 5.0  # s that dying processes and the kernel get
+PATIENCE = 5.0  # s in which dying processes must end and the kernel must clean up
 
 
 @dataclass
 class Findings:
-    """`prompts`: things tried; of the rest none should be."""
+    """Counts of what a run found. `prompts` counts the attempts; every other count should be 0."""
 
     prompts: int = 0
-    bare_errors: int = 0  # that name our insides instead of the input
+    bare_errors: int = 0  # errors that name our internals instead of the input
     hangs: int = 0
     wrong: int = 0  # results that differ from what they should be
     leaks: int = 0  # descriptors, files, and memory that does not level off
-    survivors: int = 0  # processes
+    survivors: int = 0  # processes that outlived the run
 
     def add(self, kind: str, detail: str) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
@@ -45,8 +45,8 @@ class Findings:
 
 @contextmanager
 def quick_starts() -> Iterator[ForkedSubprocess]:
-    """Inside, while it is `enabled`, ranks are forks of a process that has torch loaded: an import of torch for each of
-    some hundred ranks is else most of the time."""
+    """Makes ranks forks of a process that has torch loaded, inside the block and while the yielded object is `enabled`.
+    Otherwise importing torch in some hundred ranks would take most of the time."""
     forked = ForkedSubprocess(supervisor)
     forked.prepare()
     supervisor.subprocess = forked
@@ -58,10 +58,10 @@ def quick_starts() -> Iterator[ForkedSubprocess]:
 
 
 class Before:
-    """The descriptors and shared memory of this process; `compare` reports what came to stay."""
+    """A snapshot of this process's descriptors and of the files in /dev/shm; `compare` reports what was added since."""
 
     def __init__(self) -> None:
-        get_supervisor()  # lasts as long as the process, with its own descriptor
+        get_supervisor()  # starts it now: it keeps a descriptor as long as this process lives
         self._descriptors, self._shared = _descriptors(), set(Path("/dev/shm").iterdir())
 
     def compare(self, findings: Findings, what: str) -> None:
@@ -82,11 +82,11 @@ class Before:
 
 
 def _descriptors() -> Counter[str]:
-    """What they lead to; sockets and pipes have numbers of their own and count by kind."""
+    """Counts this process's descriptors by link target. Sockets and pipes have numbered targets and count by kind."""
     found: Counter[str] = Counter()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found[str(entry.readlink()).split(":[")[0]] += 1
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of this listing
             continue
     return found

@@ -1,4 +1,4 @@
-"""Model files with damaged headers: each is read or refused in words, in no time and no memory to speak of.
+"""Model files with damaged headers: each must be read or refused in words, quickly and with little memory.
 
 The loader, validation before the queue, the panel's preview, the doctor and the list of models all read a file through
 models/comfyui/model_file.inspect.
@@ -24,8 +24,8 @@ from parallel_backend.models.comfyui.model_file import inspect
 
 from .findings import Findings
 
-MAX_SECONDS = 5  # for one file of some KB, on a machine that does other things too
-MAX_GROWTH = 64 * 2**20  # bytes of this process over all files
+MAX_SECONDS = 5  # for one file of a few KB, on a busy machine
+MAX_GROWTH = 64 * 2**20  # bytes by which this process may grow over all files
 _EXTREMES = (0, 1, 0x7F, 0xFF, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -34,7 +34,7 @@ class _Hang(BaseException):
 
 
 def fuzz_headers(number: int, findings: Findings) -> None:
-    """Half of the files GGUF, half safetensors with a quantised layer, from a fixed seed."""
+    """Reads `number` damaged files from a fixed seed: half GGUF, half safetensors with a quantised layer."""
     draw = random.Random(35)
     before = signal.signal(signal.SIGALRM, _raise_hang)
     try:
@@ -77,7 +77,7 @@ def _raise_hang(*_: object) -> None:
 
 
 def _damaged(content: bytes, draw: random.Random) -> bytes:
-    """One to four changes, most of them in the header."""
+    """Returns `content` with one to four random changes, most of them in the header."""
     changed = bytearray(content)
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(min(len(changed), 1500) or 1)

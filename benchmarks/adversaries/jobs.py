@@ -1,5 +1,5 @@
-"""Random jobs and model calls: any size, prompt and strategy that the checks let through gives one rank's result,
-and ranks that are killed at any moment cost a retry or one error."""
+"""Random jobs: every size, prompt and strategy that passes the checks must give the result of one rank. A rank killed
+at a random moment may only cost a retry or one error."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from scripted import SLOW, scripted_request, scripted_sidecar, two_ranks
 
 from .findings import Before, Findings, quick_starts
 
-TOLERANCE = 1e-5  # of the largest value
+TOLERANCE = 1e-5  # relative to the largest value
 MOST_STEPS = 3
-REAL_START = 10  # of so many killed groups one starts as ComfyUI's do, with an import of torch
+REAL_START = 10  # one in this many killed groups starts as ComfyUI's groups do, with an import of torch
 
 
 def random_request(draw: random.Random) -> SampleRequest:
@@ -57,7 +57,7 @@ def _random_prompt(draw: random.Random) -> Conditioning:
 
 
 def random_strategy(draw: random.Random, size: int) -> ParallelStrategy:
-    """Of `size` ranks, whatever the rules say of it. A pipeline's steps are all warm-up, so that it is exact too."""
+    """Returns a strategy for `size` ranks that may break the rules. Pipelines only warm up, so they are exact."""
     degrees = dict.fromkeys(("data", "cfg", "pipefusion", "ring", "ulysses", "tensor"), 1)
     rest = size
     while rest > 1:
@@ -75,7 +75,7 @@ def random_strategy(draw: random.Random, size: int) -> ParallelStrategy:
 
 
 def compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None:
-    """`count` random jobs and calls on 2, 3 and 4 ranks against one."""
+    """Compares `count` random jobs, a third each on 2, 3 and 4 ranks, with the same jobs on one rank."""
     with quick_starts():
         _compare_strategies(spec, count, findings)
 
@@ -109,7 +109,7 @@ def _compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None
 def _difference(
     draw: random.Random, spec: ModelSpec, one: Sidecar, several: Sidecar, placement: Placement
 ) -> float:
-    """Of a random job by one rank and by several, of the largest value."""
+    """Returns the largest difference of a random job's latents on one rank and on several, over the largest value."""
     request = random_request(draw)
     expected = one.sample(spec, request, Placement()).latent
     found = several.sample(spec, request, placement).latent
@@ -117,7 +117,7 @@ def _difference(
 
 
 def kill_at_random(weights: ModelSpec, count: int, findings: Findings) -> None:
-    """Ranks are killed somewhere between their start and the end of a job."""
+    """Runs `count` jobs, each on ranks of which one is killed at a random moment after their start."""
     draw, request = random.Random(2), scripted_request(SLOW, steps=6)
     with quick_starts() as forked:
         calm = scripted_sidecar()
@@ -136,7 +136,7 @@ def kill_at_random(weights: ModelSpec, count: int, findings: Findings) -> None:
 def _kill_one(
     weights: ModelSpec, request: SampleRequest, expected: Tensor, how: signal.Signals, draw: random.Random
 ) -> Iterator[tuple[str, str]]:
-    """(kind of finding, what was found)"""
+    """Runs a job, kills a rank during it and yields each finding as (kind, what was found)."""
     sidecar = scripted_sidecar(resumes=True)
     sidecar.start()
     killer = threading.Timer(draw.uniform(0.0, 0.6), os.kill, (draw.choice(sidecar.pids), how))

@@ -1,7 +1,7 @@
-"""Hostile prompts: a graph that works, with some inputs replaced by what does not belong there, in the real ComfyUI.
+"""Hostile prompts for the real ComfyUI: working graphs in which some inputs are replaced by values that do not fit.
 
-Half of the graphs sample a Flux; the others PipeFusion on other families, a GGUF file, a batch over devices, and models
-that the nodes of other packs changed.
+About half of the graphs sample a Flux. The others run PipeFusion on other families, a GGUF file, a batch over devices,
+and models changed by nodes of other packs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs import Graph
 
 from .findings import Findings
 
-# What code raises that did not look at its input.
+# Errors of code that did not check its input.
 BARE = (
     "AttributeError",
     "TypeError",
@@ -39,10 +39,10 @@ PACKS = {
     "TestAttentionKernel": {},
     "TestStepCache": {"limit": 0.3, "on_the_edge": False},
 }
-CHANGED = (*OURS, "KSampler", *PACKS)  # whose inputs are replaced
-FAULTS = {"on_the_edge"}  # inputs that have one rank compute another thing, which the tests of packs look at
+CHANGED = (*OURS, "KSampler", *PACKS)  # nodes whose inputs are replaced, by the start of their names
+FAULTS = {"on_the_edge"}  # inputs that make one rank compute something else; the tests of packs cover them
 DEADLINE = 60.0  # s for a prompt of three small steps, once its ranks run
-CHECK_EVERY = 20  # prompts, after which one that works must still give its latent, bit for bit
+CHECK_EVERY = 20  # after this many prompts, a working prompt must still give the same latent, bit for bit
 
 LITERALS = (
     None, "", "x" * 5000, "../../etc/passwd", "cpu:2", "\x00", "ä" * 300, -1, 0, 1, 3.5, 2**31, 2**63, 2**64 - 1, 2**70,
@@ -52,7 +52,7 @@ LITERALS = (
 
 
 class Files:
-    """The files that graphs load, by what they are for."""
+    """The model files that the graphs load."""
 
     def __init__(self, comfy: Comfy) -> None:
         self.comfy = comfy
@@ -63,7 +63,7 @@ class Files:
         gguf_files.write(folder / self.gguf, "Q4_0", tensors=load_file(folder / self.flux))
 
     def draw(self, draw: random.Random) -> Graph:
-        """A working graph that saves its latent."""
+        """Returns a random working graph that saves its latent."""
         kinds = {_flux: 5, _pipeline: 2, _gguf: 1, _batch: 1, _packs: 2}
         (kind,) = draw.choices(list(kinds), list(kinds.values()))
         graph, result = kind(self, draw)
@@ -130,7 +130,7 @@ def _packs(files: Files, draw: random.Random) -> tuple[Graph, list]:
 
 
 class Fuzzed:
-    """One prompt: the working graph, and how it was changed."""
+    """A working graph with up to two inputs replaced, and the list of these changes in words."""
 
     def __init__(self, draw: random.Random, files: Files) -> None:
         self.prompt, self.changes = files.draw(draw).prompt, []
@@ -150,7 +150,7 @@ class Fuzzed:
 
 
 def fuzz_prompts(comfy: Comfy, count: int, findings: Findings) -> None:
-    """`count` prompts in one ComfyUI, which must outlive them, idle ranks and all."""
+    """Runs `count` hostile prompts in one ComfyUI, which must survive them and still give the right latent."""
     draw = random.Random(3)
     files = Files(comfy)
     expected = _good_latent(comfy, files.flux)
@@ -166,7 +166,7 @@ def fuzz_prompts(comfy: Comfy, count: int, findings: Findings) -> None:
                     findings.add("wrong", f"a good prompt after {number + 1} bad ones is off by {off:.1e}")
             except (PromptError, TimeoutError) as error:
                 findings.add("wrong", f"a good prompt after {number + 1} bad ones: {error}")
-    # One group for each set of devices may have come; a descriptor for each prompt may not.
+    # A new group for each set of devices may add descriptors; a prompt may not.
     grown = _descriptors(comfy.server.pid) - descriptors
     if grown > 40:
         findings.add("leaks", f"{grown} descriptors after {count} prompts")
@@ -195,7 +195,7 @@ def _run(comfy: Comfy, fuzzed: Fuzzed, findings: Findings) -> None:
 
 
 def _good_latent(comfy: Comfy, unet: str) -> torch.Tensor:
-    """Its strategy is chosen by hand: `auto` may have learnt of a faster one meanwhile, which rounds otherwise."""
+    """Returns the latent of a working prompt. Its strategy is fixed: `auto` could pick one that rounds differently."""
     graph = Graph()
     loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
     result = graph.parallel_sampler(

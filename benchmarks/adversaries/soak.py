@@ -1,8 +1,7 @@
-"""Many mixed prompts in one ComfyUI: the memory, descriptors and threads of it and of its ranks level off.
+"""Many mixed prompts in one ComfyUI: memory, descriptors and threads of ComfyUI and its ranks must level off.
 
-A round has every kind of prompt once: sizes, samplers, strategies, ways and models in turn, one that is refused, one
-that is cancelled, a decode. A first third of the rounds warms up; what the last third has more than the middle one is a
-leak.
+A round has every kind of prompt once: several sizes, samplers, strategies and models, a refused prompt, a cancelled one
+and a decode. The first third of the rounds warms up. Growth from the middle third to the last third is a leak.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from .descriptors import CLIENTS, added, kinds_of
 from .findings import Findings
 
 DEADLINE = 120.0  # s for a prompt, a load included
-FEWEST_ROUNDS = 9  # three in each third: a connection that is just closing in one of them is no leak
-GROWTH = 0.02  # of memory, from the middle third of the rounds to the last: what a heap may wander
+FEWEST_ROUNDS = 9  # three in each third, so that a connection that is closing in one round is no leak
+GROWTH = 0.02  # share by which memory may grow from the middle third to the last: heaps fluctuate
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process. `memory`: bytes of its own, without what it maps of files; `descriptors`: without connections
-    that clients keep open; `kinds`: of all of them."""
+    """Resources of one process. `memory`: anonymous bytes (RssAnon), without mapped files; `descriptors`: their number
+    without connections that clients keep open; `kinds`: the number of all descriptors, by kind."""
 
     memory: int
     descriptors: int
@@ -55,8 +54,8 @@ class Usage:
 
 
 def soak(comfy: Comfy, rounds: int, findings: Findings) -> None:
-    """`rounds` of mixed prompts, at least FEWEST_ROUNDS."""
-    comfy.client.free()  # ranks of prompts before these
+    """Runs `rounds` rounds of mixed prompts, at least FEWEST_ROUNDS, and reports what grew."""
+    comfy.client.free()  # the models of earlier prompts
     seen: dict[str, list[Usage]] = {}
     prompts = _Mixed(comfy)
     pids: dict[str, int] = {}
@@ -69,7 +68,7 @@ def soak(comfy: Comfy, rounds: int, findings: Findings) -> None:
                 findings.add("hangs", f"soak, {name}")
             except PromptError as error:
                 findings.add("wrong", f"soak, {name}: {error}")
-        comfy.client.clear_history()  # ComfyUI's own memory of what it ran
+        comfy.client.clear_history()  # otherwise ComfyUI's record of past prompts grows
         now = _processes(comfy)
         if number and now != pids:
             findings.add("wrong", f"soak: other processes after round {number}: {now} for {pids}")
@@ -82,7 +81,7 @@ def soak(comfy: Comfy, rounds: int, findings: Findings) -> None:
 
 
 def growth(usages: list[Usage]) -> Iterator[str]:
-    """What the last third of `usages` has more than the middle one, in words; nothing where it levelled off."""
+    """Yields in words what grew from the middle third of `usages` to the last third; nothing if all levelled off."""
     third = len(usages) // 3
     middle, last = usages[third : 2 * third], usages[-third:]
 
@@ -106,7 +105,7 @@ def _processes(comfy: Comfy) -> dict[str, int]:
 
 
 class _Mixed:
-    """A round's prompts, all on cpu:2."""
+    """The prompts of a round, all on cpu:2."""
 
     def __init__(self, comfy: Comfy) -> None:
         self._comfy = comfy
@@ -116,7 +115,7 @@ class _Mixed:
         self._vae = write_vae(vae, FLUX).name
 
     def round(self, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
-        """(name, what runs it) of each prompt; another `seed`, so that ComfyUI answers none from its cache."""
+        """Yields (name, function that runs it) for each prompt. A new `seed` keeps ComfyUI from using its cache."""
         for number, choice in enumerate(
             (
                 {"ulysses": 2},

@@ -1,4 +1,4 @@
-"""The faults of benchmarks/faults.py, by what fails: ranks, jobs, or what surrounds them."""
+"""The cases of benchmarks/faults.py, grouped by what fails: ranks, jobs, or their surroundings."""
 
 import subject  # noqa: F401  # puts the tests' support modules on the path, which the cases import
 

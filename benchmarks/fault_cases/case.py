@@ -1,4 +1,4 @@
-"""A case of benchmarks/faults.py: what it runs on, what it checks, how it is listed."""
+"""The parts of a case of benchmarks/faults.py: what it runs on, what it checks, how it is registered."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ULYSSES = Placement(ParallelStrategy(ulysses_degree=2))
 RING = Placement(ParallelStrategy(ring_degree=2))
 PIPELINE = Placement(ParallelStrategy(pipefusion_degree=2, warmup_steps=2))
 DEVICES = ("cpu:0", "cpu:1")
-READY = 3.0  # s, limit of a restart without its load
+READY = 3.0  # s, limit of a restart without loading a model
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; `limit` None: only measured; `timed`: a limit in seconds, on a quiet machine."""
+    """A checked value. `limit`: None if it is only measured; `timed`: True if it is in seconds, on a quiet machine."""
 
     what: str
     value: float
@@ -38,7 +38,7 @@ class Check:
     timed: bool = False
 
     def passes(self, slowness: float) -> bool:
-        """`slowness`: of the machine while the case ran (pace.py)."""
+        """Returns True if the value is within its limit. `slowness`: of the machine while the case ran (pace.py)."""
         if self.limit is None:
             return True
         return self.value <= self.limit * (slowness if self.timed else 1.0)
@@ -46,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Subject:
-    """The ground that cases run on: a random Flux, a folder, and how much of the long cases."""
+    """The inputs of a case: a random Flux, a folder, the number of jobs of case 15 and of inputs of case 16."""
 
     flux: ModelSpec
     folder: Path
@@ -54,7 +54,7 @@ class Subject:
     inputs: int
 
     def fired(self) -> Path:
-        """A file that is not there yet, for a fault to leave as it fires."""
+        """Returns the path of a file that does not exist yet; a fault creates it when it fires."""
         return Path(tempfile.mkdtemp(dir=self.folder)) / "fired"
 
     @property
@@ -75,12 +75,12 @@ def case(number: str, title: str) -> Callable[[Case], Case]:
 
 
 def true(what: str, fact: bool) -> Check:
-    """A check of a fact: 0 is as it should be."""
+    """Returns a check of a fact: its value is 0 if the fact holds."""
     return Check(what, 0.0 if fact else 1.0, 0.0)
 
 
 def within(what: str, seconds: float, limit: float) -> Check:
-    """A check of a time."""
+    """Returns a check of a time in seconds."""
     return Check(what, seconds, limit, timed=True)
 
 
@@ -111,7 +111,7 @@ def after_a_fault(
     words: str = "",
     allowed: float = 0.0,
 ) -> Iterator[Check]:
-    """A job meets a fault: how long until the error, until the next job can run, and whether its bits are the same."""
+    """Runs a job with a fault. Checks the time to the error and to ready, and that two later jobs are bit-equal."""
     fired, caught = subject.fired(), None
     with ranks() as sidecar:
         with fault(kind, point, step=2, once=fired):
@@ -137,7 +137,7 @@ def after_a_fault(
 
 
 def error_of(call: Callable[[], object], kind: type[ParallelError] = ParallelError) -> str:
-    """The words of the one error that `call` raises; empty when it raises none, or another."""
+    """Returns the message of the error of type `kind` that `call` raises, or "" if it raises none."""
     try:
         call()
     except kind as error:

@@ -1,4 +1,4 @@
-"""Ranks and their parent that die or hang, and jobs that go on after it."""
+"""Fault cases in which ranks or their parent die or hang, and the jobs after that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that are cancelled, many, at once, or sleep between; hostile input."""
+"""Fault cases of jobs: cancelled, many in a row, several at once, before and after a sleep, and with hostile input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cancels(subject: Subject) -> Iterator[Check]:
                 if step == after:
                     at.append(time.perf_counter())
                     sidecar.cancel()
-                    sidecar.cancel()  # twice is once
+                    sidecar.cancel()  # a second cancel changes nothing
 
             error_of(
                 lambda on_step=on_step: sidecar.sample(
@@ -123,7 +123,7 @@ def many_jobs(subject: Subject) -> Iterator[Check]:
     with random_flux(heads=2, double_blocks=1, single_blocks=2) as other, ranks() as sidecar:
         begun = time.perf_counter()
         for number in range(subject.jobs):
-            # A model and its split stay for four jobs: a load of this little model takes longer than a job.
+            # The model changes every eight jobs and the strategy every four: a load takes longer than a small job.
             spec = (subject.flux, other)[number // 8 % 2]
             placement = (ULYSSES, RING)[number // 4 % 2]
             sidecar.sample(spec, shape[number % 2], placement)
@@ -177,7 +177,7 @@ def hostile(subject: Subject) -> Iterator[Check]:
 def parse_many(
     inputs: st.SearchStrategy[bytes], parse: Callable[[bytes], None], most: int
 ) -> tuple[int, str]:
-    """(the number of inputs that were parsed, the first error that is no refusal)."""
+    """Returns (the number of inputs that were parsed, the first error that is no refusal, or "" without one)."""
     tried = 0
 
     @settings(max_examples=most, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -230,7 +230,7 @@ def sleep(subject: Subject) -> Iterator[Check]:
 
 
 def usage(sidecar: Sidecar) -> dict[str, float]:
-    """Descriptors and processes of this process, and resident memory of it and its ranks."""
+    """Returns this process's descriptors and rank processes, and the anonymous memory of it and its ranks in MiB."""
     found = {
         "descriptors": float(len(os.listdir("/proc/self/fd"))),  # noqa: PTH208, names are enough
         "processes": float(len(ranks_of(os.getpid()))),
@@ -240,6 +240,6 @@ def usage(sidecar: Sidecar) -> dict[str, float]:
 
 
 def resident(pid: int) -> float:
-    """MiB of memory of the process' own; what it maps of weights' files belongs to the page cache."""
+    """Returns the process's anonymous memory in MiB. Mapped weight files belong to the page cache and do not count."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))

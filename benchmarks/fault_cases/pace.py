@@ -1,4 +1,4 @@
-"""How much slower than alone a process runs now, measured beside a case by one that does nothing else."""
+"""A process that measures, while a case runs, how much slower it is than on a quiet machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import Synchronized
 
-PAUSE, WORK = 0.05, 0.01  # s between two beats, and of a processor's time for one
+PAUSE, WORK = 0.05, 0.01  # s between two beats; s of processor time for one
 
 
 class Pace:
-    """`slowness`: wall seconds of a beat over those that it takes alone, the slowest since the last `reset`; 1 on a
-    quiet machine. A limit in seconds holds times this."""
+    """The slowness of the machine. `slowness`: wall seconds of the slowest beat since the last `reset`, divided by
+    those on a quiet machine; at least 1. Limits in seconds are multiplied by it."""
 
     def __init__(self, slowest: Synchronized[float]) -> None:
         self._slowest = slowest

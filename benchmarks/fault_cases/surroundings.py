@@ -1,4 +1,4 @@
-"""Starts that cannot succeed, and machines that are narrow, old or shared."""
+"""Fault cases of starts that cannot succeed, and of machines with few resources, old versions or other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node for benchmarks/overhead.py: times a job in ComfyUI's own process, again and again."""
+"""A node for benchmarks/overhead.py that times repeated runs of a job in ComfyUI's process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import comfy.sample
 import folder_paths
 import torch
 
-RECORD = "parallel_record"  # of a MODEL's options: where the pack notes what a run took
+RECORD = "parallel_record"  # the key of a MODEL's options under which the pack records the times of a run
 
 
 class BenchJob:
-    """Samples `runs` times. Writes for each what it took (s) and the seconds of its steps, which a stock model is timed
-    by from one step's end to the next."""
+    """Samples `runs` times after three warm-up runs. Writes the seconds of each run and of its steps. The steps of a
+    stock model are timed from one step's end to the next."""
 
     CATEGORY, FUNCTION, RETURN_TYPES, OUTPUT_NODE = "parallel/benchmarks", "run", (), True
 

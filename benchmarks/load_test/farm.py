@@ -1,4 +1,4 @@
-"""Several real ComfyUIs behind HAProxy with deploy/haproxy.cfg, or side by side where there is none."""
+"""Several real ComfyUIs behind HAProxy with deploy/haproxy.cfg, or without it if it is not installed."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ NAMES = "abcdefgh"
 
 @dataclass
 class Farm:
-    """Running ComfyUIs. `door`: None where programs talk to them directly, one after the other."""
+    """Running ComfyUIs. `door`: None if programs talk to the ComfyUIs directly, in turn."""
 
     servers: dict[str, ComfyUIServer]
     door: FrontDoor | None
     _turn: Iterator[int] = field(default_factory=itertools.count)
 
     def client(self) -> aiohttp.ClientSession:
-        """A program's session of one prompt: with the ComfyUI that the front door chooses."""
+        """Returns a session for one prompt, with the ComfyUI that the front door chooses, or with the next in turn."""
         turn = next(self._turn)
         if self.door is not None:
             return self.door.client(token=self.door.tokens[turn % len(self.door.tokens)])
         return aiohttp.ClientSession(list(self.servers.values())[turn % len(self.servers)].url)
 
     def usages(self) -> dict[str, Usage]:
-        """Of each ComfyUI and each rank."""
+        """Returns the usage of each ComfyUI and each rank, by name."""
         found = {}
         for name, server in self.servers.items():
             found[f"ComfyUI {name}"] = Usage.of(server.pid)
@@ -51,7 +51,7 @@ class Farm:
         return found
 
     def loads(self) -> tuple[int, int]:
-        """How often ranks loaded a model for a prompt that waited for it, and ahead of one."""
+        """Returns how often ranks loaded a model while a prompt waited for it, and how often ahead of a prompt."""
         counted = {"sample": 0, "preload": 0}
         for server in self.servers.values():
             loaded = 0
@@ -72,7 +72,7 @@ def _is_rank(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def farm(folder: Path, instances: int, arguments: list[str]) -> Iterator[Farm]:
-    """`instances` ComfyUIs with these arguments, until the block ends."""
+    """Starts `instances` ComfyUIs with these command-line arguments and stops them when the block ends."""
     servers = {}
     for name in NAMES[:instances]:
         base = folder / name
@@ -85,7 +85,7 @@ def farm(folder: Path, instances: int, arguments: list[str]) -> Iterator[Farm]:
             yield Farm(servers, door)
         return
     with contextlib.ExitStack() as running:
-        # Its threads last as long as the ComfyUIs, which end with the thread that started them.
+        # A ComfyUI ends with the thread that started it, so the pool's threads must last as long.
         together = running.enter_context(ThreadPoolExecutor(len(servers)))
         for server in servers.values():
             running.callback(server.stop)

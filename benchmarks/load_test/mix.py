@@ -1,5 +1,5 @@
-"""The prompts of the load test: pictures of three models in three sizes, drawn again and again from a small set, so
-that each one's latent is known."""
+"""The prompts of the load test: pictures of three models in three sizes. They are drawn from a small set, so that each
+one's latent is known."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ MODELS = ("demo", "other", "third")
 SIZES = ((64, 64), (128, 128), (96, 160))  # pixels
 SEEDS = range(4)
 STEPS = 4
-CANCELLED = 0.05  # of the prompts
-_TURNS = MODELS[
-    1:
-]  # of which nothing is left in ComfyUI when another one runs; the demo's text encoder stays
+CANCELLED = 0.05  # share of the prompts
+_TURNS = MODELS[1:]  # ComfyUI keeps nothing of these when another runs, but the demo's text encoder
 _CHANGED, _BY = "final_layer.linear.weight", {"other": 0.9, "third": 0.8}
-_FIRST_THRESHOLD = 0.001  # of a step cache that is off: it changes nothing but ComfyUI's cache key
+_FIRST_THRESHOLD = 0.001  # the step cache is off, so its threshold only changes ComfyUI's cache key
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One of the set."""
+    """A picture of the set: its model, its size in pixels and its seed."""
 
     model: str
     width: int
@@ -38,7 +36,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Order:
-    """A prompt to send: `number` of it, whether somebody cancels it."""
+    """A prompt to send. `number`: unique in a run; `cancelled`: True if its program cancels it."""
 
     number: int
     picture: Picture
@@ -49,7 +47,7 @@ ALL = tuple(Picture(model, *size, seed) for model, size, seed in itertools.produ
 
 
 def orders(count: int, *, alternate: bool) -> list[Order]:
-    """The same for each run. `alternate`: each has another model than the one before it, and none is cancelled."""
+    """Returns the same prompts for each run. `alternate`: each has another model than the last; none is cancelled."""
     draw = random.Random(17)
     found = []
     for number in range(count):
@@ -60,7 +58,7 @@ def orders(count: int, *, alternate: bool) -> list[Order]:
 
 
 def write_models(base_directory: Path) -> None:
-    """The others among ComfyUI's own: the demo's, a little changed."""
+    """Writes the two other models into ComfyUI's folder: the demo model with one weight scaled."""
     tensors = load_file(ROOT / "demo_model" / "transformer.safetensors")
     folder = base_directory / "models" / "diffusion_models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,9 +67,9 @@ def write_models(base_directory: Path) -> None:
 
 
 def graph_of(picture: Picture, number: int, ranks: int) -> dict:
-    """A prompt that ComfyUI runs anew whatever it has run before; saves the latent and the picture."""
+    """Returns a prompt that saves latent and picture. A new `number` keeps ComfyUI from using its cache."""
     graph = Graph()
-    # By hand: `auto` tries strategies first, and which one it keeps on a CPU changes from run to run.
+    # Chosen by hand: `auto` tries strategies first, and its choice on a CPU changes from run to run.
     strategy = graph.strategy(f"cpu:{ranks}", ulysses=ranks)
     demo = graph.add("ParallelDemoLoader", strategy=strategy)
     loader = demo
@@ -96,6 +94,6 @@ def graph_of(picture: Picture, number: int, ranks: int) -> dict:
 
 
 def saved_latent(outputs: dict) -> dict[str, str]:
-    """Where it is, of a prompt's outputs in ComfyUI's history."""
+    """Returns where the latent was saved, from a prompt's outputs in ComfyUI's history."""
     found: Iterator[dict] = (one for output in outputs.values() for one in output.get("latents", ()))
     return next(found)

@@ -16,14 +16,14 @@ from safetensors.torch import load
 from .farm import Farm
 from .mix import Order, Picture, graph_of, saved_latent
 
-DEADLINE = 600.0  # s for one prompt, on a machine that does much else
+DEADLINE = 600.0  # s for one prompt, on a busy machine
 _POLL = 0.2  # s
-EXACT = 1e-5  # of the largest value
+EXACT = 1e-5  # relative to the largest value
 
 
 @dataclass
 class Tally:
-    """What became of the prompts. `seconds`: from the sending to the end; `busy`: in which ComfyUI ran prompts."""
+    """The outcome of the prompts. `seconds`: from sending to end, of each done; `busy`: seconds of running prompts."""
 
     seconds: list[float] = field(default_factory=list)
     busy: float = 0.0
@@ -31,7 +31,7 @@ class Tally:
     wrong: list[Picture] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     wall: float = 0.0
-    answers: Counter[str] = field(default_factory=Counter)  # to questions that have another one
+    answers: Counter[str] = field(default_factory=Counter)  # HTTP failures, and what became of lost prompts
 
 
 async def run_all(
@@ -42,7 +42,7 @@ async def run_all(
     programs: int,
     passed: Callable[[int], None] = lambda count: None,
 ) -> Tally:
-    """Sends every order by so many programs at a time; `passed` is told how many have ended."""
+    """Sends every order, with `programs` programs at a time. `passed`: called with the number that have ended."""
     tally, waiting = Tally(), iter(orders)
     began = time.monotonic()
     await asyncio.gather(*(_program(farm, waiting, known, ranks, tally, passed) for _ in range(programs)))
@@ -60,7 +60,7 @@ async def _program(
 ) -> None:
     for order in orders:
         async with farm.client() as client:
-            sent = time.time()  # as ComfyUI's own times of its history
+            sent = time.time()  # the clock of ComfyUI's history
             prompt_id = await _send(client, order, ranks)
             if order.cancelled:
                 await _cancel(client, prompt_id)
@@ -69,12 +69,12 @@ async def _program(
                 tally.answers[await _whereabouts(farm, client, prompt_id)] += 1
             await _judge(client, order, prompt_id, entry, sent, known, tally)
             async with client.post("/history", json={"delete": [prompt_id]}):
-                pass  # as a program does that has its picture; ComfyUI keeps thousands
+                pass  # as a program does once it has its picture; ComfyUI keeps thousands of entries
         passed(tally.ends.total())
 
 
 async def _whereabouts(farm: Farm, client: aiohttp.ClientSession, prompt_id: str) -> str:
-    """Of a lost prompt: who knows it, and where the session asked."""
+    """Returns which ComfyUI knows a lost prompt, and which one the session asked."""
     asked = ",".join(f"{cookie.key}={cookie.value}" for cookie in client.cookie_jar) or "anybody"
     for name, server in farm.servers.items():
         async with aiohttp.ClientSession(server.url) as direct:
@@ -95,7 +95,7 @@ async def _send(client: aiohttp.ClientSession, order: Order, ranks: int) -> str:
 
 
 async def _cancel(client: aiohttp.ClientSession, prompt_id: str) -> None:
-    """Whether it waits or runs; what has ended stays as it is."""
+    """Cancels the prompt if it waits or runs; a prompt that has ended does not change."""
     await asyncio.sleep(_POLL)
     async with client.post("/queue", json={"delete": [prompt_id]}):
         pass
@@ -104,8 +104,8 @@ async def _cancel(client: aiohttp.ClientSession, prompt_id: str) -> None:
 
 
 async def _wait(client: aiohttp.ClientSession, prompt_id: str, answers: Counter[str]) -> dict | None:
-    """Its history once it has ended; None where the ComfyUI that took it does not know it any more. `answers`: other
-    answers than 200, counted; no ComfyUI ends here, so one that is busy is asked again."""
+    """Returns the prompt's history entry once it has ended, or None if its ComfyUI lost it or DEADLINE has passed.
+    `answers`: counts answers other than 200. No ComfyUI ends during the test, so a busy one is asked again."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         queue = await _look(client, "/queue", answers)
@@ -116,7 +116,7 @@ async def _wait(client: aiohttp.ClientSession, prompt_id: str, answers: Counter[
         if prompt_id in history:
             return history[prompt_id]
         if prompt_id not in {item[1] for items in queue.values() for item in items}:
-            return None  # looked up before the history was: it cannot have ended in between
+            return None  # the queue was read first: had the prompt ended since, the history would have it
         await asyncio.sleep(_POLL)
     return None
 
@@ -160,24 +160,24 @@ async def _judge(
 
 
 async def latent_of(client: aiohttp.ClientSession, entry: dict) -> torch.Tensor:
-    """That a prompt has saved."""
+    """Returns the latent that a prompt saved."""
     async with client.get("/view", params=saved_latent(entry["outputs"])) as answer:
         return load(await answer.read())["latent_tensor"]
 
 
 def differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """By more than the order of a sum explains."""
+    """Returns True if the latents differ by more than the order of a sum explains."""
     if found.shape != expected.shape:
         return True
     return not bool((found - expected).abs().max() <= EXACT * expected.abs().max())
 
 
 async def references(farm: Farm, pictures: tuple[Picture, ...], ranks: int) -> dict[Picture, torch.Tensor]:
-    """The latent of each, computed by one device of the first ComfyUI alone."""
+    """Returns the latent of each picture, computed by the first ComfyUI alone on `ranks` devices."""
     found = {}
     async with aiohttp.ClientSession(next(iter(farm.servers.values())).url) as client:
         for number, picture in enumerate(pictures):
-            # Other numbers than the orders have: else ComfyUI would answer an order from its cache.
+            # Numbers that no order has. Otherwise ComfyUI would answer an order from its cache.
             prompt_id = await _send(client, Order(-1 - number, picture, cancelled=False), ranks)
             entry = await _wait(client, prompt_id, Counter())
             if entry is None or not entry["status"]["completed"]:

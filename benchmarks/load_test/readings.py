@@ -1,4 +1,4 @@
-"""What the numbers of a run say: percentiles, and what a ComfyUI or a rank has more at the end."""
+"""Percentiles of a run's times, and growth of the memory and descriptors of ComfyUIs and ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from adversaries.soak import MIB, Usage, growth
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed (nearest rank); 0.0 of none."""
+    """Returns the smallest value that at least `share` of them do not exceed (nearest rank); 0.0 without values."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)] if ordered else 0.0
 
 
 def grown_mib(seen: Mapping[str, Sequence[Usage]]) -> float:
-    """MiB that all processes together have more in the last third of their readings than in the middle one."""
+    """Returns the MiB by which all processes grew together from the middle third of their readings to the last one."""
     total = 0.0
     for usages in seen.values():
         third = len(usages) // 3
@@ -26,7 +26,7 @@ def grown_mib(seen: Mapping[str, Sequence[Usage]]) -> float:
 
 
 def leaks(seen: Mapping[str, Sequence[Usage]]) -> list[str]:
-    """The memory and the descriptors that did not level off, in words (adversaries.soak.growth). Threads do so late:
-    ComfyUI's server starts a few of its own whenever more routes than before are asked at once."""
+    """Returns in words the memory and descriptors that did not level off (adversaries.soak.growth). Threads level off
+    late: ComfyUI's server starts a few whenever more routes than before are requested at once."""
     found = [(name, words) for name, usages in seen.items() for words in growth(list(usages))]
     return [f"{name}: {words}" for name, words in found if not words.startswith("threads")]

@@ -17,7 +17,7 @@ _DIRECTION = {"left of": (-1.0, 0.0), "right of": (1.0, 0.0), "above": (0.0, -1.
 
 
 def draw(scene: Scene, rng: random.Random) -> Tensor:
-    """[3, SIZE, SIZE] float32 in 0..1; places and sizes vary a little."""
+    """Returns the scene as [3, SIZE, SIZE] float32 in 0..1; places and sizes vary a little."""
     image = torch.tensor(BACKGROUND).view(3, 1, 1).expand(3, SIZE, SIZE).clone()
     middle = SIZE / 2
     if scene.second is None or scene.relation is None:
@@ -40,7 +40,7 @@ def _paint(image: Tensor, thing: Thing, x: float, y: float, rng: random.Random) 
 
 
 def signed_distance(shape: str, x: float, y: float, radius: float) -> Tensor:
-    """[SIZE, SIZE]: distance in pixels to the outline, negative inside; areas of the shapes are similar."""
+    """Returns [SIZE, SIZE] distances in pixels to the outline, negative inside; the shapes have similar areas."""
     axis = torch.arange(SIZE) + 0.5
     u, v = (axis - x).view(1, SIZE), (axis - y).view(SIZE, 1)
     if shape == "circle":

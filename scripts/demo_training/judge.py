@@ -1,4 +1,4 @@
-"""Reads a picture back: which things are where. Written against drawings only; it never sees the model."""
+"""Finds in a picture which things are where. It was written for drawings only and never sees the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_OVERLAP = 0.75
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judgement of a picture by its parts; `right` is all of it."""
+    """A judgement of a picture by its parts. `right`: True if all parts are right."""
 
     colours: bool
     shapes: bool
@@ -55,7 +55,7 @@ def _relation_holds(scene: Scene, found: dict[str, tuple[str, float, float]]) ->
 
 
 def find_things(image: Tensor) -> dict[str, tuple[str, float, float]]:
-    """{colour: (shape, x, y)} of every colour that covers enough pixels; x, y in pixels."""
+    """Returns {colour: (shape, x, y)} for every colour that covers enough pixels; x, y in pixels."""
     palette = torch.tensor([BACKGROUND, *COLOURS.values()])
     distance = (image.permute(1, 2, 0).unsqueeze(2) - palette).square().sum(-1)
     nearest = distance.argmin(-1)
@@ -77,10 +77,10 @@ def _without_thin_lines(mask: Tensor) -> Tensor:
 
 
 def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
-    """The shape whose outline of the same area and centre overlaps best (at least _LEAST_OVERLAP)."""
+    """Returns the shape whose outline of equal area and centre overlaps best, or "?" below _LEAST_OVERLAP."""
     scores = {}
     for shape in SHAPES:
-        # Area grows with the square of the radius; a template's own centre of mass is moved onto (x, y).
+        # Area grows with the square of the radius; the template's centre of mass is moved onto (x, y).
         unit = (signed_distance(shape, SIZE / 2, SIZE / 2, 20.0) < 0).float()
         axis = torch.arange(SIZE) + 0.5
         shift_y = ((unit.sum(1) * axis).sum() / unit.sum()).item() - SIZE / 2
@@ -94,5 +94,5 @@ def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
 
 
 def describe(image: Tensor) -> list[Thing]:
-    """The things found, for a person to read."""
+    """Returns the things found, for a person to read."""
     return [Thing(colour, shape) for colour, (shape, _, _) in find_things(image).items()]
