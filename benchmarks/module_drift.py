@@ -1,6 +1,6 @@
 """PipeFusion of a random Wan and a random Flux on two stages: difference from the exact latent, and time of a step.
 
-    python benchmarks/module_drift.py [--only drift,times] [--models wan,flux] [--rounds 3] [--json]
+    python benchmarks/module_drift.py [--only drift times] [--models wan flux] [--rounds 3] [--json]
 
 - drift: the latent after 20 Euler steps at CFG 2.5 of a tiny model with random weights, by the number of warm-up steps,
   against the latent after warm-up steps only;
@@ -61,14 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="drift,times", help="one of the two, or both with a comma between")
-    parser.add_argument("--models", default=",".join(SUBJECTS), help="some of these, with commas between")
+    parser.add_argument("--only", nargs="+", default=["drift", "times"], choices=["drift", "times"])
+    parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
-        for model in args.models.split(","):
+        for model in args.models:
             print(model)
             if "drift" in args.only:
                 result[f"{model} drift"] = measure_drift(SUBJECTS[model], Path(name))
