@@ -36,22 +36,13 @@ def token_grid(height: int, width: int) -> tuple[int, int]:
     return -(-height // PATCH), -(-width // PATCH)
 
 
-def image_ids(
-    height: int, width: int, device: torch.device | None = None, place: Tensor | None = None
-) -> Tensor:
-    """Returns [N, 3] float32: (0, row, column) of each token, in the order of `pack`.
-
-    `place` [5]: (index, row, column) of the first token, then the distances between rows and between columns.
-    """
+def image_ids(height: int, width: int, device: torch.device | None = None) -> Tensor:
+    """Returns [N, 3] float32: (0, row, column) of each token, in the order of `pack`."""
     rows, columns = token_grid(height, width)
     ids = torch.zeros(rows, columns, 3, device=device)
     ids[..., 1] = torch.arange(rows, device=device).unsqueeze(1)
     ids[..., 2] = torch.arange(columns, device=device)
-    ids = ids.reshape(rows * columns, 3)
-    if place is None:
-        return ids
-    first, apart = place.to(ids).split([3, 2])
-    return first + torch.cat([ids[:, :1], ids[:, 1:] * apart], dim=1)
+    return ids.reshape(rows * columns, 3)
 
 
 def text_ids(tokens: int, device: torch.device | None = None) -> Tensor:

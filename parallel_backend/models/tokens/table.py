@@ -134,13 +134,9 @@ def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
     if entry is None or entry.bands:
         return state_of(class_name)
     given = {name for name, value in kwargs.items() if value is not None} - {"transformer_options"}
-    unusual = unusual_options(kwargs.get("transformer_options") or {})
-    return STAY if given <= entry.stays_with and not unusual else BLOCK
-
-
-def unusual_options(options: Mapping[str, Any]) -> set[str]:
-    """Returns the names of set transformer_options that ComfyUI's samplers do not set for every model."""
-    return {name for name in set(options) - _USUAL_OPTIONS if _is_set(options[name])}
+    options = kwargs.get("transformer_options") or {}
+    is_usual = not any(_is_set(options[name]) for name in set(options) - _USUAL_OPTIONS)
+    return STAY if given <= entry.stays_with and is_usual else BLOCK
 
 
 def entry_of(class_name: str) -> ModuleClass | None:
@@ -353,11 +349,5 @@ TABLE: Mapping[str, ModuleClass] = {
 # Modules of other libraries behind the signature of one of ComfyUI's (models/diffusers/). The test suite proves them:
 # they do not depend on ComfyUI's sources.
 ADAPTERS: Mapping[str, ModuleClass] = {
-    "DiffusersFlux": ModuleClass(
-        "",
-        (DIFFUSERS_FLUX,),
-        frozenset(
-            {"context", "y", "guidance", "ref_latents", "ref_latents_method", "control", "attention_mask"}
-        ),
-    ),
+    "DiffusersFlux": ModuleClass("", (DIFFUSERS_FLUX,), frozenset({"context", "y", "guidance"})),
 }

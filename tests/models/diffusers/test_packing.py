@@ -68,8 +68,3 @@ def test_packing_keeps_the_dtype(dtype):
 def test_text_has_no_position():
     assert torch.equal(text_ids(7), torch.zeros(7, 3))
     assert text_ids(0).shape == (0, 3)
-
-
-def test_ids_begin_at_a_place_and_lie_apart_as_it_says():
-    ids = image_ids(4, 6, place=torch.tensor([2.0, -1.0, 3.0, 0.5, 2.0]))
-    assert ids.tolist() == [[2, row, column] for row in (-1, -0.5) for column in (3, 5, 7)]
