@@ -10,6 +10,7 @@ import pytest
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
+from comfyui_server import ComfyUIServer
 from lora_files import write_loras
 from pages import wait_for_extensions
 from parallel_backend.options import COMPILE_BACKEND
@@ -39,6 +40,13 @@ _CLEAR = """async () => {
 }"""
 
 
+def _check_nothing_is_left(server: ComfyUIServer) -> None:
+    """Fails if a process outlives ComfyUI, or if it or a rank found a model that had lost its patcher."""
+    assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
+    leaks = [line for line in server.log.read_text().splitlines() if "WARNING, memory leak" in line]
+    assert leaks == []
+
+
 @pytest.fixture(scope="session")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     """The shared ComfyUI, whose ranks are forks. None of its processes may be left after the last test."""
@@ -53,7 +61,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
-    assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
+    _check_nothing_is_left(server)
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +91,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     server = start_comfyui(base, environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url))
-    assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
+    _check_nothing_is_left(server)
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +112,7 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
     server = start_comfyui(base, pack_folder="comfyui-parallel-sampling", environment=environment)
     with server:
         yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
+    _check_nothing_is_left(server)
 
 
 @pytest.fixture(scope="session")

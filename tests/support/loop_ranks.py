@@ -12,6 +12,7 @@ from parallel_backend.options import DEFAULT_COMPUTE
 from parallel_backend.rank.jobs.reader import JobReader
 from parallel_backend.rank.outcome import progress
 from parallel_backend.rank.outcome.progress import RequestLink
+from parallel_backend.rank.work.held_models import HeldModel
 from parallel_backend.rank.work.job import Jobs
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.requests import Placement
@@ -55,12 +56,13 @@ class LoopRanks:
 
     def make_forward(self, strategy):
         if strategy.weights not in self.models:
-            model = self.models[strategy.weights] = load_under(self._spec, self._layouts, strategy)
+            model = load_under(self._spec, self._layouts, strategy)
+            self.models[strategy.weights] = HeldModel(model)
             if (device := active()) is not None:
                 device.put(model.patcher.model)  # mapped weights were not copied to the device
                 model.patcher.load_device = DEVICE
         placement = Placement(strategy, compute_options=self._computing)
-        return make_module_forward(self.models[strategy.weights], self._layouts, placement)
+        return make_module_forward(self.models[strategy.weights].model, self._layouts, placement)
 
     def _forward_under(self, strategy):
         if strategy not in self._forwards:
@@ -82,6 +84,7 @@ class LoopRanks:
         tensors = ship(self._spec, job).tensors(None) | ({} if state is None else state_tensors(state))
         placement = Placement(strategy, compute_options=self._computing)
         asked = RunJob(placement, steps, previews=True, states=True, **message)
-        model = self._forward_under(strategy).model
-        result, run = self._jobs.run(model, asked, tensors, boundary, self._forward_under)
+        self._forward_under(strategy)
+        held = self.models[strategy.weights]
+        result, run = self._jobs.run(held, asked, tensors, boundary, self._forward_under)
         return result["latent"], run, parent

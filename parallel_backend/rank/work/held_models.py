@@ -24,12 +24,14 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
 
 
 class HeldModel:
-    """The model of a file. `moved_out`: its chunks that are in host memory or in the mapped file for now."""
+    """The model of a file. `moved_out`: its chunks that are in host memory or in the mapped file for now; `of_jobs`:
+    its job.ModelOfJobs, None before the first job. Nothing else may hold that: it would outlive the model."""
 
     def __init__(self, model: ModuleModel) -> None:
         self.model = model
         self.moved_out: list[torch.nn.Module] = []
         self.forwards: dict[Placement, ModuleForward] = {}
+        self.of_jobs: object | None = None
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
         """Returns the record of its load on this rank's device, which took `seconds`."""
@@ -125,6 +127,8 @@ def import_for(spec: ModelSpec, device: torch.device, *, holds_nothing: bool) ->
 
     registry.import_for(spec, device)
     if holds_nothing:
+        if gc.get_freeze_count():  # a rank may have dropped models since; the first time there were none
+            gc.collect()
         gc.freeze()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.mapped import find_in
 from ...models.comfyui.jobs.packages import Packages
-from ...models.comfyui.jobs.patchers import root_patcher
+from ...models.comfyui.jobs.patchers import loaded_patchers, root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
 from ...requests import InputShapes
 from ...sampling.host_copy import NumbersCheck, most_lag
@@ -38,6 +37,7 @@ from ..pipefusion.job_flow import JobFlow
 from ..pipefusion.patch_flow import NO_FLOW
 from .answers import Answers
 from .call_mode import NetworkState, foreign_code
+from .held_models import HeldModel
 from .meeting import ModuleMeeting, lead_calls
 from .run_record import run_record
 from .step_boundary import StepBoundary
@@ -53,7 +53,7 @@ _READ = (
 )
 
 
-class _JobModel:
+class ModelOfJobs:
     """A held model as jobs use it (a reader.NamedModel): its patcher, and its state when it was loaded."""
 
     def __init__(self, model: ComfyUIModel) -> None:
@@ -65,13 +65,16 @@ class _JobModel:
             network.__dict__["state_dict"] = _refusing_state(network)
         self.state = NetworkState(network, model.regions)
         self.original = Original(self.base)
-        # ComfyUI reports a model whose patcher is gone as a leak, collects all garbage, and fails if a ControlNet asks
-        # which models are loaded. It forgets this patcher when it loads that of the next job.
-        self.last_patcher: object = None
+        self._loaded: list[object] = []
 
     @property
     def base(self) -> Any:
         return self.patcher.model
+
+    def hold_loaded(self) -> None:
+        """Holds the job's patchers that ComfyUI lists as loaded, until the next job. ComfyUI reports a model without
+        its patcher as a leak, collects all garbage before each load, and fails if a ControlNet asks what is loaded."""
+        self._loaded = loaded_patchers(self.base)
 
     def find(self, word: tuple[Any, ...]) -> Any:
         """Returns the module or weight that a pickle names."""
@@ -91,22 +94,22 @@ def _refusing_state(network: nn.Module) -> Callable[..., Any]:
 
 
 class Jobs:
-    """Runs jobs, and keeps a _JobModel of each model that they use."""
+    """Runs jobs over the models that the rank holds."""
 
     def __init__(self, layouts: Layouts, reader: JobReader) -> None:
         self._layouts, self._reader = layouts, reader
-        self._models: weakref.WeakKeyDictionary[ComfyUIModel, _JobModel] = weakref.WeakKeyDictionary()
         self._are_unlike: bool | None = None  # True if the ranks' cards are unlike; found at the first job
 
     def run(
         self,
-        model: ComfyUIModel,
+        held: HeldModel,
         message: RunJob,
         tensors: Tensors,
         on_step: StepBoundary,
         forward_under: Callable[[ParallelStrategy], ModuleForward],
     ) -> tuple[Tensors, RankRun]:
-        """Runs the job with the other ranks; returns (answer, record). Rank 0's answer counts. Collective."""
+        """Runs a job over a model of ComfyUI's with the other ranks; returns (answer, record). Rank 0's answer counts.
+        Collective."""
         started, placement = time.perf_counter(), message.placement
         assert placement is not None, "a model of a file has one"
         world = self._layouts.world
@@ -122,11 +125,13 @@ class Jobs:
         if message.trials:
             trials = TrialRun(placement.strategy, message.trials, message.steps)
             switching = Switching(world, trials, use, on_step)
-        held = self._models.get(model) or self._models.setdefault(model, _JobModel(model))
+        if not isinstance(held.of_jobs, ModelOfJobs):
+            held.of_jobs = ModelOfJobs(cast("ComfyUIModel", held.model))
+        model = held.of_jobs
         head, new = unpack_payload(tensors)
         error: Exception | None = None
         try:
-            job = self._reader.read(head, new, held)
+            job = self._reader.read(head, new, model)
         except ParallelError as refusal:
             error = refusal
         agree(world, error)
@@ -134,7 +139,7 @@ class Jobs:
         cache = ModuleCache(job.cache_threshold) if job.cache_threshold > 0 else None
         meeting = ModuleMeeting(
             self._layouts,
-            held.state,
+            model.state,
             (lambda: forward) if switching is None else (lambda: switching.current),
             answers,
             head.mode,
@@ -143,7 +148,7 @@ class Jobs:
             cache,
         )
         end_step = on_step if switching is None else switching.on_step
-        run = _RunningJob(held, job, meeting, answers, end_step, self._reader.packages)
+        run = _RunningJob(model, job, meeting, answers, end_step, self._reader.packages)
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -175,17 +180,17 @@ class _RunningJob:
 
     def __init__(
         self,
-        held: _JobModel,
+        model: ModelOfJobs,
         job: PickledJob,
         meeting: ModuleMeeting,
         answers: Answers,
         end_step: Callable[[int, Tensor], None],
         packages: Packages,
     ) -> None:
-        self._held, self._job, self._meeting = held, job, meeting
+        self._model, self._job, self._meeting = model, job, meeting
         self._answers, self._end, self._packages = answers, end_step, packages
         self._step = self._steps = 0
-        self._check_numbers = NumbersCheck(most_lag(held.patcher.load_device))
+        self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
         self.denoised: Tensor | None = None  # of all images, after the latest step
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
@@ -211,23 +216,23 @@ class _RunningJob:
         return answer
 
     def _run(self, on_step: StepBoundary, forward: ModuleForward) -> Any:
-        job, held, work = self._job, self._held, self._job.work
+        job, model, work = self._job, self._model, self._job.work
         assert isinstance(work, (SamplerRun, NetworkCall)), "jobs/modules.py runs the others"
         patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
         with contextlib.ExitStack() as undo:
-            undo.callback(setattr, held, "last_patcher", patcher)
-            set_random_states(job.random_states, held.patcher.load_device)
-            undo.enter_context(held.original.restored())
+            undo.callback(model.hold_loaded)
+            set_random_states(job.random_states, model.patcher.load_device)
+            undo.enter_context(model.original.restored())
             set_replaced(job.replaced, self._packages.find_module, undo)
-            make_changes(held.base, job.changes, undo, lead_calls)
-            undo.enter_context(self._meeting.holding(held.state.network))
+            make_changes(model.base, job.changes, undo, lead_calls)
+            undo.enter_context(self._meeting.holding(model.state.network))
             undo.callback(
                 patcher.eject_model
             )  # otherwise its injections would be removed from a network that no longer has them
             if not self._meeting.is_first:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
             if isinstance(work, NetworkCall):
-                return call_network(work.patcher, held.state.network, work.args, work.kwargs)
+                return call_network(work.patcher, model.state.network, work.args, work.kwargs)
             return self._sample(work, on_step, forward)
 
     def _sample(self, work: SamplerRun, on_step: StepBoundary, forward: ModuleForward) -> Tensor:

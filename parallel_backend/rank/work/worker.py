@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,6 @@ from .step_boundary import StepBoundary
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
-    from ...models.comfyui.model import ComfyUIModel
     from ..jobs.modules import HeldEncoder, Modules
     from ..jobs.reader import JobReader
     from ..jobs.vaes import HeldVae
@@ -164,8 +163,7 @@ class RankWorker:
             return self._forward(held, replace(placement, strategy=strategy))
 
         _watched(forward_under(placement.strategy), on_compile)
-        model = cast("ComfyUIModel", held.model)
-        answer, run = self._jobs.run(model, message, tensors, on_step, forward_under)
+        answer, run = self._jobs.run(held, message, tensors, on_step, forward_under)
         return (answer if self.world.rank == 0 else None), run
 
     @cached_property

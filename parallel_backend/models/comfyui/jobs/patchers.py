@@ -84,6 +84,14 @@ def other_patcher(device: torch.device) -> Any:
     return found
 
 
+def loaded_patchers(base: Any) -> list[object]:
+    """Returns the patchers of ComfyUI's model `base` that its memory manager lists as loaded."""
+    from comfy import model_management
+
+    patchers = [loaded.model for loaded in model_management.current_loaded_models]
+    return [patcher for patcher in patchers if patcher is not None and patcher.model is base]
+
+
 def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None = None) -> type:
     """Returns a subclass of the patcher class `base` for a rank, with `members` added. `files`: reads the model's
     weights again, None if that is not possible."""
