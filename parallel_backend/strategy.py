@@ -204,23 +204,13 @@ class ParallelStrategy:
             offload_weights=self.offload_weights,
         )
 
-    def problems(
-        self,
-        model: ModelShape,
-        device_count: int,
-        engine: str = "auto",
-        *,
-        as_set: ParallelStrategy | None = None,
-    ) -> list[Problem]:
-        """Returns every rule that this strategy breaks, with the nearest valid setting; empty if it can run.
-
-        `as_set`: the strategy that the person set, if degrees were changed since."""
-        own = as_set or self
-        broken = list(self._broken(model, device_count, engine, own))
+    def problems(self, model: ModelShape, device_count: int, engine: str = "auto") -> list[Problem]:
+        """Returns every rule that this strategy breaks, with the nearest valid setting; empty if it can run."""
+        broken = list(self._broken(model, device_count, engine))
         if not broken:
             return []
         nearest = self.nearest(model, device_count)
-        changes = tuple((n, v) for n in _NEAREST if (v := getattr(nearest, n)) != getattr(own, n))
+        changes = tuple((n, v) for n in _NEAREST if (v := getattr(nearest, n)) != getattr(self, n))
         return [Problem(_with_nearest(words, inputs, changes), inputs, changes) for words, inputs in broken]
 
     def nearest(self, model: ModelShape, device_count: int) -> ParallelStrategy:
@@ -242,7 +232,7 @@ class ParallelStrategy:
             way
             for way in found
             if way.sequence_degree <= self.sequence_degree
-            and not any(way._broken(model, device_count, "auto", way))
+            and not any(way._broken(model, device_count, "auto"))
         ]
         return max(valid, key=lambda way: (way.world_size, -self._distance(way)), default=self)
 
@@ -250,13 +240,13 @@ class ParallelStrategy:
         return sum(abs(math.log2(getattr(other, name) / getattr(self, name))) for name in DEGREES)
 
     def _broken(
-        self, model: ModelShape, device_count: int, engine: str, own: ParallelStrategy
+        self, model: ModelShape, device_count: int, engine: str
     ) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yields (words, inputs) for each broken rule; {nearest} and {steps} stand for the nearest valid setting."""
         if self.world_size > device_count:
-            split = tuple(name for name in DEGREES if getattr(own, name) > 1)
+            split = tuple(name for name in DEGREES if getattr(self, name) > 1)
             yield (
-                f"{own.describe()} needs {own.world_size} devices; {device_count} "
+                f"{self.describe()} needs {self.world_size} devices; {device_count} "
                 f"{'is' if device_count == 1 else 'are'} selected. Set {{steps}}, or choose more devices.",
                 (*split, "devices"),
             )
@@ -348,16 +338,9 @@ class ParallelStrategy:
         """Returns the messages of `problems`."""
         return [problem.message for problem in self.problems(model, device_count, engine)]
 
-    def check(
-        self,
-        model: ModelShape,
-        device_count: int,
-        engine: str = "auto",
-        *,
-        as_set: ParallelStrategy | None = None,
-    ) -> None:
+    def check(self, model: ModelShape, device_count: int, engine: str = "auto") -> None:
         """Raises StrategyError listing every broken rule."""
-        found = self.problems(model, device_count, engine, as_set=as_set)
+        found = self.problems(model, device_count, engine)
         if found:
             lines = "\n".join(f"- {problem.message}" for problem in found)
             raise StrategyError(f"This strategy cannot run:\n{lines}", problems=tuple(found))

@@ -91,14 +91,6 @@ def test_the_nearest_valid_setting_is_one_for_all_rules_and_runs_on_the_devices(
             assert "nearest valid setting is" not in problem.message or f"{name} {value}" in problem.message
 
 
-def test_too_many_devices_are_told_of_the_degrees_that_a_person_set():
-    own = ParallelStrategy(pipefusion_degree=2, tensor_degree=2)
-    (problem,) = ParallelStrategy(pipefusion_degree=4).problems(FLUX, 2, as_set=own)
-    assert problem.message.startswith("PipeFusion 2 × tensor 2 needs 4 devices; 2 are selected")
-    assert problem.inputs == ("pipefusion_degree", "tensor_degree", "devices")
-    assert dict(problem.nearest) == {"tensor_degree": 1}
-
-
 def test_tensor_and_ulysses_together_must_divide_the_heads():
     (line,) = ParallelStrategy(ulysses_degree=4, tensor_degree=4).violations(FLUX, 16)
     assert "24 attention heads" in line and "ring_degree 2, ulysses_degree 2" in line

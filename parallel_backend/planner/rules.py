@@ -109,8 +109,7 @@ def resolve_strategy(
                 reason = ranking.reason or f"{describe(strategy)}: the rule, as far as memory goes"
         plan = _remark(_with_shares(plan.under(strategy), shares))
     else:
-        plan = _resolve_weights(plan)
-        plan.strategy.check(job.model.shape, len(devices), settings.engine, as_set=settings.strategy)
+        plan.strategy.check(job.model.shape, len(devices), settings.engine)
         plan = _remark(_with_shares(_resolve_conflicts(plan), shares))
         count, used = len(devices), plan.strategy.world_size
         reason = f"{describe(plan.strategy)}: set by hand"
@@ -171,25 +170,6 @@ def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
     if strategy.world_size < count:
         because.append(f"{count - strategy.world_size} of the devices have nothing to do")
     return strategy, f"{strategy.describe()}: " + "; ".join(because)
-
-
-def _resolve_weights(plan: Plan) -> Plan:
-    """Resolves ways to hold weights that exclude each other: the one that saves more memory stays."""
-    strategy = plan.strategy
-    if strategy.pipefusion_degree > 1 and strategy.shards:
-        strategy = strategy.replace(shard_weights=False, offload_weights=False)
-        plan = plan.under(strategy).note(
-            f"shard_weights and offload_weights are off: with pipefusion_degree {strategy.pipefusion_degree} each "
-            f"device holds its own blocks only, whole."
-        )
-    if strategy.pipefusion_degree > 1 and strategy.tensor_degree > 1:
-        freed = strategy.tensor_degree
-        stages = strategy.pipefusion_degree * freed
-        plan = plan.under(strategy.replace(tensor_degree=1, pipefusion_degree=stages)).note(
-            f"tensor_degree {freed} became part of pipefusion_degree {stages}: layers are not split within the stages "
-            f"of a pipeline."
-        )
-    return plan
 
 
 def _with_shares(plan: Plan, shares: tuple[float, ...]) -> Plan:

@@ -99,16 +99,16 @@ def _manual(count, shares="", **degrees):
     return resolve_strategy(settings, flux_job(), _devices(count))
 
 
-def test_sharding_gives_way_to_pipefusion_and_says_so():
-    decision = _manual(2, pipefusion_degree=2, shard_weights=True, offload_weights=True)
-    assert decision.strategy == ParallelStrategy(pipefusion_degree=2)
-    assert "shard_weights and offload_weights are off" in decision.notes[0]
-
-
-def test_tensor_parallelism_becomes_stages_beside_pipefusion():
-    decision = _manual(4, pipefusion_degree=2, tensor_degree=2)
-    assert decision.strategy == ParallelStrategy(pipefusion_degree=4)
-    assert "pipefusion_degree 4" in decision.notes[0]
+@pytest.mark.parametrize(
+    ("others", "name"),
+    [
+        ({"shard_weights": True, "offload_weights": True}, "offload_weights"),
+        ({"tensor_degree": 2}, "tensor_degree"),
+    ],
+)
+def test_pipefusion_is_refused_beside_other_ways_to_split_the_weights(others, name):
+    with pytest.raises(StrategyError, match=f"pipefusion_degree 2 with .*{name}"):
+        _manual(4, pipefusion_degree=2, **others)
 
 
 def test_fewer_patches_than_stages_are_remarked_on():

@@ -133,10 +133,12 @@ def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():
     assert answer["problems"] == [] and answer["nearest"] == {}
 
 
-def test_degrees_that_were_folded_are_marked_where_a_person_set_them():
-    (problem,) = _manual("cpu:2", pipefusion_degree=2, tensor_degree=2)["problems"]
-    assert problem["message"].startswith("PipeFusion 2 × tensor 2 needs 4 devices; 2 are selected")
-    assert problem["inputs"] == ["pipefusion_degree", "tensor_degree", "devices"]
+def test_every_rule_that_degrees_break_is_told_with_its_inputs():
+    devices, split = _manual("cpu:2", pipefusion_degree=2, tensor_degree=2)["problems"]
+    assert devices["message"].startswith("PipeFusion 2 × tensor 2 needs 4 devices; 2 are selected")
+    assert devices["inputs"] == ["pipefusion_degree", "tensor_degree", "devices"]
+    assert "the layers of a pipeline's stages are not split yet" in split["message"]
+    assert split["inputs"] == ["pipefusion_degree", "tensor_degree"]
 
 
 def test_what_is_refused_before_a_run_is_what_no_model_can_run():
