@@ -7,6 +7,7 @@ import re
 
 from graphs import Graph
 from pages import REPORT, run, set_widget, show_prompt
+from waiting import wait_until
 
 UNET = "tiny_report.safetensors"
 MODELS = {UNET: 4}
@@ -14,6 +15,7 @@ SHORT = "tiny_report_cut_off.safetensors"
 HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
   w => w.name.includes('text-preview'))?.value || ''"""
+RUNNING = "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length"
 ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
 # Lists each device and its number of steps with bars of all three parts.
 TIMELINE = """() => [...document.querySelectorAll('.parallel-timeline .row')].flatMap(row => [
@@ -53,9 +55,7 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page,
     _wait_for_report(page, "Running")
     assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == "" and page.evaluate(TIMELINE) == []
     page.wait_for_function(PHASE, timeout=60_000)
-    page.wait_for_function(
-        "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length", timeout=60_000
-    )
+    wait_until(lambda: page.evaluate(RUNNING) == 1, 60)
     page.reload()
     _wait_for_report(page, "Running")
     page.evaluate("() => app.api.interrupt()")

@@ -30,7 +30,7 @@ def check_attention(device: torch.device, tokens: int) -> list[Finding]:
 
 
 def ulysses_layout(device: torch.device, tokens: int, heads: int) -> tuple[Tensor, ...]:
-    """Returns query, key, value [1, H, S, D] bfloat16 as NativeCall gets them: views of one [S, 3, 1, H, D]."""
+    """Returns query, key, value [1, H, S, D] bfloat16 as sequence.to_heads gives them: views of one [S, 3, 1, H, D]."""
     generator = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every GPU
     numbers = torch.randn(tokens, 3, 1, heads, HEAD_DIM, generator=generator)
     exchanged = numbers.to(device, torch.bfloat16)
