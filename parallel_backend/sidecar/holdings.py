@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cluster.model_files import content_of
-from ..devices import is_cpu, machine_of
+from ..devices import machine_of
 from ..errors import CheckpointError, OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
@@ -27,37 +27,124 @@ from .model_room import (
     CountedModule,
     CountedModules,
     ModelKey,
+    ModelRooms,
     Room,
     absolute,
     bytes_left,
-    choose_to_drop,
     free_room,
     new_number,
-    predict_room,
     slowest,
 )
 
 
+class RankInventory:
+    """The record of what a group's ranks hold, which their answers update. `models`: least recently used first;
+    `modules`: text encoders and VAEs; `is_synced`: False after a failed load: the ranks may have dropped models, so ask
+    them first."""
+
+    models: list[CountedModel]
+    is_synced: bool
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.devices, self.modules = devices, CountedModules(devices)
+        self.forget_models()
+
+    def forget_models(self) -> None:
+        self.models, self.is_synced = [], False
+
+    def find(self, key: ModelKey) -> CountedModel | None:
+        return next((model for model in self.models if model.key == key), None)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all that the ranks hold, in the order in which they drop it if memory runs out."""
+        return (*self.modules.numbers, *(model.number for model in self.models))
+
+    def bytes_on(self, spec: ModelSpec, device: str) -> int:
+        """Returns the bytes of `device` memory that the model occupies."""
+        if device not in self.devices:
+            return 0
+        rank = self.devices.index(device)
+        return sum(model.bytes_on(rank) for model in self.models if model.key.spec == absolute(spec))
+
+    def notes_on_gone(self, models: list[CountedModel]) -> list[str]:
+        """Returns a note for each of `models` that the ranks have dropped since."""
+        gone = [model.key.name for model in models if model not in self.models]
+        return [f"dropped {name}: {LACK_OF_MEMORY}" for name in gone]
+
+    def check_files(self) -> None:
+        """Raises CheckpointError, after a crash, if a file that the ranks map was truncated. A process that reads past
+        its end is killed: no device is at fault, and a restart would crash again."""
+        for held in self.models:
+            size = held.identity.size
+            left = bytes_left(held.key.spec.path, held.identity)
+            if left is not None and left < size:
+                raise CheckpointError(
+                    f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
+                    f"Download the file again, or choose another one; the devices start again with the next prompt."
+                )
+
+    def load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
+        """Makes the ranks load what `message` names, of `size` bytes; returns the record of each rank."""
+        self.is_synced = False
+        exchange.send(message, tensors or None)
+        done = exchange.wait(lambda: deadlines.load_budget(size))
+        infos = reports(done, lambda answer: answer.load)
+        models = self._take(done, exchange)[0].models
+        if not models or models[-1] != message.model:
+            raise exchange.refuse(f"the processes hold {models} after they were given {message.model}")
+        return infos
+
+    def keep(
+        self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
+    ) -> list[RankModels]:
+        """Makes the ranks drop all but these models and `modules` (None: all); returns what each rank then holds."""
+        self.is_synced = False
+        exchange = lease.exchange(AGREED_ERRORS)
+        kept = self.modules.numbers if modules is None else tuple(modules)
+        exchange.send(KeepModels((*kept, *(model.number for model in models))))
+        return self._take(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
+
+    def move(self, message: MoveOut | TakeBack, lease: Lease) -> None:
+        """Makes the ranks move weights; models that then have no room are dropped."""
+        size = sum(held.info.bytes for held in self.models)
+        exchange = lease.exchange(AGREED_ERRORS)
+        exchange.send(message)
+        try:
+            done = exchange.wait(lambda: deadlines.load_budget(size))
+        except BaseException:
+            self.forget_models()  # where the weights are now is unknown
+            raise
+        self._take(done, exchange)
+
+    def _take(self, done: list[Done], exchange: Exchange) -> list[RankModels]:
+        """Updates this record by what the ranks report that they hold."""
+        ranks = reports(done, lambda answer: answer.models)
+        if len({rank.models for rank in ranks}) > 1:
+            raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
+        self.models = [model for model in self.models if model.number in ranks[0].models]
+        self.modules.keep(ranks[0].models)
+        self.is_synced = True
+        return ranks
+
+
 class RankHoldings:
     """The holdings of one sidecar's ranks. `start`: an object that is replaced when the ranks end or sleep, since they
-    then lose all that they were sent; `modules`: text encoders and VAEs."""
+    then lose all that they were sent."""
 
     start: object
-    _held: list[CountedModel]  # least recently used first
-    _is_synced: bool  # False after a failed load: the ranks may have dropped models, so ask them first
     _discarded: tuple[ModelKey, ...] | None  # the models that sleeping ranks held before; None if awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
-        self._ranks, self.modules = ranks, CountedModules(ranks.devices)
-        self._took: dict[ModelKey, Room] = {}  # the memory that each model took when it was loaded before
-        self._one_model_at_a_time = False  # True once memory ran out in a request beside other held models
+        self._ranks, self.held = ranks, RankInventory(ranks.devices)
+        self._rooms = ModelRooms(ranks.devices)
         self._pending_notes: list[str] = []  # dropped models, reported with the next request
         self.forget()
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
         """The models in the devices' memory, the most recently used first; empty while the ranks sleep."""
-        return tuple(held.key.spec for held in reversed(self._held))
+        return tuple(held.key.spec for held in reversed(self.held.models))
 
     @property
     def asleep(self) -> bool:
@@ -67,20 +154,17 @@ class RankHoldings:
     @property
     def current(self) -> CountedModel:
         """The model that was made ready last."""
-        return self._held[-1]
+        return self.held.models[-1]
 
     def forget(self) -> None:
         """Notes that the ranks are gone, and all that they held."""
         self._discarded = None
         self._forget_modules()
-        self._forget_models()
+        self.held.forget_models()
 
     def _forget_modules(self) -> None:
         self.start = object()
-        self.modules.keep(())
-
-    def _forget_models(self) -> None:
-        self._held, self._is_synced = [], False
+        self.held.modules.keep(())
 
     # Preparing a request.
 
@@ -107,24 +191,21 @@ class RankHoldings:
         key = ModelKey.of(spec, strategy, file)
         self.ensure_started(lease)
         self._ranks.working()
-        if not self._is_synced and self._held:
-            self._keep(self._held, lease)
-        held = self._find(key)
+        if not self.held.is_synced and self.held.models:
+            self.held.keep(self.held.models, lease)
+        held = self.held.find(key)
         if held is not None and held.offloaded_ranks:
             held = self._take_back(key, lease)
         if held is None:
             return self._load(key, lease)
         switched = held is not self.current
         if switched:
-            others = [model for model in self._held if model is not held]
-            self._held = [*others, held]  # one assignment, since other threads read it
+            others = [model for model in self.held.models if model is not held]
+            self.held.models = [*others, held]  # one assignment, since other threads read it
             lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
         return replace(
             held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_pending_notes()
         )
-
-    def _find(self, key: ModelKey) -> CountedModel | None:
-        return next((model for model in self._held if model.key == key), None)
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Loads a model ahead of its first request. Raises RequestError if there is no room beside the held ones."""
@@ -132,13 +213,13 @@ class RankHoldings:
         self.ensure_started(lease)
         self._ranks.working()
         free = self.free_room(lease)
-        if (held := self._find(key)) is not None:
+        if (held := self.held.find(key)) is not None:
             return replace(held.info, seconds=0.0, cached=True, notes=())
-        for model, reason in self._conflicting_models(key, free):
+        for model, reason in self._rooms.conflicts(self.held.models, key, free):
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {model.key.name} would have to go ({reason})."
             )
-        if lacking := free.lacks(self._room_for(key)):
+        if lacking := free.lacks(self._rooms.needed(key)):
             most = max(*lacking.devices, lacking.host)
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {most / 2**30:.1f} GiB of memory are missing for it."
@@ -154,22 +235,12 @@ class RankHoldings:
         """Loads one more model. If there is no room for all, drops text encoders and VAEs, then other models."""
         check_same(key.spec.path, key.identity)
         dropped: list[tuple[CountedModel, str]] = []
-        if self._held or self.modules:
+        if self.held.models or self.held.modules:
             free = self.free_room(lease)
-            if self.modules and free.lacks(self._room_for(key)):
+            if self.held.modules and free.lacks(self._rooms.needed(key)):
                 free = self.drop_modules(lease)
-            dropped = self._conflicting_models(key, free)
+            dropped = self._rooms.conflicts(self.held.models, key, free)
         return self._load_alongside(key, dropped, lease)
-
-    def _conflicting_models(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
-        """Returns the held models to drop for `key`, each with the reason. `free`: the room now."""
-        if self._one_model_at_a_time:
-            return [(model, "models are held one at a time now") for model in self._held]
-        return choose_to_drop(self._held, key, self._room_for(key), free)
-
-    def _room_for(self, key: ModelKey) -> Room:
-        devices = self._ranks.devices
-        return self._took.get(key) or predict_room(key, key.identity.size, len(devices), is_cpu(devices))
 
     def _load_alongside(
         self,
@@ -180,31 +251,31 @@ class RankHoldings:
         yields: bool = False,
     ) -> LoadInfo:
         """Loads a model in place of those `dropped`. `yields`: if memory runs out, fails and drops no more."""
-        before = list(self._held)
+        before = list(self.held.models)
         going = {id(model): reason for model, reason in dropped}
-        self._held = [model for model in before if id(model) not in going]
+        self.held.models = [model for model in before if id(model) not in going]
         lease.on_phase(Phase(PhaseKind.LOADING, key.name, key.identity.size))
         number = new_number()
         content = content_of(Path(key.spec.path)) if any(map(machine_of, self._ranks.devices)) else None
-        message = Load(key.spec, key.weights, number, self.numbers, yields, content)
+        message = Load(key.spec, key.weights, number, self.held.numbers, yields, content)
         try:
-            infos = self._send_load(message, {}, key.identity.size, lease.exchange(AGREED_ERRORS))
+            infos = self.held.load(message, {}, key.identity.size, lease.exchange(AGREED_ERRORS))
         except OutOfMemory:
             if not yields:
-                self._forget_models()  # others were dropped for it, and that did not help
+                self.held.forget_models()  # others were dropped for it, and that did not help
             raise
         takes = Room(tuple(info.device_bytes for info in infos), sum(info.host_bytes for info in infos))
-        self._took[key] = takes
+        self._rooms.took[key] = takes
         for model in before:
-            if model not in self._held:
+            if model not in self.held.models:
                 self._pending_notes.append(
                     f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}"
                 )
         info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_pending_notes())
-        self._is_synced = False
+        self.held.is_synced = False
         check_same(key.spec.path, key.identity)  # if it changed, ranks may have read different files
-        self._is_synced = True
-        self._held.append(CountedModel(number, key, info, takes))
+        self.held.is_synced = True
+        self.held.models.append(CountedModel(number, key, info, takes))
         for note in info.notes:
             lease.on_phase(Phase(PhaseKind.DROPPED, note))
         lease.on_phase(Phase(PhaseKind.LOADED, f"{info.seconds:.1f}"))
@@ -213,118 +284,74 @@ class RankHoldings:
 
     def load_module(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> CountedModule:
         """Loads the text encoder or VAE in the payload `tensors` on the ranks. `size`: bytes of its weights."""
-        before = list(self._held)
-        found = CountedModule(message.rank, tuple(self._send_load(message, tensors, size, exchange)))
-        self.modules.add(message.model, found)
-        self._pending_notes += self._dropped_of(before)
+        before = list(self.held.models)
+        found = CountedModule(message.rank, tuple(self.held.load(message, tensors, size, exchange)))
+        self.held.modules.add(message.model, found)
+        self._pending_notes += self.held.notes_on_gone(before)
         return found
 
-    def _dropped_of(self, models: list[CountedModel]) -> list[str]:
-        gone = [model.key.name for model in models if model not in self._held]
-        return [f"dropped {name}: {LACK_OF_MEMORY}" for name in gone]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all that the ranks hold, in the order in which they drop it if memory runs out."""
-        return (*self.modules.numbers, *(model.number for model in self._held))
-
-    def _send_load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
-        self._is_synced = False
-        exchange.send(message, tensors or None)
-        done = exchange.wait(lambda: deadlines.load_budget(size))
-        infos = reports(done, lambda answer: answer.load)
-        models = self._take_models(done, exchange)[0].models
-        if not models or models[-1] != message.model:
-            raise exchange.refuse(f"the processes hold {models} after they were given {message.model}")
-        return infos
-
-    def _keep(
-        self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
-    ) -> list[RankModels]:
-        """Makes the ranks drop all but these models and `modules` (None: all); returns what each rank then holds."""
-        self._is_synced = False
-        exchange = lease.exchange(AGREED_ERRORS)
-        kept = self.modules.numbers if modules is None else tuple(modules)
-        exchange.send(KeepModels((*kept, *(model.number for model in models))))
-        return self._take_models(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
-
-    def _take_models(self, done: list[Done], exchange: Exchange) -> list[RankModels]:
-        """Updates this record by what the ranks report that they hold."""
-        ranks = reports(done, lambda answer: answer.models)
-        if len({rank.models for rank in ranks}) > 1:
-            raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
-        self._held = [model for model in self._held if model.number in ranks[0].models]
-        self.modules.keep(ranks[0].models)
-        self._is_synced = True
-        return ranks
-
     # Giving memory back.
-
-    def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Returns the bytes of `device` memory that the model occupies."""
-        if device not in self._ranks.devices:
-            return 0
-        rank = self._ranks.devices.index(device)
-        return sum(model.bytes_on(rank) for model in self._held if model.key.spec == absolute(spec))
 
     def give_back(self, spec: ModelSpec, device: str, lease: Lease) -> None:
         """Frees what the model takes of one device; other devices keep theirs. Weights that are not in the file move to
         host memory: those may be all, so if the host has no room for all of them, all ranks drop the model."""
         rank = self._ranks.devices.index(device)
-        held = [model for model in self._held if model.key.spec == absolute(spec) and model.bytes_on(rank)]
+        held = [
+            model for model in self.held.models if model.key.spec == absolute(spec) and model.bytes_on(rank)
+        ]
         if not self._ranks.running or not held:
             return
         if free_room(()).host < sum(model.bytes_on(rank) for model in held):
             self.drop(spec, lease)
             return
         for model in held:
-            self._move(MoveOut(rank, model.number), lease)
+            self.held.move(MoveOut(rank, model.number), lease)
             model.offloaded_ranks |= {rank}
 
     def _take_back(self, key: ModelKey, lease: Lease) -> CountedModel | None:
         """Moves weights that were given back to their devices again. Returns None if that dropped the model `key`."""
         lease.on_phase(Phase(PhaseKind.WAKING))
-        before = self._held
-        self._move(TakeBack(), lease)
-        self._pending_notes += self._dropped_of(before)
-        for model in self._held:
+        before = self.held.models
+        self.held.move(TakeBack(), lease)
+        self._pending_notes += self.held.notes_on_gone(before)
+        for model in self.held.models:
             model.offloaded_ranks = frozenset()
-        return self._find(key)
+        return self.held.find(key)
 
     def drop(self, spec: ModelSpec, lease: Lease) -> None:
         """Drops one model, however it is split; the others stay."""
-        staying = [model for model in self._held if model.key.spec != absolute(spec)]
-        if self._ranks.running and len(staying) < len(self._held):
-            self._keep(staying, lease)
+        staying = [model for model in self.held.models if model.key.spec != absolute(spec)]
+        if self._ranks.running and len(staying) < len(self.held.models):
+            self.held.keep(staying, lease)
 
     def release_cache(self, lease: Lease) -> None:
         """Frees the device memory that torch caches, see Sidecar.release_cache."""
-        if self._ranks.running and self._held:
-            self._keep(self._held, lease)
+        if self._ranks.running and self.held.models:
+            self.held.keep(self.held.models, lease)
 
     def drop_modules(self, lease: Lease) -> Room:
         """Makes the ranks drop text encoders and VAEs; returns the room then. The next call of one sends it again; most
         are mapped from their file."""
-        return free_room(self._keep(self._held, lease, modules=()))
+        return free_room(self.held.keep(self.held.models, lease, modules=()))
 
     def keep_modules(self, numbers: Sequence[int], lease: Lease) -> None:
         """Makes the ranks drop text encoders and VAEs with other numbers, which are no longer in use."""
-        known = self.modules.numbers
+        known = self.held.modules.numbers
         kept = [number for number in known if number in numbers]
-        if len(kept) < len(known) or (known and not self._is_synced):
-            self._keep(self._held, lease, modules=kept)
+        if len(kept) < len(known) or (known and not self.held.is_synced):
+            self.held.keep(self.held.models, lease, modules=kept)
 
     def free_room(self, lease: Lease) -> Room:
         """Asks the ranks how much room there is for weights now."""
-        return free_room(self._keep(self._held, lease))
+        return free_room(self.held.keep(self.held.models, lease))
 
     def drop_conflicting(self, spec: ModelSpec) -> bool:
         """Returns True if a request for `spec`, in which memory ran out, may be tried again without what else was held.
         From then on models are held one at a time."""
-        others = [model for model in self._held if model.key.spec != absolute(spec)]
-        if self._one_model_at_a_time or not (others or self.modules):
+        others = [model for model in self.held.models if model.key.spec != absolute(spec)]
+        if self._rooms.one_at_a_time or not (others or self.held.modules):
             return False
-        self._one_model_at_a_time = True
+        self._rooms.one_at_a_time = True
         self._pending_notes += [
             f"dropped {model.key.name}: memory ended in a request beside it, so models are held one at a time now"
             for model in others
@@ -333,30 +360,18 @@ class RankHoldings:
 
     def undo_drop(self) -> None:
         """Reverts the decision of `drop_conflicting`."""
-        self._one_model_at_a_time = False
+        self._rooms.one_at_a_time = False
 
     def _take_pending_notes(self) -> tuple[str, ...]:
         notes, self._pending_notes = tuple(self._pending_notes), []
         return notes
 
-    def check_files(self) -> None:
-        """Raises CheckpointError, after a crash, if a file that the ranks map was truncated. A process that reads past
-        its end is killed: no device is at fault, and a restart would crash again."""
-        for held in self._held:
-            size = held.identity.size
-            left = bytes_left(held.key.spec.path, held.identity)
-            if left is not None and left < size:
-                raise CheckpointError(
-                    f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
-                    f"Download the file again, or choose another one; the devices start again with the next prompt."
-                )
-
     def sleep(self, lease: Lease) -> None:
         """Discards all that the ranks hold, see Sidecar.sleep."""
         if not self._ranks.running or self.asleep:
             return
-        discarded = tuple(held.key for held in self._held)
-        self._keep([], lease, modules=())
+        discarded = tuple(held.key for held in self.held.models)
+        self.held.keep([], lease, modules=())
         self._discarded = discarded
         self._forget_modules()
 
@@ -365,15 +380,3 @@ class RankHoldings:
         discarded, self._discarded = self._discarded or (), None
         for key in discarded:
             self._ensure_loaded(key.spec, key.weights, lease)
-
-    def _move(self, message: MoveOut | TakeBack, lease: Lease) -> None:
-        """Makes the ranks move weights; models that then have no room are dropped."""
-        size = sum(held.info.bytes for held in self._held)
-        exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(message)
-        try:
-            done = exchange.wait(lambda: deadlines.load_budget(size))
-        except BaseException:
-            self._forget_models()  # where the weights are now is unknown
-            raise
-        self._take_models(done, exchange)

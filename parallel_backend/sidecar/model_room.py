@@ -212,6 +212,29 @@ def choose_to_drop(
     return found
 
 
+class ModelRooms:
+    """Decides which held models go for another one. `took`: the memory that each model took when it was loaded before;
+    `one_at_a_time`: True once memory ran out in a request beside other held models."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self._devices = devices
+        self.took: dict[ModelKey, Room] = {}
+        self.one_at_a_time = False
+
+    def needed(self, key: ModelKey) -> Room:
+        """Returns the memory that the model took before, or a prediction."""
+        devices = self._devices
+        return self.took.get(key) or predict_room(key, key.identity.size, len(devices), is_cpu(devices))
+
+    def conflicts(
+        self, held: Sequence[CountedModel], key: ModelKey, free: Room
+    ) -> list[tuple[CountedModel, str]]:
+        """Returns the models of `held` to drop for `key`, each with the reason. `free`: the room now."""
+        if self.one_at_a_time:
+            return [(model, "models are held one at a time now") for model in held]
+        return choose_to_drop(held, key, self.needed(key), free)
+
+
 def slowest(infos: Sequence[LoadInfo]) -> LoadInfo:
     """Returns one record of a load for all ranks: the longest time, the most memory."""
     return replace(

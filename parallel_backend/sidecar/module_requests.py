@@ -146,7 +146,7 @@ class ModuleRequests:
     def _attempt(
         self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None
     ) -> ModuleAnswer:
-        modules, kind = self._holdings.modules, request.kind
+        modules, kind = self._holdings.held.modules, request.kind
         self._holdings.keep_modules(request.keep, lease)
         held = modules.get(request.number)
         is_new = held is None
@@ -161,7 +161,7 @@ class ModuleRequests:
                 None,
                 ParallelStrategy(),
                 request.number,
-                self._holdings.numbers,
+                self._holdings.held.numbers,
                 rank=rank,
                 comfyui=request.comfyui,
             )
@@ -211,7 +211,7 @@ class ModuleRequests:
         """Returns the bytes of each device that weights may take beside the awaited model. Drops the held text encoders
         and VAEs if `needed` bytes fit on one device only without them, or do not even fit in equal parts."""
         holdings, awaited = self._holdings, self._awaited_bytes()
-        modules = holdings.modules
+        modules = holdings.held.modules
         free = [size - awaited for size in holdings.free_room(lease).devices]
         without = [size + modules.bytes_on(device) for size, device in zip(free, self.devices, strict=True)]
         fits_without = max(free) < needed <= max(without)

@@ -215,7 +215,7 @@ class Sidecar(ModuleRequests):
                 return attempt()
             except RankFailed as error:
                 if error.cause.startswith(BUS_ERROR):
-                    self._holdings.check_files()
+                    self._holdings.held.check_files()
                 raise
 
         try:
@@ -280,15 +280,15 @@ class Sidecar(ModuleRequests):
 
     def holds_module(self, number: int) -> bool:
         """Returns True if the ranks hold the text encoder or VAE with this number."""
-        return self._holdings.modules.get(number) is not None
+        return self._holdings.held.modules.get(number) is not None
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
         """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
-        return self._holdings.modules.bytes_on(device, number)
+        return self._holdings.held.modules.bytes_on(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Returns the bytes of `device` memory that a model occupies now."""
-        return self._holdings.bytes_on(spec, device)
+        return self._holdings.held.bytes_on(spec, device)
 
     def wake(self, on_phase: ShowPhase | None = None) -> None:
         """Loads again what `sleep` discarded; does nothing if the ranks are awake."""

@@ -224,7 +224,7 @@ def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, c
     sidecar.call_module(request(TEXT, ModuleKind.TEXT, ALL_DEVICES))
     sidecar.load(spec, WHOLE)
     assert cards.modules == {} and list(cards.models.values()) == [MODEL]
-    assert not sidecar._holdings.modules
+    assert not sidecar._holdings.held.modules
 
 
 MAKING_ROOM = "memory ended; going on without the other models"

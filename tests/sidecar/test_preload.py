@@ -9,7 +9,7 @@ import torch
 
 from parallel_backend.errors import CheckpointError, RankFailed, RequestError
 from parallel_backend.requests import ModelSpec
-from parallel_backend.sidecar import holdings, pool
+from parallel_backend.sidecar import holdings, model_room, pool
 from parallel_backend.sidecar.group.events import Loaded, RequestEnded
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
@@ -42,7 +42,7 @@ def test_the_first_request_finds_the_model_there(sidecar, scaled, events):
 
 def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, scaled, monkeypatch):
     """Each rank has room for 20 bytes. A model is estimated at 14 bytes, the size of its file; its weights take 8."""
-    monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
+    monkeypatch.setattr(model_room, "is_cpu", lambda devices: False)
     room = 20
     monkeypatch.setattr(
         holdings, "free_room", lambda ranks: Room(tuple(room - 8 * len(rank.models) for rank in ranks))

@@ -15,8 +15,7 @@ from differences import relative_difference
 from parallel_backend.errors import CheckpointError, OutOfMemory, RequestError
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar import holdings, pool
-from parallel_backend.sidecar import model_room as held_models
+from parallel_backend.sidecar import holdings, model_room, pool
 from parallel_backend.sidecar.group.events import Loaded, listen
 from parallel_backend.sidecar.group.exchange import Exchange
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
@@ -110,7 +109,7 @@ def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, s
 
 def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sidecar, scaled, monkeypatch):
     """Each rank has room for 20 bytes. A model is estimated at 14 bytes, the size of its file; its weights take 8."""
-    monkeypatch.setattr(holdings, "is_cpu", lambda devices: False)
+    monkeypatch.setattr(model_room, "is_cpu", lambda devices: False)
     monkeypatch.setattr(
         holdings, "free_room", lambda ranks: Room(tuple(20 - 8 * len(rank.models) for rank in ranks))
     )
@@ -307,7 +306,7 @@ def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
 def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, scaled, loaded, monkeypatch):
     spec = scaled(2.0, "weighs 1000")
     sidecar.load(spec)
-    monkeypatch.setattr(held_models, "available_memory", lambda total: 0)
+    monkeypatch.setattr(model_room, "available_memory", lambda total: 0)
     sidecar.give_back(spec, "cpu:0")
     assert sidecar.models == () and sidecar.bytes_on(spec, "cpu:1") == 0
     assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 2

@@ -131,7 +131,7 @@ def test_processes_that_were_killed_are_given_the_encoder_again(own_real_ranks):
 
 
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
-    held = two_real_ranks._holdings.modules
+    held = two_real_ranks._holdings.held.modules
     first, second, third = (new_number() for _ in range(3))
     at(ToyEncoder(), ALL_DEVICES, number=first)
     at(ToyEncoder(), FIRST, number=second, keep=(first,))
@@ -182,6 +182,8 @@ def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests = ModuleRequests()
     requests.devices = tuple(f"cuda:{number}" for number in range(len(free)))
     modules = CountedModules(requests.devices)
-    requests._holdings = SimpleNamespace(modules=modules, free_room=lambda lease: Room(free))
+    requests._holdings = SimpleNamespace(
+        held=SimpleNamespace(modules=modules), free_room=lambda lease: Room(free)
+    )
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank

@@ -224,7 +224,7 @@ def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     vae, latent = flux(), random_latent(FLUX, 4, 4)
     ranks.call_module(vae.request(latent))
     lost = flux()
-    held = ranks._holdings.modules
+    held = ranks._holdings.held.modules
     held.add(lost.number, held.get(vae.number))
     with pytest.raises(RequestError, match=f"hold no model {lost.number}; load one first"):
         ranks.call_module(lost.request(latent, keep=(vae.number,)))
