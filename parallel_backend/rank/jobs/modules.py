@@ -19,7 +19,7 @@ from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, Pickle
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.mapped import find_in
-from ...models.comfyui.jobs.patchers import encoder_patcher
+from ...models.comfyui.jobs.patchers import encoder_patcher, loaded_patchers
 from ...models.comfyui.jobs.samplers import call_encoder
 from ...requests import ComfyUISource, LoadInfo
 from ...wire.heartbeat import heartbeat
@@ -44,12 +44,16 @@ class HeldEncoder:
         self.patcher = encoder_patcher(kind, module, world.device)
         self.rank, self.computes = rank, rank in (world.rank, ALL_RANKS)
         self.original = Original(module)
-        self.last_patcher: object = None  # ComfyUI reports a model whose patcher is gone as a leak
+        self._loaded: list[object] = []
 
     @property
     def module(self) -> nn.Module:
         found: nn.Module = self.patcher.model
         return found
+
+    def hold_loaded(self) -> None:
+        """Holds the patchers that ComfyUI lists as loaded, see ModelOfJobs.hold_loaded."""
+        self._loaded = loaded_patchers(self.module)
 
     def find(self, word: tuple[Any, ...]) -> Any:
         return self.module if word[0] == "base" else find_in(self.module, *word)
@@ -147,7 +151,7 @@ class Modules:
         work = job.work
         assert isinstance(work, EncoderCall), "samplers run elsewhere"
         with contextlib.ExitStack() as undo:
-            undo.callback(setattr, held, "last_patcher", work.patcher)
+            undo.callback(held.hold_loaded)
             set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(held.original.restored())
             make_changes(held.module, job.changes, undo, lambda kind: None)

@@ -1,4 +1,5 @@
-"""Jobs over models that a rank holds: nothing of a model stays once it is dropped."""
+"""Jobs over models that a rank holds: a job that fails leaves ComfyUI's list of loaded models in order, and nothing of
+a model stays once it is dropped."""
 
 import gc
 import weakref
@@ -8,8 +9,12 @@ import torch
 
 from loop_jobs import loop_job, tiny_model
 from loop_ranks import LoopRanks
+from parallel_backend.errors import RequestError
+from parallel_backend.rank.work import job as jobs
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
+
+ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 
 @torch.inference_mode()
@@ -27,7 +32,33 @@ def is_freed(world, spec, strategy):
     return base() is None
 
 
-@pytest.mark.parametrize("axis", ["ulysses_degree", "tensor_degree"])
-def test_a_dropped_model_is_freed_by_one_collection(tmp_path, axis):
+@pytest.mark.parametrize("strategy", [ULYSSES, ParallelStrategy(tensor_degree=2)], ids=["Ulysses", "tensor"])
+def test_a_dropped_model_is_freed_by_one_collection(tmp_path, strategy):
     """What is left is exempted from later collections when the next model is loaded (held_models.import_for)."""
-    assert run_ranks(is_freed, 2, tiny_model(tmp_path), ParallelStrategy(**{axis: 2})) == [True, True]
+    assert run_ranks(is_freed, 2, tiny_model(tmp_path), strategy) == [True, True]
+
+
+@torch.inference_mode()
+def dead_models(world, spec):
+    """Returns for each model that ComfyUI lists as loaded, after a job failed before it loaded its own patcher, whether
+    it has lost its patcher."""
+    from comfy import model_management
+
+    def fail(*args):
+        raise RequestError("this job fails early")
+
+    ranks = LoopRanks(world, spec)
+    ranks.run(ULYSSES, loop_job())
+    (held,) = ranks.models.values()
+    held.of_jobs.base.current_patcher = None  # as ComfyUI's own guider ends
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "set_random_states", fail)
+        with pytest.raises(RequestError, match="this job fails early"):
+            ranks.run(ULYSSES, loop_job())
+    gc.collect()
+    return [loaded.is_dead() for loaded in model_management.current_loaded_models]
+
+
+def test_a_job_that_fails_early_leaves_no_model_without_its_patcher(tmp_path):
+    """ComfyUI would report a leak and collect all garbage before each later load."""
+    assert run_ranks(dead_models, 2, tiny_model(tmp_path)) == [[False], [False]]
