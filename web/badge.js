@@ -1,5 +1,5 @@
-// A badge over a sampler: while it runs without a panel of ours how far each rank is, after a run its strategy, seconds of
-// a step, and how that compares with one device.
+// Draws a badge over samplers. During a run it shows the progress of each rank, unless the node has a panel of ours; after
+// a run it shows the strategy, the seconds per step, and how that compares with one device.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
@@ -39,7 +39,7 @@ function progressOf(ranks) {
   return counted.map(({ device, progress }) => `${device} ${inPercent(progress)}`).join(" · ");
 }
 
-// What the slowest rank does and still needs, while it runs.
+// Returns what the slowest rank does and its remaining time; "" if the node does not run.
 function leftOf(node) {
   const ranks = runs.get(node)?.ranks;
   const slowest = ranks?.reduce((one, other) => ((other.progress ?? 0) < (one.progress ?? 0) ? other : one));
@@ -48,12 +48,12 @@ function leftOf(node) {
 
 const byVue = () => app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
 
-// The others have a panel with their report.
+// Returns true if a click on the badge opens the report. The samplers in SAMPLERS show theirs in a panel.
 const opens = (node) => !SAMPLERS.includes(node.comfyClass) && Boolean(runs.get(node)?.output);
 
 const drawn = new WeakMap(); // node -> where its badge is on the canvas, beside the node's place: [x, y, width, height]
 
-// As the canvas draws badges. Nodes drawn by Vue never look at theirs again, so they get an element instead.
+// Adds a badge that the canvas draws. Vue reads a node's badges only once, so badgeOnPage draws an element there instead.
 function badgeOnCanvas(node) {
   if (!globalThis.LGraphBadge || !node.badges) return;
   const { BADGE_FG_COLOR: fgColor, BADGE_BG_COLOR: bgColor } = globalThis.LiteGraph;
@@ -68,7 +68,7 @@ function badgeOnCanvas(node) {
   });
 }
 
-// A click on a badge, which lies above its node, where the canvas asks nobody.
+// Opens the report after a click on a badge. The badge lies above its node, so the canvas does not pass the click to it.
 function openOnCanvas(event) {
   if (!runs.size || byVue()) return;
   const [x, y] = app.canvas.convertEventToCanvasOffset(event);
@@ -111,7 +111,7 @@ function begin(node) {
   };
 }
 
-// Also on the nodes of the subgraphs that it is in, where a person sees it.
+// Updates the badge of a node, and of the subgraph nodes around it so that it is visible from outside.
 function update(node, changes) {
   for (const one of [node, ...holdersOf(node.graph)]) {
     if (!runs.has(one)) begin(one);
@@ -124,13 +124,13 @@ function show(node, output) {
   if (output.parallel_badge) update(node, { told: output.parallel_badge[0], output, holds: true, ranks: null });
 }
 
-// Of the latest run and of no other.
+// Hides the badge of an earlier run while a new one runs, and removes it if the new one fails or is cancelled.
 function mark(node, state) {
   const lost = state === "failed" || state === "cancelled";
   update(node, { holds: state === "done", ranks: null, ...(lost ? { told: null, output: null } : {}) });
 }
 
-// Where Vue draws the nodes it makes their elements anew whenever it likes.
+// Puts the badges back when Vue has made new elements for the nodes: it can do so at any time.
 function keepOnPage() {
   new MutationObserver((changes) => {
     if (!runs.size || !byVue()) return;

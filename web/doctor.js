@@ -1,4 +1,4 @@
-// "Run the doctor" in ComfyUI's menu and command list: what it does, then what it says, in a dialog that can be copied from.
+// Adds "Run the doctor" to ComfyUI's menu and commands: a dialog shows its progress, then its report as text to copy.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { openDialog } from "./lib/dialog.js";
@@ -10,7 +10,7 @@ const WAIT = "Examining the installation and the devices; this takes about half 
 
 const INDENT = "    ";
 
-// As commands/doctor/report.py has it: verdicts by group, each with its remedy and the rows of its table.
+// Returns a report of commands/doctor/report.py as text: verdicts by group, each with its table rows and its remedy.
 function inWords({ verdicts, summary }) {
   const lines = [];
   let last = null;

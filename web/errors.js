@@ -1,13 +1,12 @@
-// Marks the inputs of Strategy Selector that are wrong, and no others, when ComfyUI refuses to queue a prompt: its
-// validation marks each input that a node checks, whichever it is. What the node says has a line for each problem,
-// "inputs: words".
+// Marks only the wrong inputs of Strategy Selector when ComfyUI refuses to queue a prompt. ComfyUI's validation marks
+// every input that the node checks; the node's message has a line `inputs: words` for each problem.
 import { app } from "../../scripts/app.js";
 import { watchQueue } from "./lib/queue.js";
 
 const SELECTOR = "StrategySelector";
 const KIND = "custom_validation_failed";
 
-// The lines of the error that concern its own input.
+// Returns the lines of an error's message that concern the input that the error marks.
 function linesOf({ details, extra_info: { input_name: input } }) {
   const words = details.slice(details.indexOf(" - ") + 3);
   return words.split("\n").filter((line) => line.split(": ", 1)[0].split(", ").includes(input));

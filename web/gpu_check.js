@@ -1,4 +1,4 @@
-// "Run the GPU check": its progress as it goes, and its report to copy or to save; closing the dialog ends it.
+// Adds "Run the GPU check": a dialog shows its progress, then its report to copy or save. Closing the dialog ends it.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";

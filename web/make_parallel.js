@@ -1,5 +1,5 @@
-// "Make this workflow parallel": Parallel Model behind its loaders (text encoders and VAEs too, where the settings say so), or
-// our loader and sampler in the place of ComfyUI's, and back again: in the menus of the canvas and of nodes, and as commands.
+// Adds commands, and items in the menus of the canvas and of nodes, that make a workflow parallel: Parallel Model behind its
+// loaders (parallel text encoders and VAEs too if the settings say so), or the pack's loader and sampler; and the way back.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { offerEncoders } from "./lib/offer.js";
@@ -20,7 +20,7 @@ function tell(severity, words) {
   app.extensionManager.toast.add({ severity, summary: "Parallel Sampling", detail: words, life: LIFE });
 }
 
-// It stays until somebody closes it, or undoes what it tells of.
+// Makes the workflow parallel. The message stays until a person closes it or undoes the change.
 async function make() {
   if (!(await offerEncoders())) return;
   const { count, inside, areThere } = makeParallel();

@@ -1,15 +1,15 @@
-// Room for the title of this pack's new nodes, and one colour where a person chose none: one of ComfyUI's own, and never written
-// into a workflow. And a colour for each kind of link of its own, which ComfyUI's palettes know nothing of.
+// Makes this pack's new nodes wide enough for their titles, and gives them one of ComfyUI's colours if the person chose
+// none; it is never saved in a workflow. Also colours the pack's own link types: ComfyUI's palettes do not have them.
 import { app } from "../../scripts/app.js";
 import { addStyle } from "./lib/dom.js";
 
-// By which ComfyUI names the pack's nodes, in every language: the folder that this file comes from.
+// The Python module that ComfyUI reports for the pack's nodes, from the folder of this file; no language changes it.
 const PACK = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/")[2])}`;
 const WIDTH = { title: 70, letter: 9 }; // pixels that a new node needs for its title to be read whole
 const COLOR = "pale_blue"; // of ComfyUI's palette
 const LINKS = { PARALLEL_STRATEGY: "#b5a642", PARALLEL_MODEL: "#5c7cfa" }; // unlike those of the stock types
 
-// Each palette that a person chooses clears the colours of types that it does not have.
+// Makes the link colours permanent: each palette that a person chooses clears the colours of types that it does not have.
 function keep(colours) {
   for (const [type, colour] of Object.entries(LINKS)) {
     Object.defineProperty(colours, type, { get: () => colour, set() {}, enumerable: true, configurable: true });
@@ -23,7 +23,7 @@ app.registerExtension({
     for (const colours of [globalThis.LGraphCanvas?.link_type_colors, app.canvas.default_connection_color_byType]) {
       if (colours) keep(colours);
     }
-    // Of slots that Vue draws.
+    // Colours the slots that Vue draws.
     addStyle(`:root { ${Object.entries(LINKS).map(([type, colour]) => `--color-datatype-${type}: ${colour};`).join(" ")} }`);
   },
 

@@ -1,4 +1,4 @@
-// "Preload" in the menu of loaders: the devices load the model now, ahead of its first prompt.
+// Adds "Preload" to the menu of loaders: the devices load the model now, before its first prompt.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { nodeOf } from "./lib/graph.js";

@@ -1,5 +1,5 @@
-// In the menu of a sampler whose model the devices compute: "Prove it", and for stock ones the report of the latest run;
-// report_panel.js has the button, and the report, of ours.
+// Adds "Prove it" to the menu of samplers whose model the devices compute, and the report of the latest run to that of
+// stock samplers. report_panel.js shows the report of the pack's own samplers, and a button on Parallel Sampler.
 import { app } from "../../scripts/app.js";
 import { loaderOf } from "./lib/graph.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
@@ -14,7 +14,7 @@ const runs = new WeakMap(); // stock sampler -> what its latest run told
 const samples = (node) =>
   node.inputs?.some(({ type }) => type === "MODEL" || type === "GUIDER") && node.outputs?.some(({ type }) => type === "LATENT");
 
-// Behind a node that makes a model parallel, or known to have run on the devices.
+// True if a stock sampler gets its model from a node that makes it parallel, or if it has run on the devices.
 const isStock = (node) => ![SAMPLER, COMPARE].includes(node.comfyClass) && samples(node) && (runs.has(node) || loaderOf(node));
 
 app.registerExtension({

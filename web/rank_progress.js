@@ -1,4 +1,4 @@
-// Under Parallel Sampler, while it runs: a slim bar for each rank, above the report in the node's panel.
+// Shows a slim bar for each rank while a node with a report panel runs, above the report in that panel.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
@@ -58,7 +58,7 @@ function draw(bars, ranks) {
   left.hidden = !left.textContent;
 }
 
-// What the slowest of them does and still needs, in one line.
+// Returns what the slowest rank does and its remaining time, in one line.
 function timeOf(ranks) {
   const slowest = ranks.reduce((one, other) => ((other.progress ?? 0) < (one.progress ?? 0) ? other : one));
   return slowest.left ? [slowest.words, slowest.left].map(translate).join(" · ") : "";

@@ -1,5 +1,5 @@
-// Under nodes that sample, after a run: its report, under Compare With One Device below both pictures. What is shown while
-// it runs belongs above it, in the same panel.
+// Shows the report of a run in a panel under the pack's samplers; Compare With One Device has both pictures above it.
+// During a run, rank_progress.js shows its bars in the same panel, above the report.
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { drawComparison } from "./lib/comparison.js";
@@ -14,7 +14,7 @@ const SAMPLER = "ParallelSampler";
 const COMPARE = "CompareWithOneDevice";
 const PANEL = "report_panel";
 const EMPTY = "After a run: what ran, where, why, and how long.";
-// Pixels. A preview on the node takes all that the panel does not insist on; a new node shows most of a report.
+// Pixels. A preview on the node takes all height beyond the panel's minimum; a new node shows most of a report.
 const MIN_HEIGHT = { report: 140, pictures: 360 };
 const NEW_NODE = { width: 300, more: { report: 20, pictures: 100 } };
 const STYLE = `
@@ -47,7 +47,7 @@ function show(node, output) {
   forgetPhase(node); // the headline says it
 }
 
-// Of the latest run and of no other: what it says of itself, or why it says nothing.
+// Shows the report of the latest run, or why there is none; never that of an earlier run.
 function mark(node, state, words) {
   const panel = panelOf(node);
   if (!panel) return;
@@ -71,7 +71,7 @@ function mark(node, state, words) {
   if (told) folded.before(drawComparison(told));
 }
 
-// The headline says it; the rest unfolds, and stays as a person left it. Without a run one line is all there is to say.
+// Folds the report below the headline, or opens it if the person left it open. Without a run, the only line is open.
 function fold(panel, hasRun) {
   const [all, summary] = [panel.querySelector(".parallel-fold > details"), panel.querySelector(".parallel-fold summary")];
   if (!summary.hidden) panel.wanted = all.open;

@@ -1,5 +1,5 @@
-// The pack's entries in ComfyUI's Settings. ComfyUI keeps them; the server reads them there, and checks them
-// (nodes/host/user_settings.py).
+// Adds the pack's entries to ComfyUI's Settings. ComfyUI saves them in its settings file; the server reads and checks them
+// there (nodes/host/user_settings.py).
 import { app } from "../../scripts/app.js";
 
 const GROUP = "Parallel Sampling";

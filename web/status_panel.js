@@ -1,5 +1,5 @@
-// The ranks in ComfyUI's sidebar: what each group and device does and holds, live over ComfyUI's own websocket, and
-// buttons for them. The page says every few seconds that it looks; hidden or closed it says so once, and hears nothing.
+// Shows the ranks in ComfyUI's sidebar: what each group and device does and holds, live over ComfyUI's websocket, with
+// buttons. A visible panel tells the server every few seconds to go on; a hidden or closed one tells it once to stop.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
@@ -85,7 +85,7 @@ class Panel {
     this.follow();
   }
 
-  // Looks while the page is seen.
+  // Watches while the page is visible, and stops when it is hidden.
   follow() {
     clearInterval(this.timer);
     if (document.visibilityState === "visible") {
@@ -159,7 +159,7 @@ class Panel {
     this.showOthers(others);
   }
 
-  // Devices that no ranks are on.
+  // Lists the devices without ranks.
   showOthers(devices) {
     const lines = devices.map((one) => {
       const told = [one.name, memoryOf(one), ...one.users.map(translate)].filter(Boolean);

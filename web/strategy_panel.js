@@ -1,5 +1,5 @@
-// The panel under Strategy Selector: what is wrong with its inputs, which device does what, and after a run what was
-// foreseen of each way to split it. Rules and words are the backend's; here they are asked for and shown.
+// Draws the panel under Strategy Selector: problems of its inputs, which device does what, and after a run the time and
+// memory of each way to split it. The backend has the rules and writes the texts; this file requests and shows them.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
@@ -39,13 +39,13 @@ const STYLE = `
 .parallel-strategy .outdated { opacity: 0.75; }
 `;
 
-// The selector that decided for this sampler: its own, else its loader's.
+// Returns the selector that decides for this sampler: its own, otherwise its loader's. Null if there is none.
 function selectorOf(sampler) {
   const own = originOf(sampler, "strategy") ?? originOf(loaderOf(sampler), "strategy");
   return own?.comfyClass === SELECTOR ? own : null;
 }
 
-// The first loader for which this selector decides.
+// Returns the first loader for which this selector decides, or null.
 function loaderFor(selector) {
   for (const follower of followersOf(selector, "strategy")) {
     const loader = loaderOf(follower);
@@ -54,14 +54,14 @@ function loaderFor(selector) {
   return null;
 }
 
-// Inputs whose value nobody knows before another node has run.
+// Returns the names of the inputs whose value is unknown until another node has run.
 function unknownInputs(node) {
   return (node.inputs ?? [])
     .filter((input) => input.widget && input.link != null && valueAt(node, input.name) === undefined)
     .map((input) => input.widget.name);
 }
 
-// The widgets of the node's own inputs, whatever else lies on it.
+// Returns the widgets of the node's inputs, without others such as panels.
 function ownWidgets(node) {
   const { required, optional } = node.constructor.nodeData.input;
   const names = new Set(Object.keys({ ...required, ...optional }));
@@ -71,7 +71,7 @@ function ownWidgets(node) {
 const widgetOf = (node, name) => ownWidgets(node).find((widget) => widget.name === name);
 const labelOf = (node, name) => plainLabel(widgetOf(node, name)) ?? name;
 
-// What the widgets say, and what other nodes say for them.
+// Returns the value of each input by name: from a linked node if it holds one, otherwise from the widget.
 function inputsOf(node) {
   return Object.fromEntries(ownWidgets(node).map(({ name, value }) => [name, valueAt(node, name) ?? value]));
 }
@@ -95,7 +95,7 @@ function question(node, unknown) {
   });
 }
 
-// Of an answer what counts whatever the unknown inputs will be: they had their defaults in the question.
+// Returns the part of an answer that holds for all values of the unknown inputs: the backend assumed their defaults.
 function withoutUnknown(said, unknown) {
   if (!unknown.length) return said;
   const note = `${unknown.join(", ")} comes from another node: checked when the graph runs.`;
@@ -104,14 +104,14 @@ function withoutUnknown(said, unknown) {
   return { problems: (said.problems ?? []).filter(certain), decided: decides ? [] : said.decided, notes: [note] };
 }
 
-// What ComfyUI's validation said of the node goes with its cause, as what it says of numbers out of range does.
+// Removes the errors of ComfyUI's validation from the node, as ComfyUI itself does once a number is back in its range.
 function forgetRefusal(node) {
   const errors = app.lastNodeErrors ?? {};
   for (const id of Object.keys(errors)) if (nodeOf(id) === node && errors[id].refused) delete errors[id];
 }
 
-// What auto decides is folded away, and seen where a person sets it. Nodes drawn by Vue have a button of their own for
-// that; on the canvas ComfyUI only leaves the rows empty, so there they are hidden.
+// Folds away the inputs that auto decides, and shows them in other modes. Nodes drawn by Vue have their own button for
+// this; on the canvas ComfyUI would leave empty rows, so hideOnCanvas hides the widgets.
 function fold(node) {
   node.showAdvanced = inputsOf(node).mode !== "auto";
   hideOnCanvas(node);
@@ -187,7 +187,7 @@ class Panel {
     this.node.setDirtyCanvas(true, true);
   }
 
-  // With inputs called as they are labelled, but for names that are words as well, such as devices.
+  // Returns an element with the message, and with labels for input names. Names that are also words, such as devices, stay.
   inWords(message) {
     let words = translate(message);
     for (const { name } of ownWidgets(this.node)) {
@@ -198,14 +198,14 @@ class Panel {
     return element("details", "", element("summary", "", first), element("p", "", rest.join("\n")));
   }
 
-  // A button that makes the changes which lead to the nearest settings that can run.
+  // Returns a list with a button that applies the nearest settings that can run; empty if none are known.
   remedy(nearest) {
     const words = Object.entries(nearest).map(([name, value]) => `${labelOf(this.node, name)} ${value}`);
     if (!words.length) return [];
     return [button(translate(`Apply ${words.join(", ")}`), () => this.apply(nearest))];
   }
 
-  // In one step that undo takes back.
+  // Sets these inputs as one step of undo.
   apply(inputs) {
     for (const widget of ownWidgets(this.node)) {
       if (!(widget.name in inputs) || widget.value === inputs[widget.name]) continue;
@@ -215,7 +215,7 @@ class Panel {
     captureState();
   }
 
-  // `sampler`: the node that ran.
+  // Shows the output of a run. `sampler`: the node that ran.
   showRun(output, sampler) {
     this.latest = output;
     this.sampler = sampler;
@@ -232,7 +232,7 @@ class Panel {
     drawCandidates(this.candidates, this.rows, { apply, measure: (rows) => this.measure(rows), progress });
   }
 
-  // Runs what nobody has tried yet; each time stands in its row as soon as it is known.
+  // Measures the strategies without a time, and shows each time in its row as soon as it is known.
   async measure(rows) {
     const { rows: shown } = this;
     const go = (at) => shown === this.rows && this.drawRows(at < rows.length ? say("measuring", { at: at + 1, of: rows.length }) : "");
@@ -249,14 +249,14 @@ class Panel {
     go(rows.length);
   }
 
-  // Another run than the one that is shown: nothing of the former one stays, unless this one left it as it was.
+  // Clears what an earlier run showed. If the new run ends without an output, the earlier one holds and is shown again.
   markRun(state, sampler) {
     const { latest } = this;
     this.showRun(state === "done" ? (latest ?? {}) : {}, sampler);
     if (state === "running") this.latest = latest;
   }
 
-  // What ran, as long as nothing was edited since; else what would.
+  // Draws what ran if no input has changed since, otherwise what would run.
   drawLayout() {
     const own = inputsOf(this.node);
     const current = this.run && Object.entries(this.run.inputs).every(([name, value]) => own[name] === value);
@@ -285,7 +285,7 @@ app.registerExtension({
         if (output.parallel_candidates || output.parallel_layout) panels.get(selectorOf(sampler))?.showRun(output, sampler);
       }, (sampler, state) => panels.get(selectorOf(sampler))?.markRun(state, sampler));
     }
-    // Whatever else changes in the graph: undo, links, another file in the loader.
+    // Covers other changes in the graph: undo, links, another file in the loader.
     api.addEventListener("graphChanged", () => {
       for (const node of nodesOf(SELECTOR)) panels.get(node)?.askSoon();
     });

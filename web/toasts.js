@@ -1,10 +1,10 @@
-// Tells of ranks that started, started again after a failure or failed too often, and of devices that are left out.
+// Shows a toast when ranks start, start again after a failure or fail too often, and when devices are left out.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle } from "./lib/dom.js";
 import { translate } from "./lib/said.js";
 
-// Beside the card on which ComfyUI shows errors, which is as wide as that and has the same corner.
+// Moves the toast beside ComfyUI's error card: both appear in the same corner, and the card is as wide as `right`.
 const STYLE = `body:has([data-testid="error-overlay"]) .parallel-toast { position: relative; right: 496px; }`;
 
 const shown = new Map(); // what it is about -> the toast; what came before about the same is over

@@ -1,4 +1,4 @@
-// The job of one sampler, out of the prompt that the graph makes: the nodes that it needs and no others.
+// Extracts the job of one sampler from the graph's prompt, with only the nodes that it needs, and runs such jobs.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { nodeOf, rootGraph } from "./graph.js";
@@ -10,7 +10,7 @@ const OURS = ["ParallelSampler", "CompareWithOneDevice"];
 
 const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
 
-// Of a prompt's nodes those that `ids` need, with them.
+// Returns the nodes `ids` of a prompt and all nodes that they need, by id.
 export function branchOf(prompt, ids) {
   const found = {};
   const waiting = [...ids];
@@ -23,7 +23,7 @@ export function branchOf(prompt, ids) {
   return found;
 }
 
-// What a prompt says of a node, its seeds left out.
+// Returns the nodes as text to compare, without the values of seeds; a linked seed stays.
 function besideSeeds(branch) {
   return JSON.stringify(
     Object.entries(branch)
@@ -36,12 +36,12 @@ function besideSeeds(branch) {
   );
 }
 
-// Execution id of a node -> the prompt that it showed something of last. ComfyUI's history has a prompt once it has ended.
+// Execution id of a node -> the prompt of its latest output. ComfyUI's history lists a prompt only after its end.
 const shownBy = new Map();
 for (const event of ["executed", "parallel_sampling.run"])
   api.addEventListener(event, ({ detail }) => detail?.output && shownBy.set(detail.node, detail.prompt_id));
 
-// The latest prompt of this very workflow that ran this node as it is, and perhaps still runs others.
+// Returns the latest prompt of this workflow with an output of this node as class `kind`; other nodes may still be running.
 async function latest(id, kind) {
   const isThis = ([, , nodes, extra]) =>
     extra?.extra_pnginfo?.workflow?.id === rootGraph().id && nodes[id]?.class_type === kind;
@@ -55,8 +55,8 @@ async function latest(id, kind) {
     .find(([run, { prompt, outputs }]) => isThis(prompt) && (outputs[id] || kept[run]?.[id]))?.[1].prompt[2];
 }
 
-// {id, prompt, workflow}: the prompt of the graph as it stands. Where nothing but seeds differs from the node's latest run
-// it has that run's: after a run ComfyUI's page may have drawn the next ones.
+// Returns {id, prompt, workflow} of the current graph, or null if the node does not run. If only seeds differ from the
+// node's latest run, the prompt has the seeds of that run: ComfyUI's page may have drawn new ones since.
 export async function jobOf(node) {
   const { output: now, workflow } = await app.graphToPrompt();
   const id = Object.keys(now).find((key) => nodeOf(key) === node);
@@ -66,7 +66,7 @@ export async function jobOf(node) {
   return { id, prompt: same ? { ...now, ...branchOf(ran, [id]) } : now, workflow };
 }
 
-// The VAE that decodes a job's latent, as the nodes that follow have it; null where none does.
+// Returns the link to the VAE of the nearest node after the sampler that uses one; null if there is none.
 export function vaeOf({ id, prompt }) {
   const seen = new Set();
   const waiting = [id];
@@ -82,7 +82,7 @@ export function vaeOf({ id, prompt }) {
   return null;
 }
 
-// A sampler of a prompt as the node that runs its job on one device too.
+// Returns a prompt's node that runs the sampler's job on all devices and on one, and compares the pictures.
 export function compares(sampler, vae) {
   const { class_type: kind, inputs } = sampler;
   if (OURS.includes(kind)) return { ...sampler, class_type: "CompareWithOneDevice", inputs: { ...inputs, vae } };
@@ -93,8 +93,8 @@ export const isOurs = ({ class_type: kind }) => OURS.includes(kind);
 
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 
-// Queues these nodes as a prompt and waits for its end: {end, outputs by id}. Throws what ComfyUI refuses. Listens before
-// ComfyUI answers: what it has in its cache is there at once.
+// Queues these nodes as a prompt, waits for its end and returns {end, outputs by id}. Throws if ComfyUI refuses the prompt.
+// Listens before ComfyUI answers, since cached outputs arrive at once.
 export async function run(output, workflow) {
   const heard = new Map(); // prompt id -> {end, outputs}
   const of = (id) => heard.get(id) ?? heard.set(id, { end: "", outputs: {} }).get(id);

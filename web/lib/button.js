@@ -1,4 +1,4 @@
-// Buttons that look alike in the pack's panels and dialogs.
+// Makes the buttons of the pack's panels and dialogs, so that they look the same.
 import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
 
@@ -17,7 +17,7 @@ export function button(text, onClick) {
   return made;
 }
 
-// Why it would do nothing now, "" when it makes sense. It keeps the focus either way, and says why in its title.
+// Disables a button and gives the reason in its title, or enables it if `whyNot` is "". It keeps the focus either way.
 export function explain(made, whyNot, title) {
   made.setAttribute("aria-disabled", String(Boolean(whyNot)));
   made.title = whyNot ? translate(`Not now: ${whyNot}`) : title;

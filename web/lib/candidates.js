@@ -1,5 +1,5 @@
-// What is known of each way to split the latest run, as a table, the one that ran marked. A click on a row sets it by hand;
-// those that nobody has tried can be measured.
+// Draws a table of the ways to split the latest run, with the one that ran marked. A click on a row sets that strategy by
+// hand; a button measures those without a time.
 import { button } from "./button.js";
 import { addStyle, element } from "./dom.js";
 import { say } from "./words.js";
@@ -22,10 +22,10 @@ addStyle(`
 .parallel-candidates .parallel-button { margin: 4px 4px 4px 0; }
 `);
 
-// Those that could run, and whose time nobody knows.
+// Returns the rows that can run and have no time yet.
 const unmeasured = (rows) => rows.filter(({ seconds, possible }) => seconds === null && possible);
 
-// The one that ran first, then by their times, then what was not measured, and last what cannot run.
+// Sorts the rows: first the one that ran, then the others by time, then those without a time, last those that cannot run.
 function ordered(rows) {
   const rank = (row) => (row.chosen ? -1 : row.possible ? (row.seconds ?? Infinity) : Infinity);
   return rows
@@ -41,8 +41,8 @@ function cell(row, text, detail) {
   return td;
 }
 
-// `apply(row)`: a row was clicked; `measure(rows)`: those without a time shall be measured. `progress`: words in place of
-// its button while that goes on.
+// Draws the table. Calls `apply(row)` if a row is clicked, and `measure(rows)` to measure the rows without a time.
+// `progress`: text in place of the measure button during a measurement.
 export function drawCandidates(into, rows, { apply, measure, progress = "" } = {}) {
   into.replaceChildren();
   if (!rows.length) {

@@ -1,4 +1,4 @@
-// Two pictures of one job under a slider, or their difference, with the time of each as a bar.
+// Draws two pictures of one job under a slider, or their difference, with a bar for the time of each.
 import { api } from "../../../scripts/api.js";
 import { button } from "./button.js";
 import { addStyle, element } from "./dom.js";
@@ -37,7 +37,7 @@ function picture(saved) {
   return image;
 }
 
-// A bar for the time of a step on each side, the longest one as wide as there is room.
+// Returns a bar for the step time of each side; the longest one takes the full width.
 function timesOf(titles, seconds) {
   const longest = Math.max(...seconds);
   const per = translate("per step");
@@ -55,8 +55,8 @@ function verdict(levels, exact) {
   return say("differs", { levels });
 }
 
-// `told`: {titles, seconds of a step, pictures: one device's and all devices', compared, levels, exact}, as the backend
-// has it.
+// Returns the figure. The lists `titles`, `seconds` (per step) and `pictures` have one device first, then all devices.
+// nodes/runs/two_runs.py sends these values.
 export function drawComparison({ titles, seconds, pictures, compared, levels, exact }) {
   const images = pictures.map(picture);
   const box = element("div", "pictures", element("div", "both", ...images));

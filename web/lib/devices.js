@@ -1,5 +1,5 @@
-// The devices to choose from, beside the text that names them: name, memory, who uses each. What is chosen is written into
-// the text, which stays what counts.
+// Shows the devices to choose from, with name, memory and users. A choice is written into the text of the devices input;
+// only this text counts.
 import { api } from "../../../scripts/api.js";
 import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
@@ -29,7 +29,7 @@ export function memoryOf({ total_bytes: total, free_bytes: free }) {
   return free ? translate(`free ${inGib(free)} of ${inGib(total)}`) : inGib(total);
 }
 
-// The text for these devices, some of `all`. A rank on the CPU alone is the first one, however it is called.
+// Returns the text that selects `chosen` out of `all`. A single CPU rank becomes cpu:1, since cpu:3 means three ranks.
 function textFor(chosen, all) {
   if (!chosen[0].startsWith(CPU)) return chosen.length === all.length ? ALL : chosen.map((name) => name.split(":")[1]).join(",");
   const first = chosen.every((name, at) => name === CPU + at);
@@ -46,8 +46,8 @@ function row(choose) {
   return { box, title, name, memory, users, root };
 }
 
-// `text()`: undefined where a node has to run for it; `isLinked()`: another node gives it; `write(text)`; `isThere()`: the
-// node that it is on.
+// A list of checkboxes. `input`: {text(): the input's text, undefined if a node must run first; isLinked(): true if another
+// node gives it; isThere(): true if the node is in the graph; write(text)}.
 export class DevicePicker {
   constructor(input) {
     this.input = input;
@@ -58,11 +58,11 @@ export class DevicePicker {
     this.fields.setAttribute("aria-label", say("choose_devices"));
     this.root = element("details", "parallel-devices", element("summary", "", say("choose_devices")), this.fields);
     this.root.addEventListener("toggle", () => this.follow());
-    // Else ComfyUI takes keys for shortcuts.
+    // Otherwise ComfyUI takes keys as shortcuts.
     this.root.addEventListener("keydown", (event) => event.stopPropagation());
   }
 
-  // Looks while it is open and seen.
+  // Updates the list regularly while it is open and visible.
   async follow() {
     clearTimeout(this.timer);
     if (!this.root.open || !this.input.isThere()) return;
@@ -113,7 +113,7 @@ export class DevicePicker {
     }
   }
 
-  // Rows stay, so that the focus does.
+  // Returns the row for `key`. Reuses an existing one, so that it keeps the focus.
   rowOf(key, seen, choose) {
     seen.add(key);
     let made = this.rows.get(key);
@@ -129,7 +129,7 @@ export class DevicePicker {
     return made;
   }
 
-  // The last one stays: no device at all would mean all of them.
+  // Writes the checked devices. The last one stays checked, since an empty text would mean all devices.
   choose(all, box) {
     const chosen = all.filter((name) => this.rows.get(name).box.checked);
     if (chosen.length) this.input.write(textFor(chosen, all));

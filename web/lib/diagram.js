@@ -1,4 +1,4 @@
-// Which device does what, as nested boxes: one level for each axis that is split, the devices in the innermost.
+// Draws which device does what as nested boxes: one level for each axis that is split, with the devices in the innermost.
 import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
 
@@ -41,7 +41,7 @@ function level(seats, axes) {
   return list;
 }
 
-// `cases`: [{title, seats: [{device, rank, roles: [{axis, text}], text}]}], as the backend lays them out.
+// Draws `cases`: [{title, seats: [{device, rank (null: idle), roles: [{axis, text}], text}]}], sent by the backend.
 export function drawCases(into, cases) {
   into.replaceChildren(
     ...cases.map(({ title, seats }) => {

@@ -1,4 +1,4 @@
-// A dialog with a text that can be copied, and buttons below it.
+// Opens dialogs with a text that can be copied, and buttons below it.
 import { button } from "./button.js";
 import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
@@ -13,7 +13,7 @@ dialog.parallel-doctor pre { overflow: auto; flex: 0 1 auto; min-height: 0; font
 dialog.parallel-doctor .buttons { display: flex; gap: 8px; flex: 0 0 auto; }
 `);
 
-// Shown at once under its title: {dialog, text, buttons}. `words`: its first text; what is long scrolls, title and buttons stay.
+// Shows a dialog and returns {dialog, text, buttons}. `words`: its first text. A long text scrolls; title and buttons stay.
 export function openDialog(label, words) {
   const dialog = element("dialog", "parallel-doctor");
   dialog.setAttribute("aria-label", label);

@@ -1,4 +1,4 @@
-// Small ways to make elements that panels on nodes share.
+// Makes the elements, styles and panels that the pack's files share.
 
 const MARGIN = 10; // pixels that ComfyUI leaves around a panel
 
@@ -13,13 +13,13 @@ export function addStyle(text) {
   document.head.append(Object.assign(document.createElement("style"), { textContent: text }));
 }
 
-// ComfyUI's quiet and its red text, nearer to its usual text, so that they can be read in the light theme and in the dark one.
+// Mixes ComfyUI's muted and error colours with its text colour, so that they are readable in the light and dark themes.
 addStyle(`:root {
   --parallel-muted: color-mix(in srgb, var(--descrip-text) 40%, var(--input-text));
   --parallel-error: color-mix(in srgb, var(--error-text) 45%, var(--input-text));
 }`);
 
-// A part of a panel that scrolls by itself, by wheel and by keyboard; the canvas zooms only where nothing can scroll.
+// Lets a region scroll by wheel and keyboard. The wheel zooms the canvas only with Ctrl, or if the region cannot scroll.
 export function makeScrollable(region, label) {
   region.tabIndex = 0;
   region.setAttribute("role", "region");
@@ -33,9 +33,8 @@ export function makeScrollable(region, label) {
   return region;
 }
 
-// Puts `root` under the node's widgets as a panel. Nothing of it is saved: a place in the list of saved values would
-// be taken for the value of an input that a later version adds.
-// What it shows never makes the node larger: it scrolls, and grows with the node.
+// Puts `root` under the node's widgets as a panel. It takes no place in the list of saved values: a later version could
+// read it as the value of a new input. Its content never makes the node larger: it scrolls, and grows with the node.
 export function addPanel(node, name, root, minHeight) {
   Object.assign(root.style, { contain: "size", minHeight: `${minHeight - 2 * MARGIN}px` });
   const widget = node.addDOMWidget(name, name, root, {

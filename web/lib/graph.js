@@ -1,11 +1,11 @@
-// Ways through the graph: which node an execution id means, which nodes a node is joined with.
+// Finds nodes in the graph: by execution id, by class, or through the links of another node.
 import { app } from "../../../scripts/app.js";
 
-// The graph that holds all others; older versions of ComfyUI's page have only one.
+// Returns the graph that contains all subgraphs; older versions of ComfyUI's page have only one graph.
 export const rootGraph = () => app.rootGraph ?? app.graph;
 
-// Execution ids name the way through subgraphs: "12:3" is node 3 in the subgraph node 12. Where outputs are kept, an id
-// begins with the subgraph's own instead.
+// Returns the node of an execution id, or null. "12:3" is node 3 inside the subgraph node 12. In the outputs that ComfyUI
+// stores, an id begins with the id of the subgraph itself instead.
 export function nodeOf(id) {
   let graph = rootGraph();
   let node = null;
@@ -19,7 +19,7 @@ export function nodeOf(id) {
 
 const isReroute = (node) => node?.type === "Reroute" || (node?.isVirtualNode && node.inputs?.length === 1);
 
-// The node at the other end of an input's link, past reroutes.
+// Returns the node at the other end of an input's link, past reroutes.
 export function originOf(node, inputName) {
   const slot = node?.inputs?.findIndex((input) => input.name === inputName) ?? -1;
   let at = slot < 0 ? null : node.getInputNode(slot);
@@ -27,7 +27,7 @@ export function originOf(node, inputName) {
   return at;
 }
 
-// The nodes at the other ends of an output's links, past reroutes.
+// Returns the nodes at the other ends of an output's links, past reroutes.
 export function followersOf(node, outputName) {
   const slot = node?.outputs?.findIndex((output) => output.name === outputName) ?? -1;
   return slot < 0 ? [] : pastReroutes(node.getOutputNodes(slot) ?? [], 0);
@@ -40,7 +40,7 @@ function pastReroutes(nodes, depth) {
 const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
 const CARRIES = ["MODEL", "PARALLEL_MODEL", "GUIDER"]; // links that a parallel model comes over
 
-// The node that makes this node's model a parallel one: itself, or one before it.
+// Returns the node that makes this node's model parallel: itself or one before it. Null if there is none.
 export function loaderOf(node, seen = new Set()) {
   if (!node || seen.has(node)) return null;
   seen.add(node);
@@ -52,7 +52,7 @@ export function loaderOf(node, seen = new Set()) {
   return null;
 }
 
-// The loader in front of a node that takes its MODEL, past those that change it.
+// Returns the loader whose MODEL comes into this node, past nodes that change the model. Null if `model` has no link.
 export function sourceOf(node) {
   let at = null;
   for (let next = originOf(node, "model"), steps = 0; next && steps < 100; next = originOf(at, "model"), steps++) at = next;
@@ -61,13 +61,13 @@ export function sourceOf(node) {
 
 export const isLinked = (node, inputName) => Boolean(node.inputs?.some(({ name, link }) => name === inputName && link != null));
 
-// What a linked input will be, where the node that gives it only holds a value; undefined where it has to run for that.
+// Returns the value of an input that a Primitive node gives; undefined without a link, or if another node must run first.
 export function valueAt(node, inputName) {
   const origin = originOf(node, inputName);
   return /^Primitive/.test(origin?.type ?? "") ? origin.widgets?.[0]?.value : undefined;
 }
 
-// All nodes of a class, those in subgraphs too.
+// Returns all nodes of a class, including those in subgraphs.
 export function nodesOf(comfyClass, graph = rootGraph()) {
   return (graph?.nodes ?? []).flatMap((node) => [
     ...(node.comfyClass === comfyClass ? [node] : []),
@@ -75,7 +75,7 @@ export function nodesOf(comfyClass, graph = rootGraph()) {
   ]);
 }
 
-// One step that undo takes back.
+// Ends a step of undo: records the changes since the last one.
 export function captureState() {
   const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
   (tracker?.captureCanvasState ?? tracker?.checkState)?.call(tracker);

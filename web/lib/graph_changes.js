@@ -1,4 +1,4 @@
-// Changes of a graph that keep its links and values: a node's links go to another one, or it takes another one's place.
+// Changes a graph and keeps its links and values: moves the links of a node to another one, or replaces the node.
 import { app } from "../../../scripts/app.js";
 import { captureState, rootGraph } from "./graph.js";
 
@@ -19,13 +19,13 @@ export function linksOf(graph, node, slot) {
   return (node.outputs[slot]?.links ?? []).map((id) => linkOf(graph, id)).filter(Boolean);
 }
 
-// Gives a link's end to another node.
+// Connects the target of a link to output `slot` of `origin` instead.
 export function move(graph, link, origin, slot) {
   if (Number(link.target_id) === OUTSIDE) graph.outputs[link.target_slot].connect(origin.outputs[slot], origin);
   else origin.connect(slot, graph.getNodeById(link.target_id), link.target_slot, link.parentId);
 }
 
-// The first free place at or below `pos`.
+// Returns the first free position at or below the given one for a node of this size. `title`: the height of its title.
 export function freePlace(graph, [x, top], [width, height], title) {
   let y = top + title;
   for (let tries = 0; tries < 100; tries++) {
@@ -42,7 +42,7 @@ export function freePlace(graph, [x, top], [width, height], title) {
   return [x, y];
 }
 
-// One step of undo.
+// Runs `act` as one step of undo and returns its result.
 export function change(act) {
   const canvas = app.canvas;
   canvas.emitBeforeChange?.();
@@ -55,7 +55,7 @@ export function change(act) {
   }
 }
 
-// Gives a node's input what another link brings.
+// Connects the origin of a link to input `name` of `node` as well.
 export function bring(graph, { origin_id: origin, origin_slot: slot, parentId }, node, name) {
   const into = slotOf(node.inputs, name);
   if (into < 0) return;
@@ -63,8 +63,8 @@ export function bring(graph, { origin_id: origin, origin_slot: slot, parentId },
   else graph.getNodeById(origin).connect(slot, node, into, parentId);
 }
 
-// Puts a node of another kind in its place, under its id, so that what a subgraph shows of it stays. `names`: of inputs that
-// are called otherwise there; `types`: of outputs whose links go on.
+// Replaces a node with one of class `kind` under the same id, so that a subgraph still shows its widgets. `names`: {old: new}
+// for inputs that have another name there; `types`: the types of the outputs whose links are kept.
 export function exchange(graph, old, kind, names, types) {
   const incoming = old.inputs
     .map(({ name, link }) => [name, linkOf(graph, link)])

@@ -1,5 +1,5 @@
-// Measures strategies for the job of one sampler: a few steps of it under each, one prompt after the other. The graph, its
-// nodes and what they show stay as they are.
+// Measures strategies for the job of one sampler: runs a few steps under each, one prompt after the other. The graph, its
+// nodes and their outputs do not change.
 import { branchOf, compares, isOurs, jobOf, run, vaeOf } from "./branch.js";
 import { nodeOf } from "./graph.js";
 
@@ -8,8 +8,8 @@ const MEASURED = "measured"; // the sampler in the prompt, which stands for no n
 const OUTPUTS = { latent: 0, report: 1, compared: 2 };
 const SHOWN = "shown";
 
-// The prompt that measures a row for the sampler `id`. One device is measured beside the strategy that runs anyway, where
-// pictures can be made: on a rank of the warm group, which another strategy would end.
+// Returns the prompt that measures a row, or null if it lacks the selector. With a VAE, one device (`alone`) is measured by
+// comparing it with the current strategy: it then runs on a rank of the warm group. As a strategy it would end this group.
 function promptOf(job, selector, { inputs, alone }) {
   const vae = alone ? vaeOf(job) : null;
   const nodes = structuredClone(branchOf(job.prompt, [job.id, ...(vae ? [vae[0]] : [])]));
@@ -26,8 +26,8 @@ function promptOf(job, selector, { inputs, alone }) {
   return nodes;
 }
 
-// `told(row, result, at)` after each, with the row as the run had it, or null where the run failed; ends early when one is
-// cancelled.
+// Measures each row and then calls `told(row, result, at)`. `result`: the row that the run returned, or null if it failed.
+// Stops if a run is cancelled.
 export async function measureRows(sampler, selector, missing, told) {
   const job = await jobOf(sampler);
   if (!job) return;

@@ -1,4 +1,4 @@
-// Lines of JSON as they arrive.
+// Yields the values of a stream with one JSON value per line, as they arrive.
 export async function* messages(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let unread = "";

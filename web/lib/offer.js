@@ -1,5 +1,5 @@
-// Text encoders and VAEs, offered where they are worth making parallel too: where their nodes took a good part of the last
-// prompt's time, or text encoder and model do not fit ComfyUI's device together. What a person chooses is kept.
+// Offers to make text encoders and VAEs parallel too, if their nodes took a good part of the last prompt's time, or if text
+// encoder and model do not fit ComfyUI's device together. Stores the person's choice.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { button } from "./button.js";
@@ -35,7 +35,7 @@ api.addEventListener("executing", ({ detail: id }) => {
   running = id == null ? null : { id, since: now };
 });
 
-// Bytes of the files of a folder that widgets so called name.
+// Returns the bytes of the files in a model folder that are chosen in widgets whose name matches `called`.
 async function sizeOf(folder, called) {
   const widgets = graphs().flatMap((graph) => graph.nodes.flatMap((node) => node.widgets ?? []));
   const files = widgets.filter(({ name }) => called.test(name)).map(({ value }) => value);
@@ -58,7 +58,7 @@ async function reasons() {
   return [byTime, await tooLarge().catch(() => "")].filter(Boolean);
 }
 
-// Whether to make the workflow parallel: yes where there is nothing to offer, else as a person answers.
+// Returns true to make the workflow parallel: if there is nothing to offer, or if the person agrees in the dialog.
 export async function offerEncoders() {
   const settings = app.extensionManager.setting;
   if (settings.get(ENCODERS_TOO) || localStorage.getItem(REFUSED) || !hasStockEncoders()) return true;

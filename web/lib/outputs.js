@@ -1,5 +1,5 @@
-// What a node showed after a run, told to those who draw it: when it runs, when a workflow is shown again, and after the
-// page was loaded anew, from ComfyUI's history. What a stock sampler did on the devices the pack's own server part tells.
+// Passes the output of a node's run to the files that draw it: after the run, when a workflow is shown again, and from
+// ComfyUI's history after a reload of the page. Outputs of stock samplers come from the pack's server part.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { nodeOf, nodesOf, rootGraph } from "./graph.js";
@@ -17,9 +17,9 @@ const told = new Map(); // graph -> what those showed, by execution id; ComfyUI 
 const runs = new Map(); // prompt id -> the graph that it came from, and the execution ids of its nodes
 const early = new Map(); // of runs that began before ComfyUI's answer told whose they are: prompt id -> how they ended, if so
 
-// `show(node, output)` for each node of the class that has an output; it may be called again with the same.
-// `mark(node, state, words)` for those of a run that has none (yet): running, failed, cancelled, or done, where what was shown
-// before holds; `words`: what went wrong.
+// Calls `show(node, output)` for each output of a node of the class, perhaps more than once for the same output. Calls
+// `mark(node, state, words)` for nodes without an output (yet). `state`: running, failed, cancelled, or done if the earlier
+// output still holds. `words`: what went wrong.
 export function watchOutputs(comfyClass, show, mark = () => {}) {
   watchers.push([comfyClass, show, mark]);
 }
@@ -37,7 +37,7 @@ function mark(ids, state, words = "") {
   }
 }
 
-// What a run was doing, which ComfyUI leaves under the node, as high as three lines; it adds it again for the next run.
+// Removes the progress text that ComfyUI leaves under the node, three lines high. ComfyUI adds it again for the next run.
 export function forgetPhase(node) {
   const text = node?.widgets?.find((widget) => widget.name === PHASE);
   if (!text) return;
@@ -45,7 +45,7 @@ export function forgetPhase(node) {
   node.widgets.splice(node.widgets.indexOf(text), 1);
 }
 
-// A run of the graph that is shown: its nodes wait for their outputs.
+// Marks a run's nodes as running if their graph is shown; they then wait for their outputs.
 function begin({ prompt_id: id }) {
   const run = runs.get(id);
   if (!run) early.set(id, null);
@@ -62,10 +62,10 @@ function end(detail, state) {
   if (run?.waiting && run.graph === rootGraph()?.id) mark([...run.waiting], state, wordsOf(detail));
 }
 
-// Of ComfyUI's message about a failure: what went wrong, without its class.
+// Returns what went wrong from ComfyUI's message about a failure, without the exception's class.
 const wordsOf = ({ exception_message: message } = {}) => message?.trim() ?? "";
 
-// What ComfyUI says when it refuses to queue a prompt, on each node that it names.
+// Marks the nodes that ComfyUI names when it refuses to queue a prompt, with its words.
 function refuse(nodeErrors) {
   for (const [id, { errors }] of Object.entries(nodeErrors ?? {})) {
     const words = errors.map(({ message, details }) => [message, details].filter(Boolean).join(": "));
@@ -73,7 +73,7 @@ function refuse(nodeErrors) {
   }
 }
 
-// Whether somebody watches that node. In a stock sampler's place the node that proves its job may have run.
+// Passes an output to its node's watchers; returns true if there are any. ProveSampler may have run for a stock sampler.
 function tell(id, output) {
   const node = output && nodeOf(id);
   const own = watchersOf(node).filter(([kind]) => kind !== STOCK);
@@ -82,7 +82,7 @@ function tell(id, output) {
   return own.length > 0 || Boolean(node && output.parallel_badge);
 }
 
-// Of a stock sampler of the graph that is shown; without an output its run begins.
+// Passes the output of a stock sampler to its watchers. Without an output, marks it as running.
 function tellStock(id, output) {
   const node = nodeOf(id);
   if (!node) return;
@@ -102,7 +102,7 @@ function hear({ prompt_id: prompt, node: id, output }) {
   tellStock(id, output);
 }
 
-// What a prompt had the devices for after its sampler: a picture was decoded.
+// Updates the phases in the outputs of a prompt: one of its nodes has used the devices since, for instance to decode.
 function takePhases(phases) {
   const outputs = [...Object.entries(app.nodeOutputs ?? {}), ...(told.get(rootGraph()?.id) ?? [])];
   for (const [id, output] of outputs) {
@@ -120,13 +120,13 @@ function tellAll(outputs) {
   return found > 0;
 }
 
-// Execution ids of a prompt's nodes that somebody watches, and that are nodes of the graph: a measurement's are not.
+// Returns the execution ids of a prompt's watched nodes that are in the graph: those of a measurement are not.
 function watchedIn(prompt) {
   const isOurs = (id) => watchers.some(([kind]) => kind !== STOCK && kind === prompt[id].class_type);
   return Object.keys(prompt ?? {}).filter((id) => nodeOf(id) && (isOurs(id) || stock.has(nodeOf(id))));
 }
 
-// The newest run of this very workflow that had a watched node, whatever became of it.
+// Shows the newest run of this workflow that had a watched node, however it ended.
 async function recall() {
   const graph = rootGraph();
   const before = times;
@@ -149,7 +149,7 @@ async function recall() {
   }
 }
 
-// A prompt of this very workflow that runs while the page is loaded anew; whether there is one.
+// Marks the nodes of this workflow's prompt that is running when the page loads; returns true if there is one.
 async function recallRunning(graph) {
   const { queue_running: running } = await (await api.fetchApi("/queue")).json();
   const own = running.find(([, , , extra]) => extra?.extra_pnginfo?.workflow?.id === graph.id);
@@ -160,7 +160,7 @@ async function recallRunning(graph) {
   return true;
 }
 
-// By prompt and execution id what stock samplers told of their latest runs.
+// Returns the outputs of the latest runs of stock samplers, by prompt id and then by execution id.
 export async function keptRuns() {
   const answer = await api.fetchApi("/parallel_sampling/runs");
   return answer.ok ? answer.json() : {};
@@ -189,7 +189,7 @@ app.registerExtension({
     api.addEventListener("execution_start", ({ detail }) => begin(detail));
     for (const [event, state] of Object.entries(ENDS)) api.addEventListener(event, ({ detail }) => end(detail, state));
   },
-  // Also after undo, which makes all nodes anew and keeps what they showed.
+  // ComfyUI calls this after undo as well: all nodes are new then, but their outputs still hold.
   afterConfigureGraph() {
     const again = [...(told.get(rootGraph()?.id) ?? [])];
     for (const [id, output] of again) tellStock(id, output);

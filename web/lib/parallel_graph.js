@@ -1,5 +1,5 @@
-// Parallel Model behind every loader of the graph that does without, and out again: links and values stay as they are. Where the
-// user's settings say so, Parallel CLIP too, and the parallel nodes of VAEs in the place of ComfyUI's.
+// Puts Parallel Model behind every loader of the graph that has none, and takes it out again; links and values are kept. If
+// the settings say so, it also puts in Parallel CLIP, and exchanges ComfyUI's VAE nodes for the pack's.
 import { app } from "../../../scripts/app.js";
 import { nodesOf, rootGraph } from "./graph.js";
 import { ACTIVE, activeOf, change, exchange, freePlace, GAP, graphs, linkOf, linksOf, move, OUTSIDE, titleHeight } from "./graph_changes.js";
@@ -16,7 +16,7 @@ const isOurs = (node) => node.constructor.nodeData?.python_module === parallelMo
 const parallelModule = () => globalThis.LiteGraph.registered_node_types[MODELS.parallel]?.nodeData?.python_module;
 const withEncoders = () => Boolean(app.extensionManager.setting.get(ENCODERS_TOO));
 const kinds = () => (withEncoders() ? [MODELS, ENCODERS] : [MODELS]);
-// [graph, node, class in its place, type of its output]
+// Return [graph, node, class to replace it with, type of its output] for each VAE node to exchange.
 const stockVaes = () =>
   Object.entries(withEncoders() ? VAES : {}).flatMap(([stock, [parallel, type]]) =>
     graphs().flatMap((graph) => activeOf(graph, stock).map((node) => [graph, node, parallel, type])),
@@ -32,7 +32,7 @@ const parallelVaes = () =>
 
 const slotsOf = (node, { type }) => node.outputs.flatMap((output, slot) => (output.type === type ? [slot] : []));
 
-// Whether what this link carries comes to the parallel node of its kind, through whatever changes it on the way.
+// Returns true if the link leads to the parallel node of its kind, directly or through nodes that change what it carries.
 function becomesParallel(graph, link, kind, seen = new Set()) {
   if (seen.has(link)) return false;
   seen.add(link);
@@ -46,7 +46,7 @@ function becomesParallel(graph, link, kind, seen = new Set()) {
   return slotsOf(target, kind).some((slot) => linksOf(graph, target, slot).some((l) => becomesParallel(graph, l, kind, seen)));
 }
 
-// [graph, loader, slot, links] of each of a kind that nothing makes parallel: those that a node gives which takes none.
+// Returns [graph, loader, slot, links that lead to no parallel node] for each loader: a node that gives `kind` but takes none.
 function stockOf(kind) {
   return graphs().flatMap((graph) =>
     graph.nodes
@@ -73,7 +73,7 @@ export const hasStockEncoders = () =>
 export const canTakeOut = () => parallelNodes().some(([, node]) => !isNeeded(node)) || parallelVaes().length > 0;
 export const givesStockModel = (node) => kinds().some((kind) => stockOf(kind).some(([, loader]) => loader === node));
 
-// The nodes whose inside a subgraph is, also those of the subgraphs around them.
+// Returns the nodes that contain this subgraph, directly or through the subgraphs around them.
 export function holdersOf(graph) {
   const holders = graphs().flatMap((one) => one.nodes.filter((node) => node.subgraph === graph));
   return holders.flatMap((node) => [node, ...holdersOf(node.graph)]);
@@ -81,7 +81,7 @@ export function holdersOf(graph) {
 
 const titleOf = ({ graph, title }) => holdersOf(graph)[0]?.title ?? title;
 
-// Returns how many were put in, the titles of the subgraphs in which they are, and whether they are still there.
+// Puts the nodes in. Returns their count, the titles of the subgraphs with some, and a function: true if any is still there.
 export function makeParallel() {
   return change(() => {
     const found = kinds().flatMap((kind) => stockOf(kind).map((stock) => [...stock, kind.parallel]));
@@ -91,7 +91,7 @@ export function makeParallel() {
       graph.add(node);
       node.pos = [-1e6, -1e6]; // not in its own way
       node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, titleHeight());
-      // First what gives it its type: Parallel CLIP takes several.
+      // The loader is connected first: it sets the type of Parallel CLIP, which takes several.
       loader.connect(slot, node, SLOT);
       for (const link of links) move(graph, link, node, SLOT);
       added.push(node.id);
@@ -105,7 +105,7 @@ export function makeParallel() {
   });
 }
 
-// Returns how many were taken out, and how many stay since a Parallel Sampler needs them.
+// Takes the nodes out. Returns how many, and how many stay because a node such as Parallel Sampler needs them.
 export function takeOut() {
   return change(() => {
     const all = parallelNodes();

@@ -1,4 +1,4 @@
-// The same job, seed and all, on one device and on all of them, shown under a slider.
+// Runs the same job, with the same seed, on one device and on all of them, and shows both pictures under a slider.
 import { app } from "../../../scripts/app.js";
 import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
 import { drawComparison } from "./comparison.js";
@@ -17,8 +17,8 @@ function complain(words) {
   app.extensionManager.toast.add({ severity: "warn", summary: say("prove"), detail: words, life: 10_000 });
 }
 
-// The sampler's place in the prompt is taken by the node that compares, so that bars, progress and report are where they
-// are for any run of it.
+// Runs the comparison. The node that compares takes the sampler's place in the prompt, so that bars, progress and report
+// appear at the sampler as in any run.
 export async function prove(node) {
   try {
     const job = await jobOf(node);
@@ -33,7 +33,7 @@ export async function prove(node) {
   }
 }
 
-// The answer, and the report folded away below it, so that a laptop shows all that counts.
+// Shows the result, with the report folded below it so that the result fits on a laptop's screen.
 function show({ parallel_comparison: [told], text: [report] }) {
   const { dialog, text } = openDialog(say("proof", { count: told.devices }), translate(report));
   dialog.classList.add("parallel-proof");

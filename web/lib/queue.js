@@ -1,4 +1,4 @@
-// What this page queues, told to those who want to know: once ComfyUI has taken a prompt, or refused it.
+// Tells listeners of each prompt that this page queues, once ComfyUI has accepted or refused it.
 import { api } from "../../../scripts/api.js";
 
 const listeners = []; // (nodes of the prompt by execution id, ComfyUI's answer)

@@ -1,4 +1,4 @@
-// A group of ranks as the status panel draws it: state, buttons, and for each rank its device, memory and progress.
+// Draws a group of ranks for the status panel: state, buttons, and the device, memory and progress of each rank.
 // Elements are made once and then only changed, so that the focus stays where it is.
 import { button, explain } from "./button.js";
 import { addStyle, element } from "./dom.js";
@@ -132,7 +132,7 @@ function rankRow() {
   return { root, update };
 }
 
-// The latest steps' seconds as a line, the slowest on top.
+// Draws the seconds of the latest steps as a line; the slowest step is at the top.
 function sparkline() {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 100 24");
@@ -160,7 +160,7 @@ function sparkline() {
   return { root, update };
 }
 
-// `ask(action, devices)` when a button is pressed.
+// Returns a group's card: {root, update(group)}. Calls `ask(action, devices)` when a button is pressed.
 export function groupCard(ask) {
   const title = element("h3");
   const state = element("p", "state");

@@ -1,5 +1,5 @@
-// What the pack says in English, its server part included, in ComfyUI's language: ../said.json has each sentence with {names}
-// for what changes in it, {n} for a number, once in each language. A sentence that is not there stays as it is.
+// Translates the pack's English sentences, including those of its server part, into ComfyUI's language. ../said.json has each
+// sentence in each language, with {names} for the parts that vary and {n} for a number. Unknown sentences stay English.
 import { app } from "../../../scripts/app.js";
 
 const { languages, said } = await fetch(new URL("../said.json", import.meta.url))
@@ -27,7 +27,7 @@ function lineIn(language, line) {
   return line;
 }
 
-// Line by line; what a sentence is about is translated too, where it is known.
+// Translates each line. The parts that vary in a sentence are translated as well if they are known sentences.
 export function translate(words) {
   const language = languages.indexOf(app.extensionManager?.setting?.get("Comfy.Locale"));
   if (language < 0 || typeof words !== "string") return words;

@@ -1,6 +1,6 @@
-// Load Diffusion Model and KSampler in exchange for Parallel Model Loader and Parallel Sampler, and back: values, links and
-// places stay. Where something changes the model on its way, or others need its loader's, Parallel Model stands before the
-// sampler instead, which takes no model that is parallel already.
+// Exchanges Load Diffusion Model and KSampler for Parallel Model Loader and Parallel Sampler, and back; values, links and
+// positions are kept. If a node changes the model on its way, or other nodes need the loader's model, the loader stays and
+// Parallel Model is put before the sampler. Parallel Model takes no model that is parallel already.
 import { followersOf, loaderOf, originOf } from "./graph.js";
 import {
   ACTIVE, activeOf, bring, change, exchange, freePlace, GAP, graphs, linkOf, linksOf, slotOf, slotOfType, titleHeight, widgetOf,
@@ -14,20 +14,20 @@ const FILE = { UNETLoader: "unet_name", ParallelModelLoader: "model_name" }; // 
 
 const isUsed = (graph, node, type) => linksOf(graph, node, slotOfType(node, type)).length > 0;
 
-// Whether a node of that kind can have this one's file, of which it lists those that it loads.
+// Returns true if the loader class `kind` offers the file that this loader names.
 function takesFile(kind, node) {
   const { required } = globalThis.LiteGraph.registered_node_types[kind].nodeData.input;
   const [options, more] = required[FILE[kind]];
   return (Array.isArray(options) ? options : more.options).includes(widgetOf(node, FILE[node.comfyClass])?.value);
 }
 
-// Whether all that this loader's model goes to, directly, are samplers to be exchanged.
+// Returns true if the loader's model goes directly to active KSamplers and to no other nodes.
 function servesSamplersAlone(loader) {
   const followers = followersOf(loader, loader.outputs[slotOfType(loader, MODEL)].name);
   return followers.every(({ comfyClass, mode }) => comfyClass === STOCK.sampler && mode === ACTIVE);
 }
 
-// [node, slot] that gives this sampler's model to ours; `made`: Parallel Model nodes by what they stand behind.
+// Returns [node, slot] that gives the parallel model; adds it if needed. `made`: added Parallel Model nodes by their source.
 function parallelFor(graph, sampler, made) {
   const origin = originOf(sampler, "model");
   const ready = slotOfType(origin, PARALLEL);
@@ -50,7 +50,7 @@ function parallelFor(graph, sampler, made) {
   return [made.get(key), slotOfType(made.get(key), PARALLEL)];
 }
 
-// Its model is there, and not made parallel before something that changes it.
+// Returns true if the sampler's model is connected, and is not parallel yet when another node changes it.
 function canHaveOurs(sampler) {
   const origin = originOf(sampler, "model");
   return origin && (!loaderOf(origin) || slotOfType(origin, PARALLEL) >= 0);
@@ -63,7 +63,7 @@ const samplersToSwapBack = (graph) => activeOf(graph, OURS.sampler).filter(gives
 export const canSwapIn = () => graphs().some((graph) => samplersToSwap(graph).length);
 export const canSwapOut = () => graphs().some((graph) => samplersToSwapBack(graph).length);
 
-// Returns how many samplers were exchanged.
+// Exchanges the samplers for parallel ones and returns how many.
 export function swapIn() {
   return change(() => {
     let count = 0;
@@ -80,7 +80,7 @@ export function swapIn() {
   });
 }
 
-// Returns how many samplers were exchanged. What their models came through goes with them, unless others need it.
+// Exchanges the samplers back and returns how many. The parallel nodes before them go too, unless other nodes need them.
 export function swapOut() {
   return change(() => {
     let count = 0;

@@ -1,12 +1,12 @@
-// Where the time of a run's steps went: for each device a row, for each step a bar of computing, sending and waiting. And
-// what its whole prompt had the devices for: one row of texts, loading, sampling and pictures.
+// Draws how the time of a run's steps was spent: a row per device, with a bar of computing, sending and waiting per step.
+// Also draws what the whole prompt used the devices for: one row of texts, loading, sampling and pictures.
 import { addStyle, element } from "./dom.js";
 import { translate } from "./said.js";
 import { say } from "./words.js";
 
 const PARTS = ["computing", "sending", "waiting"]; // as a step's numbers are, in observability/timeline.py
 const COLOURS = { computing: "#4f8fd0", sending: "#d0a04f", waiting: "#8a8a8a" };
-// By phase its words and its colour.
+// Each phase's name for `say`, and its colour.
 const PHASES = {
   text: ["phase_text", "#7a6fc9"],
   encode: ["phase_encode", "#b06fb5"],
@@ -31,7 +31,7 @@ const inSvg = (name, attributes) => {
   return made;
 };
 
-// { ranks: [{ device, steps: [[seconds of each part], ...] }, ...] }
+// Returns the timeline of { ranks: [{ device, steps: [[seconds of each part], ...] }, ...] }, folded.
 export function drawTimeline({ ranks }) {
   const longest = Math.max(...ranks.flatMap(({ steps }) => steps.map(total)));
   const legend = element("div", "legend", ...PARTS.map((part) => named(COLOURS[part], say(part))));
@@ -41,7 +41,7 @@ export function drawTimeline({ ranks }) {
 
 const total = (step) => step.reduce((sum, seconds) => sum + seconds, 0);
 
-// { phases: [[name, seconds], ...], compared }
+// Returns the row of { phases: [[name, seconds], ...], compared: a sentence, or "" }.
 export function drawPhases({ phases, compared }) {
   const whole = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
   const svg = inSvg("svg", { viewBox: `0 0 ${whole} 1`, preserveAspectRatio: "none", role: "img" });

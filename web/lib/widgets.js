@@ -1,4 +1,4 @@
-// Widgets that are wrong, and widgets that count for nothing, in both ways in which ComfyUI draws a node.
+// Marks widgets with wrong values and disables widgets without effect, in both ways in which ComfyUI draws a node.
 
 const MARK = "⚠ ";
 const COLORS = ["outline_color", "text_color", "secondary_text_color"]; // of the canvas
@@ -22,7 +22,7 @@ export function markWidget(widget, wrong) {
   }
 }
 
-// What a person reads as its name, without the mark.
+// Returns the widget's label without the mark, or its name if it has no label.
 export function plainLabel(widget) {
   return (labels.has(widget) ? labels.get(widget) : widget?.label) ?? widget?.name;
 }
@@ -32,7 +32,7 @@ export function disableWidget(widget, off) {
   widget.disabled = off;
 }
 
-// Where Vue draws the nodes, labels are elements: call after it has drawn. `inside`: an element on the node.
+// Colours the marked labels of a node that Vue draws; call it after Vue has drawn. `inside`: an element on the node.
 export function markRows(inside) {
   for (const row of inside.closest("[data-node-id]")?.querySelectorAll(".lg-node-widget") ?? []) {
     const label = row.querySelector("[data-testid='widget-layout-field-label']");

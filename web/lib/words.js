@@ -1,5 +1,5 @@
-// The words of the pack's own panels and menus in ComfyUI's language: locales/<language>/main.json has them, English where
-// a language lacks one.
+// Gives the words of the pack's panels and menus in ComfyUI's language, from locales/<language>/main.json. Words that a
+// language lacks are in English.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 
@@ -11,7 +11,7 @@ const served = await api
   .then((answer) => answer.json())
   .catch((error) => console.warn("parallel sampling: no words in any language", error));
 
-// `name`: of the words; {…} in them are replaced by the values of these names.
+// Returns the words `name`. Each {key} in them is replaced by `values[key]`.
 export function say(name, values = {}) {
   const language = app.extensionManager?.setting?.get("Comfy.Locale") ?? ENGLISH;
   const words = served?.[language]?.[GROUP]?.[name] ?? served?.[ENGLISH]?.[GROUP]?.[name] ?? name;
