@@ -20,7 +20,7 @@ from .host.progress import rank_bars
 from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
-from .model.options import RECORD, SETTINGS
+from .model.options import RECORD, SETTINGS, STEP_CACHE
 from .runs.two_runs import check_comparable, check_is_picture, compare_runs
 from .sampling_job import LINKED, SamplerInputs, sampling_inputs
 
@@ -64,7 +64,7 @@ class CompareWithOneDevice(io.ComfyNode):
 
         def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
             requested = replace(job, step_cache="off") if alone else job
-            record = RunRecord(cache_threshold=requested.reuse_below)
+            record = RunRecord()
             return record, requested.run(settings, record)
 
         return compare_runs(cls, vae, job.settings, job.parallel_model.file, run)
@@ -114,7 +114,10 @@ class ProveSampler(io.ComfyNode):
         def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
             record = RunRecord()
             model = patcher.clone()
-            model.model_options["transformer_options"] |= {RECORD: record, SETTINGS: settings}
+            options = model.model_options["transformer_options"]
+            options |= {RECORD: record, SETTINGS: settings}
+            if alone:
+                options[STEP_CACHE] = None  # the reference computes every step
             changed = {**inputs, name: _with_model(inputs[name], model)}
             return record, _latent_of(sampler_class, changed)
 

@@ -45,7 +45,7 @@ class ParallelSampler(io.ComfyNode):
         job = SamplerInputs(**inputs)
         settings = job.settings
         job.check(settings)
-        record = RunRecord(cache_threshold=job.reuse_below, price_per_hour=price_per_gpu_hour())
+        record = RunRecord(price_per_hour=price_per_gpu_hour())
         samples = job.run(settings, record)
         if record.runs:  # no step runs at denoise 0
             count_gain(record)

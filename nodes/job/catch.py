@@ -64,10 +64,11 @@ class Catch:
         known: RunRecord | None = options.get(RECORD)
         new = self._record_run(settings, patcher.job_model.file) if known is None else nullcontext(known)
         with new as record:
+            record.cache_threshold = options.get(STEP_CACHE)
             _load(patcher)
             arguments = (noise, latent_image, sampler, sigmas, denoise_mask, seed)
             wrappers = [one for one in executor.wrappers if one is not self]
-            threshold = float(options.get(STEP_CACHE) or 0.0)
+            threshold = record.cache_threshold or 0.0
             job = ShippedJob(patcher, SamplerRun(guider, wrappers, arguments, latent_shapes), threshold)
             plan = _plan_sampling(patcher, guider, arguments, latent_shapes, threshold)
 

@@ -84,6 +84,32 @@ def test_a_stock_sampler_with_the_node_reuses_what_parallel_sampler_reuses(comfy
     assert relative_difference(found["cached"], found["off"]) > 10 * TOLERANCE
 
 
+def test_prove_it_compares_a_cached_sampler_with_every_step_of_one_device(comfy):
+    """With this threshold all steps but the first reuse the blocks."""
+    graph = AnyGraph(comfy, "flux")
+    ours = graph.parallel(graph.stock(), ulysses=2)
+    positive, negative, latent = graph.request()
+    proof = graph.add(
+        "ProveSampler",
+        sampler_class="KSampler",
+        vae=[graph.add("TestTinyVAE"), 0],
+        model=[graph.add("ParallelStepCache", model=[ours, 0], cache_threshold=10.0), 0],
+        **{
+            "positive": positive,
+            "negative": negative,
+            "latent_image": latent,
+            "seed": 3,
+            "steps": 6,
+            "cfg": 1.0,
+        },
+        **{"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0},
+    )
+    report = comfy.run(graph.prompt)["outputs"][proof]["text"][0]
+    (difference,) = re.findall(r"^of the latents: (\S+), which", report, re.MULTILINE)
+    assert float(difference) > 1e-2
+    assert "step cache: 5 of 6 model calls reused" in report
+
+
 def test_the_node_refuses_a_model_that_is_not_parallel(comfy, unet):
     graph = Graph()
     model = [graph.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0]
