@@ -86,8 +86,8 @@ class ProveSampler(io.ComfyNode):
             node_id="ProveSampler",
             display_name="Prove Sampler",
             category=CATEGORY,
-            description="Runs the job of any sampler on one device and on all, and shows both pictures. Prove it puts "
-            "it into the place of a sampler; nobody needs to add it.",
+            description="Runs the job of any sampler on one device and on all, and shows both pictures. Prove it in a "
+            "sampler's menu uses this node for one run; you need not add it by hand.",
             search_aliases=["prove it", "same picture", "parity", "benchmark", "multi gpu compare"],
             is_output_node=True,
             is_dev_only=True,

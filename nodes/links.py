@@ -22,7 +22,8 @@ def strategy_input() -> io.Custom.Input:
     return StrategyLink.Input(
         "strategy",
         optional=True,
-        tooltip="From Strategy Selector. Without it: all devices, chosen automatically.",
+        tooltip="From Strategy Selector. Without it: the devices of the setting Default devices (all if it is not "
+        "set), split automatically.",
     )
 
 
@@ -31,7 +32,8 @@ def devices_input() -> io.Custom.Input:
     return StrategyLink.Input(
         "strategy",
         optional=True,
-        tooltip="From Strategy Selector: the devices. Those that run already are used. Without it: all.",
+        tooltip="From Strategy Selector: the devices. If the processes of some hold a model or sleep, only those are "
+        "used. Without it: those of the setting Default devices (all if it is not set).",
     )
 
 
@@ -57,8 +59,8 @@ def compile_input() -> io.Combo.Input:
         options=list(COMPILE_MODES),
         default=AUTO,
         optional=True,
-        tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, the first one of an image size "
-        "takes a minute or more. Needs a C compiler. auto does it where it pays, never on a CPU.",
+        tooltip="blocks: torch.compile for the transformer's blocks. Steps get faster, but the first step of a new "
+        "image size can take longer. Needs a C compiler. auto does it where it pays, never on a CPU.",
     )
 
 
@@ -80,7 +82,9 @@ def model_output() -> io.Model.Output:
 
 
 def parallel_model_output() -> io.Custom.Output:
-    return ModelLink.Output("parallel_model", tooltip="For Parallel Sampler.")
+    return ModelLink.Output(
+        "parallel_model", tooltip="For Parallel Sampler, or first for Parallel LoRA Loader."
+    )
 
 
 @dataclass(frozen=True)

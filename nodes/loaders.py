@@ -73,8 +73,8 @@ class ParallelModelLoader(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=model_names(*PARTS),
-                    tooltip="A .safetensors file from models/diffusion_models or models/checkpoints, or a .gguf file "
-                    "from models/diffusion_models.",
+                    tooltip="A .safetensors or .gguf file from models/diffusion_models or models/unet, or a "
+                    ".safetensors file from models/checkpoints.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",
@@ -154,7 +154,8 @@ class ParallelFluxLoader(io.ComfyNode):
                     "weight_dtype",
                     options=list(WEIGHT_DTYPES),
                     default="auto",
-                    tooltip="auto keeps the file's own. float8_e4m3fn halves the memory; it is computed in bfloat16.",
+                    tooltip="auto is ComfyUI's choice: on most cards the file's own, but bfloat16 for a float32 file. "
+                    "float8_e4m3fn halves the memory of 16-bit weights; it is computed in bfloat16.",
                 ),
                 strategy_input(),
                 compile_input(),
@@ -163,8 +164,9 @@ class ParallelFluxLoader(io.ComfyNode):
                     options=list(ATTENTION_KERNELS),
                     default="auto",
                     optional=True,
-                    tooltip="auto takes the fastest exact kernel that is installed; sage is faster still and "
-                    "approximate. One that cannot run on your GPUs is refused with the reason.",
+                    tooltip="auto is the attention that ComfyUI itself would use, under Ring the fastest exact kernel "
+                    "that is installed and works. sage is approximate. One that cannot run on your devices is refused "
+                    "with the reason.",
                 ),
                 exchange_input(),
             ],

@@ -56,8 +56,8 @@ class ParallelModelNode(io.ComfyNode):
             node_id="ParallelModel",
             display_name="Parallel Model",
             category=CATEGORY,
-            description="Has several devices compute a model that one of ComfyUI's own loaders has loaded: images or "
-            "videos of any family. The devices read the file themselves; LoRAs and other changes come along.",
+            description="Has several devices compute a model that one of ComfyUI's own loaders has loaded: images, "
+            "videos or sound, of any family. The devices read the file themselves; LoRAs and other changes come along.",
             search_aliases=[
                 "multi gpu model",
                 "any model parallel",
@@ -111,8 +111,9 @@ class ParallelCLIPNode(io.ComfyNode):
             display_name="Parallel CLIP",
             category=CATEGORY,
             description="Has the devices compute a text encoder of any loader: whole on the device with the most free "
-            "memory, or its layers on all of them. Exact; LoRAs, CLIP skip, prompt weights and embeddings work as "
-            "before. Encoders of pictures (CLIP vision) and of sound go the same way.",
+            "memory, or its layers on all of them. On one device the text is exact, with split layers it is equal up "
+            "to rounding; LoRAs, CLIP skip, prompt weights and embeddings work as before. Encoders of pictures (CLIP "
+            "vision) and of sound work too, up to rounding.",
             search_aliases=[
                 "multi gpu clip",
                 "multi gpu text encoder",
@@ -143,7 +144,7 @@ class ParallelCLIPNode(io.ComfyNode):
                     kind,
                     id="clip",
                     display_name="clip",
-                    tooltip="An ordinary CLIP for CLIP Text Encode and all other stock nodes.",
+                    tooltip="An ordinary CLIP (or CLIP_VISION, or AUDIO_ENCODER) for all stock nodes.",
                 )
             ],
         )

@@ -30,7 +30,9 @@ LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
 def sampling_inputs() -> list[io.Input]:
     """Returns the inputs of a node that samples, in the order in which the page shows those of KSampler."""
     return [
-        ModelLink.Input("parallel_model", tooltip="From Parallel Model, or a loader of this pack."),
+        ModelLink.Input(
+            "parallel_model", tooltip="From Parallel Model, a loader of this pack, or Parallel LoRA Loader."
+        ),
         io.Conditioning.Input("positive", tooltip="What the image should show."),
         io.Conditioning.Input("negative", tooltip="What it should not show; ignored at cfg 1.0."),
         io.Latent.Input("latent_image", tooltip="The latent to denoise; sets the size and the batch."),
@@ -82,8 +84,8 @@ def sampling_inputs() -> list[io.Input]:
             options=list(STEP_CACHES),
             default="off",
             optional=True,
-            tooltip="first_block: a step whose first block hardly changed skips the others (First Block "
-            "Cache). Faster and approximate; the report says how often.",
+            tooltip="first_block: a step whose first block changed little skips the others (First Block Cache). "
+            "Approximate; the report says how often.",
         ),
         threshold_input(optional=True),
     ]

@@ -21,8 +21,8 @@ class ParallelStepCache(io.ComfyNode):
             node_id="ParallelStepCache",
             display_name="Parallel Step Cache",
             category=CATEGORY,
-            description="Lets KSampler and other samplers leave out blocks of the model in steps that hardly change it "
-            "(First Block Cache). Faster and approximate. Parallel Sampler has inputs of its own for it.",
+            description="Lets KSampler and other samplers skip most blocks of the model in steps that change little "
+            "(First Block Cache). Approximate. Parallel Sampler has inputs of its own for it.",
             search_aliases=["first block cache", "teacache", "step cache", "wavespeed", "easycache"],
             inputs=[
                 io.Model.Input(

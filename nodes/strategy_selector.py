@@ -26,7 +26,7 @@ def _number(name: str, default: int, tooltip: str, **more: bool) -> io.Int.Input
 
 
 def _degree(name: str, tooltip: str) -> io.Int.Input:
-    return _number(name, 1, tooltip + " Counts in manual mode only.")
+    return _number(name, 1, tooltip + " Applies in manual mode only.")
 
 
 # Inputs that were added later: workflows without them still load.
@@ -34,7 +34,7 @@ _OPTIONAL = (
     _number(
         "tensor_degree",
         1,
-        "Splits every layer's heads and columns, and so the weights; wants fast links. Counts in manual mode only.",
+        "Splits every layer's heads and columns, and so the weights; wants fast links. Applies in manual mode only.",
         optional=True,
     ),
     io.Boolean.Input(
@@ -43,26 +43,26 @@ _OPTIONAL = (
         optional=True,
         advanced=True,
         tooltip="Each device keeps its share of the weights and fetches the rest block by block (FSDP): for models "
-        "larger than a card. Counts in manual mode only.",
+        "larger than a card. Applies in manual mode only.",
     ),
     io.Boolean.Input(
         "offload_weights",
         default=False,
         optional=True,
         advanced=True,
-        tooltip="Keeps the shares in the computer's memory: slowest, smallest. Counts in manual mode only.",
+        tooltip="Keeps the shares in the computer's memory: slowest, smallest. Applies in manual mode only.",
     ),
     _number(
         "num_pipeline_patch",
         0,
-        "Patches that PipeFusion cuts an image into; 0 for as many as pipefusion_degree. Counts in manual mode only.",
+        "Patches that PipeFusion cuts an image into; 0 for as many as pipefusion_degree. Applies in manual mode only.",
         optional=True,
     ),
     _number(
         "warmup_steps",
         1,
         "PipeFusion's exact first steps. More come nearer to one device's image; as many as steps is exact. "
-        "Counts in manual mode only.",
+        "Applies in manual mode only.",
         optional=True,
     ),
     io.String.Input(
@@ -70,7 +70,7 @@ _OPTIONAL = (
         default="",
         optional=True,
         tooltip="For devices that differ: how much of an image (or of the model, with PipeFusion) each takes, such as "
-        "24,16; memory goes by their memory; empty shares evenly. Counts in both modes.",
+        "24,16. The word memory shares by the devices' memory; empty shares evenly. Applies in both modes.",
     ),
     io.Combo.Input(
         "approximation",
@@ -119,26 +119,28 @@ class StrategySelector(io.ComfyNode):
                 ),
                 _degree(
                     "pipefusion_degree",
-                    "Splits the model's blocks over devices, through which patches of the image flow: needs little "
-                    "memory and no fast links; approximate after warmup_steps.",
+                    "Splits the model's blocks over devices, through which patches of the image flow. Slow links "
+                    "suffice; approximate after warmup_steps.",
                 ),
                 _degree("ring_degree", "Splits an image's tokens; keys and values travel round a ring."),
                 _degree(
                     "ulysses_degree",
-                    "Splits an image's tokens; must divide the attention heads (24 in Flux.1).",
+                    "Splits an image's tokens; at most one device for each attention head (24 in Flux.1).",
                 ),
                 _degree("data_degree", "Splits a batch of images."),
                 io.Combo.Input(
                     "engine",
                     options=list(ENGINES),
                     default="auto",
-                    tooltip="Who computes attention across devices. auto takes the fastest exact one.",
+                    tooltip="Who computes attention across devices: native or xfuser. auto is native.",
                 ),
                 *_OPTIONAL,
             ],
             outputs=[
                 StrategyLink.Output(
-                    "strategy", tooltip="For Parallel Model, a loader of this pack, or Parallel Sampler."
+                    "strategy",
+                    tooltip="For Parallel Model, a loader of this pack, Parallel Sampler, Parallel CLIP, Parallel VAE "
+                    "Decode or Parallel VAE Encode.",
                 ),
                 io.String.Output("why", tooltip="The choice in words."),
             ],

@@ -41,9 +41,11 @@ class ParallelVAEDecode(io.ComfyNode):
             display_name="Parallel VAE Decode",
             category=CATEGORY,
             description="Decodes each image or video on several devices at once, without tiles or seams: every device "
-            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, SVD, Wan, "
-            "Qwen-Image, HunyuanVideo, LTX, Cosmos, Mochi, CogVideoX and SeedVR2; MiniMax H3's cuts tiles by itself, "
-            "which are shared out. Any other is decoded by ComfyUI itself, and the report says so.",
+            "holds the weights, takes some of the rows, and needs about that part of the other memory. For the VAEs of "
+            "Flux.1, Flux.2, SD1.x to SD3, SDXL, SVD, Wan, Qwen-Image, HunyuanImage 2.1, HunyuanVideo, LTX-Video, "
+            "LTX-2, Cosmos 1, Mochi, CogVideoX and SeedVR2, and tiny ones; MiniMax H3's cuts tiles by itself, which "
+            "are shared out. Any other is decoded by ComfyUI itself, and the report says so; those of 3D shapes are "
+            "refused.",
             search_aliases=[
                 "vae decode",
                 "multi gpu vae",
@@ -54,7 +56,10 @@ class ParallelVAEDecode(io.ComfyNode):
             ],
             inputs=[
                 io.Latent.Input("samples", tooltip="The latent to decode."),
-                io.Vae.Input("vae", tooltip="The VAE to decode it with. It is sent to the devices once."),
+                io.Vae.Input(
+                    "vae",
+                    tooltip="The VAE to decode it with. Its decoder is sent to the devices if they do not hold it.",
+                ),
                 devices_input(),
             ],
             outputs=[
@@ -88,8 +93,9 @@ class ParallelVAEEncode(io.ComfyNode):
             display_name="Parallel VAE Encode",
             category=CATEGORY,
             description="Encodes each image or video on several devices at once, without tiles or seams: every device "
-            "takes some of its rows and about that part of the memory. For the VAEs of Flux, SD, SDXL, Wan, Qwen-Image "
-            "and HunyuanVideo; any other is encoded by ComfyUI itself, and the report says so.",
+            "holds the weights, takes some of the rows, and needs about that part of the other memory. For the VAEs of "
+            "Flux.1, Flux.2, SD1.x to SD3, SDXL, SVD, Wan, Qwen-Image, HunyuanImage 2.1 and HunyuanVideo; any other is "
+            "encoded by ComfyUI itself, and the report says so.",
             search_aliases=[
                 "vae encode",
                 "multi gpu vae",
@@ -102,7 +108,8 @@ class ParallelVAEEncode(io.ComfyNode):
             inputs=[
                 io.Image.Input("pixels", tooltip="The image to encode, or the frames of a video."),
                 io.Vae.Input(
-                    "vae", tooltip="The VAE to encode it with. Its encoder is sent to the devices once."
+                    "vae",
+                    tooltip="The VAE to encode it with. Its encoder is sent to the devices if they do not hold it.",
                 ),
                 devices_input(),
             ],
