@@ -226,7 +226,8 @@ def _by_both_providers(world, path):
     """Returns for ComfyUI's Flux.1 and for diffusers', each with a step cache: (answers to similar calls, reused calls,
     ratios that the cache compared)."""
     layouts, largest, found = Layouts(world), ReuseVote.largest, []
-    (first, times), kwargs = inputs(rows=2)
+    (first, times), given = inputs(rows=2)
+    kwargs = {name: given[name] for name in ("context", "y", "guidance")}  # what diffusers' takes
     for each in (spec(path), ModelSpec(path)):
         forward = make_module_forward(load_under(each, layouts, ULYSSES_2), layouts, Placement(ULYSSES_2))
         cache, ratios, answers = ModuleCache(THRESHOLD), [], []
