@@ -161,7 +161,7 @@ def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_g
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_keeps_a_value_for_every_widget(comfy, name):
-    """What an example shows must not depend on a default."""
+    """An example sets each value that it shows, so that no later default changes it."""
     info = comfy.registry
     for node in _workflow(name)["nodes"]:
         if node["type"] in info:

@@ -34,7 +34,7 @@ def is_freed(world, spec, strategy):
 
 @pytest.mark.parametrize("strategy", [ULYSSES, ParallelStrategy(tensor_degree=2)], ids=["Ulysses", "tensor"])
 def test_a_dropped_model_is_freed_by_one_collection(tmp_path, strategy):
-    """What is left is exempted from later collections when the next model is loaded (held_models.import_for)."""
+    """Loading the next model exempts all remaining objects from later collections (held_models.import_for)."""
     assert run_ranks(is_freed, 2, tiny_model(tmp_path), strategy) == [True, True]
 
 
