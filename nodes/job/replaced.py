@@ -7,7 +7,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,30 +21,37 @@ _HELD = frozenset(
 )
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
-_Spaces = list[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The latest search: its packs, its result, the namespaces of modules and classes it read, and the code in them."""
+    """The latest search. `packs`: the packs; `found`: its result; `names`: of all modules of the process; `modules`:
+    ComfyUI's; `spaces`: the namespaces of these and of their classes; `seen`: the code in them."""
 
     packs: Packs
     found: list[Replaced]
-    spaces: _Spaces
+    names: list[str]
+    modules: dict[str, types.ModuleType]
+    spaces: list[Mapping[str, Any]]
     seen: list[Any]
 
     def still_holds(self) -> bool:
+        if list(sys.modules) != self.names:
+            return False
+        if not all(map(operator.is_, map(sys.modules.get, self.modules), self.modules.values())):
+            return False
         now = _code_in(self.spaces)
         return len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
 
 
-def _code_in(spaces: _Spaces) -> list[Any]:
+def _code_in(spaces: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Returns the modules, functions and classes in `spaces`, and weak references to other callables: a method of
     ComfyUI's cache, if held, would keep every output in it alive."""
+    # Each job looks at ten thousand values: the cheap check of a type comes first.
     return [
-        value if isinstance(value, type) or type(value) in _HELD else _reference(value)
+        value if type(value) in _HELD or isinstance(value, type) else _reference(value)
         for value in chain.from_iterable([space.values() for space in spaces])
-        if callable(value) or type(value) in _HELD
+        if type(value) in _HELD or callable(value)
     ]
 
 
@@ -85,11 +92,15 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
 
 
 def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
+    names = list(sys.modules)
+    modules = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and (name == "comfy" or name.startswith("comfy."))
+    }
     found: list[Replaced] = []
-    spaces: _Spaces = [sys.modules]
-    for name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or not (name == "comfy" or name.startswith("comfy.")):
-            continue
+    spaces: list[Mapping[str, Any]] = []
+    for name, module in modules.items():
         spaces.append(vars(module))
         for key, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name and key == value.__name__:
@@ -98,7 +109,7 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
                 found += [Replaced(name, value.__qualname__, *pair) for pair in theirs]
             elif _is_of(value, folders):
                 found.append(Replaced(name, "", key, value))
-    return _Search(packs, found, spaces, _code_in(spaces))
+    return _Search(packs, found, names, modules, spaces, _code_in(spaces))
 
 
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
