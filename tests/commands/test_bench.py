@@ -18,7 +18,6 @@ from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
 from parallel_backend.commands.bench.rounds import BenchComparison, fits_side_by_side, random_request
 from parallel_backend.commands.bench.table import as_text
 from parallel_backend.errors import StrategyError
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.fingerprint import device_ids, take_fingerprint
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -31,6 +30,7 @@ from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.cache_folder import VARIABLE
 from parallel_backend.wire.checks import fault_injection as faults
 from tiny_flux import write_tiny_flux
 
