@@ -10,23 +10,34 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from parallel_backend.machine.cache_files import cache_folder
+from parallel_backend.wire.cache_folder import cache_folder, user_cache
 
 
-def remove_measurements(folder: Path | None) -> int:
-    """Deletes them and compiled blocks, and the folder if nothing else is in it; returns how many files of measurements
-    went. None is no folder."""
-    if folder is None or not folder.is_dir():
-        return 0
+def remove_measurements(folder: Path) -> int:
+    """Deletes them, and the folder if nothing else is in it; returns how many files went."""
     patterns = ("measurements-*.json", "measurements-*.lock", "self-tests.json", "self-tests.lock")
     found = [file for pattern in patterns for file in folder.glob(pattern)]
     for file in found:
         file.unlink(missing_ok=True)
-    shutil.rmtree(folder / "compiled", ignore_errors=True)  # sidecar/process/environment.py
-    with contextlib.suppress(OSError):  # somebody else's files are in it
-        folder.rmdir()
+    _remove_if_empty(folder)
     return len(found)
 
 
+def remove_compiled(folder: Path) -> None:
+    """Deletes compiled blocks, and the folder if nothing else is in it."""
+    shutil.rmtree(folder / "compiled", ignore_errors=True)  # sidecar/process/environment.py
+    _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else's files are in it, or there is no such folder
+        folder.rmdir()
+
+
 if __name__ == "__main__":
-    print(f"Parallel Sampling: {remove_measurements(cache_folder())} files of measurements deleted")
+    # A person may keep measurements in another folder, or none; compiled blocks are always in the user's cache.
+    compiled, measured = user_cache(), cache_folder()
+    if compiled is not None:
+        remove_compiled(compiled)
+    count = 0 if measured is None else remove_measurements(measured)
+    print(f"Parallel Sampling: {count} files of measurements deleted")

@@ -28,7 +28,6 @@ from subject import SIZES, finish, loop_job_of, random_flux, sample_request
 from torch import Tensor
 
 from comfy_weight_files import spec as spec_of
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import rule_key
 from parallel_backend.planner.history import GIVEN_UP, JOBS, open_history, record_run
@@ -41,6 +40,7 @@ from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, TrialPlan
+from parallel_backend.wire.cache_folder import VARIABLE
 from shipped_jobs import ship
 
 ONE = ParallelStrategy()

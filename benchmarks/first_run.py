@@ -25,7 +25,7 @@ from subject import ROOT, finish
 from comfyui_client import ComfyUIClient, Prompt
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
-from parallel_backend.machine.cache_files import VARIABLE
+from parallel_backend.wire.cache_folder import VARIABLE
 from workflow_to_api import workflow_to_api
 
 TEMPLATE = ROOT / "example_workflows" / "Try it without a download.json"

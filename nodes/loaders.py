@@ -148,7 +148,8 @@ class ParallelFluxLoader(io.ComfyNode):
                 io.Combo.Input(
                     "unet_name",
                     options=model_names("diffusion_models"),
-                    tooltip="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models.",
+                    tooltip="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models or "
+                    "models/unet.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

@@ -124,7 +124,7 @@ class SamplerInputs:
         return permitted(chosen, self.steps, step_cache=bool(self.reuse_below))
 
     def check(self, settings: StrategySettings) -> Plan:
-        """Returns a plan. Raises DeviceError or StrategyError before anything starts if no plan can work."""
+        """Returns a plan. Raises DeviceError, RequestError or StrategyError before anything starts if none can work."""
         any_job = Job(CheckpointModel(self.parallel_model.file))
         plan = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
         check_step_cache(self.reuse_below or 0.0, plan.strategy)

@@ -85,9 +85,10 @@ def resolve_devices(text: str) -> tuple[str, ...]:
         )
     indices: list[int] = []
     for first, last in re.findall(_GPUS, requested):
-        if last and not 0 <= int(last) - int(first) < _MOST_LETTERS:
+        if last and int(last) < int(first):
             raise _refuse(f"{text!r}: from {first} to {last} is no range; write the smaller GPU first: 0-3.")
-        indices += range(int(first), int(last or first) + 1)
+        # No machine has so many GPUs, and the first that is missing is named below.
+        indices += range(int(first), min(int(last or first), int(first) + _MOST_LETTERS) + 1)
     if len(set(indices)) != len(indices):
         once = ",".join(str(i) for i in dict.fromkeys(indices) if i < gpus)
         raise _refuse(f"{text!r} names a GPU twice; each process needs a GPU of its own.", once or "all")

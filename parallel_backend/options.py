@@ -85,7 +85,9 @@ def check_threshold(threshold: float) -> None:
 
 
 def check_step_cache(threshold: float, strategy: ParallelStrategy) -> None:
-    """Raises StrategyError if the step cache is on with PipeFusion, which never has all ranks at the same step."""
+    """Raises RequestError for a threshold that check_threshold refuses, and StrategyError if the step cache is on with
+    PipeFusion, which never has all ranks at the same step."""
+    check_threshold(threshold)
     if threshold > 0 and strategy.pipefusion_degree > 1:
         raise StrategyError(
             f"step_cache does not go with pipefusion_degree {strategy.pipefusion_degree}: patches of several steps are "

@@ -150,7 +150,8 @@ class ModuleCall:
     `inseparable`: True if a node's code stores what it sees of the rows, so one rank must compute all; `joint_rows`:
     True if an argument may describe several rows, so they must stay on one rank; `unit`: number of consecutive rows
     that must stay on one rank; `by_heads`: True if its attention is another pack's kernel, split by heads; `eager`:
-    True if a node's code runs inside its blocks, so they are not compiled."""
+    True if a node's code runs inside its blocks, so they are not compiled; `careful`: True if `tokens` is not the
+    module's own mode because a node's code takes part."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -162,6 +163,7 @@ class ModuleCall:
     unit: int = 1
     by_heads: bool = False
     eager: bool = False
+    careful: bool = False
 
 
 @dataclass(frozen=True)

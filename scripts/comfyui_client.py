@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ Prompt = dict[str, dict[str, Any]]
 _HTTP_TIMEOUT = 60
 _POLL_INTERVAL = 0.03
 _LAST_EVENT_TIMEOUT = 60
+_TELL_INTERVAL = 30
 
 # ComfyUI's binary websocket events that carry a preview image (protocol.py).
 _PREVIEW_EVENTS = (1, 4)
@@ -100,18 +101,27 @@ class ComfyUIClient:
             raise PromptRejected(_rejection(answer), answer.get("node_errors", {}))
         return answer["prompt_id"]
 
-    def wait(self, prompt_id: str, timeout: float = 120) -> dict[str, Any]:
+    def wait(
+        self, prompt_id: str, timeout: float = 120, tell: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
         """Waits for a queued prompt and returns its history entry (``outputs`` by node id).
+
+        ``tell`` is called every half minute with what the wait is for.
 
         Raises:
             PromptFailed, PromptInterrupted: a node raised, or the prompt was cancelled.
-            TimeoutError: the prompt did not end within ``timeout`` seconds and was interrupted.
+            TimeoutError: the prompt did not end within ``timeout`` seconds and was interrupted, or ComfyUI did not
+                send its last event to :meth:`listen`.
         """
-        deadline = time.monotonic() + timeout
+        started = told = time.monotonic()
         while prompt_id not in (history := self._request(f"/history/{prompt_id}")):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > started + timeout:
                 self.interrupt()
                 raise TimeoutError(f"the prompt did not end within {timeout} s")
+            if tell is not None and now > told + _TELL_INTERVAL:
+                told = now
+                tell(f"{now - started:.0f} s so far: {self._where(prompt_id)}")
             time.sleep(_POLL_INTERVAL)
         if self._listener is not None:
             self._listener.wait_for_end_of(prompt_id)
@@ -123,9 +133,21 @@ class ComfyUIClient:
                 raise PromptInterrupted(f"interrupted in {data['node_type']}")
         return entry
 
-    def run(self, prompt: Prompt, timeout: float = 120) -> dict[str, Any]:
+    def _where(self, prompt_id: str) -> str:
+        """Says in words where a prompt that has not ended is."""
+        queue = self._request("/queue")
+        if any(prompt_id in entry for entry in queue["queue_running"]):
+            return "ComfyUI runs the prompt"
+        waiting = [entry[1] for entry in sorted(queue["queue_pending"])]
+        if prompt_id not in waiting:
+            return "ComfyUI has no such prompt in its queue"
+        return f"the prompt waits behind {waiting.index(prompt_id) + len(queue['queue_running'])} others"
+
+    def run(
+        self, prompt: Prompt, timeout: float = 120, tell: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
         """Queues a prompt and waits for it, see :meth:`queue` and :meth:`wait`."""
-        return self.wait(self.queue(prompt), timeout)
+        return self.wait(self.queue(prompt), timeout, tell)
 
     def interrupt(self) -> None:
         """Cancels the running prompt, as the UI's cross does."""
@@ -190,7 +212,8 @@ class _Listener:
 
     def wait_for_end_of(self, prompt_id: str) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: prompt_id in self._ended, timeout=_LAST_EVENT_TIMEOUT)
+            if not self._changed.wait_for(lambda: prompt_id in self._ended, timeout=_LAST_EVENT_TIMEOUT):
+                raise TimeoutError(f"the prompt's last event did not come within {_LAST_EVENT_TIMEOUT} s")
 
     def close(self) -> None:
         self._socket.abort()  # wakes the thread; closing the socket would not

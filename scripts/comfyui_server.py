@@ -100,7 +100,7 @@ class ComfyUIServer:
                 link.symlink_to(source.resolve(), target_is_directory=True)
         for attempt in range(1, _PORTS_TRIED + 1):
             try:
-                return self._start_on(_free_port())
+                return self._start_on(free_port())
             except SetupError:
                 # Another program may have taken the port between our check and ComfyUI's use of it, seconds later.
                 if _TAKEN not in self.log_tail() or attempt == _PORTS_TRIED:
@@ -159,9 +159,9 @@ class ComfyUIServer:
         except psutil.NoSuchProcess:
             return []
 
-    def log_tail(self) -> str:
-        """Returns the last lines of ComfyUI's log, for an error message."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+    def log_tail(self, count: int = _LOG_LINES_SHOWN) -> str:
+        """Returns the last lines of ComfyUI's log, for a message."""
+        lines = self.log.read_text(errors="replace").splitlines()[-count:]
         return "\n".join(f"   | {line}" for line in lines)
 
     def _wait_until_it_answers(self) -> None:
@@ -178,7 +178,8 @@ class ComfyUIServer:
         raise SetupError(f"ComfyUI did not answer within {START_TIMEOUT} s:\n{self.log_tail()}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of 127.0.0.1 that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -52,7 +52,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     ),
     "StrategySelectorProblem": (
         "StrategySelector",
-        {"mode": "manual", "devices": "cpu:8", "ulysses_degree": 5},
+        {"mode": "manual", "devices": "cpu:8", "cfg_degree": 4},
         560,
         ".parallel-strategy [role=alert] p",
     ),

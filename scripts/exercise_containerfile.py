@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from comfyui_server import free_port
 from comfyui_source import REPOSITORY, find_comfyui
 from steps import SetupError, exit_on_setup_error, step
 
@@ -49,11 +49,15 @@ def read_instructions(text: str) -> list[Instruction]:
 
 
 def exercise(folder: Path) -> list[str]:
-    """Runs the steps that can run in `folder`, which must be empty; returns in words the steps that cannot.
+    """Runs the steps that can run in `folder`; returns in words the steps that cannot.
 
     Raises:
-        SetupError: a step failed, or ComfyUI was not healthy in time.
+        SetupError: the folder is not empty, a step failed, or ComfyUI was not healthy in time.
     """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise SetupError(f"{folder} is not empty; name a new folder, or none for a temporary one.")
     comfyui = find_comfyui()
     if comfyui is None:
         raise SetupError("No ComfyUI found to stand for its repository; run scripts/environment.py first.")
@@ -87,10 +91,8 @@ def exercise(folder: Path) -> list[str]:
             with step(f"RUN {one.words[:100]}"):
                 _run(["/bin/sh", "-c", words], home, environment)
         elif one.name == "COPY":
-            *sources, target = (word for word in words.split() if not word.startswith("--"))
             with step(f"COPY {one.words}"):
-                for source in sources:
-                    _copy(context / source, home / target)
+                copy(one.words, context, home)
     _start(instructions, home, environment)
     return [*left, "FROM: the base and its driver"]
 
@@ -98,7 +100,7 @@ def exercise(folder: Path) -> list[str]:
 def _start(instructions: list[Instruction], home: Path, environment: dict[str, str]) -> None:
     """Starts ComfyUI as the image does, but on the CPU and another port, and waits for the image's health check."""
     said = {one.name: one.words.replace(HOME, str(home)) for one in instructions}
-    port = str(_free_port())
+    port = str(free_port())
     command = [*json.loads(said["ENTRYPOINT"]), *json.loads(said["CMD"].replace(_PORT, port)), "--cpu"]
     check = json.loads(said["HEALTHCHECK"].partition("CMD ")[2].replace(_PORT, port))
     with step("ENTRYPOINT, until HEALTHCHECK is content"), _running(command, home, environment) as process:
@@ -161,13 +163,19 @@ def _make_context(context: Path) -> None:
             _copy(ROOT / line[1:], context / line[1:])
 
 
+def copy(words: str, context: Path, home: Path) -> None:
+    """Copies from `context` into `home` as COPY does: a folder's content, or files into a folder, whose name then ends
+    with a slash, or a file under another name. `words`: all after COPY."""
+    *sources, target = (word for word in words.split() if not word.startswith("--"))
+    for source in sources:
+        is_into = target.endswith("/") and (context / source).is_file()
+        _copy(context / source, home / target / source if is_into else home / target)
+
+
 def _copy(source: Path, target: Path) -> None:
-    """Copies as COPY does: a folder's content, or a file into a folder that ends with a slash or exists."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    elif source.parent.name == "context" and target.parent.name == "home":
-        target.mkdir(exist_ok=True)
-        shutil.copy2(source, target / source.name)
     else:
         shutil.copy2(source, target)
 
@@ -178,18 +186,11 @@ def _run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
         raise SetupError(f"{' '.join(command)} failed (exit {done.returncode}):\n{done.stdout}{done.stderr}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def main() -> int:
     """Runs the steps and prints those that were left out."""
     with contextlib.ExitStack() as made:
         given = sys.argv[1:]
         folder = Path(given[0]) if given else Path(made.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
         for words in exercise(folder):
             print(f"-- not run: {words}")
     return 0

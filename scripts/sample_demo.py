@@ -84,7 +84,7 @@ def main() -> int:
                     parallel = sample(client, server, prompt, many)
                 with step(f"Sampling on 1 process ({one})"):
                     single = sample(client, server, prompt, one)
-            except PromptError as error:
+            except (PromptError, OSError) as error:  # OSError: it ended, or did not answer in time
                 raise SetupError(
                     f"ComfyUI could not run the workflow: {error}\nIts log: {output / 'comfyui.log'}"
                 ) from error
@@ -145,8 +145,12 @@ def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices
     sampler, selector = _only(prompt, "ParallelSampler"), _only(prompt, "StrategySelector")
     # Chosen by hand: `auto` may find one device faster for such a small picture, with nothing left to compare.
     prompt[selector]["inputs"] |= {"mode": "manual", "devices": devices, **degrees(devices)}
+
+    def tell(words: str) -> None:
+        print(f"   {words}; the last line of its log is\n{server.log_tail(1)}", flush=True)
+
     started = time.monotonic()
-    outputs = client.run(prompt, _PROMPT_TIMEOUT)["outputs"]
+    outputs = client.run(prompt, _PROMPT_TIMEOUT, tell)["outputs"]
     first_seconds = time.monotonic() - started
     latent = load_file(_saved_file(server, outputs["demo-latent"]["latents"][0]))["latent_tensor"]
     (image,) = outputs[_only(prompt, "SaveImage")]["images"]
@@ -154,7 +158,7 @@ def sample(client: ComfyUIClient, server: ComfyUIServer, prompt: Prompt, devices
     again = copy.deepcopy(prompt)
     again[sampler]["inputs"]["seed"] += 1
     started = time.monotonic()
-    warm = client.run(again, _PROMPT_TIMEOUT)["outputs"]
+    warm = client.run(again, _PROMPT_TIMEOUT, tell)["outputs"]
     warm_seconds = time.monotonic() - started
     return Sampled(
         latent=latent,

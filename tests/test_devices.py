@@ -95,7 +95,7 @@ def test_explicit_lists_keep_their_order(gpus, text, expected):
         ("-1", 2, "not understood"),
         ("0;;1", 2, "not understood"),
         ("1-0", 2, "write the smaller GPU first"),
-        ("0-99999999", 2, "write the smaller GPU first"),
+        ("0-99999999999", 2, "GPU 2 does not exist; this machine has GPUs 0 to 1"),
         ("0-2,1", 4, "twice"),
         ("0-4", 2, "GPU 2 does not exist"),
         ("gpu0", 2, "not understood"),
@@ -111,7 +111,14 @@ def test_what_does_not_exist_is_refused_by_name(gpus, text, count, message):
 
 @pytest.mark.parametrize(
     ("text", "count", "nearest"),
-    [("0,5", 2, "0"), ("5", 2, "all"), ("0,0,1", 2, "0,1"), ("gpu0", 2, "all"), ("cpu:99", 0, "cpu:16")],
+    [
+        ("0,5", 2, "0"),
+        ("0-999999", 2, "0,1"),
+        ("5", 2, "all"),
+        ("0,0,1", 2, "0,1"),
+        ("gpu0", 2, "all"),
+        ("cpu:99", 0, "cpu:16"),
+    ],
 )
 def test_a_refusal_knows_the_nearest_devices_that_are_there(gpus, text, count, nearest):
     gpus(count)

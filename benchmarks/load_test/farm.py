@@ -18,8 +18,8 @@ from adversaries.soak import Usage
 from comfy_harness import start_comfyui
 from comfyui_server import ComfyUIServer
 from front_door import FrontDoor, front_door_of
-from parallel_backend.machine.cache_files import VARIABLE as MEASUREMENTS
 from parallel_backend.observability.logs.event_log import VARIABLE as EVENT_LOG
+from parallel_backend.wire.cache_folder import VARIABLE as MEASUREMENTS
 
 from .mix import write_models
 

@@ -30,6 +30,7 @@ def offload_comfyui_models(plan: Plan) -> tuple[str, ...]:
     """Has ComfyUI free on each device the memory that its rank is predicted to take. Returns in words what moved.
 
     ComfyUI itself frees memory only on the device where it would load the model: a text encoder elsewhere would stay.
+    What the flag --reserve-vram keeps free stays free beside the ranks.
     """
     notes, short = list(_drop_modules(plan)), False
     for name in plan.devices[: plan.strategy.world_size]:
@@ -42,7 +43,7 @@ def offload_comfyui_models(plan: Plan) -> tuple[str, ...]:
         if missing <= 0 or not before:
             continue
         kept = [one for one in _loaded() if all(one is not other for other, _ in before)]
-        comfy.model_management.free_memory(missing, device, keep_loaded=kept)
+        comfy.model_management.free_memory(missing + _reserved(), device, keep_loaded=kept)
         for one, size in before:
             left = one.model_loaded_memory() if any(one is other for other in _loaded()) else 0
             if left < size and one.model is not None:
@@ -101,11 +102,15 @@ def release_cache() -> None:
 def can_free(device: str) -> int:
     """Returns the bytes that ComfyUI's process can free on a device: its models that are not in use and torch's cache,
     less what the flag --reserve-vram keeps for other programs. May be negative."""
-    reserved = int((getattr(args, "reserve_vram", None) or 0) * 2**30)
     if not torch.cuda.is_initialized():
-        return -reserved
+        return -_reserved()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device))) - reserved
+    return cached + sum(one.model_loaded_memory() for one in _movable(torch.device(device))) - _reserved()
+
+
+def _reserved() -> int:
+    """Returns the bytes of each GPU that ComfyUI's flag --reserve-vram keeps free, beside what other programs use."""
+    return int((getattr(args, "reserve_vram", None) or 0) * 2**30)
 
 
 def _movable(device: torch.device) -> Iterator[comfy.model_management.LoadedModel]:

@@ -18,6 +18,7 @@ from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
 from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from . import notes
 from .attention import queries
 from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
@@ -37,36 +38,11 @@ from .load import notes_on_weights
 from .stages.stages import ModuleStages
 from .stages.stale_keys import StaleKeyCache
 
-_SCALES = (
-    "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "
-    "so the result is close to one device's, not equal"
-)
-_INSEPARABLE_ROWS = (
-    "this model takes the rows of a call by their place among all, so one device computes the whole images and prompts "
-    "that cfg_degree and data_degree would share out; ulysses_degree and ring_degree share out tokens"
-)
-_JOINT_ROWS = (
-    "this model gets values that may be about several images of a batch, so one device computes the whole images and "
-    "prompts that cfg_degree and data_degree would share out"
-)
-_PROJECTED = "devices exchanged queries, keys and values, and not tokens: {reason}"
-_EAGER = "blocks ran uncompiled: code of a node takes part within them"
-_QUERIES = "{why}, so devices share out the queries of attention (with {keys} keys or more) and compute all else alike"
-_ROUNDED = (
-    "what devices sent each other for attention was rounded to 8 bits (exchange_dtype fp8), so the result is close to "
-    "one device's, not equal{drift}"
-)
 _WITHIN = (
     "a node's code takes part within the model's blocks, of whose heads and layers each device has a part under "
     "tensor_degree; set tensor_degree to 1"
 )
 _OVERRIDE = "optimized_attention_override"  # key in transformer_options
-_STAGE_REPEATS = (
-    "the devices of a stage computed the same: with these inputs the model looks at whole images between its blocks, "
-    "so ulysses_degree and ring_degree shared out nothing"
-)
-_UNDESCRIBED = "the blocks of this model are not described"
-_BANDS = "each of {ranks} devices computes a band of the image's rows"
 # ComfyUI's attention functions that are faster than torch's own; all others are torch's or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
 # The output of a module: a tensor, or tensors and plain values in lists and tuples.
@@ -89,7 +65,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
         )
     layout = layouts.get(strategy)
     forward = ModuleForward(model, layout, layouts.traffic)
-    forward.notes += notes_on_weights(layout)
+    forward.noted.add_lasting(*notes_on_weights(layout))
     if placement.engine == "xfuser":
         _use_xfuser(forward, layouts)
     if options.attention != AUTO and forward.xfuser is None:
@@ -98,15 +74,12 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     if layout.ring.size > 1 and not in_stages:  # stages gather keys and do not run a ring
         kernel = kernel_for(model.device, model.compute_dtype, forward.wish, ring=True)
         forward.kernel = kernel.name
-        forward.notes += kernel.notes
+        forward.noted.add_lasting(*kernel.notes)
         if model.attention in _FASTER_ATTENTION and kernel.name not in model.attention:
-            forward.notes.append(
-                f"the ring attends by {kernel.name} and not by {model.attention}, which ComfyUI chose: partial results "
-                f"merge by log-sum-exp, which that gives. Ulysses attends by {model.attention}."
-            )
+            forward.noted.add_lasting(notes.RING.format(kernel=kernel.name, own=model.attention))
     if options.compiles:
-        compiler, notes = start_compiler(model.device.type)
-        forward.notes += notes or _uncompiled(forward, model)
+        compiler, faults = start_compiler(model.device.type)
+        forward.noted.add_lasting(*(faults or _uncompiled(forward, model)))
         forward.compiler = compiler if forward.known_blocks else None
     if in_stages:
         forward.lay_out_stages()
@@ -120,9 +93,9 @@ def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
     if not reason and not model.regions:
         reason = f"the blocks of {type(model.module).__name__} are not described"
     if reason:
-        forward.add_note(f"engine xfuser fell back to native: {reason}")
+        forward.noted.add_lasting(f"engine xfuser fell back to native: {reason}")
     else:
-        forward.xfuser = XfuserEngine(layout, model.compute_dtype, layouts.traffic, forward.add_note)
+        forward.xfuser = XfuserEngine(layout, model.compute_dtype, layouts.traffic, forward.noted.add)
 
 
 def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
@@ -152,13 +125,14 @@ class ModuleForward:
         self.model = model
         self.layout = layout
         self.traffic = traffic
-        # True if its answers equal one device's, computed exactly.
-        self.exact = (
+        self._is_exact = (
             not model.scales_by_largest or layout.row.size * layout.sequence.size * layout.tensor.size == 1
         )
-        self.notes: list[str] = [] if self.exact else [_SCALES]
+        self.noted = notes.Notes()
+        if not self._is_exact:
+            self.noted.add_lasting(notes.SCALES)
         if model.inseparable_rows and layout.row.size > 1:
-            self.notes.append(_INSEPARABLE_ROWS)
+            self.noted.add_lasting(notes.INSEPARABLE_ROWS)
         self.compiler: Compiler | None = None  # for blocks; None: they run uncompiled
         self._blocks: BlockCalls | None = None
         self._bands: UNetBands | None = None
@@ -168,14 +142,29 @@ class ModuleForward:
         self.chosen: ChosenKernel | None = None  # that kernel, instead of ComfyUI's own function
         self.exchange_dtype = SAME  # of the tensors that ranks exchange for attention
         self._sends_tokens = layout.strategy.sends_tokens  # until a block does not allow it
-        self.rounds = False  # True once an exchange was rounded (exchange_dtype)
+        self.rounds = False  # True once an exchange of this request was rounded (exchange_dtype)
+
+    def begin(self) -> None:
+        """Begins a request: forgets what happened in the one before it."""
+        self.noted.begin()
+        self.rounds = False
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes on this request, worded for users."""
+        return list(self.noted)
+
+    @property
+    def exact(self) -> bool:
+        """True if its answers equal one device's, computed exactly."""
+        return self._is_exact and not self.rounds
 
     def use_kernel(self, name: str) -> None:
         """Makes this kernel compute attention. Raises RequestError if it cannot run here."""
         self.kernel = kernel_for(self.model.device, self.model.compute_dtype, name).name
         self.wish, self.chosen = name, ChosenKernel(name)
         if name in APPROXIMATE_KERNELS:
-            self.exact = False
+            self._is_exact = False
 
     @property
     def compiles(self) -> bool:
@@ -212,7 +201,7 @@ class ModuleForward:
                 return self._call(call, cache, keys)
             except OtherProjections as reason:  # raised on all ranks, in the first block
                 self._sends_tokens = False
-                self.add_note(_PROJECTED.format(reason=reason))
+                self.noted.add_lasting(notes.PROJECTED.format(reason=reason))
                 return self._call(call, cache, keys)
 
     def _call(self, call: ModuleCall, cache: ModuleCache | None, keys: StaleKeyCache | None) -> Answer:
@@ -246,7 +235,7 @@ class ModuleForward:
         if self.layout.sequence.size > 1 and stages.shares_tokens:
             self._note_rounding()
         elif self.layout.sequence.size > 1:
-            self.add_note(_STAGE_REPEATS)
+            self.noted.add(notes.STAGE_REPEATS)
         return answer
 
     def _leave_out_blocks(self) -> None:
@@ -264,7 +253,9 @@ class ModuleForward:
             compute = partial(self._compute_rows, cached=cached)
             return self._by_rows(call, (self.layout.row, self.layout.sequence), compute)
         if call.tokens == ATTENTION:
-            return self._by_rows(call, (self.layout.row,), partial(self._compute_queries, cached=cached))
+            why = notes.BY_CODE if call.careful else notes.UNDESCRIBED
+            compute = partial(self._compute_queries, why=why, cached=cached)
+            return self._by_rows(call, (self.layout.row,), compute)
         if call.tokens == BANDS:
             return self._by_rows(call, (self.layout.row,), self._compute_bands)
         self._blocks = self._blocks or self._block_calls(self.layout)
@@ -301,7 +292,7 @@ class ModuleForward:
     def local_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
         """Returns (the call with this rank's rows, or with the first rank's if it has none; rows per rank)."""
         if call.joint_rows and call.rows > 1:
-            self.add_note(_JOINT_ROWS)
+            self.noted.add(notes.JOINT_ROWS)
         shares = split_rows(call, axis.size, self._rows_are_inseparable(call))
         mine = slice_of(shares, axis.index)
         if mine.start == mine.stop:
@@ -323,7 +314,7 @@ class ModuleForward:
         if self.compiler is None:
             return self._compute(call)
         if call.eager:
-            self.add_note(_EAGER)
+            self.noted.add(notes.EAGER)
             return self._compute(call)
         run = self.compiler.run_compiled
         with ExitStack() as restore:
@@ -344,25 +335,19 @@ class ModuleForward:
             reason = f"this UNet has {error}, which bands of rows do not know"
         if self._bands is None or reason:
             return self._compute_queries(call, reason)
-        self.add_note(_BANDS.format(ranks=sequence.size))
+        self.noted.add(notes.BANDS.format(ranks=sequence.size))
         return self._bands(call)
 
-    def add_note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def _compute_queries(
-        self, call: ModuleCall, why: str = _UNDESCRIBED, cached: CachedCall | None = None
-    ) -> Answer:
+    def _compute_queries(self, call: ModuleCall, why: str, cached: CachedCall | None = None) -> Answer:
         """Splits rows over the sequence axis if there are enough, otherwise queries or heads of attention."""
         sequence = self.layout.sequence
         if call.rows // max(call.unit, 1) >= sequence.size and not self._rows_are_inseparable(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
-            self.add_note("attention is another pack's: devices share out its heads")
+            self.noted.add(notes.HEADS)
             with attention_by(HeadAttention(self.layout, self.traffic, queries.MIN_KEYS)):
                 return self._compute_rows(call, cached)
-        self.add_note(_QUERIES.format(why=why, keys=queries.MIN_KEYS))
+        self.noted.add(notes.QUERIES.format(why=why, keys=queries.MIN_KEYS))
         with attention_by(queries.QueryAttention(self.layout, self.traffic)):
             return self._compute_rows(call, cached)
 
@@ -381,9 +366,9 @@ class ModuleForward:
 
     def _note_rounding(self) -> None:
         if self.exchange_dtype != SAME and self.xfuser is None:
-            self.exact, self.rounds = False, True
+            self.rounds = True
             name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
-            self.add_note(_ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
+            self.noted.add(notes.ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:

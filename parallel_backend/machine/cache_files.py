@@ -1,4 +1,4 @@
-"""The user's cache folder and its JSON files: several processes write a file in turn, and readers see a whole file.
+"""The JSON files of the user's cache folder: several processes write a file in turn, and readers see a whole file.
 
 The cache is a convenience: a file that is damaged, unreadable or of another format counts as empty, and it is no error
 if the disk cannot be written to.
@@ -12,35 +12,20 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from ..errors import TransportError
+from ..wire.cache_folder import cache_folder
 from ..wire.strict_json import from_json, parse
 
-FOLDER = "comfyui-parallel-sampling"
-VARIABLE = "PARALLEL_SAMPLING_MEASUREMENTS"  # a folder, or `off`
 LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
 _POLL = 0.003  # s
 MAX_BYTES = 8 * 1024**2  # per file; the largest one that the pack writes is a tenth of this
 
 log = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the folder of measurements: VARIABLE, else FOLDER in $XDG_CACHE_HOME or ~/.cache (XDG Base Directory).
-
-    Returns None, so that nothing is stored, if VARIABLE is `off` or there is no home folder.
-    """
-    if chosen := environ.get(VARIABLE, ""):
-        return None if chosen.lower() == "off" else Path(chosen)
-    base = environ.get("XDG_CACHE_HOME", "")
-    if base and Path(base).is_absolute():  # the XDG specification says to ignore a relative path
-        return Path(base, FOLDER)
-    home = environ.get("HOME", "")
-    return Path(home, ".cache", FOLDER) if home else None
 
 
 @contextlib.contextmanager

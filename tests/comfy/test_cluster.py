@@ -3,9 +3,10 @@
 import pytest
 from safetensors.torch import load_file
 
-from cluster_machines import Torchrun, free_port
+from cluster_machines import Torchrun
 from comfy_harness import require_comfyui
 from comfyui_client import PromptFailed, PromptRejected
+from comfyui_server import free_port
 from differences import relative_difference
 from graphs import STOCK, Graph
 from waiting import wait_until

@@ -13,24 +13,22 @@ from jobs import FP8, flux_job
 from parallel_backend.__main__ import main
 from parallel_backend.commands.bench import chart, measure
 from parallel_backend.commands.bench.candidates import parse_strategies, possible_strategies
-from parallel_backend.commands.bench.fitting import split_by_memory
+from parallel_backend.commands.bench.fitting import fit_side_by_side, split_by_memory
 from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
-from parallel_backend.commands.bench.rounds import BenchComparison, fits_side_by_side, random_request
 from parallel_backend.commands.bench.table import as_text
 from parallel_backend.errors import StrategyError
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.fingerprint import device_ids, take_fingerprint
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
-from parallel_backend.planner.plan import job_from_request
+from parallel_backend.planner.plan import USABLE_MEMORY
 from parallel_backend.planner.records import measured
 from parallel_backend.planner.store import MeasurementStore
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.planner.workload.workload import Job
-from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.cache_folder import VARIABLE
 from parallel_backend.wire.checks import fault_injection as faults
 from tiny_flux import write_tiny_flux
 
@@ -225,21 +223,33 @@ def test_tokens_stay_inside_the_machines_of_a_cluster_unless_a_person_names_them
 # Turns, memory, text.
 
 
-def _comparison(model, device_bytes, devices=("a", "b")):
-    file = inspect_flux(model)
-    request = random_request(file.inputs, width=64, height=64, batch=1, text=8, steps=2, with_cfg=False)
-    job = job_from_request(CheckpointModel(file), request)
-    return BenchComparison(ModelSpec(str(model)), job, request, "auto", devices, 1, device_bytes)
+def test_strategies_take_turns_only_where_they_are_predicted_to_fit_side_by_side():
+    job, two = flux_job(), ("cuda:0", "cuda:1")
+
+    def peak(strategy):
+        return max(memory.private_bytes for memory in job.model.memory(job, strategy))
+
+    def fit(strategies, size, used=0, devices=two):
+        size = int(size / USABLE_MEMORY) + 1
+        return fit_side_by_side(strategies, job, devices, Capacity((size, 2 * size), (used, 0)))
+
+    assert fit_side_by_side((ONE, ULYSSES, PIPE), job, two, Capacity((0, 0)))  # nobody could measure
+    both = peak(ONE) + max(peak(ULYSSES), peak(RING))  # Ulysses and Ring share a group
+    assert fit((ONE, ULYSSES, RING), both) and not fit((ONE, ULYSSES, RING), both - 2**20)
+    assert fit((ULYSSES, RING), both / 2) and not fit((ONE, ULYSSES, PIPE), both)
+    assert not fit((ONE, ULYSSES, RING), both, used=2**20)
+    assert fit((ONE, ULYSSES, RING), both + 2**20, used=2**20)
+    machines = ("cpu:0@lab/a", "cpu:0@lab/b")  # each serves only one group
+    assert fit_side_by_side((ULYSSES, RING), job, machines)
+    assert not fit_side_by_side((ONE, ULYSSES), job, machines)
 
 
-def test_strategies_take_turns_only_where_their_weights_fit_side_by_side(model):
-    assert fits_side_by_side(_comparison(model, 0), (ONE, ULYSSES, PIPE))
-    assert fits_side_by_side(_comparison(model, 24e9), (ONE, ULYSSES, RING))
-    assert not fits_side_by_side(_comparison(model, 12e9), (ONE, ULYSSES, RING))
-    assert fits_side_by_side(_comparison(model, 12e9), (ULYSSES, RING))
-    assert not fits_side_by_side(_comparison(model, 16e9), (ONE, ULYSSES, PIPE))
-    machines = _comparison(model, 0, ("cpu:0@lab/a", "cpu:0@lab/b"))  # each serves only one group
-    assert fits_side_by_side(machines, (ULYSSES, RING)) and not fits_side_by_side(machines, (ONE, ULYSSES))
+def test_groups_of_cpu_processes_share_the_computers_memory():
+    job = flux_job()
+    each = [memory.private_bytes for s in (ONE, ULYSSES) for memory in job.model.memory(job, s, on_cpu=True)]
+    enough = int(sum(each) / USABLE_MEMORY) + 1
+    assert fit_side_by_side((ONE, ULYSSES), job, CPUS[:2], Capacity((enough,)))
+    assert not fit_side_by_side((ONE, ULYSSES), job, CPUS[:2], Capacity((enough - 2**20,)))
 
 
 def test_what_does_not_fit_is_left_out_and_tried_with_sharded_weights():

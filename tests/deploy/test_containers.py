@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,7 +16,9 @@ import pytest
 import yaml
 
 from comfy_harness import require_comfyui
-from exercise_containerfile import CONTAINERFILE, exercise, read_instructions
+from comfyui_server import free_port
+from exercise_containerfile import CONTAINERFILE, copy, exercise, read_instructions
+from steps import SetupError
 from waiting import wait_until
 
 DEPLOY = CONTAINERFILE.parent
@@ -44,6 +45,32 @@ def test_the_images_steps_make_a_comfyui_that_is_healthy(tmp_path, monkeypatch):
         path.name for path in (tmp_path / "home/ComfyUI/custom_nodes/comfyui-parallel-sampling").iterdir()
     }
     assert "nodes" in packed and not packed & {"tests", "benchmarks", ".git", ".venv"}
+
+
+@pytest.mark.parametrize(
+    ("words", "copied"),
+    [
+        ("one.txt pack/", ["pack/one.txt"]),
+        ("--chown=1:1 one.txt two.txt deep/pack/", ["deep/pack/one.txt", "deep/pack/two.txt"]),
+        ("one.txt first.txt", ["first.txt"]),
+        ("sub new/sub/", ["new/sub/three.txt"]),
+        (". all/", ["all/one.txt", "all/sub/three.txt", "all/two.txt"]),
+    ],
+)
+def test_files_are_copied_as_the_image_copies_them(tmp_path, words, copied):
+    context, home = tmp_path / "any", tmp_path / "other"
+    (context / "sub").mkdir(parents=True)
+    home.mkdir()
+    for name in ("one.txt", "two.txt", "sub/three.txt"):
+        (context / name).write_text(name)
+    copy(words, context, home)
+    assert sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()) == copied
+
+
+def test_a_folder_with_something_in_it_is_refused_in_words(tmp_path):
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(SetupError, match="is not empty; name a new folder"):
+        exercise(tmp_path)
 
 
 def test_the_image_ends_as_a_user_that_is_not_root():
@@ -96,9 +123,7 @@ def test_prometheus_runs_with_the_stacks_configuration(tmp_path):
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [prometheus, f"--config.file={DEPLOY / 'prometheus.yml'}", f"--web.listen-address={address}"]
     command.append(f"--storage.tsdb.path={tmp_path}")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -11,7 +11,6 @@ import pytest
 
 from jobs import FP8, flux_job
 from pack_nodes import import_node_module
-from parallel_backend.machine.cache_files import FOLDER, VARIABLE
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.planner import history as measurement_history
 from parallel_backend.planner.history import open_history, record_run
@@ -19,6 +18,7 @@ from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.cache_folder import FOLDER, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUS = ("cpu:0", "cpu:1")

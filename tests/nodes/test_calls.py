@@ -11,7 +11,6 @@ import pytest
 from comfy_modules import import_comfyui_here
 from jobs import FP8, flux_job
 from pack_nodes import import_node_module
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.planner import history as measurement_history
 from parallel_backend.planner.history import record_run
 from parallel_backend.planner.rules import StrategySettings
@@ -19,6 +18,7 @@ from parallel_backend.requests import ModelSpec, RunInfo
 from parallel_backend.sidecar import pool
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS
+from parallel_backend.wire.cache_folder import VARIABLE
 
 ONE, ULYSSES = ParallelStrategy(), ParallelStrategy(ulysses_degree=2)
 CPUS = ("cpu:0", "cpu:1")

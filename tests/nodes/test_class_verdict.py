@@ -11,12 +11,12 @@ from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from comfyui_source import comfyui_version
 from pack_nodes import import_node_module
 from parallel_backend.errors import Cancelled, RankFailed
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.self_tests import NAME, SelfTestStore
 from parallel_backend.models.proof.states import PROVEN_HERE, UNKNOWN, entry_digest, is_proven
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import BLOCK, ROWS, STAY
 from parallel_backend.sidecar.self_test import run_self_tests
+from parallel_backend.wire.cache_folder import VARIABLE
 from parallel_backend.wire.checks.self_test import SelfTest
 
 verdicts = import_node_module("nodes.model.class_verdict")

@@ -261,6 +261,16 @@ def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch
     assert memory_in_use.FREEABLE[-1]("cuda:0") == 0.5 * GIB
 
 
+def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, monkeypatch):
+    ranks_with(monkeypatch)
+    encoder = Loaded(TextEncoder, GPU, 9 * GIB)
+    host.loaded.append(encoder)
+    assert host.offload.offload_comfyui_models(plan_of(14 * GIB, "cuda:0")) == ()
+    host.flags.reserve_vram = 1.5
+    assert len(host.offload.offload_comfyui_models(plan_of(14 * GIB, "cuda:0"))) == 1
+    assert host.freed[-1] == (15.5 * GIB, GPU)
+
+
 def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
     ranks_with(monkeypatch, cuda_0=6 * GIB)
     host.memory.make_room(SPEC, GPU)

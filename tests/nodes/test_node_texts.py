@@ -69,6 +69,16 @@ def test_a_translation_leaves_no_english_sentence(language):
                 assert text != english[place], (name, place)
 
 
+@pytest.mark.parametrize("language", ["en", *TRANSLATED])
+def test_a_text_on_files_names_both_folders_of_diffusion_models(language):
+    """ComfyUI's folder of diffusion models is two on disk."""
+    pages = [PAGES / f"{name}.md" if language == "en" else PAGES / name / f"{language}.md" for name in NODES]
+    texts = [text for node in locale(language, "nodeDefs").values() for text in _texts(node).values()]
+    lines = [line for page in pages for line in page.read_text("utf-8").splitlines()]
+    naming = [text for text in texts + lines if "models/diffusion_models" in text]
+    assert len(naming) == 4 and all("models/unet" in text for text in naming)
+
+
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_a_translation_keeps_the_values_that_a_user_types(language):
     """Values that a user types or chooses from a list, such as all, 0,1,3 and cpu:2, are not translated."""

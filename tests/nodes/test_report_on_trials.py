@@ -10,7 +10,6 @@ import pytest
 import fake_nvml
 from jobs import FP8, flux_job
 from pack_nodes import import_node_module, module_fixture
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
@@ -23,6 +22,7 @@ from parallel_backend.planner.step_bounds import lower_bound
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialRun
+from parallel_backend.wire.cache_folder import VARIABLE
 
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 GROUPS_2 = ULYSSES.replace(head_groups=2)

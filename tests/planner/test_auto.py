@@ -9,7 +9,6 @@ import fake_nvml
 from jobs import FP8, flux_file, flux_job
 from loop_jobs import loop_job, tiny_model
 from parallel_backend.commands.bench.rounds import random_request
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -23,6 +22,7 @@ from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import Placement, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, Trial
+from parallel_backend.wire.cache_folder import VARIABLE
 from shipped_jobs import ship
 from tiny_flux import write_tiny_flux
 

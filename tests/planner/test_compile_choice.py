@@ -8,7 +8,6 @@ import pytest
 
 import fake_nvml
 from jobs import BF16, flux_file
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import NO_GPUS
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
@@ -19,6 +18,7 @@ from parallel_backend.planner.plan import job_from_latent
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ROWS, CompileStats, RunInfo
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.cache_folder import VARIABLE
 
 PAIR = ("cuda:0", "cuda:1")
 

@@ -10,7 +10,6 @@ import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine import device_shares, local
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
@@ -28,6 +27,7 @@ from parallel_backend.requests import ROWS, RunInfo
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import SWITCH_CPU
+from parallel_backend.wire.cache_folder import VARIABLE
 
 ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
 

@@ -9,7 +9,6 @@ import pytest
 
 import fake_nvml
 from jobs import FP8, flux_job
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
@@ -22,6 +21,7 @@ from parallel_backend.planner.trials import SENDS_MORE, plan_trials
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import BUDGET, NO_TRIALS, SWITCH_COMPILED, SWITCH_GPU, Trial
+from parallel_backend.wire.cache_folder import VARIABLE
 
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 GROUPS_2, GROUPS_4 = ULYSSES.replace(head_groups=2), ULYSSES.replace(head_groups=4)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.machine import cache_files
-from parallel_backend.machine.cache_files import VARIABLE
 from parallel_backend.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.machine.topology import Topology
 from parallel_backend.planner import store as module
 from parallel_backend.planner.records import LinkRate, Measurements, RunKind, keep_link, record
 from parallel_backend.planner.store import MeasurementStore
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire.cache_folder import VARIABLE
 from parallel_backend.wire.strict_json import to_json
 
 BOX = Fingerprint(("2 cards",), ("torch 2.13",))

@@ -43,14 +43,14 @@ def server(tmp_path):
 
 
 def test_another_port_is_tried(server, taken, monkeypatch):
-    ports = [taken, taken, comfyui_server._free_port()]
-    monkeypatch.setattr(comfyui_server, "_free_port", lambda: ports.pop(0))
+    ports = [taken, taken, comfyui_server.free_port()]
+    monkeypatch.setattr(comfyui_server, "free_port", lambda: ports.pop(0))
     with server:
         assert ports == []
     assert server.survivors == []
 
 
-def test_a_machine_without_a_free_port_is_told_so(server, taken, monkeypatch):
-    monkeypatch.setattr(comfyui_server, "_free_port", lambda: taken)
+def test_a_machine_without_afree_port_is_told_so(server, taken, monkeypatch):
+    monkeypatch.setattr(comfyui_server, "free_port", lambda: taken)
     with pytest.raises(SetupError, match="already in use"):
         server.start()

@@ -58,3 +58,5 @@ def test_pipefusion_is_refused_with_the_remedy_and_nothing_starts(tmp_path):
 def test_a_threshold_that_compares_with_nothing_is_refused(threshold):
     with pytest.raises(RequestError, match="cache_threshold"):
         check_threshold(threshold)
+    with pytest.raises(RequestError, match="cache_threshold"):  # as both samplers and a job check it
+        check_step_cache(threshold, ParallelStrategy())

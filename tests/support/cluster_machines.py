@@ -57,11 +57,6 @@ class BareMachine:
         self.socket.close()
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    with socket.create_server((address, 0)) as sock:
-        return sock.getsockname()[1]
-
-
 class Torchrun:
     """torchrun on one machine. `stop` ends it abruptly, like a host that is switched off."""
 

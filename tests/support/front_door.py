@@ -20,9 +20,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from cluster_machines import free_port
 from comfy_harness import ROOT, start_comfyui
-from comfyui_server import ComfyUIServer
+from comfyui_server import ComfyUIServer, free_port
 from waiting import wait_until
 
 DEPLOY = ROOT / "deploy"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster_machines import free_port, make_cluster
+from cluster_machines import make_cluster
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
-from comfyui_server import ComfyUIServer
+from comfyui_server import ComfyUIServer, free_port
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.observability.logs import queue_log
 from parallel_backend.sidecar.process import device_lock

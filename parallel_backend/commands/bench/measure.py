@@ -74,7 +74,6 @@ def measure(
         engine=engine,
         devices=names,
         rounds=rounds,
-        device_bytes=min((d.memory for d in topology.devices), default=0),
     )
     history = MeasurementHistory(names, seen)
     left_out: dict[ParallelStrategy, str] = {}

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...devices import machine_of
 from ...errors import Cancelled, ParallelError
 from ...planner.history import MeasurementHistory
 from ...planner.workload.workload import Job
@@ -17,21 +16,17 @@ from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
 from ..doctor.parity import largest_difference
+from .fitting import Layout, fit_side_by_side, layout_of
 from .outcome import StrategyRow
 
 Say = Callable[[str], None]
-Layout = tuple[int, ParallelStrategy]
 CFG = 4.0  # with any scale other than 1 the negative prompt is evaluated
 _GUIDANCE = 3.5
-# Bytes that a rank needs in addition to its weights: a context, activations of a large image, collectives' buffers.
-ROOM = 6e9
-USABLE = 0.92
 
 
 @dataclass(frozen=True)
 class BenchComparison:
-    """The job that every strategy runs, and its request. `rounds`: runs that count, after one warm-up run;
-    `device_bytes`: memory of the smallest GPU, 0 on the CPU."""
+    """The job that every strategy runs, and its request. `rounds`: runs that count, after one warm-up run."""
 
     spec: ModelSpec
     job: Job
@@ -39,7 +34,6 @@ class BenchComparison:
     engine: str
     devices: tuple[str, ...]
     rounds: int
-    device_bytes: float
 
 
 def random_request(
@@ -65,21 +59,12 @@ def random_request(
     )
 
 
-def fits_side_by_side(comparison: BenchComparison, strategies: Sequence[ParallelStrategy]) -> bool:
-    """Returns True if one group of ranks per layout of the weights can stay warm on the first device at the same time.
-    A machine of a cluster serves only one group."""
-    if machine_of(comparison.devices[0]):
-        return len({_layout(s) for s in strategies}) == 1
-    needed = sum(_rank_bytes(comparison.job, *layout) for layout in {_layout(s) for s in strategies})
-    return not comparison.device_bytes or needed <= USABLE * comparison.device_bytes
-
-
 def run_rounds(
     comparison: BenchComparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
     A strategy that fails gets a row with the problem and does not stop the others."""
-    side_by_side = fits_side_by_side(comparison, strategies)
+    side_by_side = fit_side_by_side(strategies, comparison.job, comparison.devices)
     rows = {s: StrategyRow(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
@@ -87,14 +72,14 @@ def run_rounds(
         with ExitStack() as stack:
             groups: dict[Layout, Sidecar] = {}
             for s in block:
-                if _layout(s) not in groups:
-                    groups[_layout(s)] = Sidecar(comparison.devices[: s.world_size])
-                    stack.callback(groups[_layout(s)].stop)
+                if layout_of(s) not in groups:
+                    groups[layout_of(s)] = Sidecar(comparison.devices[: s.world_size])
+                    stack.callback(groups[layout_of(s)].stop)
             for turn in range(comparison.rounds + 1):
                 for s in block:
                     if rows[s].problem:
                         continue
-                    sidecar, placement = groups[_layout(s)], Placement(s, comparison.engine)
+                    sidecar, placement = groups[layout_of(s)], Placement(s, comparison.engine)
                     say(
                         f"{'warming up' if turn == 0 else f'round {turn} of {comparison.rounds}'}: {s.describe()}"
                     )
@@ -121,18 +106,8 @@ def _blocks(strategies: Sequence[ParallelStrategy], side_by_side: bool) -> Itera
     if side_by_side:
         yield list(strategies)
         return
-    for layout in dict.fromkeys(map(_layout, strategies)):
-        yield [s for s in strategies if _layout(s) == layout]
-
-
-def _layout(strategy: ParallelStrategy) -> Layout:
-    """Returns a key: strategies with the same one can share a group of ranks without loading the model again."""
-    return strategy.world_size, strategy.weights
-
-
-def _rank_bytes(job: Job, ranks: int, weights: ParallelStrategy) -> float:
-    parts = ranks if weights.shard_weights else weights.pipefusion_degree * weights.tensor_degree
-    return job.model.weight_bytes / parts + ROOM
+    for layout in dict.fromkeys(map(layout_of, strategies)):
+        yield [s for s in strategies if layout_of(s) == layout]
 
 
 def _with_run(row: StrategyRow, info: RunInfo) -> StrategyRow:

@@ -18,7 +18,7 @@ from typing import IO
 from ...errors import RankFailed, TransportError
 from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import interpreter_flags
-from ...sidecar.process.exit_status import describe_exit
+from ...sidecar.process.exit_status import describe_exit, written_stack
 from ...sidecar.process.rank_process import MAX_OUTPUT
 from ...wire import deadlines
 from ...wire.checks.findings import Finding
@@ -27,6 +27,8 @@ from ...wire.strict_json import from_json, parse, to_json
 
 _READ = 64 * 1024  # bytes per read
 _FAREWELL = 15.0  # s for a process to end its ranks by itself after its stdin is closed
+_POLL = 0.02  # s
+_LINES = 12  # last lines of output shown of a process that hangs without a stack
 _AFTER_AN_ERROR = 10.0  # s for the other processes to answer, which may be waiting for the one that raised it
 
 _WAITED = Answer(
@@ -148,10 +150,13 @@ class CheckProcesses:
         """Returns the error for a process that hangs, with its stack if it can still print it."""
         with contextlib.suppress(ProcessLookupError):
             self._processes[rank].send_signal(SHOW_STACK)
-        time.sleep(deadlines.STACK)
-        lines = self._output(rank).decode(errors="replace").splitlines()
-        stack = "\n".join(lines[-12:])
-        cause = f"it did not end within {limit_s:.0f} s\n{stack}"
+        frames: list[str] = []
+        until = time.monotonic() + deadlines.STACK
+        while not frames and time.monotonic() < until:
+            time.sleep(_POLL)
+            frames = written_stack(self._output(rank))
+        lines = frames or self._output(rank).decode(errors="replace").splitlines()[-_LINES:]
+        cause = "\n".join([f"it did not end within {limit_s:.0f} s", *lines])
         return RankFailed(rank, cause, crashed=True, reason="hang")
 
     def _output(self, rank: int) -> bytes:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
 from ...models.comfyui.model_file import ANY_MODEL, ComfyUIModelFile
-from ...models.diffusers.checkpoint import PUBLISHED_DEV
 from ...models.model_file import ModelFile
 from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
@@ -98,7 +97,8 @@ def check_inputs(
     """Returns the page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
     `nearest`: the inputs to change and their new values, for the nearest settings that can run; empty if unknown.
-    `decided`: inputs that have no effect because `auto` decides them.
+    `decided`: inputs that have no effect because `auto` decides them. Without a model file, only the rules of any model
+    count, as in `find_problems`.
 
     `find_file`: returns a loader's model file, None for an unknown loader; may raise CheckpointError.
     """
@@ -107,13 +107,11 @@ def check_inputs(
     try:
         file = find_file(loader)
     except (CheckpointError, RequestError, OSError) as error:
-        notes.append(
-            f"Checked by the rules for {PUBLISHED_DEV.name}, since its model cannot be read: {error}"
-        )
+        notes.append(f"Checked by the rules of any model, since this one cannot be read: {error}")
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
         pixels = _PIXELS.get(loader.node, PIXELS)
-        told = preview(inputs.settings(), file or PUBLISHED_DEV, dtype, pixels)
+        told = preview(inputs.settings(), file, dtype, pixels)
     except ParallelError as error:
         return _answer(inputs, problems=_problems(error, file), notes=notes)
     if file is None or file is ANY_MODEL:

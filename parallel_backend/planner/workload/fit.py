@@ -79,7 +79,9 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
     others = capacity.used_elsewhere or (0,) * len(sizes)
     for memory, device, size, held in zip(memories, check.devices, sizes, others, strict=False):
         if 0 < size < memory.private_bytes + held:
-            beside = f", of which other programs hold {in_gib(held)} now" if held else ""
+            beside = (
+                f", of which {in_gib(held)} are used by other programs or reserved for them" if held else ""
+            )
             return (
                 f"{check.strategy.describe()} needs about {memory.describe()} on {device}, which has "
                 f"{in_gib(size)} GiB{beside}."

@@ -33,6 +33,11 @@ class HeldModel:
         self.forwards: dict[Placement, ModuleForward] = {}
         self.of_jobs: object | None = None
 
+    def begin_request(self) -> None:
+        """Has the forwards of earlier requests forget their notes on them."""
+        for forward in self.forwards.values():
+            forward.begin()
+
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
         """Returns the record of its load on this rank's device, which took `seconds`."""
         model = self.model

@@ -228,6 +228,7 @@ class ModuleMeeting:
         is_described = self._mode not in (ATTENTION, ROWS)
         joint = has_joint_rows([kwargs.get(name) for name in constants], rows, is_described)
         call = ModuleCall(args, kwargs, rows, mode, joint_rows=joint, unit=unit, by_heads=foreign.kernel)
+        call = replace(call, careful=foreign.takes_part and is_described)
         within = foreign.kernel or (foreign.takes_part and not foreign.between)
         return replace(call, inseparable=foreign.takes_part and not foreign.is_pure, eager=within), foreign
 

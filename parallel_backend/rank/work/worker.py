@@ -128,6 +128,7 @@ class RankWorker:
         started = time.perf_counter()
         request = sample_request(message, tensors)
         held, placement = self.models.of_file(message.model), message.placement
+        held.begin_request()
         forward = _watched(self._forward(held, placement), on_compile)
         sent = forward.bytes_sent
         job = PlainJob(forward, request)
@@ -158,6 +159,8 @@ class RankWorker:
             return found
         if placement is None or not hasattr(held.model, "patcher"):
             raise RequestError("the processes hold no model of ComfyUI's; load one first.")
+
+        held.begin_request()
 
         def forward_under(strategy: ParallelStrategy) -> ModuleForward:
             return self._forward(held, replace(placement, strategy=strategy))

@@ -34,13 +34,12 @@ from ..cluster import head as clusters
 from ..cluster.remote_machine import Departure, RemoteMachine
 from ..process.device_lock import DeviceLocks
 from ..process.environment import interpreter_flags, rank_environment
-from ..process.exit_status import ExitStatus
+from ..process.exit_status import ExitStatus, written_stack
 from ..process.rank_process import RankProcess
 from ..process.rendezvous import RendezvousFolder
 
 PACK_ROOT = Path(__file__).resolve().parents[3]
 RANK_MODULE = "parallel_backend.rank"
-_FRAMES = 8  # stack frames shown of a rank that hangs
 
 log = logging.getLogger("parallel_backend.ranks")
 
@@ -158,9 +157,8 @@ class Supervisor:
         until = time.monotonic() + deadlines.STACK
         while time.monotonic() < until:
             time.sleep(deadlines.STACK / 10)
-            _, asked, frames = bytes(member.output).rpartition(b"Stack (most recent call first):\n")
-            if asked and frames.endswith(b"\n"):
-                return "\n".join(frames.decode(errors="replace").splitlines()[:_FRAMES])
+            if frames := written_stack(bytes(member.output)):
+                return "\n".join(frames)
         return ""
 
     def stop(self, group: RankGroup, grace: float = deadlines.TERMINATE) -> None:

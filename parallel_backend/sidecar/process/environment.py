@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...devices import is_cpu
 from ...options import COMPILE_BACKEND, DEVICE_QUEUES, THREADS_ALONE
+from ...wire.cache_folder import user_cache
 from ...wire.checks.fault_injection import VARIABLE as FAULT
 
 _NAMES = {
@@ -107,7 +108,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         # If other programs run, threads that spin while they wait for a thread without a core make a step 10 times as
         # long. libgomp itself uses this number of spins if it knows that there are more threads than cores.
         defaults["GOMP_SPINCOUNT"] = "1000"
-    if cache := _cache_folder(source):
+    if cache := user_cache(source):
         defaults["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "compiled")  # torch's own is lost at the next boot
     fixed = DEVICE_QUEUES | {
         THREADS_ALONE: outermost or str(cores),
@@ -117,12 +118,6 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
     }
     return defaults | kept | fixed | (_NO_GPU if is_cpu(devices) else {})
-
-
-def _cache_folder(source: Mapping[str, str]) -> Path | None:
-    """Returns the pack's cache folder, where its measurements are as well; None if there is no home folder."""
-    parent = source.get("XDG_CACHE_HOME") or (source.get("HOME") and f"{source['HOME']}/.cache")
-    return Path(parent) / "comfyui-parallel-sampling" if parent else None
 
 
 def _without_backend(settings: str) -> str:

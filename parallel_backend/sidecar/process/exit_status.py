@@ -11,6 +11,7 @@ from ...wire.device_faults import known_fault
 
 BUS_ERROR = "killed by SIGBUS"  # the end of a process that reads past the end of a mapped file
 _LINES = 12  # of a rank's output in an error message
+_FRAMES = 8  # stack frames shown of a process that hangs
 _THROWN = "what():"  # the C++ runtime writes it before it aborts
 
 
@@ -65,6 +66,15 @@ def _last_words(output: bytes) -> list[str]:
         return lines[-_LINES:]
     thrown = [line.strip() for line in lines[: crashes[-1]] if line.lstrip().startswith(_THROWN)][-1:]
     return [*thrown, *lines[crashes[-1] :]][:_LINES]
+
+
+def written_stack(output: bytes) -> list[str]:
+    """Returns the innermost Python frames of the latest stack that faulthandler wrote to `output`; empty until it has
+    written one."""
+    _, asked, frames = output.rpartition(b"Stack (most recent call first):\n")
+    if not asked or not frames.endswith(b"\n"):
+        return []
+    return frames.decode(errors="replace").splitlines()[:_FRAMES]
 
 
 def count_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:

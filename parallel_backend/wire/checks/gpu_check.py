@@ -67,7 +67,7 @@ def serve(make: MakeChecks) -> None:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     faulthandler.enable()
-    faulthandler.register(SHOW_STACK)
+    faulthandler.register(SHOW_STACK, all_threads=False)
     # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -24,13 +24,13 @@ from parallel_backend.commands.doctor.probes import (
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.errors import Cancelled
-from parallel_backend.machine import cache_files
 from parallel_backend.machine.self_tests import SelfTestStore
 from parallel_backend.models.proof.installed import VARIABLE as COMFYUI
 from parallel_backend.models.proof.states import entry_digest
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import BLOCK
 from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.wire import cache_folder
 from parallel_backend.wire.checks.findings import Finding
 from parallel_backend.wire.checks.self_test import SelfTest
 from tiny_flux import write_tiny_flux
@@ -123,7 +123,7 @@ def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_pa
 
 
 def test_classes_of_models_whose_code_is_new_are_named_until_they_are_tested(monkeypatch, tmp_path):
-    monkeypatch.setenv(cache_files.VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setenv(COMFYUI, str(require_comfyui()))
     known = check_classes(*probe_classes())
     assert known.finding.endswith("compute as the pack knows them") and not (known.details or known.remedy)
@@ -170,7 +170,7 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
 
 
 def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(cache_files.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     status = main(["doctor", "--devices", "cpu:2", "--json"])
     said = capsys.readouterr().out
     report = json.loads(said)

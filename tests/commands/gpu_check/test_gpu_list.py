@@ -100,13 +100,14 @@ def test_checks_are_chosen_by_name_or_group():
 def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_process(
     name, words, no_leaks, monkeypatch
 ):
-    monkeypatch.setattr(deadlines, "STACK", 0.5)
+    monkeypatch.setattr(deadlines, "STACK", 3600.0)  # nobody waits so long for a stack that has been written
     limits = [("pid", 120.0), ("pid", 120.0), (name, 1.0 if name == "hang" else 120.0), ("pid", 120.0)]
     checks = tuple(Check(n, examine=lambda ranks: (), limit_s=limit) for n, limit in limits)
     report = _run(make_subject(CPU), (Group("Ends", checks),))
     first, again, ended, after = (result.verdicts[0] for result in report.results)
     assert (first.status, again.status, ended.status, after.status) == ("ok", "ok", "broken", "ok")
     assert words in ended.finding and ended.name == name
+    assert any(line.endswith(" in hang") for line in ended.details) == (name == "hang")
     assert first.finding == again.finding != after.finding
     assert report.exit_status == 1 and "3 ok, 1 broken" in report.summary
 

@@ -60,7 +60,7 @@ def test_sizes_come_from_the_tensors_in_either_layout_under_any_prefix(tmp_path,
     )
     assert (file.layout, file.prefix, file.dims) == (layout, prefix, dims())
     assert (file.name, file.dtype, file.tensor_bytes) == ("x.safetensors", "bfloat16", 2 * BYTES)
-    assert file.shape == ModelShape(1, 5, "x.safetensors", sends_tokens=True)
+    assert file.shape == ModelShape(1, 5, "x.safetensors", uneven_heads=True, sends_tokens=True)
 
 
 @pytest.mark.parametrize("layout", ["bfl", "diffusers"])

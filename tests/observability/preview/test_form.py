@@ -74,14 +74,8 @@ def test_auto_is_shown_without_and_with_a_negative_prompt():
 @pytest.mark.parametrize(
     ("inputs", "marked", "word"),
     [
-        ({"ulysses_degree": 5, "devices": "cpu:5"}, ["ulysses_degree"], "24 attention heads of Flux.1"),
         ({"ring_degree": 3, "devices": "cpu:2"}, ["ring_degree", "devices"], "needs 3 devices"),
         ({"cfg_degree": 3, "devices": "cpu:3"}, ["cfg_degree"], "only two prompts"),
-        (
-            {"tensor_degree": 5, "devices": "cpu:5"},
-            ["tensor_degree"],
-            "nearest valid setting is tensor_degree 4",
-        ),
         ({"devices": "gpu7"}, ["devices"], "is not understood"),
         ({"devices": "cpu:99"}, ["devices"], "1 to 16 processes"),
         ({"device_shares": "1", "devices": "cpu:2"}, ["device_shares"], "write one number for each"),
@@ -107,9 +101,9 @@ def test_a_problem_names_the_inputs_it_lies_in(inputs, marked, word):
 def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
     with pytest.raises(StrategyError) as raised:
         inputs = SelectorInputs("manual", "cpu:2", cfg_degree=3, ulysses_degree=5)
-        preview(inputs.settings(), PUBLISHED_DEV)
+        preview(inputs.settings())
     problems = _manual("cpu:2", cfg_degree=3, ulysses_degree=5)["problems"]
-    assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "ulysses_degree", "cfg_degree"]
+    assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "cfg_degree"]
     assert all(problem["message"] in str(raised.value) for problem in problems)
 
 
@@ -120,9 +114,13 @@ def test_the_rules_of_every_model_that_is_decided_for_count():
     (problem,) = find_problems(pipelined, [PUBLISHED_DEV, in_one_piece, in_one_piece])
     assert problem.inputs == ("pipefusion_degree",) and "the blocks of this model" in problem.message
     assert problem.nearest == (("pipefusion_degree", 1),)
-    heads = SelectorInputs("manual", "cpu:16", ulysses_degree=16)
+    heads = SelectorInputs("manual", "cpu:16", tensor_degree=16)
     assert find_problems(heads, [ANY_MODEL]) == ()  # its number of heads is unknown
-    assert find_problems(heads, [PUBLISHED_DEV])[0].inputs == ("ulysses_degree",)
+    (problem,) = find_problems(heads, [PUBLISHED_DEV])
+    assert (
+        problem.inputs == ("tensor_degree",)
+        and "nearest valid setting is tensor_degree 12" in problem.message
+    )
 
 
 def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():
@@ -153,9 +151,11 @@ def test_what_is_refused_before_a_run_is_what_no_model_can_run():
 def test_the_rules_are_those_of_the_model_that_the_loader_names():
     dims = replace(PUBLISHED_DEV.dims, heads=6, hidden=768)
     small = replace(PUBLISHED_DEV, path="small.safetensors", dims=dims)
-    assert _manual("cpu:4", ulysses_degree=4)["problems"] == []
-    answer = _check(lambda loader: small, mode="manual", devices="cpu:4", ulysses_degree=4)
-    assert "6 attention heads of small.safetensors" in answer["problems"][0]["message"]
+    assert _manual("cpu:7", ulysses_degree=7)["problems"] == []
+    answer = _check(lambda loader: small, mode="manual", devices="cpu:7", ulysses_degree=7)
+    assert "is more than the 6 attention heads of small.safetensors" in answer["problems"][0]["message"]
+    uneven = _check(lambda loader: small, mode="manual", devices="cpu:4", ulysses_degree=4)
+    assert uneven["problems"] == [] and uneven["layout"][0]["title"] == "Ulysses 4"
 
 
 def test_a_model_that_cannot_be_read_is_a_note():
@@ -164,11 +164,22 @@ def test_a_model_that_cannot_be_read_is_a_note():
 
     answer = _check(refuse, devices="cpu:2")
     assert answer["problems"] == [] and "it is a VAE" in answer["notes"][0]
+    # A run reports the file, and checks the selector's inputs by the rules of any model.
+    assert _check(refuse, mode="manual", devices="cpu:5", tensor_degree=5)["problems"] == []
 
 
-def test_without_a_model_only_the_rules_of_any_model_count():
-    chosen = SelectorInputs("manual", "cpu:5", ulysses_degree=5).settings()
-    assert "Ulysses 5 on cpu:0" in preview(chosen).why
+@pytest.mark.parametrize(
+    "degrees", [{"ulysses_degree": 5}, {"tensor_degree": 5}, {"pipefusion_degree": 5}, {"cfg_degree": 5}]
+)
+def test_without_a_model_only_the_rules_of_any_model_count(degrees):
+    """The panel shows what the node does, which refuses what no model can run."""
+    inputs = SelectorInputs("manual", "cpu:5", **degrees)
+    shown = check_inputs(inputs, Loader(), lambda loader: None)
+    refused = find_problems(inputs)
+    assert [problem["message"] for problem in shown["problems"]] == [problem.message for problem in refused]
+    assert bool(refused) == ("cfg_degree" in degrees)
+    if not refused:
+        assert shown["why"] == preview(inputs.settings()).why
 
 
 def test_defaults_are_those_of_the_settings():

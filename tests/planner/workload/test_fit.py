@@ -66,7 +66,8 @@ def test_the_smallest_card_of_several_counts():
 def test_what_other_programs_hold_now_is_not_there_to_take():
     assert fits(plan(), gib(48, 48, used_elsewhere=(0, 10)))
     with pytest.raises(
-        StrategyError, match=r"on cuda:1, which has 48\.0 GiB, of which other programs hold 25\.0 now\."
+        StrategyError,
+        match=r"on cuda:1, which has 48\.0 GiB, of which 25\.0 are used by other programs or reserved for them\.",
     ) as refused:
         check_capacity(plan(), gib(48, 48, used_elsewhere=(0, 25)))
     assert "smallest change that would fit: shard_weights on" in str(refused.value)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_machines import Torchrun, free_port, make_cluster
+from cluster_machines import Torchrun, make_cluster
+from comfyui_server import free_port
 from flux_requests import request
 from oracle import oracle_model, oracle_sample
 from parallel_backend import devices

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_backend.sidecar.process.exit_status import count_oom_kills, describe_exit
+from parallel_backend.sidecar.process.exit_status import count_oom_kills, describe_exit, written_stack
 
 
 def exit_status(code, output=b"", oom_kills=0, peak_bytes=3 * 2**30):
@@ -112,3 +112,12 @@ def test_what_the_system_counts_is_read_where_it_says_it(tmp_path):
     assert count_oom_kills(vmstat) == 12
     vmstat.write_text("nr_free_pages 5\n")
     assert count_oom_kills(vmstat) is None
+
+
+def test_the_stack_that_was_asked_for_last_is_read_once_it_is_written():
+    assert written_stack(b"a library's words\n") == []
+    asked = b"words\nStack (most recent call first):\n"
+    assert written_stack(asked) == [] and written_stack(asked + b'  File "a.py", li') == []
+    frames = [f'  File "{name}.py", line 1 in wait' for name in "abcdefghij"]
+    stack = asked + "\n".join(frames).encode() + b"\n"
+    assert written_stack(stack) == frames[:8] == written_stack(asked + b"  File old\n" + stack)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_backend.machine.cache_files import VARIABLE, cache_folder
+from parallel_backend.wire.cache_folder import VARIABLE, cache_folder
 
 
 @pytest.mark.parametrize(
