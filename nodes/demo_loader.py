@@ -15,10 +15,8 @@ from comfy_api.latest import io
 from torch import Tensor, nn
 
 from ..parallel_backend.errors import CheckpointError
-from ..parallel_backend.models.demo.captions import tokenize
-from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
-from ..parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
-from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
+from ..parallel_backend.models.demo.image_coder import CHANNELS, RGB_BIAS, RGB_FACTORS, DemoImageCoder
+from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder, tokenize
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .link_checks import check_links, refuse_literals

@@ -61,10 +61,9 @@ UPWARDS_WITHIN = {
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LONG_FILES: set[str] = set()
-# The first three stay short: a process's entry point, a table of colours, and code that runs before any heavy import.
+# The first two stay short: a process's entry point and code that runs before any heavy import.
 SHORT_FILES = {
     "parallel_backend/commands/gpu_check/__main__.py",
-    "parallel_backend/models/demo/preview.py",
     "parallel_backend/wire/parent_death.py",
     "nodes/host/shown_node.py",
     "nodes/model/options.py",
