@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -14,6 +15,7 @@ from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError
 
 log = logging.getLogger(__name__)
+_lock = threading.Lock()
 
 PREFIX = "parallel_sampling."  # begins the names of the pack's entries in ComfyUI's file
 MOST_BYTES = 4 * 1024 * 1024  # the largest settings file that is read
@@ -98,33 +100,26 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class SettingsFile:
-    """The settings in a file that ComfyUI writes. It is read again only when it has changed. Thread-safe.
+def read_settings(path: Path) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+    """Returns (every setting by name, what is wrong in words) from ComfyUI's file: the defaults if it is missing or
+    damaged. Reads it again only when it has changed, and then logs each problem once. Thread-safe."""
+    try:
+        status = path.stat()
+    except OSError:
+        return check_settings({})[0], ()
+    with _lock:
+        return _read(path, (status.st_mtime_ns, status.st_size, status.st_ino))
 
-    `problems`: what was wrong at the last read, in words.
-    """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen: tuple[object, ...] | None = None
-        self._values, _ = check_settings({})
-        self.problems: tuple[str, ...] = ()
-
-    def read(self, path: Path) -> Mapping[str, str | bool | float]:
-        """Returns every setting by name: the defaults if the file is missing or damaged. Logs each problem once."""
-        try:
-            status = path.stat()
-            seen: tuple[object, ...] = (path, status.st_mtime_ns, status.st_size, status.st_ino)
-        except OSError:
-            seen = (path,)
-        with self._lock:
-            if seen != self._seen:
-                found, problems = _entries(path) if len(seen) > 1 else ({}, [])
-                self._values, wrong = check_settings(found)
-                self._seen, self.problems = seen, (*problems, *wrong)
-                for problem in self.problems:
-                    log.warning("parallel sampling: %s", problem)
-            return self._values
+@functools.lru_cache(maxsize=1)
+def _read(
+    path: Path, stamp: tuple[int, int, int]
+) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+    found, problems = _entries(path)
+    values, wrong = check_settings(found)
+    for problem in (*problems, *wrong):
+        log.warning("parallel sampling: %s", problem)
+    return values, (*problems, *wrong)
 
 
 def _entries(path: Path) -> tuple[Mapping[str, object], list[str]]:
