@@ -65,7 +65,6 @@ LONG_FILES: set[str] = set()
 SHORT_FILES = {
     "parallel_backend/commands/gpu_check/__main__.py",
     "parallel_backend/wire/parent_death.py",
-    "nodes/host/shown_node.py",
     "nodes/model/options.py",
     "nodes/routes/metrics.py",
     "nodes/routes/runs.py",

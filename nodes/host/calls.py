@@ -27,8 +27,8 @@ from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
 from .memory import eviction_notes, memory_flag
 from .offload import offload_comfyui_models
+from .page import comfyui_server, shown_node
 from .settings import permitted, setting
-from .shown_node import shown_node
 
 log = logging.getLogger(__name__)
 
@@ -154,10 +154,7 @@ def interrupted() -> bool:
 def report_progress(text: str) -> None:
     """Shows `text`, on what the ranks are doing, under the running node and in the log."""
     log.info("parallel sampling: %s", text)
-    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
-
-    shown = shown_node()
-    server = getattr(PromptServer, "instance", None)
+    shown, server = shown_node(), comfyui_server()
     if shown is not None and server is not None:
         server.send_progress_text(text, shown[1])
 

@@ -11,6 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 import nodes
 
+from .page import comfyui_server
 from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed, with_those_before
 
 if TYPE_CHECKING:
@@ -98,9 +99,7 @@ def running_prompt() -> Prompt | None:
 
 def running_prompts() -> dict[str, Prompt]:
     """Returns the prompts that run now, by id. Looks in ComfyUI's queue, and changes nothing there."""
-    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
-
-    server = getattr(PromptServer, "instance", None)
+    server = comfyui_server()
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     return {item[1]: item[2] for item in running}
 
