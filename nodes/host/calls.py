@@ -68,6 +68,21 @@ class RunRecord:
         """The strategy of the latest run. There must be at least one run."""
         return self.runs[-1].strategy
 
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """The seconds of each step, or model call, of all runs."""
+        return tuple(seconds for run in self.runs for seconds in run.step_seconds)
+
+    @property
+    def reused_calls(self) -> int:
+        """How many model calls a step cache answered."""
+        return sum(run.reused_calls for run in self.runs)
+
+    @property
+    def exact(self) -> bool:
+        """True if each run gave what one device gives."""
+        return all(run.exact for run in self.runs)
+
     def name_of(self, strategy: ParallelStrategy) -> str:
         """Returns a strategy in words that say what it splits in this run's model."""
         return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)

@@ -38,12 +38,11 @@ def write_report(record: RunRecord) -> str:
     lines.append(f"engine: {', '.join(engines) or 'none'}")
     lines += _computing(record)
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
-    times = [seconds for run in runs for seconds in run.step_seconds]
-    if times:
+    if times := record.step_seconds:
         lines += _foreseen(record)
         lines += _trials(record)
         first = "" if len(times) == 1 else f", first {times[0]:.3g} s, {len(times)} in all"
-        middle = "mean" if any(run.reused_calls for run in runs) else "median"
+        middle = "mean" if record.reused_calls else "median"
         lines.append(f"step: {middle} {step_seconds(record):.3g} s{first}")
         lines += in_words(timeline(joined(record.runs)), record.devices)
     lines.append(
@@ -71,7 +70,7 @@ def phases_in_words(prompt_id: str) -> list[str]:
 def summarise(record: RunRecord) -> str:
     """Returns one short line to show under the node, for a record with at least one run."""
     strategy, seconds = record.name_of(record.strategy), step_seconds(record)
-    if reused := sum(run.reused_calls for run in record.runs):
+    if reused := record.reused_calls:
         calls = sum(run.model_calls for run in record.runs)
         return f"{strategy}: {seconds:.3g} s per step on average, {reused} of {calls} model calls reused"
     return f"{strategy}: {seconds:.3g} s per step"
@@ -96,8 +95,7 @@ def headline(record: RunRecord) -> str:
     """Returns one short line for a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
     1.8 × as fast as one device · whole prompt so far: 1.4 × as fast as one device · same picture as one device`."""
     short = badge(record)
-    is_exact = all(run.exact for run in record.runs)
-    picture = CLOSE if not is_exact else "same picture as one device" if short.compared else ""
+    picture = CLOSE if not record.exact else "same picture as one device" if short.compared else ""
     prompt = compare_prompt(record.prompt_id)
     parts = (short.strategy, f"{short.seconds:g} s per step", short.compared, prompt, picture)
     return " · ".join(filter(None, parts))
@@ -114,9 +112,9 @@ def devices_and_way(record: RunRecord) -> str:
 
 
 def _result(record: RunRecord) -> str:
-    approximate = [run for run in record.runs if not run.exact]
-    if not approximate:
+    if record.exact:
         return "result: exact (what one device gives)"
+    approximate = [run for run in record.runs if not run.exact]
     if kernels := {run.kernel for run in approximate} & set(APPROXIMATE_KERNELS):
         return f"result: approximate (attention {kernels.pop()} quantises; auto is exact)"
     if any(run.reused_calls for run in approximate):
@@ -140,9 +138,7 @@ def _step_cache(record: RunRecord) -> list[str]:
         return []
     if not record.cache_threshold:
         return ["step cache: reuses nothing at threshold 0"]
-    calls, reused = (
-        sum(getattr(run, name) for run in record.runs) for name in ("model_calls", "reused_calls")
-    )
+    calls, reused = sum(run.model_calls for run in record.runs), record.reused_calls
     if not calls:  # a note says why
         return []
     if not reused:
@@ -260,7 +256,7 @@ def _foreseen(record: RunRecord) -> list[str]:
     if plan is None:
         return []
     lines = [f"memory, predicted for the fullest device: {plan.memory.describe()}"]
-    if any(run.reused_calls for run in record.runs):  # the expected step computes all blocks
+    if record.reused_calls:  # the expected step computes all blocks
         return lines
     seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
     if seen is not None:

@@ -60,7 +60,7 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
     if record.plan is None or not record.runs:
         return []
     tried = tried_seconds(record)
-    if not any(run.reused_calls for run in record.runs):
+    if not record.reused_calls:
         tried.setdefault(record.strategy.canonical, step_seconds(record))
     seen = [replace(c, step_s=tried.get(c.strategy, c.step_s)) for c in record.plan.candidates]
     seen.sort(key=lambda c: (not c.fits, not c.permitted, c.step_s is None, c.step_s or 0.0))
