@@ -14,9 +14,18 @@ from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ...parallel_backend.planner.workload.workload import Job
-from ..host.calls import RunRecord
-from .report import badge, headline
-from .speed import compare_prompt, compared, compared_by_links, step_seconds, tried_seconds
+from ..host.calls import RunRecord, report_progress
+from .report import badge, headline, summarise, write_report
+from .speed import compare_prompt, compared, compared_by_links, count_gain, step_seconds, tried_seconds
+
+
+def finish(record: RunRecord, settings: StrategySettings, file: ModelFile) -> tuple[str, dict[str, list]]:
+    """Counts what the run gained for its prompt, shows its summary under the node, and returns (report, the `ui`)."""
+    if record.runs:  # no step runs at denoise 0
+        count_gain(record)
+        report_progress(summarise(record))
+    report = write_report(record)
+    return report, run_ui(record, report, settings, file)
 
 
 def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: ModelFile) -> dict[str, list]:

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.rules import StrategySettings
-from ..host.calls import RunRecord, report_progress
+from ..host.calls import RunRecord
 from ..host.page import send_event, shown_node
 from ..host.progress import rank_bars
 from ..host.settings import price_per_gpu_hour
-from .report import summarise, write_report
-from .run_ui import phases_of, run_ui
-from .speed import count_gain
+from .run_ui import finish, phases_of
 
 EVENT, PHASES_EVENT = "parallel_sampling.run", "parallel_sampling.phases"
 MAX_PROMPTS = 16  # the page looks this far back into ComfyUI's history
@@ -40,11 +38,8 @@ def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord
     with rank_bars():
         _send(None)
         yield record
-    if record.plan is None:
-        return
-    count_gain(record)
-    report_progress(summarise(record))
-    _send(run_ui(record, write_report(record), settings, file))
+    if record.plan is not None:
+        _send(finish(record, settings, file)[1])
 
 
 def show_phases(prompt_id: str) -> None:
