@@ -57,7 +57,6 @@ FLOORS = {
 UPWARDS_WITHIN = {
     ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.placing"),
     ("parallel_backend.models.diffusers.load", "parallel_backend.models.comfyui.formats.slices"),
-    ("nodes.model.named_file", "nodes.demo_loader"),
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LONG_FILES: set[str] = set()
@@ -96,8 +95,6 @@ XFUSER_OWNERS = {
     "parallel_backend.engine.attention.compat_xfuser",
     "parallel_backend.engine.attention.xfuser",
 }
-# Files for one family outside models/. No other code in their rooms may name a family.
-FAMILYS_OWN = {"nodes.loaders"}
 # Names by which other modules call the loader node of Flux.1.
 LOADER_NODE = {"flux_loader", "ParallelFluxLoader"}
 _OBJECT_COLLECTIVES = {
@@ -340,6 +337,5 @@ def test_flux_is_named_in_its_own_home_only():
             found = {t.string for t in tokenize.tokenize(file.readline) if t.type == tokenize.NAME}
         return {name for name in found - LOADER_NODE if "flux" in name.lower()}
 
-    others = [name for name in MODULES if _room(name) != "models" and name not in FAMILYS_OWN]
-    assert _wrong(names, others) == {}
-    assert _wrong(names, FAMILYS_OWN).keys() == FAMILYS_OWN  # the check can fail
+    assert _wrong(names, [name for name in MODULES if _room(name) != "models"]) == {}
+    assert _wrong(names, ["parallel_backend.models.diffusers.checkpoint"]) != {}  # the check can fail
