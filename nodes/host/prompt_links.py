@@ -65,7 +65,7 @@ def models_before(prompt: Prompt, node: str) -> list[str]:
         origins = [
             (name, one)
             for name, one, output in links(inputs_of(prompt, node))
-            if _type_of(prompt, one, output) == "MODEL"
+            if type_of(prompt, one, output) == "MODEL"
         ]
         node = next((one for _, one in sorted(origins, key=lambda item: item[0] != "model")), "")
     return found[:-1]
@@ -76,19 +76,15 @@ def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
     found = [
         (one, output)
         for _, one, output in links(inputs_of(prompt, node))
-        if prompt.get(one, {}).get("class_type") == ENCODER or _type_of(prompt, one, output) == "CLIP"
+        if prompt.get(one, {}).get("class_type") == ENCODER or type_of(prompt, one, output) == "CLIP"
     ]
     return found[0] if len(found) == 1 else None
 
 
-def types_of(kind: str) -> tuple[str, ...]:
-    """Returns the types of a node class's outputs; empty for an unknown class."""
-    return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "RETURN_TYPES", ()))
-
-
-def _type_of(prompt: Prompt, node: str, output: int) -> str | None:
-    types = types_of(str(prompt.get(node, {}).get("class_type", "")))
-    return next(iter(types[output : output + 1]), None)
+def type_of(prompt: Prompt, node: str, output: int) -> str | None:
+    """Returns the type of a node's output; None if the class of the node is unknown or has no such output."""
+    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
+    return next(iter(getattr(kind, "RETURN_TYPES", ())[output : output + 1]), None)
 
 
 def running_prompt() -> Prompt | None:

@@ -15,7 +15,6 @@ from comfy_execution.progress import NodeState, get_progress_state
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.sidecar.group.events import Event, RequestEnded
 from ..host.prompt_graph import Prompt
-from ..host.prompt_links import types_of
 from .named_model import preload
 from .next_texts import NextTexts
 from .tail import in_tail, loaders, nodes_on_ranks
@@ -90,7 +89,7 @@ class NextPrompt:
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
     """Loads the models of a prompt on running ranks: starting others would take CPU cores from the running prompt."""
-    for node in loaders(prompt, outputs, types_of):
+    for node in loaders(prompt, outputs):
         try:
             info, devices = preload(prompt, node, only_warm=True)
         except ParallelError as error:
@@ -105,7 +104,7 @@ def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
 
 def _on_ranks(item: tuple) -> set[str]:
     """Returns the nodes of a queued prompt that use the ranks or may. If none, it is in its tail from the start."""
-    return nodes_on_ranks(item[2], item[4], types_of)
+    return nodes_on_ranks(item[2], item[4])
 
 
 def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
