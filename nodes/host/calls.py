@@ -109,13 +109,13 @@ def plan_job(settings: StrategySettings, job: Job) -> Plan:
     settings = permitted(settings, job.steps, computing=job.model.compute_options)
     machine = _machine_of(settings)
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
-    job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
+    job, compile_note = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
     tries = bool(setting("try_strategies"))
     plan = _of_as_many_ranks(plan_execution(settings, job, machine, history, tries=tries), settings, machine)
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)
-    return plan.note(*([told] if told else ()), *eviction_notes(), *offload_comfyui_models(plan))
+    return plan.note(*filter(None, [compile_note]), *eviction_notes(), *offload_comfyui_models(plan))
 
 
 def _machine_of(settings: StrategySettings) -> LocalMachine:

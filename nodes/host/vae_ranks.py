@@ -80,8 +80,8 @@ class SharedOut:
     @property
     def shares(self) -> tuple[float, ...]:
         """The share of each picture that every rank takes; empty for equal shares."""
-        others = len(self.sidecar.devices) - 1
-        return (1.0, *(0.0,) * others) if self.is_alone and others else self._shares
+        idle = len(self.sidecar.devices) - 1
+        return (1.0, *(0.0,) * idle) if self.is_alone and idle else self._shares
 
     def give_up_alone(self) -> bool:
         """Switches from one rank to all of them after the one failed. Returns False if all were used already."""
