@@ -61,14 +61,14 @@ def snapshot() -> Shown:
     found = groups()
     devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
     shown = show_groups(found, _gauges.read(devices), left_out(found))
-    others = tuple(
+    unused = tuple(
         device for device in resolve_devices("all") if device not in devices and not is_cpu((device,))
     )
     return {
         **shown,
         "settings": list(settings_problems()),
         "machine": machine_words(),
-        "others": list_devices(others, found, _gauges),
+        "others": list_devices(unused, found, _gauges),
     }
 
 
@@ -86,12 +86,12 @@ def begin(server: PromptServer) -> LiveSender[Shown]:
     @server.routes.post(ROUTE)
     @same_origin_only
     async def watch(request: web.Request) -> web.Response:
-        said = await read_as(Watch, request, MOST_BYTES)
-        if not said.looking:
-            await asyncio.to_thread(sender.leave, said.client_id)
-        elif said.client_id not in server.sockets:
+        message = await read_as(Watch, request, MOST_BYTES)
+        if not message.looking:
+            await asyncio.to_thread(sender.leave, message.client_id)
+        elif message.client_id not in server.sockets:
             return refuse("this page has no websocket here", 409)
-        elif not await asyncio.to_thread(lambda: sender.watch(said.client_id, LEASE, anew=said.anew)):
+        elif not await asyncio.to_thread(lambda: sender.watch(message.client_id, LEASE, anew=message.anew)):
             return refuse("too many pages look at the processes already", 429)
         return web.json_response({"seconds": LEASE})
 
