@@ -56,8 +56,8 @@ def begin(server: PromptServer) -> None:
             info, devices = await asyncio.to_thread(preload, prompt, node)
         except ParallelError as error:
             return refuse(error, 409)
-        told = {"model": info.model, "devices": devices, "was_there": info.cached, "seconds": info.seconds}
-        return web.json_response(told)
+        answer = {"model": info.model, "devices": devices, "was_there": info.cached, "seconds": info.seconds}
+        return web.json_response(answer)
 
 
 def _read(body: bytes) -> tuple[Prompt, str]:
