@@ -88,7 +88,7 @@ class Badge:
 
 def badge(record: RunRecord) -> Badge:
     """Returns the badge of a record with at least one run."""
-    return Badge(devices_and_way(record), as_shown(step_seconds(record)), compared(record))
+    return Badge(devices_and_split(record), as_shown(step_seconds(record)), compared(record))
 
 
 def headline(record: RunRecord) -> str:
@@ -101,14 +101,14 @@ def headline(record: RunRecord) -> str:
     return " · ".join(filter(None, parts))
 
 
-def devices_and_way(record: RunRecord) -> str:
+def devices_and_split(record: RunRecord) -> str:
     """Returns the count of devices and how they share the work, e.g. `2 devices (CFG)` or `4 devices (CFG 2 × Ulysses
     2)`."""
     name, count = record.name_of(record.strategy), record.strategy.world_size
     if count == 1:
         return name
-    way, _, degree = name.rpartition(" ")
-    return f"{count} devices ({way if degree == str(count) else name})"
+    axis, _, degree = name.rpartition(" ")
+    return f"{count} devices ({axis if degree == str(count) else name})"
 
 
 def _result(record: RunRecord) -> str:
@@ -175,14 +175,14 @@ def _cost(record: RunRecord) -> list[str]:
     images = 1 if record.plan is None else record.plan.job.batch
     held = sum(run.held_seconds for run in record.runs) * len(record.devices)
 
-    def told(total: str, each: str) -> str:
+    def per_image(total: str, each: str) -> str:
         return total if images == 1 else f"{total} for {images} images, {each} each"
 
-    spent = told(f"{held:.3g} s", f"{held / images:.3g} s")
+    spent = per_image(f"{held:.3g} s", f"{held / images:.3g} s")
     lines = [f"GPU time used: {spent} (starting and loading included)"]
     if record.price_per_hour:
         total = money(held, record.price_per_hour)
-        spent = told(amount(total), amount(total / images))
+        spent = per_image(amount(total), amount(total / images))
         lines.append(
             f"cost: {spent}, at {record.price_per_hour:g} per GPU-hour (Settings, Parallel Sampling)"
         )
@@ -232,22 +232,22 @@ def _left_out(record: RunRecord, best_s: float) -> list[str]:
     """Returns lines on the candidates that were not tried, and why. `best_s`: seconds of a step under the fastest."""
     trials = () if record.plan is None else record.plan.trials.candidates
     started = {trial.strategy for trial in record.trials}
-    left = [other for other in trials if other.strategy not in started]
-    slower = [other for other in left if 0 < best_s <= other.at_least_s * GAIN]
-    dear = [other for other in left if other not in slower]
-    told = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
+    untried = [trial for trial in trials if trial.strategy not in started]
+    slower = [trial for trial in untried if 0 < best_s <= trial.at_least_s * GAIN]
+    dear = [trial for trial in untried if trial not in slower]
+    too_dear = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
     return [
-        f"not tried: {', '.join(record.name_of(other.strategy) for other in others)} ({why})"
-        for others, why in ((slower, "these GPUs' data sheet says it cannot be faster"), (dear, told))
-        if others
+        f"not tried: {', '.join(record.name_of(trial.strategy) for trial in group)} ({why})"
+        for group, why in ((slower, "these GPUs' data sheet says it cannot be faster"), (dear, too_dear))
+        if group
     ]
 
 
 def _named(record: RunRecord, strategy: ParallelStrategy) -> str:
     if strategy.world_size == 1:
         return "one device, for which splitting this work costs more than it gains,"
-    whole = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
-    return f"{record.name_of(strategy)}{whole}"
+    note = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
+    return f"{record.name_of(strategy)}{note}"
 
 
 def _foreseen(record: RunRecord) -> list[str]:

@@ -54,8 +54,8 @@ def phases_of(prompt_id: str) -> dict[str, object]:
 def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: ModelFile) -> dict[str, object]:
     """Returns one case of the layout of form.check_inputs, with the Strategy Selector's inputs of the run."""
     strategy = record.strategy
-    others = [device for device in resolve_devices(settings.devices) if device not in record.devices]
-    devices = (*record.devices, *others)
+    unused = [device for device in resolve_devices(settings.devices) if device not in record.devices]
+    devices = (*record.devices, *unused)
     assigned = assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts)
     return {
         "title": record.name_of(strategy),

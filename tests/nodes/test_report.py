@@ -118,7 +118,7 @@ def test_the_headline_says_what_ran_how_fast_and_whether_the_picture_is_the_same
 
 def test_strategies_of_several_axes_are_told_with_their_degrees():
     both = ParallelStrategy(cfg_degree=2, ulysses_degree=2)
-    assert report.devices_and_way(record(both)) == "4 devices (CFG 2 × Ulysses 2)"
+    assert report.devices_and_split(record(both)) == "4 devices (CFG 2 × Ulysses 2)"
 
 
 @pytest.mark.parametrize(("patched", "words"), [(1, "1 weight changed"), (6, "6 weights changed")])
