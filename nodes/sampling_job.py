@@ -166,5 +166,5 @@ class SamplerInputs:
 
     def as_latent(self, samples: Tensor) -> io.Latent.Type:
         """Returns a LATENT of `samples` with the other entries of `latent_image`, except downscale_ratio…."""
-        kept = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
-        return {**kept, "samples": samples}
+        entries = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
+        return {**entries, "samples": samples}
