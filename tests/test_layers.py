@@ -66,7 +66,6 @@ SHORT_FILES = {
     "parallel_backend/wire/parent_death.py",
     "nodes/model/options.py",
     "nodes/routes/metrics.py",
-    "nodes/routes/runs.py",
     "parallel_backend/engine/comm/traffic_counter.py",
     "parallel_backend/wire/checks/self_test.py",
 }

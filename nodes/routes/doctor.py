@@ -26,7 +26,7 @@ _LONGEST_LINE = 2**20  # bytes; a report is one line, long with the tables of ma
 _PATIENCE = 600.0  # s; an examination takes half a minute, and longer if ranks hang
 
 
-def add_route(routes: web.RouteTableDef) -> None:
+def add_routes(routes: web.RouteTableDef) -> None:
     """Adds two routes for POST without a body. They answer lines of JSON: {"line"} for each line of progress, then
     {"report"} (of the GPU check also "markdown", "broken", "result") or {"error"}. Refusals: {"error"}, 403 or 409."""
     busy = asyncio.Lock()

@@ -29,7 +29,7 @@ class DrainRequest:
     draining: bool
 
 
-def add_routes(server: PromptServer) -> None:
+def begin(server: PromptServer) -> None:
     """Adds the routes. GET AGENT with `?for=` one of FOR answers one line without HTTP headers, as HAProxy reads it.
     GET HEALTH answers the load as JSON, and so does POST of a DrainRequest to DRAIN. A restart ends a drain."""
     draining = False

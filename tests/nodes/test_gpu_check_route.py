@@ -77,7 +77,7 @@ def asked(talk):
 
     async def run():
         routes = web.RouteTableDef()
-        doctor.add_route(routes)
+        doctor.add_routes(routes)
         app = web.Application()
         app.add_routes(routes)
         async with TestClient(TestServer(app)) as client:
