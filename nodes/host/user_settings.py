@@ -13,6 +13,7 @@ from typing import Any
 
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError
+from ...parallel_backend.wire.strict_json import shown
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -82,7 +83,7 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
         problem = setting.problem(value)
         if problem is not None or not isinstance(value, (str, bool, int, float)):
             problems.append(
-                f"the setting {name} is {_shown(value)}: {problem}; {_in_words(setting.default)} counts"
+                f"the setting {name} is {shown(value)}: {problem}; {_in_words(setting.default)} counts"
             )
             value = setting.default
         values[name] = float(value) if isinstance(setting.default, float) else value
@@ -93,11 +94,6 @@ def _in_words(default: str | bool | float) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else default
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_settings(path: Path) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
