@@ -50,16 +50,20 @@ def groups() -> tuple[GroupStatus, ...]:
     return found or (GroupStatus(default_devices(), "down", "", None, (), 0, 0, (), ()),)
 
 
+def devices_of(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
+    """Returns the devices of all groups, each once."""
+    return tuple(dict.fromkeys(device for group in found for device in group.devices))
+
+
 def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
     """Returns the devices that `auto` leaves out, whether or not a group uses them."""
-    of_groups = (device for group in found for device in group.devices)
-    return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *of_groups))))
+    return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *devices_of(found)))))
 
 
 def snapshot() -> Shown:
     """Returns the panel's content now, with the devices' gauges. "others": GPUs that no group uses."""
     found = groups()
-    devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
+    devices = devices_of(found)
     shown = show_groups(found, _gauges.read(devices), left_out(found))
     unused = tuple(
         device for device in resolve_devices("all") if device not in devices and not is_cpu((device,))
