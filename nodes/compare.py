@@ -65,7 +65,7 @@ class CompareWithOneDevice(io.ComfyNode):
         def run(settings: StrategySettings, record: RunRecord, alone: bool) -> Tensor:
             return (replace(job, step_cache="off") if alone else job).run(settings, record)
 
-        return compare_runs(cls, vae, job.settings, job.parallel_model.file, run)
+        return compare_runs(cls, vae, job.settings, job.parallel_model.job_model.file, run)
 
 
 def _check(job: SamplerInputs, settings: StrategySettings) -> None:

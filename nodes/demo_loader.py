@@ -61,8 +61,8 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"again."
             )
         parallel = over_file(DEMO, strategy)
-        set_preview_colours(parallel.patcher.model.latent_format)
-        return io.NodeOutput(parallel, parallel.patcher, make_clip(), make_vae())
+        set_preview_colours(parallel.model.latent_format)
+        return io.NodeOutput(parallel, parallel, make_clip(), make_vae())
 
 
 def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:

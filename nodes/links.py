@@ -1,20 +1,15 @@
-"""The pack's own link types and the values that they carry: immutable specs, never running ranks."""
+"""The pack's own link types, and inputs and outputs that several nodes have. Links never carry running ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import comfy.model_patcher
 from comfy_api.latest import io
 
-from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.options import AUTO, COMPILE_MODES, DEFAULT_THRESHOLD, EXCHANGE_DTYPES, SAME
-from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
 
 StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries rules.StrategySettings
-ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
+ModelLink = io.Custom("PARALLEL_MODEL")  # carries job.model.JobPatcher, as MODEL does
 
 
 def strategy_input() -> io.Custom.Input:
@@ -85,12 +80,3 @@ def parallel_model_output() -> io.Custom.Output:
     return ModelLink.Output(
         "parallel_model", tooltip="For Parallel Sampler, or first for Parallel LoRA Loader."
     )
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """A model's weights by name. `patcher`: a MODEL of the same weights; its options carry the chosen strategy."""
-
-    spec: ModelSpec
-    file: ModelFile
-    patcher: comfy.model_patcher.ModelPatcher

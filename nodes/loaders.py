@@ -3,8 +3,6 @@ header of a model file."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -16,11 +14,11 @@ from ..parallel_backend.models.checkpoint import check_name
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
+from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
     ModelLink,
-    ParallelModel,
     compile_input,
     exchange_input,
     model_output,
@@ -35,7 +33,7 @@ from .parallel_model import over_devices
 
 def over_file(
     file: NamedFile, settings: StrategySettings | None, computing: ComputeOptions = DEFAULT_COMPUTE
-) -> ParallelModel:
+) -> JobPatcher:
     """Returns the model of a file. Reads only its header. Raises CheckpointError, RequestError or StrategyError."""
     spec = file.spec()
     source = open_model(file.path, file.part, dict(file.options))
@@ -91,7 +89,7 @@ class ParallelModelLoader(io.ComfyNode):
         check_links(strategy=strategy)
         file = FILE_LOADERS["ParallelModelLoader"].find(model_name, weight_dtype)
         parallel = over_file(file, strategy, ComputeOptions(compile, exchange_dtype=exchange_dtype))
-        return io.NodeOutput(parallel.patcher, parallel)
+        return io.NodeOutput(parallel, parallel)
 
 
 class ParallelFluxLoader(io.ComfyNode):
@@ -152,7 +150,7 @@ class ParallelFluxLoader(io.ComfyNode):
         check_links(strategy=strategy)
         file = FILE_LOADERS["ParallelFluxLoader"].find(unet_name, weight_dtype)
         parallel = over_file(file, strategy, ComputeOptions(compile, attention, exchange_dtype))
-        return io.NodeOutput(parallel, parallel.patcher)
+        return io.NodeOutput(parallel, parallel)
 
 
 class ParallelLoraLoader(io.ComfyNode):
@@ -190,7 +188,7 @@ class ParallelLoraLoader(io.ComfyNode):
     validate_inputs = refuse_literals("parallel_model")
 
     @classmethod
-    def execute(cls, parallel_model: ParallelModel, lora_name: str, strength: float) -> io.NodeOutput:
+    def execute(cls, parallel_model: JobPatcher, lora_name: str, strength: float) -> io.NodeOutput:
         check_links(parallel_model=parallel_model)
         if strength == 0.0:
             return io.NodeOutput(parallel_model)
@@ -198,7 +196,7 @@ class ParallelLoraLoader(io.ComfyNode):
         check_name(path)
         try:
             lora = comfy.utils.load_torch_file(path, safe_load=True)
-            patcher, _ = comfy.sd.load_lora_for_models(parallel_model.patcher, None, lora, strength, 0.0)
+            patcher, _ = comfy.sd.load_lora_for_models(parallel_model, None, lora, strength, 0.0)
         except RequestError as error:
             raise RequestError(f"{lora_name}: {error}") from None
         except (MemoryError, torch.OutOfMemoryError):
@@ -208,4 +206,4 @@ class ParallelLoraLoader(io.ComfyNode):
                 f"{lora_name} cannot be read as a LoRA ({type(error).__name__}: {error}): it is damaged, or none. "
                 f"Download the file again, or choose another one."
             ) from error
-        return io.NodeOutput(replace(parallel_model, patcher=patcher))
+        return io.NodeOutput(patcher)

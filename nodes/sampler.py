@@ -45,5 +45,5 @@ class ParallelSampler(io.ComfyNode):
         job.check(settings)
         record = RunRecord(price_per_hour=price_per_gpu_hour())
         samples = job.run(settings, record)
-        report, shown = finish(record, settings, job.parallel_model.file)
+        report, shown = finish(record, settings, job.parallel_model.job_model.file)
         return io.NodeOutput(job.as_latent(samples), report, ui=shown)

@@ -20,7 +20,7 @@ from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
 from ..host.prompt_graph import Prompt, links, source_of
 from ..host.settings import default_settings
-from ..links import ParallelModel
+from ..job.model import JobPatcher, ShippedModel
 from ..loaders import over_file
 from ..model.named_file import DEMO, FILE_LOADERS
 
@@ -30,16 +30,17 @@ _SELECTOR = tuple(field.name for field in fields(SelectorInputs))
 def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[LoadInfo, tuple[str, ...]]:
     """Loads the model that the loader `node` names. Returns facts about the load, and the devices. `only_warm`: refuse
     if ranks would have to start. Raises ParallelError if it cannot be loaded; the ranks keep what they hold."""
-    model, settings = named_model(prompt, node)
+    patcher, settings = named_model(prompt, node)
+    model = patcher.job_model
     devices, strategy = _placed(model, settings)
     if only_warm and not any(s.devices == devices and s.state is State.READY for s in pool.all_sidecars()):
         raise RequestError(f"No processes wait on {', '.join(devices)}.")
     info = pool.preload(devices, model.spec, strategy)
-    keep_ahead(model.spec, model.patcher.model.diffusion_model)
+    keep_ahead(model.spec, patcher.model.diffusion_model)
     return info, devices
 
 
-def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySettings]:
+def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings]:
     """Returns the model that running the node would give, and the strategy that its sampler would use. Reads headers
     only. Raises RequestError if only a run of the prompt can tell."""
     if node not in prompt:
@@ -97,7 +98,7 @@ def _literal(inputs: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _placed(model: ParallelModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
+def _placed(model: ShippedModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
     """Returns the devices and strategy of a usual job. Other jobs seldom place the weights differently; if one does,
     its prompt loads the model again."""
     plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
