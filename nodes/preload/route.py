@@ -12,7 +12,6 @@ from aiohttp.typedefs import Handler
 from ...parallel_backend.errors import ParallelError, RequestError
 from ...parallel_backend.sidecar.group.events import listen
 from ..host import memory
-from ..host.settings import setting
 from ..routes.http import read_as, refuse, same_origin_only
 from .named_model import preload
 from .next_prompt import NextPrompt, uses_ranks
@@ -46,7 +45,7 @@ def begin(server: PromptServer) -> None:
     """
     queue = server.prompt_queue
     listen(memory.on_event)
-    listen(NextPrompt(queue, lambda: bool(setting("preload_next"))).on_event)
+    listen(NextPrompt(queue).on_event)
 
     @web.middleware
     async def give_back(request: web.Request, handler: Handler) -> web.StreamResponse:
