@@ -12,24 +12,20 @@ StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries rules.StrategySettings
 ModelLink = io.Custom("PARALLEL_MODEL")  # carries job.model.JobPatcher, as MODEL does
 
 
-def strategy_input() -> io.Custom.Input:
-    """Returns the strategy input of nodes that name a model."""
-    return StrategyLink.Input(
-        "strategy",
-        optional=True,
-        tooltip="From Strategy Selector. Without it: the devices of the setting Default devices (all if it is not "
-        "set), split automatically.",
-    )
+# What the strategy does at a node that names a model, at one that uses ranks without a model, and at a sampler.
+OF_A_MODEL = (
+    "From Strategy Selector. Without it: the devices of the setting Default devices (all if it is not set), split "
+    "automatically."
+)
+OF_RANKS = (
+    "From Strategy Selector: the devices. If the processes of some hold a model or sleep, only those are used. Without "
+    "it: those of the setting Default devices (all if it is not set)."
+)
+OF_A_SAMPLER = "From Strategy Selector; replaces the loader's."
 
 
-def devices_input() -> io.Custom.Input:
-    """Returns the strategy input of nodes that use ranks without a model."""
-    return StrategyLink.Input(
-        "strategy",
-        optional=True,
-        tooltip="From Strategy Selector: the devices. If the processes of some hold a model or sleep, only those are "
-        "used. Without it: those of the setting Default devices (all if it is not set).",
-    )
+def strategy_input(tooltip: str = OF_A_MODEL) -> io.Custom.Input:
+    return StrategyLink.Input("strategy", optional=True, tooltip=tooltip)
 
 
 def threshold_input(*, optional: bool = False) -> io.Float.Input:

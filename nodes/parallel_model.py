@@ -20,8 +20,8 @@ from .job.model import JobPatcher, make_job_patcher
 from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
+    OF_RANKS,
     compile_input,
-    devices_input,
     exchange_input,
     model_output,
     parallel_model_output,
@@ -135,7 +135,7 @@ class ParallelCLIPNode(io.ComfyNode):
                     tooltip="auto: on the device with the most free memory if it fits there, else its layers on all "
                     "devices, one after the other.",
                 ),
-                devices_input(),
+                strategy_input(OF_RANKS),
             ],
             outputs=[
                 io.MatchType.Output(

@@ -22,7 +22,7 @@ from .host.calls import RunRecord
 from .host.settings import permitted
 from .job.model import JobPatcher
 from .link_checks import check_links
-from .links import ModelLink, StrategyLink, threshold_input
+from .links import OF_A_SAMPLER, ModelLink, strategy_input, threshold_input
 from .model.options import RECORD, SETTINGS, STEP_CACHE
 
 LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
@@ -75,11 +75,7 @@ def sampling_inputs() -> list[io.Input]:
             step=0.01,
             tooltip="Below 1.0 keeps part of the latent (image to image).",
         ),
-        StrategyLink.Input(
-            "strategy",
-            optional=True,
-            tooltip="From Strategy Selector; replaces the loader's.",
-        ),
+        strategy_input(OF_A_SAMPLER),
         io.Combo.Input(
             "step_cache",
             options=list(STEP_CACHES),

@@ -24,7 +24,7 @@ from .host.settings import default_settings, fingerprint
 from .host.vae_ranks import SharedOut, decode_here
 from .job.vae import CannotBeSplit, VaeShipment, as_sent, check_splittable, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, devices_input
+from .links import CATEGORY, OF_RANKS, strategy_input
 from .runs.report import phases_in_words
 from .runs.speed import as_shown, compare_with_one_device
 from .runs.stock_run import show_phases
@@ -61,7 +61,7 @@ class ParallelVAEDecode(io.ComfyNode):
                     "vae",
                     tooltip="The VAE to decode it with. Its decoder is sent to the devices if they do not hold it.",
                 ),
-                devices_input(),
+                strategy_input(OF_RANKS),
             ],
             outputs=[
                 io.Image.Output("image", tooltip="The decoded image."),
@@ -112,7 +112,7 @@ class ParallelVAEEncode(io.ComfyNode):
                     "vae",
                     tooltip="The VAE to encode it with. Its encoder is sent to the devices if they do not hold it.",
                 ),
-                devices_input(),
+                strategy_input(OF_RANKS),
             ],
             outputs=[
                 io.Latent.Output("latent", tooltip="The latent, as VAE Encode gives it."),
