@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from comfy_execution.utils import get_executing_context
@@ -37,7 +36,7 @@ def current_node() -> tuple[Prompt, str] | None:
     context = get_executing_context()
     if context is None:
         return None
-    prompt = _validated.get() or _prompt_of(context.prompt_id)
+    prompt = _validated.get() or running_prompts().get(context.prompt_id)
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
 
 
@@ -90,7 +89,7 @@ def type_of(prompt: Prompt, node: str, output: int) -> str | None:
 def running_prompt() -> Prompt | None:
     """Returns the prompt that runs in this thread; None outside of one."""
     context = get_executing_context()
-    return None if context is None else _prompt_of(context.prompt_id)
+    return None if context is None else running_prompts().get(context.prompt_id)
 
 
 def running_prompts() -> dict[str, Prompt]:
@@ -100,29 +99,21 @@ def running_prompts() -> dict[str, Prompt]:
     return {item[1]: item[2] for item in running}
 
 
-def _prompt_of(prompt_id: str) -> Prompt | None:
-    return running_prompts().get(prompt_id)
-
-
 def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
     """Lists the loaders for whose models this Strategy Selector decides: those linked to it, and those of samplers that
     are linked to it. `run`: only those that some output node needs."""
-    found: dict[str, None] = {}
-    for node in needed(prompt, filter(partial(_is_output, prompt), prompt)) if run else prompt:
-        if any(
-            name == "strategy" and origin == selector for name, origin, _ in links(inputs_of(prompt, node))
-        ):
-            loader = _loader_of(prompt, node)
-            if loader is not None:
-                found[loader] = None
-    return list(found)
+    outputs = [node for node in prompt if _is_output(prompt, node)]
+    found: list[str] = []
+    for node in needed(prompt, outputs) if run else prompt:
+        given = {name: origin for name, origin, _ in links(inputs_of(prompt, node))}
+        if given.get("strategy") == selector:
+            path = with_those_before(prompt, node, "parallel_model")
+            loader = next((one for one in path if prompt[one].get("class_type") in LOADERS), None)
+            if loader is not None and loader not in found:
+                found.append(loader)
+    return found
 
 
 def _is_output(prompt: Prompt, node: str) -> bool:
     kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node].get("class_type"))
     return bool(getattr(kind, "OUTPUT_NODE", False))
-
-
-def _loader_of(prompt: Prompt, node: str) -> str | None:
-    path = with_those_before(prompt, node, "parallel_model")
-    return next((one for one in path if prompt[one].get("class_type") in LOADERS), None)
