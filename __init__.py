@@ -29,25 +29,14 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.host import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
             from .nodes.preload import route as preload
-            from .nodes.routes import doctor as doctor_route
-            from .nodes.routes import front_door, queue_log
-            from .nodes.routes import launch as at_launch
-            from .nodes.routes import metrics as metrics_route
-            from .nodes.routes import ranks as rank_routes
-            from .nodes.routes import runs as runs_route
-            from .nodes.routes import strategy as strategy_route
+            from .nodes.routes import doctor, front_door, launch, metrics, queue_log, ranks, strategy
             from .parallel_backend.observability.logs.event_log import begin_log
 
-            doctor_route.add_route(PromptServer.instance.routes)
-            rank_routes.add_routes(PromptServer.instance.routes)
-            runs_route.add_route(PromptServer.instance.routes)
-            strategy_route.add_routes(PromptServer.instance.routes)
-            front_door.add_routes(PromptServer.instance)
-            at_launch.begin(PromptServer.instance)
-            preload.begin(PromptServer.instance)
-            queue_log.begin(PromptServer.instance)
-            prompt_links.begin(PromptServer.instance)
-            metrics_route.add_route(PromptServer.instance.routes)
+            server = PromptServer.instance
+            for module in (doctor, ranks, strategy, metrics):
+                module.add_routes(server.routes)
+            for module in (front_door, launch, preload, queue_log, prompt_links):
+                module.begin(server)
             begin_log(price=price_per_gpu_hour)
 
         async def get_node_list(self) -> list[type[io.ComfyNode]]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from demo_training.drawing import SIZE
 from demo_training.judge import judge
-from parallel_backend.models.demo.captions import random_scene, tokenize
+from demo_training.scenes import random_scene
 from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder
-from parallel_backend.models.demo.text_encoder import DemoTextEncoder
+from parallel_backend.models.demo.text_encoder import DemoTextEncoder, tokenize
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy

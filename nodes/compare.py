@@ -21,7 +21,7 @@ from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .model.options import RECORD, SETTINGS, STEP_CACHE
-from .runs.two_runs import check_comparable, check_is_picture, compare_runs
+from .runs.comparison import check_comparable, check_is_picture, compare_runs
 from .sampling_job import LINKED, SamplerInputs, sampling_inputs
 
 
@@ -62,12 +62,10 @@ class CompareWithOneDevice(io.ComfyNode):
         job = SamplerInputs(**inputs)
         _check(job, job.settings)
 
-        def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
-            requested = replace(job, step_cache="off") if alone else job
-            record = RunRecord()
-            return record, requested.run(settings, record)
+        def run(settings: StrategySettings, record: RunRecord, alone: bool) -> Tensor:
+            return (replace(job, step_cache="off") if alone else job).run(settings, record)
 
-        return compare_runs(cls, vae, job.settings, job.parallel_model.file, run)
+        return compare_runs(cls, vae, job.settings, job.parallel_model.job_model.file, run)
 
 
 def _check(job: SamplerInputs, settings: StrategySettings) -> None:
@@ -111,15 +109,14 @@ class ProveSampler(io.ComfyNode):
         settings = patcher.model_options["transformer_options"].get(SETTINGS, StrategySettings())
         check_comparable(settings)
 
-        def run(settings: StrategySettings, alone: bool) -> tuple[RunRecord, Tensor]:
-            record = RunRecord()
+        def run(settings: StrategySettings, record: RunRecord, alone: bool) -> Tensor:
             model = patcher.clone()
             options = model.model_options["transformer_options"]
             options |= {RECORD: record, SETTINGS: settings}
             if alone:
                 options[STEP_CACHE] = None  # the reference computes every step
             changed = {**inputs, name: _with_model(inputs[name], model)}
-            return record, _latent_of(sampler_class, changed)
+            return _latent_of(sampler_class, changed)
 
         return compare_runs(cls, vae, settings, patcher.job_model.file, run)
 

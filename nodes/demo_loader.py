@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import comfy.latent_formats
@@ -15,18 +14,17 @@ from comfy_api.latest import io
 from torch import Tensor, nn
 
 from ..parallel_backend.errors import CheckpointError
-from ..parallel_backend.models.demo.captions import tokenize
-from ..parallel_backend.models.demo.image_coder import CHANNELS, DemoImageCoder
-from ..parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
-from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder
+from ..parallel_backend.models.demo.image_coder import CHANNELS, RGB_BIAS, RGB_FACTORS, DemoImageCoder
+from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder, tokenize
 from ..parallel_backend.planner.rules import StrategySettings
-from .host.settings import default_settings, fingerprint
+from .host.settings import fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, parallel_model_output, strategy_input
-from .loaders import load_parallel_model
+from .loaders import over_file
+from .model.files import DEMO_MODEL
+from .model.named_file import DEMO
 
-FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
-MODEL = FOLDER / "transformer.safetensors"
+FOLDER = DEMO_MODEL.parent
 
 
 class ParallelDemoLoader(io.ComfyNode):
@@ -56,15 +54,15 @@ class ParallelDemoLoader(io.ComfyNode):
     @classmethod
     def execute(cls, strategy: StrategySettings | None = None) -> io.NodeOutput:
         check_links(strategy=strategy)
-        missing = [n for n in (MODEL.name, "image_coder.safetensors") if not (FOLDER / n).is_file()]
+        missing = [n for n in (DEMO_MODEL.name, "image_coder.safetensors") if not (FOLDER / n).is_file()]
         if missing:
             raise CheckpointError(
                 f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
                 f"again."
             )
-        parallel = load_parallel_model(str(MODEL), "auto", strategy or default_settings())
-        set_preview_colours(parallel.patcher.model.latent_format)
-        return io.NodeOutput(parallel, parallel.patcher, make_clip(), make_vae())
+        parallel = over_file(DEMO, strategy)
+        set_preview_colours(parallel.model.latent_format)
+        return io.NodeOutput(parallel, parallel, make_clip(), make_vae())
 
 
 def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:

@@ -15,7 +15,7 @@ from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.planner.rules import StrategySettings
-from .links import ParallelModel
+from .job.model import JobPatcher
 
 
 def _is_conditioning(value: object) -> bool:
@@ -40,7 +40,7 @@ _TEXT = "a CONDITIONING, such as CLIP Text Encode gives"
 _LATENT = "a LATENT, such as Empty Latent Image gives"
 # By input name: what the input takes, in a user's words, and a function that gives True for such a value.
 LINKS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "parallel_model": (f"a PARALLEL_MODEL, from {_MODEL}", lambda value: isinstance(value, ParallelModel)),
+    "parallel_model": (f"a PARALLEL_MODEL, from {_MODEL}", lambda value: isinstance(value, JobPatcher)),
     "model": ("a MODEL, such as Load Diffusion Model gives", lambda value: isinstance(value, ModelPatcher)),
     "strategy": (
         "a PARALLEL_STRATEGY, from Strategy Selector",

@@ -1,40 +1,31 @@
-"""The pack's own link types and the values that they carry: immutable specs, never running ranks."""
+"""The pack's own link types, and inputs and outputs that several nodes have. Links never carry running ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import comfy.model_patcher
 from comfy_api.latest import io
 
-from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.options import AUTO, COMPILE_MODES, DEFAULT_THRESHOLD, EXCHANGE_DTYPES, SAME
-from ..parallel_backend.requests import ModelSpec
 
 CATEGORY = "parallel"
 
 StrategyLink = io.Custom("PARALLEL_STRATEGY")  # carries rules.StrategySettings
-ModelLink = io.Custom("PARALLEL_MODEL")  # carries ParallelModel
+ModelLink = io.Custom("PARALLEL_MODEL")  # carries job.model.JobPatcher, as MODEL does
 
 
-def strategy_input() -> io.Custom.Input:
-    """Returns the strategy input of nodes that name a model."""
-    return StrategyLink.Input(
-        "strategy",
-        optional=True,
-        tooltip="From Strategy Selector. Without it: the devices of the setting Default devices (all if it is not "
-        "set), split automatically.",
-    )
+# What the strategy does at a node that names a model, at one that uses ranks without a model, and at a sampler.
+OF_A_MODEL = (
+    "From Strategy Selector. Without it: the devices of the setting Default devices (all if it is not set), split "
+    "automatically."
+)
+OF_RANKS = (
+    "From Strategy Selector: the devices. If the processes of some hold a model or sleep, only those are used. Without "
+    "it: those of the setting Default devices (all if it is not set)."
+)
+OF_A_SAMPLER = "From Strategy Selector; replaces the loader's."
 
 
-def devices_input() -> io.Custom.Input:
-    """Returns the strategy input of nodes that use ranks without a model."""
-    return StrategyLink.Input(
-        "strategy",
-        optional=True,
-        tooltip="From Strategy Selector: the devices. If the processes of some hold a model or sleep, only those are "
-        "used. Without it: those of the setting Default devices (all if it is not set).",
-    )
+def strategy_input(tooltip: str = OF_A_MODEL) -> io.Custom.Input:
+    return StrategyLink.Input("strategy", optional=True, tooltip=tooltip)
 
 
 def threshold_input(*, optional: bool = False) -> io.Float.Input:
@@ -85,12 +76,3 @@ def parallel_model_output() -> io.Custom.Output:
     return ModelLink.Output(
         "parallel_model", tooltip="For Parallel Sampler, or first for Parallel LoRA Loader."
     )
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """A model's weights by name. `patcher`: a MODEL of the same weights; its options carry the chosen strategy."""
-
-    spec: ModelSpec
-    file: ModelFile
-    patcher: comfy.model_patcher.ModelPatcher

@@ -3,27 +3,22 @@ header of a model file."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import comfy.sd
 import comfy.utils
 import folder_paths
 import torch
 from comfy_api.latest import io
 
-from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
-from ..parallel_backend.models.diffusers.checkpoint import inspect_flux
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
-from ..parallel_backend.requests import FP8_FAST, WEIGHT_DTYPES
 from .host.settings import default_settings, fingerprint
+from .job.model import JobPatcher
 from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
     ModelLink,
-    ParallelModel,
     compile_input,
     exchange_input,
     model_output,
@@ -32,31 +27,17 @@ from .links import (
 )
 from .model.files import PARTS, model_names, model_path
 from .model.header_model import open_model
-from .model.source import make_spec
+from .model.named_file import FILE_LOADERS, NamedFile
 from .parallel_model import over_devices
 
-# ComfyUI's model_options for each weight_dtype of its Load Diffusion Model.
-_OPTIONS: dict[str, dict[str, object]] = {
-    "default": {},
-    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
-    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
-    "fp8_e5m2": {"dtype": torch.float8_e5m2},
-}
-DTYPES = tuple(_OPTIONS)
 
-
-def _named(
-    path: str, part: str, options: dict[str, object], settings: StrategySettings, computing: ComputeOptions
-) -> ParallelModel:
-    return over_devices(open_model(path, part, options), make_spec(path, part, options), settings, computing)
-
-
-def name_model(
-    folder: str, name: str, weight_dtype: str, settings: StrategySettings, computing: ComputeOptions
-) -> ParallelModel:
-    """Returns the model of a file in a ComfyUI folder, read as Load Diffusion Model or Load Checkpoint reads it."""
-    path = model_path(folder, name)
-    return _named(path, PARTS[folder], _OPTIONS[weight_dtype], settings, computing)
+def over_file(
+    file: NamedFile, settings: StrategySettings | None, computing: ComputeOptions = DEFAULT_COMPUTE
+) -> JobPatcher:
+    """Returns the model of a file. Reads only its header. Raises CheckpointError, RequestError or StrategyError."""
+    spec = file.spec()
+    source = open_model(file.path, file.part, dict(file.options))
+    return over_devices(source, spec, settings or default_settings(), computing)
 
 
 class ParallelModelLoader(io.ComfyNode):
@@ -78,7 +59,7 @@ class ParallelModelLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=list(DTYPES),
+                    options=list(FILE_LOADERS["ParallelModelLoader"].options),
                     default="default",
                     tooltip="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve "
                     "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
@@ -106,32 +87,9 @@ class ParallelModelLoader(io.ComfyNode):
         exchange_dtype: str = SAME,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
-        folder = next(f for f in PARTS if folder_paths.get_full_path(f, model_name) or f == "checkpoints")
-        computing = ComputeOptions(compile, exchange_dtype=exchange_dtype)
-        parallel = name_model(folder, model_name, weight_dtype, strategy or default_settings(), computing)
-        return io.NodeOutput(parallel.patcher, parallel)
-
-
-def model_options(weight_dtype: str) -> dict[str, object]:
-    """Returns ComfyUI's model_options for one of WEIGHT_DTYPES."""
-    if weight_dtype == "auto":
-        return {}
-    if weight_dtype == FP8_FAST:
-        return {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}
-    return {"dtype": getattr(torch, weight_dtype)}
-
-
-def load_parallel_model(
-    path: str,
-    weight_dtype: str,
-    settings: StrategySettings,
-    computing: ComputeOptions = DEFAULT_COMPUTE,
-) -> ParallelModel:
-    """Returns the model of a Flux.1 file. Reads only the header. Raises CheckpointError for other files, DeviceError,
-    RequestError or StrategyError."""
-    inspect_flux(path)
-    devices_of_a_run(settings.devices)
-    return _named(path, "diffusion_model", model_options(weight_dtype), settings, computing)
+        file = FILE_LOADERS["ParallelModelLoader"].find(model_name, weight_dtype)
+        parallel = over_file(file, strategy, ComputeOptions(compile, exchange_dtype=exchange_dtype))
+        return io.NodeOutput(parallel, parallel)
 
 
 class ParallelFluxLoader(io.ComfyNode):
@@ -153,7 +111,7 @@ class ParallelFluxLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=list(WEIGHT_DTYPES),
+                    options=list(FILE_LOADERS["ParallelFluxLoader"].options),
                     default="auto",
                     tooltip="auto is ComfyUI's choice: on most cards the file's own, but bfloat16 for a float32 file. "
                     "float8_e4m3fn halves the memory of 16-bit weights; it is computed in bfloat16.",
@@ -191,10 +149,9 @@ class ParallelFluxLoader(io.ComfyNode):
         exchange_dtype: str = SAME,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
-        path = model_path("diffusion_models", unet_name)
-        computing = ComputeOptions(compile, attention, exchange_dtype)
-        parallel = load_parallel_model(path, weight_dtype, strategy or default_settings(), computing)
-        return io.NodeOutput(parallel, parallel.patcher)
+        file = FILE_LOADERS["ParallelFluxLoader"].find(unet_name, weight_dtype)
+        parallel = over_file(file, strategy, ComputeOptions(compile, attention, exchange_dtype))
+        return io.NodeOutput(parallel, parallel)
 
 
 class ParallelLoraLoader(io.ComfyNode):
@@ -232,7 +189,7 @@ class ParallelLoraLoader(io.ComfyNode):
     validate_inputs = refuse_literals("parallel_model")
 
     @classmethod
-    def execute(cls, parallel_model: ParallelModel, lora_name: str, strength: float) -> io.NodeOutput:
+    def execute(cls, parallel_model: JobPatcher, lora_name: str, strength: float) -> io.NodeOutput:
         check_links(parallel_model=parallel_model)
         if strength == 0.0:
             return io.NodeOutput(parallel_model)
@@ -240,7 +197,7 @@ class ParallelLoraLoader(io.ComfyNode):
         check_name(path)
         try:
             lora = comfy.utils.load_torch_file(path, safe_load=True)
-            patcher, _ = comfy.sd.load_lora_for_models(parallel_model.patcher, None, lora, strength, 0.0)
+            patcher, _ = comfy.sd.load_lora_for_models(parallel_model, None, lora, strength, 0.0)
         except RequestError as error:
             raise RequestError(f"{lora_name}: {error}") from None
         except (MemoryError, torch.OutOfMemoryError):
@@ -250,4 +207,4 @@ class ParallelLoraLoader(io.ComfyNode):
                 f"{lora_name} cannot be read as a LoRA ({type(error).__name__}: {error}): it is damaged, or none. "
                 f"Download the file again, or choose another one."
             ) from error
-        return io.NodeOutput(replace(parallel_model, patcher=patcher))
+        return io.NodeOutput(patcher)

@@ -20,9 +20,8 @@ from .job.model import JobPatcher, make_job_patcher
 from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
-    ParallelModel,
+    OF_RANKS,
     compile_input,
-    devices_input,
     exchange_input,
     model_output,
     parallel_model_output,
@@ -39,14 +38,13 @@ def over_devices(
     spec: ModelSpec,
     settings: StrategySettings,
     computing: ComputeOptions,
-) -> ParallelModel:
+) -> JobPatcher:
     """Returns `source` as a model that the devices compute; `spec` names its weights. Reads no weights. Ranks for a
     running prompt start in the background. Raises RequestError, StrategyError or CheckpointError."""
     patcher = make_job_patcher(source, spec, settings, computing, Catch(stock_run))
     catch_calls(patcher)
-    made = ParallelModel(spec, patcher.job_model.file, patcher)
-    start_early(made, settings)
-    return made
+    start_early(patcher.job_model, settings)
+    return patcher
 
 
 class ParallelModelNode(io.ComfyNode):
@@ -99,7 +97,7 @@ class ParallelModelNode(io.ComfyNode):
             )
         computing = ComputeOptions(compile, exchange_dtype=exchange_dtype)
         parallel = over_devices(model, spec_of(model), strategy or default_settings(), computing)
-        return io.NodeOutput(parallel.patcher, parallel)
+        return io.NodeOutput(parallel, parallel)
 
 
 class ParallelCLIPNode(io.ComfyNode):
@@ -137,7 +135,7 @@ class ParallelCLIPNode(io.ComfyNode):
                     tooltip="auto: on the device with the most free memory if it fits there, else its layers on all "
                     "devices, one after the other.",
                 ),
-                devices_input(),
+                strategy_input(OF_RANKS),
             ],
             outputs=[
                 io.MatchType.Output(

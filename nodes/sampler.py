@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .host.calls import RunRecord, report_progress
+from .host.calls import RunRecord
 from .host.progress import rank_bars
 from .host.settings import price_per_gpu_hour
 from .link_checks import refuse_literals
 from .links import CATEGORY
-from .runs.report import summarise, write_report
-from .runs.run_ui import run_ui
-from .runs.speed import count_gain
+from .runs.run_ui import finish
 from .sampling_job import LINKED, SamplerInputs, sampling_inputs
 
 
@@ -47,9 +45,5 @@ class ParallelSampler(io.ComfyNode):
         job.check(settings)
         record = RunRecord(price_per_hour=price_per_gpu_hour())
         samples = job.run(settings, record)
-        if record.runs:  # no step runs at denoise 0
-            count_gain(record)
-            report_progress(summarise(record))
-        report = write_report(record)
-        file = job.parallel_model.file
-        return io.NodeOutput(job.as_latent(samples), report, ui=run_ui(record, report, settings, file))
+        report, shown = finish(record, settings, job.parallel_model.job_model.file)
+        return io.NodeOutput(job.as_latent(samples), report, ui=shown)

@@ -20,8 +20,9 @@ from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RunRecord
 from .host.settings import permitted
+from .job.model import JobPatcher
 from .link_checks import check_links
-from .links import ModelLink, ParallelModel, StrategyLink, threshold_input
+from .links import OF_A_SAMPLER, ModelLink, strategy_input, threshold_input
 from .model.options import RECORD, SETTINGS, STEP_CACHE
 
 LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")
@@ -74,11 +75,7 @@ def sampling_inputs() -> list[io.Input]:
             step=0.01,
             tooltip="Below 1.0 keeps part of the latent (image to image).",
         ),
-        StrategyLink.Input(
-            "strategy",
-            optional=True,
-            tooltip="From Strategy Selector; replaces the loader's.",
-        ),
+        strategy_input(OF_A_SAMPLER),
         io.Combo.Input(
             "step_cache",
             options=list(STEP_CACHES),
@@ -95,7 +92,7 @@ def sampling_inputs() -> list[io.Input]:
 class SamplerInputs:
     """The values of `sampling_inputs`. Raises RequestError if a link carries a value that its input does not take."""
 
-    parallel_model: ParallelModel
+    parallel_model: JobPatcher
     positive: io.Conditioning.Type
     negative: io.Conditioning.Type
     latent_image: io.Latent.Type
@@ -120,19 +117,19 @@ class SamplerInputs:
     @property
     def settings(self) -> StrategySettings:
         """Strategy Selector's settings if it is connected, else the loader's, within what the user's settings allow."""
-        chosen = self.strategy or self.parallel_model.patcher.model_options["transformer_options"][SETTINGS]
+        chosen = self.strategy or self.parallel_model.model_options["transformer_options"][SETTINGS]
         return permitted(chosen, self.steps, step_cache=bool(self.reuse_below))
 
     def check(self, settings: StrategySettings) -> Plan:
         """Returns a plan. Raises DeviceError, RequestError or StrategyError before anything starts if none can work."""
-        any_job = Job(CheckpointModel(self.parallel_model.file))
+        any_job = Job(CheckpointModel(self.parallel_model.job_model.file))
         plan = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
         check_step_cache(self.reuse_below or 0.0, plan.strategy)
         return plan
 
     def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
         """Returns the samples that KSampler would give, and fills `record`."""
-        model = self.parallel_model.patcher.clone()
+        model = self.parallel_model.clone()
         options = {RECORD: record, SETTINGS: settings, STEP_CACHE: self.reuse_below}
         model.model_options["transformer_options"] |= options
         # Versions of ComfyUI that put this key into a latent also take its value here; older ones do neither.
@@ -166,5 +163,5 @@ class SamplerInputs:
 
     def as_latent(self, samples: Tensor) -> io.Latent.Type:
         """Returns a LATENT of `samples` with the other entries of `latent_image`, except downscale_ratio…."""
-        kept = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
-        return {**kept, "samples": samples}
+        entries = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
+        return {**entries, "samples": samples}

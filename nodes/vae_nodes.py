@@ -21,15 +21,16 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar.module_requests import ModuleAnswer
 from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import ROWS, SharedOut, decode_here, report_lines
+from .host.vae_ranks import SharedOut, decode_here
 from .job.vae import CannotBeSplit, VaeShipment, as_sent, check_splittable, cuts_tiles, refuse_other_kinds
 from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, devices_input
+from .links import CATEGORY, OF_RANKS, strategy_input
 from .runs.report import phases_in_words
 from .runs.speed import as_shown, compare_with_one_device
 from .runs.stock_run import show_phases
 
 _TRIED = "tried on one device, to know what sharing it out gains; the next ones go the faster way"
+_ROWS = "rows of the latent on each: {} (exact, no tiles)"
 _TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
 
 
@@ -60,7 +61,7 @@ class ParallelVAEDecode(io.ComfyNode):
                     "vae",
                     tooltip="The VAE to decode it with. Its decoder is sent to the devices if they do not hold it.",
                 ),
-                devices_input(),
+                strategy_input(OF_RANKS),
             ],
             outputs=[
                 io.Image.Output("image", tooltip="The decoded image."),
@@ -111,7 +112,7 @@ class ParallelVAEEncode(io.ComfyNode):
                     "vae",
                     tooltip="The VAE to encode it with. Its encoder is sent to the devices if they do not hold it.",
                 ),
-                devices_input(),
+                strategy_input(OF_RANKS),
             ],
             outputs=[
                 io.Latent.Output("latent", tooltip="The latent, as VAE Encode gives it."),
@@ -187,6 +188,36 @@ def _speed(run: ModuleAnswer, pictures: int, out: SharedOut) -> list[str]:
     return [f"each: {seconds:.3g} s; the rows stay together, since shared out they took {shared:.3g} s"]
 
 
+def _shared_out(
+    vae: comfy.sd.VAE, inputs: Tensor, bytes_alone: float, settings: StrategySettings, *, encodes: bool
+) -> tuple[Tensor, list[str]]:
+    """Returns what the ranks compute from `inputs`, and the report's lines, with sizes in MiB and times in seconds; the
+    first is shown under the node as well. `bytes_alone`: as in SharedOut. Raises CannotBeSplit if they cannot."""
+    out = SharedOut(settings, vae, inputs, bytes_alone, encodes=encodes)
+    run = _ask(vae, inputs, out, encodes=encodes)
+    count, busy = len(inputs), sum(1 for rows in run.parts if rows)
+    frames = 1 if inputs.ndim < 5 else inputs.shape[2] if encodes else len(run.value) // count
+    what = f"{count} {'video' if frames > 1 else 'image'}{'s' if count > 1 else ''}"
+    what += f" of {frames} frames" if frames > 1 else ""
+    done = "encoded" if encodes else "decoded"
+    took = _TILES if not encodes and cuts_tiles(vae) else _ROWS
+    size = f"{max(run.bytes) / 2**20:.1f} MiB"
+    lines = [
+        f"{done} by: {busy} device{'s' if busy > 1 else ''}, {what} in {run.seconds:.3f} s",
+        f"devices: {', '.join(run.devices)}",
+        took.format(", ".join(map(str, run.parts))),
+        f"VAE: {size}, loaded by the devices in {run.load_seconds:.3f} s"
+        if run.is_new
+        else f"VAE: {size}, was on the devices already",
+        f"computed in: {run.compute_dtype}",
+        f"moved between devices: {sum(run.bytes_sent) / 2**20:.2f} MiB",
+    ]
+    if any(run.peak_bytes):
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in run.peak_bytes)
+        lines.append(f"peak memory for it on each: {peaks} MiB")
+    return run.value, [*lines, *_speed(run, count, out), *out.notes]
+
+
 def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tuple[Tensor, list[str]]:
     """Returns an IMAGE [B, H, W, 3] in 0..1 and the report's lines. Raises CannotBeSplit if the ranks cannot."""
     if latent.ndim == 5 and getattr(vae, "latent_dim", 2) == 2:
@@ -194,12 +225,8 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     check_splittable(vae, encodes=False)
     is_taken = latent.ndim == 2 + getattr(vae, "latent_dim", 2)  # the ranks refuse other shapes
     needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) if is_taken else 0.0
-    sent = as_sent(vae, latent).cpu()
-    out = SharedOut(settings, vae, sent, needed, encodes=False)
-    run = _ask(vae, sent, out, encodes=False)
-    frames = len(run.value) // len(sent) if sent.ndim == 5 else 1
-    lines = report_lines("decoded", run, len(sent), frames, _TILES if cuts_tiles(vae) else ROWS)
-    return _as_comfyuis(vae, run.value), [*lines, *_speed(run, len(sent), out), *out.notes]
+    image, lines = _shared_out(vae, as_sent(vae, latent).cpu(), needed, settings, encodes=False)
+    return _as_comfyuis(vae, image), lines
 
 
 def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:
@@ -207,12 +234,8 @@ def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tu
     check_splittable(vae, encodes=True)
     inputs = _as_network_takes(vae, pixels)
     needed = vae.memory_used_encode((1, *inputs.shape[1:]), vae.vae_dtype)
-    out = SharedOut(settings, vae, inputs, needed, encodes=True)
-    run = _ask(vae, inputs, out, encodes=True)
-    latent = run.value.to(device=vae.output_device, dtype=_output_dtype(vae))
-    frames = inputs.shape[2] if inputs.ndim == 5 else 1
-    lines = report_lines("encoded", run, len(inputs), frames, ROWS)
-    return {"samples": latent}, [*lines, *_speed(run, len(inputs), out), *out.notes]
+    latent, lines = _shared_out(vae, inputs, needed, settings, encodes=True)
+    return {"samples": latent.to(device=vae.output_device, dtype=_output_dtype(vae))}, lines
 
 
 def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:

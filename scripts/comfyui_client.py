@@ -153,10 +153,6 @@ class ComfyUIClient:
         """Cancels the running prompt, as the UI's cross does."""
         self._request("/interrupt", {})
 
-    def take_out(self, prompt_id: str) -> None:
-        """Deletes a waiting prompt, as the UI's queue does."""
-        self._request("/queue", {"delete": [prompt_id]})
-
     def free(self, *, unload_models: bool = True, free_memory: bool = True) -> None:
         """Asks for memory, as the UI's "free model and node cache" does; ComfyUI acts when its queue is idle."""
         self._request("/free", {"unload_models": unload_models, "free_memory": free_memory})

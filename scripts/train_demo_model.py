@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 from demo_training.drawing import SIZE, draw  # noqa: E402
 from demo_training.judge import judge  # noqa: E402
-from parallel_backend.models.demo.captions import RELATIONS, Scene, random_scene, tokenize  # noqa: E402
+from demo_training.scenes import RELATIONS, Scene, random_scene  # noqa: E402
 from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder  # noqa: E402
-from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder  # noqa: E402
+from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder, tokenize  # noqa: E402
 from parallel_backend.models.diffusers.keys import FluxDims, diffusers_sources, original_shapes  # noqa: E402
 from parallel_backend.models.diffusers.packing import image_ids, pack, text_ids, unpack  # noqa: E402
 

@@ -27,8 +27,8 @@ from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import Trial
 from .memory import eviction_notes, memory_flag
 from .offload import offload_comfyui_models
+from .page import comfyui_server, shown_node
 from .settings import permitted, setting
-from .shown_node import shown_node
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,21 @@ class RunRecord:
         """The strategy of the latest run. There must be at least one run."""
         return self.runs[-1].strategy
 
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """The seconds of each step, or model call, of all runs."""
+        return tuple(seconds for run in self.runs for seconds in run.step_seconds)
+
+    @property
+    def reused_calls(self) -> int:
+        """How many model calls a step cache answered."""
+        return sum(run.reused_calls for run in self.runs)
+
+    @property
+    def exact(self) -> bool:
+        """True if each run gave what one device gives."""
+        return all(run.exact for run in self.runs)
+
     def name_of(self, strategy: ParallelStrategy) -> str:
         """Returns a strategy in words that say what it splits in this run's model."""
         return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
@@ -94,13 +109,13 @@ def plan_job(settings: StrategySettings, job: Job) -> Plan:
     settings = permitted(settings, job.steps, computing=job.model.compute_options)
     machine = _machine_of(settings)
     history, topology = open_history(machine.devices), topology_of(machine.devices, visible_topology())
-    job, told = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
+    job, compile_note = _COMPILE_CHOICE.settle(job, machine.devices, topology, history)
     tries = bool(setting("try_strategies"))
     plan = _of_as_many_ranks(plan_execution(settings, job, machine, history, tries=tries), settings, machine)
     warm = pool.running_within(machine.devices)
     if settings.mode == "auto" and warm is not None and _does_alone(warm, plan):
         plan = replace(plan, devices=warm.devices)
-    return plan.note(*([told] if told else ()), *eviction_notes(), *offload_comfyui_models(plan))
+    return plan.note(*filter(None, [compile_note]), *eviction_notes(), *offload_comfyui_models(plan))
 
 
 def _machine_of(settings: StrategySettings) -> LocalMachine:
@@ -154,10 +169,7 @@ def interrupted() -> bool:
 def report_progress(text: str) -> None:
     """Shows `text`, on what the ranks are doing, under the running node and in the log."""
     log.info("parallel sampling: %s", text)
-    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
-
-    shown = shown_node()
-    server = getattr(PromptServer, "instance", None)
+    shown, server = shown_node(), comfyui_server()
     if shown is not None and server is not None:
         server.send_progress_text(text, shown[1])
 

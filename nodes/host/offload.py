@@ -42,8 +42,8 @@ def offload_comfyui_models(plan: Plan) -> tuple[str, ...]:
         before = [(one, one.model_loaded_memory()) for one in _movable(device)]
         if missing <= 0 or not before:
             continue
-        kept = [one for one in _loaded() if all(one is not other for other, _ in before)]
-        comfy.model_management.free_memory(missing + _reserved(), device, keep_loaded=kept)
+        staying = [one for one in _loaded() if all(one is not other for other, _ in before)]
+        comfy.model_management.free_memory(missing + _reserved(), device, keep_loaded=staying)
         for one, size in before:
             left = one.model_loaded_memory() if any(one is other for other in _loaded()) else 0
             if left < size and one.model is not None:
@@ -64,7 +64,7 @@ def _drop_modules(plan: Plan) -> Iterator[str]:
         return
     capacity = Capacity.of(devices)
     rooms = zip(capacity.sizes, capacity.used_elsewhere, held, strict=True)
-    if all(size >= plan.memory.private_bytes + others + mine for size, others, mine in rooms):
+    if all(size >= plan.memory.private_bytes + used + modules for size, used, modules in rooms):
         return
     started = time.perf_counter()
     pool.drop_modules()

@@ -10,7 +10,7 @@ from ...parallel_backend.observability.live_feed import LiveSender
 from ...parallel_backend.observability.panel import Shown, show_progress
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
-from .shown_node import shown_node
+from .page import comfyui_server, shown_node
 
 EVENT = "parallel_sampling.progress"
 PERIOD = 0.5  # s; a load sends no event on its progress, so it is polled
@@ -20,10 +20,7 @@ PERIOD = 0.5  # s; a load sends no event on its progress, so it is polled
 def rank_bars() -> Iterator[None]:
     """Shows the bars during a `with` block, or during a function that it decorates. Sends {"node", "ranks": [{device,
     words, progress}]}, with an empty list of ranks at the end."""
-    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
-
-    shown = shown_node()
-    server = getattr(PromptServer, "instance", None)
+    shown, server = shown_node(), comfyui_server()
     client = getattr(server, "client_id", None)
     if shown is None or client is None:
         yield

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from comfy_execution.utils import get_executing_context
 
 import nodes
 
+from .page import comfyui_server
 from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed, with_those_before
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def current_node() -> tuple[Prompt, str] | None:
     context = get_executing_context()
     if context is None:
         return None
-    prompt = _validated.get() or _prompt_of(context.prompt_id)
+    prompt = _validated.get() or running_prompts().get(context.prompt_id)
     return (prompt, context.node_id) if prompt and context.node_id in prompt else None
 
 
@@ -64,7 +64,7 @@ def models_before(prompt: Prompt, node: str) -> list[str]:
         origins = [
             (name, one)
             for name, one, output in links(inputs_of(prompt, node))
-            if _type_of(prompt, one, output) == "MODEL"
+            if type_of(prompt, one, output) == "MODEL"
         ]
         node = next((one for _, one in sorted(origins, key=lambda item: item[0] != "model")), "")
     return found[:-1]
@@ -75,59 +75,45 @@ def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
     found = [
         (one, output)
         for _, one, output in links(inputs_of(prompt, node))
-        if prompt.get(one, {}).get("class_type") == ENCODER or _type_of(prompt, one, output) == "CLIP"
+        if prompt.get(one, {}).get("class_type") == ENCODER or type_of(prompt, one, output) == "CLIP"
     ]
     return found[0] if len(found) == 1 else None
 
 
-def types_of(kind: str) -> tuple[str, ...]:
-    """Returns the types of a node class's outputs; empty for an unknown class."""
-    return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(kind), "RETURN_TYPES", ()))
-
-
-def _type_of(prompt: Prompt, node: str, output: int) -> str | None:
-    types = types_of(str(prompt.get(node, {}).get("class_type", "")))
-    return next(iter(types[output : output + 1]), None)
+def type_of(prompt: Prompt, node: str, output: int) -> str | None:
+    """Returns the type of a node's output; None if the class of the node is unknown or has no such output."""
+    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
+    return next(iter(getattr(kind, "RETURN_TYPES", ())[output : output + 1]), None)
 
 
 def running_prompt() -> Prompt | None:
     """Returns the prompt that runs in this thread; None outside of one."""
     context = get_executing_context()
-    return None if context is None else _prompt_of(context.prompt_id)
+    return None if context is None else running_prompts().get(context.prompt_id)
 
 
 def running_prompts() -> dict[str, Prompt]:
     """Returns the prompts that run now, by id. Looks in ComfyUI's queue, and changes nothing there."""
-    from server import PromptServer  # imports ComfyUI's whole server, so not at module load
-
-    server = getattr(PromptServer, "instance", None)
+    server = comfyui_server()
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     return {item[1]: item[2] for item in running}
-
-
-def _prompt_of(prompt_id: str) -> Prompt | None:
-    return running_prompts().get(prompt_id)
 
 
 def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
     """Lists the loaders for whose models this Strategy Selector decides: those linked to it, and those of samplers that
     are linked to it. `run`: only those that some output node needs."""
-    found: dict[str, None] = {}
-    for node in needed(prompt, filter(partial(_is_output, prompt), prompt)) if run else prompt:
-        if any(
-            name == "strategy" and origin == selector for name, origin, _ in links(inputs_of(prompt, node))
-        ):
-            loader = _loader_of(prompt, node)
-            if loader is not None:
-                found[loader] = None
-    return list(found)
+    outputs = [node for node in prompt if _is_output(prompt, node)]
+    found: list[str] = []
+    for node in needed(prompt, outputs) if run else prompt:
+        given = {name: origin for name, origin, _ in links(inputs_of(prompt, node))}
+        if given.get("strategy") == selector:
+            path = with_those_before(prompt, node, "parallel_model")
+            loader = next((one for one in path if prompt[one].get("class_type") in LOADERS), None)
+            if loader is not None and loader not in found:
+                found.append(loader)
+    return found
 
 
 def _is_output(prompt: Prompt, node: str) -> bool:
     kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node].get("class_type"))
     return bool(getattr(kind, "OUTPUT_NODE", False))
-
-
-def _loader_of(prompt: Prompt, node: str) -> str | None:
-    path = with_those_before(prompt, node, "parallel_model")
-    return next((one for one in path if prompt[one].get("class_type") in LOADERS), None)

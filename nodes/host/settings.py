@@ -14,20 +14,17 @@ import folder_paths
 from ...parallel_backend.errors import StrategyError
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
-from .user_settings import SettingsFile
-
-_file = SettingsFile()
+from .user_settings import read_settings
 
 
 def setting(name: str) -> str | bool | float:
     """Returns a setting's value, or its default if it is missing or invalid. Raises KeyError for an unknown name."""
-    return _file.read(_path())[name]
+    return read_settings(_path())[0][name]
 
 
 def settings_problems() -> tuple[str, ...]:
     """Returns what is wrong with the settings that a person set, in words."""
-    _file.read(_path())
-    return _file.problems
+    return read_settings(_path())[1]
 
 
 def _path() -> Path:

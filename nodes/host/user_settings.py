@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -12,8 +13,10 @@ from typing import Any
 
 from ...parallel_backend.devices import resolve_devices
 from ...parallel_backend.errors import DeviceError
+from ...parallel_backend.wire.strict_json import shown
 
 log = logging.getLogger(__name__)
+_lock = threading.Lock()
 
 PREFIX = "parallel_sampling."  # begins the names of the pack's entries in ComfyUI's file
 MOST_BYTES = 4 * 1024 * 1024  # the largest settings file that is read
@@ -80,7 +83,7 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
         problem = setting.problem(value)
         if problem is not None or not isinstance(value, (str, bool, int, float)):
             problems.append(
-                f"the setting {name} is {_shown(value)}: {problem}; {_in_words(setting.default)} counts"
+                f"the setting {name} is {shown(value)}: {problem}; {_in_words(setting.default)} counts"
             )
             value = setting.default
         values[name] = float(value) if isinstance(setting.default, float) else value
@@ -93,38 +96,26 @@ def _in_words(default: str | bool | float) -> str:
     return f"{default:g}" if isinstance(default, float) else default
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def read_settings(path: Path) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+    """Returns (every setting by name, what is wrong in words) from ComfyUI's file: the defaults if it is missing or
+    damaged. Reads it again only when it has changed, and then logs each problem once. Thread-safe."""
+    try:
+        status = path.stat()
+    except OSError:
+        return check_settings({})[0], ()
+    with _lock:
+        return _read(path, (status.st_mtime_ns, status.st_size, status.st_ino))
 
 
-class SettingsFile:
-    """The settings in a file that ComfyUI writes. It is read again only when it has changed. Thread-safe.
-
-    `problems`: what was wrong at the last read, in words.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen: tuple[object, ...] | None = None
-        self._values, _ = check_settings({})
-        self.problems: tuple[str, ...] = ()
-
-    def read(self, path: Path) -> Mapping[str, str | bool | float]:
-        """Returns every setting by name: the defaults if the file is missing or damaged. Logs each problem once."""
-        try:
-            status = path.stat()
-            seen: tuple[object, ...] = (path, status.st_mtime_ns, status.st_size, status.st_ino)
-        except OSError:
-            seen = (path,)
-        with self._lock:
-            if seen != self._seen:
-                found, problems = _entries(path) if len(seen) > 1 else ({}, [])
-                self._values, wrong = check_settings(found)
-                self._seen, self.problems = seen, (*problems, *wrong)
-                for problem in self.problems:
-                    log.warning("parallel sampling: %s", problem)
-            return self._values
+@functools.lru_cache(maxsize=1)
+def _read(
+    path: Path, stamp: tuple[int, int, int]
+) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+    found, problems = _entries(path)
+    values, wrong = check_settings(found)
+    for problem in (*problems, *wrong):
+        log.warning("parallel sampling: %s", problem)
+    return values, (*problems, *wrong)
 
 
 def _entries(path: Path) -> tuple[Mapping[str, object], list[str]]:

@@ -1,5 +1,4 @@
-"""The ranks that compute for Parallel VAE Decode and Encode: which ones, how much of each picture, and the report of
-what they did."""
+"""The ranks that compute for Parallel VAE Decode and Encode: which ones, and how much of each picture."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.vae_choice import VaeChoice
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
-from ...parallel_backend.sidecar.module_requests import ModuleAnswer
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from .offload import comfyui_device, release_cache
 from .settings import setting
@@ -80,8 +78,8 @@ class SharedOut:
     @property
     def shares(self) -> tuple[float, ...]:
         """The share of each picture that every rank takes; empty for equal shares."""
-        others = len(self.sidecar.devices) - 1
-        return (1.0, *(0.0,) * others) if self.is_alone and others else self._shares
+        idle = len(self.sidecar.devices) - 1
+        return (1.0, *(0.0,) * idle) if self.is_alone and idle else self._shares
 
     def give_up_alone(self) -> bool:
         """Switches from one rank to all of them after the one failed. Returns False if all were used already."""
@@ -105,34 +103,3 @@ def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
         if device in found:  # asking for the free memory of any other would create a CUDA context there
             comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
     release_cache()
-
-
-ROWS = "rows of the latent on each: {} (exact, no tiles)"
-
-
-def report_lines(done: str, run: ModuleAnswer, images: int, frames: int, shared: str) -> list[str]:
-    """Returns one line per fact, with sizes in MiB and times in seconds; the first is shown under the node as well.
-
-    `done`: "decoded" or "encoded"; `images`: the number of images or videos; `frames`: of each video, 1 for images;
-    `shared`: the line on what each device took, with a place for the numbers.
-    """
-    kind = "video" if frames > 1 else "image"
-    what = f"{images} {kind}{'s' if images > 1 else ''}" + (f" of {frames} frames" if frames > 1 else "")
-    busy = sum(1 for rows in run.parts if rows)
-    lines = [
-        f"{done} by: {busy} device{'s' if busy > 1 else ''}, {what} in {run.seconds:.3f} s",
-        f"devices: {', '.join(run.devices)}",
-        shared.format(", ".join(map(str, run.parts))),
-    ]
-    size = f"{max(run.bytes) / 2**20:.1f} MiB"
-    lines.append(
-        f"VAE: {size}, loaded by the devices in {run.load_seconds:.3f} s"
-        if run.is_new
-        else f"VAE: {size}, was on the devices already"
-    )
-    lines.append(f"computed in: {run.compute_dtype}")
-    lines.append(f"moved between devices: {sum(run.bytes_sent) / 2**20:.2f} MiB")
-    if any(run.peak_bytes):
-        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in run.peak_bytes)
-        lines.append(f"peak memory for it on each: {peaks} MiB")
-    return lines

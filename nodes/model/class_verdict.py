@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ...parallel_backend.errors import RankFailed
 from ...parallel_backend.machine.self_tests import SelfTestStore
@@ -19,12 +19,8 @@ from ...parallel_backend.models.proof.states import (
 )
 from ...parallel_backend.models.tokens.table import TABLE
 from ...parallel_backend.sidecar.self_test import ShouldCancel, run_self_tests
-from ...parallel_backend.wire.checks.self_test import SelfTest
 
 _DURATION = "10 to 20 seconds, once"  # mostly the imports of torch and ComfyUI
-
-OnPhase = Callable[[str], None]
-RunTests = Callable[..., Sequence[SelfTest]]
 
 log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
@@ -35,10 +31,8 @@ _session: dict[tuple[str, str], ClassVerdict] = {}
 def ensure_verdict(
     root: str,
     class_name: str,
-    on_phase: OnPhase | None = None,
+    on_phase: Callable[[str], None] | None = None,
     should_cancel: ShouldCancel | None = None,
-    *,
-    run: RunTests = run_self_tests,
 ) -> ClassVerdict:
     """Returns how far tokens of this class may be split in the ComfyUI in folder `root`. Tests it if that is unknown.
 
@@ -51,13 +45,14 @@ def ensure_verdict(
     except (OSError, SyntaxError, ValueError) as error:
         log.warning("parallel sampling: the sources of %s cannot be read: %s", class_name, error)
         return untested(class_name, f"its sources cannot be read: {error}")
-    if is_proven(class_name, digest):
-        return PROVEN_HERE
+    if found := _without_test(class_name, digest):
+        return found
     with _one_at_a_time:
-        key = (class_name, digest)
-        if key not in _session:
-            _session[key] = _find(root, key, on_phase, should_cancel, run)
-        return _session[key]
+        if (class_name, digest) not in _session:
+            if on_phase is not None:
+                on_phase(f"testing how this version of ComfyUI computes {class_name} ({_DURATION})")
+            _session[class_name, digest] = _test(root, class_name, digest, should_cancel)
+        return _session[class_name, digest]
 
 
 def known_verdict(root: str, class_name: str) -> ClassVerdict:
@@ -66,36 +61,27 @@ def known_verdict(root: str, class_name: str) -> ClassVerdict:
     if class_name not in TABLE:
         return UNKNOWN
     try:
-        digest = entry_digest(root, class_name)
+        return _without_test(class_name, entry_digest(root, class_name)) or PROVEN_HERE
     except (OSError, SyntaxError, ValueError):
         return PROVEN_HERE
+
+
+def _without_test(class_name: str, digest: str) -> ClassVerdict | None:
+    """Returns the verdict of a proof or an earlier test; None if there is none."""
     if is_proven(class_name, digest):
         return PROVEN_HERE
-    kept = SelfTestStore().find(class_name, digest)
-    return _session.get((class_name, digest), PROVEN_HERE if kept is None else verdict_of(kept))
+    stored = None if (class_name, digest) in _session else SelfTestStore().find(class_name, digest)
+    return _session.get((class_name, digest)) if stored is None else verdict_of(stored)
 
 
-def _find(
-    root: str,
-    key: tuple[str, str],
-    on_phase: OnPhase | None,
-    should_cancel: ShouldCancel | None,
-    run: RunTests,
-) -> ClassVerdict:
-    class_name, digest = key
-    store = SelfTestStore()
-    kept = store.find(class_name, digest)
-    if kept is not None:
-        return verdict_of(kept)
-    if on_phase is not None:
-        on_phase(f"testing how this version of ComfyUI computes {class_name} ({_DURATION})")
+def _test(root: str, class_name: str, digest: str, should_cancel: ShouldCancel | None) -> ClassVerdict:
     try:
-        (found,) = run(root, (class_name,), should_cancel=should_cancel)
+        (found,) = run_self_tests(root, (class_name,), should_cancel=should_cancel)
     except RankFailed as error:
         log.warning("parallel sampling: %s is not tested: %s", class_name, error)
         return untested(class_name, error.summary)
     verdict = verdict_of(found)
     if verdict.words:
         log.warning("parallel sampling: %s (off by %.1g) %s", verdict.words, found.worst, found.error)
-    store.keep(digest, found)
+    SelfTestStore().keep(digest, found)
     return verdict

@@ -17,6 +17,7 @@ folder_paths.folder_names_and_paths[GGUF_FOLDER] = (
     folder_paths.folder_names_and_paths["diffusion_models"][0],
     {SUFFIX},
 )
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model" / "transformer.safetensors"
 # The part that ComfyUI loads from the files of each model folder (ComfyUISource.part).
 PARTS = {
     "diffusion_models": "diffusion_model",

@@ -36,8 +36,8 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
     if part == "diffusion_model":  # which may be a checkpoint as well
-        own = comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""}, filter_keys=True)
-        tensors, prefix = own or tensors, ""
+        unprefixed = comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: ""}, filter_keys=True)
+        tensors, prefix = unprefixed or tensors, ""
         tensors, metadata = comfy.utils.convert_old_quants(tensors, prefix, metadata=metadata)
     config = comfy.model_detection.model_config_from_unet(tensors, prefix, metadata=metadata)
     if config is None and part == "diffusion_model" and (converted := _from_diffusers(path, tensors)):

@@ -1,33 +1,120 @@
-"""The model that a loader names, read from its file's header for the rules of a strategy before anything runs."""
+"""The model file that a loader node names: how ComfyUI reads it, and its facts from its header."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import comfy.model_base
 import folder_paths
+import torch
 
-from ...parallel_backend.errors import CheckpointError, ParallelError
+from ...parallel_backend.errors import CheckpointError, ParallelError, RequestError
 from ...parallel_backend.models.comfyui.model_file import ANY_MODEL
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.models.registry import inspect_model
-from ..demo_loader import MODEL as DEMO_MODEL
+from ...parallel_backend.requests import FP8_FAST, ModelSpec
 from ..host.comfyui_flags import comfyui_root
 from ..host.prompt_graph import Prompt, source_of, value_of
 from ..host.prompt_links import loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
-from .files import PARTS, model_path
+from .files import DEMO_MODEL, PARTS, model_path
 from .header_model import open_model
 from .source import make_spec
 
-# By loader: the input that names the file, and the model folders whose files it offers.
-NAMES = {
-    "ParallelFluxLoader": ("unet_name", ("diffusion_models",)),
-    "ParallelModelLoader": ("model_name", tuple(PARTS)),
-    "UNETLoader": ("unet_name", ("diffusion_models",)),
-    "CheckpointLoaderSimple": ("ckpt_name", ("checkpoints",)),
+Options = Mapping[str, Any]  # ComfyUI's model_options
+_FP8 = {"dtype": torch.float8_e4m3fn}
+_FP8_FAST = {**_FP8, "fp8_optimizations": True}
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A model file and how ComfyUI reads it. `part`: as in ComfyUISource; `family`: the only one of registry.py
+    that its loader takes, "" for any."""
+
+    path: str
+    part: str
+    options: Options
+    family: str = ""
+
+    def spec(self) -> ModelSpec:
+        """Returns what names it to the ranks. Raises CheckpointError or RequestError for a file that is refused."""
+        if self.family:
+            inspect_model(self.path, self.family)
+        return make_spec(self.path, self.part, dict(self.options))
+
+    def facts(self) -> ModelFile:
+        """Returns what planning needs, from its header. Raises as `spec` does, or OSError."""
+        self.spec()
+        status = Path(self.path).stat()
+        try:
+            model = _opened(self.path, self.part, (status.st_mtime_ns, status.st_size))
+        except (ParallelError, OSError):
+            raise
+        except Exception as error:  # ComfyUI's detection may raise anything
+            raise CheckpointError(
+                f"ComfyUI cannot tell which model {Path(self.path).name} is ({type(error).__name__}: {error})."
+            ) from error
+        name = type(model.diffusion_model).__name__
+        return count_facts(self.path, model, known_verdict(comfyui_root(), name))
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(path: str, part: str, stamp: tuple[int, int]) -> comfy.model_base.BaseModel:
+    """Caches models on the meta device: to build a large one takes a second. `stamp`: tells if the file changed."""
+    return open_model(path, part, {}).model
+
+
+DEMO = NamedFile(str(DEMO_MODEL), "diffusion_model", {}, family="flux")
+
+
+@dataclass(frozen=True)
+class FileLoader:
+    """A loader node that names a file of `folders` by its input `input`. `options`: for each of its weight_dtypes, the
+    default first; `family`: as in NamedFile."""
+
+    input: str
+    folders: tuple[str, ...]
+    options: Mapping[str, Options]
+    family: str = ""
+
+    def offers(self, name: str) -> bool:
+        return any(name in folder_paths.get_filename_list(folder) for folder in self.folders)
+
+    def find(self, name: str, weight_dtype: object) -> NamedFile:
+        """Returns the file that it reads. Raises CheckpointError if it is gone, RequestError for another dtype."""
+        if weight_dtype not in self.options:
+            known = ", ".join(self.options)
+            raise RequestError(f"weight_dtype is {weight_dtype!r}; it must be one of {known}.")
+        found = (one for one in self.folders if name in folder_paths.get_filename_list(one))
+        folder = next(found, self.folders[-1])
+        return NamedFile(
+            model_path(folder, name), PARTS[folder], self.options[str(weight_dtype)], self.family
+        )
+
+
+# The weight_dtypes of ComfyUI's Load Diffusion Model.
+_STOCK_OPTIONS: dict[str, Options] = {
+    "default": {},
+    "fp8_e4m3fn": _FP8,
+    "fp8_e4m3fn_fast": _FP8_FAST,
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+_OTHER_OPTIONS: dict[str, Options] = {
+    "auto": {},
+    **{name: {"dtype": getattr(torch, name)} for name in ("bfloat16", "float16", "float32")},
+    "float8_e4m3fn": _FP8,
+    FP8_FAST: _FP8_FAST,
+}
+FILE_LOADERS = {
+    "ParallelFluxLoader": FileLoader("unet_name", ("diffusion_models",), _OTHER_OPTIONS, family="flux"),
+    "ParallelModelLoader": FileLoader("model_name", tuple(PARTS), _STOCK_OPTIONS),
+    "UNETLoader": FileLoader("unet_name", ("diffusion_models",), _STOCK_OPTIONS),
+    "CheckpointLoaderSimple": FileLoader("ckpt_name", ("checkpoints",), _STOCK_OPTIONS),
 }
 
 
@@ -38,17 +125,11 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     file is unknown, returns ANY_MODEL. Raises CheckpointError or RequestError for a file that is refused, and OSError.
     """
     if loader == "ParallelDemoLoader":
-        return _of_the_first_family(str(DEMO_MODEL))
-    is_behind = loader == "ParallelModel"
-    kind = source if is_behind else loader
-    _, folders = NAMES.get(kind, ("", ()))
-    for folder in folders:
-        if name in folder_paths.get_filename_list(folder):
-            path = model_path(folder, name)
-            if kind == "ParallelFluxLoader":
-                return _of_the_first_family(path)
-            return _counted(path, PARTS[folder])
-    return ANY_MODEL if is_behind else None
+        return DEMO.facts()
+    found = FILE_LOADERS.get(source if loader == "ParallelModel" else loader)
+    if found is not None and found.offers(name):
+        return found.find(name, next(iter(found.options))).facts()
+    return ANY_MODEL if loader == "ParallelModel" else None
 
 
 def files_decided_by(prompt: Prompt, selector: str, *, run: bool = True) -> list[ModelFile]:
@@ -62,38 +143,11 @@ def _file_of(prompt: Prompt, loader: str) -> ModelFile | None:
     kind = str(prompt[loader]["class_type"])
     if kind == "ParallelModel":
         source, inputs = source_of(prompt, loader)
-        name = inputs.get(NAMES[source][0]) if source in NAMES else None
+        name = inputs.get(FILE_LOADERS[source].input) if source in FILE_LOADERS else None
     else:
         source = ""
-        name = value_of(prompt, loader, NAMES[kind][0]) if kind in NAMES else None
+        name = value_of(prompt, loader, FILE_LOADERS[kind].input) if kind in FILE_LOADERS else None
     try:
         return read_named(kind, name if isinstance(name, str) else "", source)
     except (ParallelError, OSError):
         return None
-
-
-def _of_the_first_family(path: str) -> ModelFile:
-    """Returns the model as Parallel Flux Loader has it computed. Raises CheckpointError for other files."""
-    inspect_model(path)
-    return _counted(path, "diffusion_model")
-
-
-def _counted(path: str, part: str) -> ModelFile:
-    make_spec(path, part, {})  # raises for files that ranks do not read
-    status = Path(path).stat()
-    try:
-        model = _opened(path, part, (status.st_mtime_ns, status.st_size))
-    except (ParallelError, OSError):
-        raise
-    except Exception as error:  # ComfyUI's detection may raise anything
-        raise CheckpointError(
-            f"ComfyUI cannot tell which model {Path(path).name} is ({type(error).__name__}: {error})."
-        ) from error
-    name = type(model.diffusion_model).__name__
-    return count_facts(path, model, known_verdict(comfyui_root(), name))
-
-
-@functools.lru_cache(maxsize=4)
-def _opened(path: str, part: str, stamp: tuple[int, int]) -> comfy.model_base.BaseModel:
-    """Caches models on the meta device: to build a large one takes a second. `stamp`: tells if the file changed."""
-    return open_model(path, part, {}).model

@@ -18,14 +18,14 @@ from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.sidecar import pool
 from ..host.calls import plan_by_rule
 from ..host.settings import setting
-from ..links import ParallelModel
+from ..job.model import ShippedModel
 
 _SPARE_CORES = 2  # for ComfyUI itself; each process imports on a core of its own
 
 log = logging.getLogger(__name__)
 
 
-def start_early(model: ParallelModel, settings: StrategySettings) -> None:
+def start_early(model: ShippedModel, settings: StrategySettings) -> None:
     """Starts in a thread the processes that a usual job of `model` takes, if a prompt is running and the setting
     preload_next allows it. The sampler's request loads the weights; text encoders leave room for them."""
     if get_executing_context() is not None and setting("preload_next"):
@@ -34,7 +34,7 @@ def start_early(model: ParallelModel, settings: StrategySettings) -> None:
         ).start()
 
 
-def _start(model: ParallelModel, settings: StrategySettings) -> None:
+def _start(model: ShippedModel, settings: StrategySettings) -> None:
     try:
         plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
         pool.leave_room_for(plan.devices, model.spec, plan.memory.weights)

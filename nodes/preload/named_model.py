@@ -3,81 +3,66 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.observability.preview.form import SelectorInputs, read_inputs
-from ...parallel_backend.options import AUTO, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
-from ...parallel_backend.requests import WEIGHT_DTYPES, LoadInfo
+from ...parallel_backend.requests import LoadInfo
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.strategy import ParallelStrategy
-from ..demo_loader import MODEL as DEMO_MODEL
 from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
 from ..host.prompt_graph import Prompt, links, source_of
 from ..host.settings import default_settings
-from ..links import ParallelModel
-from ..loaders import DTYPES, ParallelFluxLoader, ParallelModelLoader, load_parallel_model, name_model
-from ..model.named_file import NAMES
+from ..job.model import JobPatcher, ShippedModel
+from ..loaders import over_file
+from ..model.named_file import DEMO, FILE_LOADERS
 
-_COMPUTING = ComputeOptions(AUTO)
-# The pack's loaders that name a file, and the weight_dtypes that each offers.
-_PACK_LOADERS = {
-    "ParallelFluxLoader": (ParallelFluxLoader, WEIGHT_DTYPES),
-    "ParallelModelLoader": (ParallelModelLoader, DTYPES),
-}
 _SELECTOR = tuple(field.name for field in fields(SelectorInputs))
 
 
 def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[LoadInfo, tuple[str, ...]]:
     """Loads the model that the loader `node` names. Returns facts about the load, and the devices. `only_warm`: refuse
     if ranks would have to start. Raises ParallelError if it cannot be loaded; the ranks keep what they hold."""
-    model, settings = named_model(prompt, node)
+    patcher, settings = named_model(prompt, node)
+    model = patcher.job_model
     devices, strategy = _placed(model, settings)
     if only_warm and not any(s.devices == devices and s.state is State.READY for s in pool.all_sidecars()):
         raise RequestError(f"No processes wait on {', '.join(devices)}.")
     info = pool.preload(devices, model.spec, strategy)
-    keep_ahead(model.spec, model.patcher.model.diffusion_model)
+    keep_ahead(model.spec, patcher.model.diffusion_model)
     return info, devices
 
 
-def named_model(prompt: Prompt, node: str) -> tuple[ParallelModel, StrategySettings]:
+def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings]:
     """Returns the model that running the node would give, and the strategy that its sampler would use. Reads headers
     only. Raises RequestError if only a run of the prompt can tell."""
     if node not in prompt:
         raise RequestError(f"The prompt has no node {node}.")
     kind, inputs = prompt[node]["class_type"], prompt[node]["inputs"]
     settings = _settings_of(prompt, inputs.get("strategy")) or default_settings()
-    if kind == "ParallelModel":
-        model = _behind(prompt, node, settings)
-    elif kind == "ParallelDemoLoader":  # running the node would also make a text encoder and a VAE
-        model = load_parallel_model(str(DEMO_MODEL), "auto", settings)
-    elif kind in _PACK_LOADERS:
-        (loader, dtypes), (name, _) = _PACK_LOADERS[kind], NAMES[kind]
-        file = {name: str(_literal(inputs, name))}
-        output = loader.execute(**file, weight_dtype=_dtype(inputs, dtypes), strategy=settings)
-        model = next(result for result in output.args if isinstance(result, ParallelModel))
+    if kind == "ParallelModel":  # without LoRAs: those come with the first prompt
+        kind, inputs = source_of(prompt, node)
+        if kind not in FILE_LOADERS:
+            raise RequestError(
+                "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or "
+                "Load Checkpoint leads to it directly. Its first prompt loads it."
+            )
+    if kind == "ParallelDemoLoader":  # running the node would also make a text encoder and a VAE
+        file = DEMO
+    elif kind in FILE_LOADERS:
+        loader = FILE_LOADERS[kind]
+        dtype = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else next(iter(loader.options))
+        file = loader.find(str(_literal(inputs, loader.input)), dtype)
     else:
         raise RequestError(f"{kind} names no model for the devices.")
-    return model, _settings_of(prompt, _samplers(prompt, node)) or settings
-
-
-def _behind(prompt: Prompt, node: str, settings: StrategySettings) -> ParallelModel:
-    """Returns the model of ComfyUI's loader before `node`, without LoRAs: those come with the first prompt."""
-    kind, inputs = source_of(prompt, node)
-    if kind in NAMES and kind not in _PACK_LOADERS:
-        name, (folder,) = NAMES[kind]
-        return name_model(folder, str(_literal(inputs, name)), _dtype(inputs, DTYPES), settings, _COMPUTING)
-    raise RequestError(
-        "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or Load "
-        "Checkpoint leads to it directly. Its first prompt loads it."
-    )
+    return over_file(file, settings), _settings_of(prompt, _samplers(prompt, node)) or settings
 
 
 def _samplers(prompt: Prompt, node: str) -> object:
@@ -113,15 +98,7 @@ def _literal(inputs: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _dtype(inputs: Mapping[str, Any], dtypes: Sequence[str]) -> str:
-    """Returns the input weight_dtype, or the first of `dtypes` without one. Raises RequestError for any other."""
-    found = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else dtypes[0]
-    if found not in dtypes:
-        raise RequestError(f"weight_dtype is {found!r}; it must be one of {', '.join(dtypes)}.")
-    return str(found)
-
-
-def _placed(model: ParallelModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
+def _placed(model: ShippedModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
     """Returns the devices and strategy of a usual job. Other jobs seldom place the weights differently; if one does,
     its prompt loads the model again."""
     plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))

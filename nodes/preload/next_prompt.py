@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from comfy_execution.progress import NodeState, get_progress_state
 from ...parallel_backend.errors import ParallelError
 from ...parallel_backend.sidecar.group.events import Event, RequestEnded
 from ..host.prompt_graph import Prompt
-from ..host.prompt_links import types_of
+from ..host.settings import setting
 from .named_model import preload
 from .next_texts import NextTexts
 from .tail import in_tail, loaders, nodes_on_ranks
@@ -36,11 +35,10 @@ def uses_ranks(queue: PromptQueue) -> bool:
 
 
 class NextPrompt:
-    """Watches the queue in a thread, from the first request of a prompt until the queue is empty. `requested()`: True
-    if the user's settings ask for preparing prompts."""
+    """Watches the queue in a thread, from the first request of a prompt until the queue is empty."""
 
-    def __init__(self, queue: PromptQueue, requested: Callable[[], bool]) -> None:
-        self._queue, self._requested = queue, requested
+    def __init__(self, queue: PromptQueue) -> None:
+        self._queue = queue
         self._lock = threading.Lock()
         self._is_looking = False
 
@@ -63,7 +61,7 @@ class NextPrompt:
             if not running and not waiting and self._has_ended():
                 return
             following = min(waiting, key=lambda item: item[:2], default=None)
-            if running and following is not None and self._requested():
+            if running and following is not None and setting("preload_next"):
                 item = running[0]
                 if item[1] != running_id:
                     running_id, on_ranks = item[1], _on_ranks(item)
@@ -90,7 +88,7 @@ class NextPrompt:
 
 def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
     """Loads the models of a prompt on running ranks: starting others would take CPU cores from the running prompt."""
-    for node in loaders(prompt, outputs, types_of):
+    for node in loaders(prompt, outputs):
         try:
             info, devices = preload(prompt, node, only_warm=True)
         except ParallelError as error:
@@ -105,7 +103,7 @@ def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
 
 def _on_ranks(item: tuple) -> set[str]:
     """Returns the nodes of a queued prompt that use the ranks or may. If none, it is in its tail from the start."""
-    return nodes_on_ranks(item[2], item[4], types_of)
+    return nodes_on_ranks(item[2], item[4])
 
 
 def _in_tail(item: tuple, on_ranks: set[str]) -> bool:

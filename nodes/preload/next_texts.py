@@ -19,7 +19,8 @@ from ..host.prompt_links import clip_before, current_node
 from ..job.encoder import EarlyEncoder, NotNow, idle_holder, patcher_given_by, stand_in_of
 
 log = logging.getLogger(__name__)
-_made: dict[str, weakref.ref[Any]] = {}  # CLIPs of earlier prompts, by `ancestry` of their node
+# CLIPs of earlier prompts, by `ancestry` of their node.
+_made: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def remember(clip: Any) -> None:
@@ -27,9 +28,7 @@ def remember(clip: Any) -> None:
     prompts in which nothing before that node has changed."""
     current = current_node()
     if current is not None:
-        for gone in [key for key, one in _made.items() if one() is None]:
-            del _made[gone]
-        _made[ancestry(*current)] = weakref.ref(clip)
+        _made[ancestry(*current)] = clip
 
 
 class NextTexts:
@@ -74,7 +73,7 @@ class NextTexts:
             if slot or _gives(_kind(self._prompt, node)) != {"CLIP"}:
                 return self._clip_given_before(node, slot, in_tail)
             return self._run(node, in_tail)
-        clip = _made.get(ancestry(self._prompt, node), lambda: None)()
+        clip = _made.get(ancestry(self._prompt, node))
         if clip is None:
             raise LookupError(node)
         holder = idle_holder(clip.patcher.encoder.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -10,11 +11,8 @@ from aiohttp.typedefs import Handler
 
 from ...parallel_backend.errors import ParallelError, RequestError
 from ...parallel_backend.sidecar.group.events import listen
-from ...parallel_backend.wire.strict_json import parse
 from ..host import memory
-from ..host.prompt_graph import Prompt
-from ..host.settings import setting
-from ..routes.http import read_body, refuse, same_origin_only
+from ..routes.http import read_as, refuse, same_origin_only
 from .named_model import preload
 from .next_prompt import NextPrompt, uses_ranks
 
@@ -27,15 +25,27 @@ _FREE = ("/free", "/api/free")  # ComfyUI's
 _BUSY = "a prompt that uses the devices is running; its turn comes first"
 
 
+@dataclass(frozen=True)
+class PreloadRequest:
+    """The body of a request. `prompt`: a graph in ComfyUI's API format; `node`: the id of a loader in it."""
+
+    prompt: dict
+    node: str
+
+    def __post_init__(self) -> None:
+        if not all(map(_is_node, self.prompt.values())):
+            raise RequestError("the prompt is no graph in ComfyUI's API format")
+
+
 def begin(server: PromptServer) -> None:
     """Adds the route, and prepares the next waiting prompt early if the setting preload_next says so.
 
-    POST of {"prompt": a graph in ComfyUI's API format, "node": a loader in it} answers {"model", "devices",
-    "was_there", "seconds"}, or {"error"} with 400, 403 or 409. Nothing has changed after an error.
+    POST of a PreloadRequest answers {"model", "devices", "was_there", "seconds"}, or {"error"} with 400, 403 or 409.
+    Nothing has changed after an error.
     """
     queue = server.prompt_queue
     listen(memory.on_event)
-    listen(NextPrompt(queue, lambda: bool(setting("preload_next"))).on_event)
+    listen(NextPrompt(queue).on_event)
 
     @web.middleware
     async def give_back(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -49,29 +59,15 @@ def begin(server: PromptServer) -> None:
     @server.routes.post(ROUTE)
     @same_origin_only
     async def load(request: web.Request) -> web.Response:
-        prompt, node = _read(await read_body(request, MOST_BYTES))
+        body = await read_as(PreloadRequest, request, MOST_BYTES)
         if uses_ranks(queue):
             return refuse(_BUSY, 409)
         try:
-            info, devices = await asyncio.to_thread(preload, prompt, node)
+            info, devices = await asyncio.to_thread(preload, body.prompt, body.node)
         except ParallelError as error:
             return refuse(error, 409)
-        told = {"model": info.model, "devices": devices, "was_there": info.cached, "seconds": info.seconds}
-        return web.json_response(told)
-
-
-def _read(body: bytes) -> tuple[Prompt, str]:
-    """Returns the graph and the id of a node. Raises RequestError for any other body."""
-    try:
-        found = parse(body.decode()) if len(body) <= MOST_BYTES else None
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict) and set(found) == {"prompt", "node"} and isinstance(found["node"], str):
-        prompt = found["prompt"]
-        if isinstance(prompt, dict) and all(map(_is_node, prompt.values())):
-            return prompt, found["node"]
-    form = '{"prompt": a graph in API format, "node": the id of a loader}'
-    raise RequestError(f"the body must be {form}, of at most {MOST_BYTES} bytes")
+        answer = {"model": info.model, "devices": devices, "was_there": info.cached, "seconds": info.seconds}
+        return web.json_response(answer)
 
 
 def _is_node(value: Any) -> bool:

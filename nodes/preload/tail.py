@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from ..host.prompt_graph import ENCODER, LOADERS, Prompt, links, needed
-
-TypesOf = Callable[[str], tuple[str, ...]]  # gives the types of a node class's outputs; () if unknown
+from ..host.prompt_links import type_of
 
 # Nodes that use the ranks without a diffusion model, or give a text encoder that uses them.
 WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode", ENCODER)
-_ENCODERS = (("CLIP",), ("CLIP_VISION",), ("AUDIO_ENCODER",))
+_ENCODERS = ("CLIP", "CLIP_VISION", "AUDIO_ENCODER")
 # Link types that never carry a model of the ranks. Any other may: packs define types of their own.
 _NO_MODEL = frozenset(
     (
@@ -31,40 +30,40 @@ _NO_MODEL = frozenset(
 )
 
 
-def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> set[str]:
+def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str]) -> set[str]:
     """Returns the needed nodes that use the ranks or may: all that a model or text encoder of the ranks reaches."""
     nodes = needed(prompt, outputs)
-    found = {n for n in nodes if prompt[n]["class_type"] in (*LOADERS, *WITHOUT_A_MODEL)}
-    while more := {n for n in nodes if n not in found and found & set(_models(prompt, n, types_of))}:
-        found |= more
-    encoders = {n for n in nodes if prompt[n]["class_type"] == ENCODER}
-    while more := {n for n in nodes if n not in encoders and encoders & set(_encoders(prompt, n, types_of))}:
-        encoders |= more
-    return found | encoders
+
+    def reached(kinds: tuple[str, ...], passes: Callable[[str, str | None], bool]) -> set[str]:
+        found = {n for n in nodes if prompt[n]["class_type"] in kinds}
+        while more := {n for n in nodes if n not in found and found & set(_givers(prompt, n, passes))}:
+            found |= more
+        return found
+
+    return reached((*LOADERS, *WITHOUT_A_MODEL), _may_be_model) | reached((ENCODER,), _is_encoder)
 
 
-def loaders(prompt: Prompt, outputs: Iterable[str], types_of: TypesOf) -> list[str]:
+def loaders(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
     """Returns the needed loaders whose model is used; others may be needed only for a text encoder or VAE."""
     nodes = needed(prompt, outputs)
-    used = {origin for node in nodes for origin in _models(prompt, node, types_of)}
+    used = {origin for node in nodes for origin in _givers(prompt, node, _may_be_model)}
     return [node for node in nodes if node in used and prompt[node]["class_type"] in LOADERS]
 
 
-def _encoders(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
-    """Yields the nodes that give this one a text encoder."""
+def _givers(prompt: Prompt, node: str, passes: Callable[[str, str | None], bool]) -> Iterator[str]:
+    """Yields the nodes that give this one an output for whose node class and type `passes` is true."""
     for _, origin, slot in links(prompt[node]["inputs"]):
         kind = prompt[origin]["class_type"] if origin in prompt else ""
-        if kind == ENCODER or types_of(kind)[slot : slot + 1] in _ENCODERS:
+        if passes(kind, type_of(prompt, origin, slot)):
             yield origin
 
 
-def _models(prompt: Prompt, node: str, types_of: TypesOf) -> Iterator[str]:
-    """Yields the nodes that give this one an output that may carry a model."""
-    for _, origin, slot in links(prompt[node]["inputs"]):
-        kind = prompt[origin]["class_type"] if origin in prompt else ""
-        types = types_of(kind)
-        if kind not in WITHOUT_A_MODEL and (slot >= len(types) or types[slot] not in _NO_MODEL):
-            yield origin
+def _is_encoder(kind: str, output: str | None) -> bool:
+    return kind == ENCODER or output in _ENCODERS
+
+
+def _may_be_model(kind: str, output: str | None) -> bool:
+    return kind not in WITHOUT_A_MODEL and output not in _NO_MODEL
 
 
 def in_tail(prompt: Prompt, on_ranks: set[str], started: set[str], finished: set[str]) -> bool:

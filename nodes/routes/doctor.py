@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ...parallel_backend.sidecar import pool
-from .http import refuse, same_origin_only
+from .http import Handler, refuse, same_origin_only
 
 ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"
@@ -26,52 +26,49 @@ _LONGEST_LINE = 2**20  # bytes; a report is one line, long with the tables of ma
 _PATIENCE = 600.0  # s; an examination takes half a minute, and longer if ranks hang
 
 
-def add_route(routes: web.RouteTableDef) -> None:
+def add_routes(routes: web.RouteTableDef) -> None:
     """Adds two routes for POST without a body. They answer lines of JSON: {"line"} for each line of progress, then
     {"report"} (of the GPU check also "markdown", "broken", "result") or {"error"}. Refusals: {"error"}, 403 or 409."""
     busy = asyncio.Lock()
 
-    @routes.post(ROUTE)
-    @same_origin_only
-    async def examine(request: web.Request) -> web.StreamResponse:
-        if busy.locked():
-            return refuse(_BUSY, 409)
-        async with busy:
-            return await _examine(request)
+    def one_at_a_time(run: Handler) -> Handler:
+        @same_origin_only
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if busy.locked():
+                return refuse(_BUSY, 409)
+            async with busy:
+                return await run(request)
 
-    @routes.post(GPU_ROUTE)
-    @same_origin_only
-    async def check_gpu(request: web.Request) -> web.StreamResponse:
-        if busy.locked():
-            return refuse(_BUSY, 409)
-        async with busy:
-            if not await asyncio.to_thread(_make_way):
-                return refuse("a prompt uses the devices; run the GPU check when none does", 409)
-            return await _check_gpu(request)
+        return answer
+
+    routes.post(ROUTE)(one_at_a_time(_examine))
+    routes.post(GPU_ROUTE)(one_at_a_time(_check_gpu))
 
 
 async def _examine(request: web.Request) -> web.StreamResponse:
     async with _message_stream(request) as tell, _doctor("--json") as process:
-        assert process.stdout is not None
-        report, words = None, ""
         try:
-            until = asyncio.get_running_loop().time() + _PATIENCE
-            while line := await asyncio.wait_for(
-                process.stdout.readline(), max(0.0, until - asyncio.get_running_loop().time())
-            ):
-                message = _from_line(line)
-                if message is None:
-                    words = line.decode(errors="replace").rstrip()
-                elif "phase" in message:
-                    await tell({"line": message["phase"]})
-                else:
-                    report = message
+            last = await asyncio.wait_for(_last_message(process, tell), _PATIENCE)
         except asyncio.TimeoutError:
-            words = f"it did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
-        await tell(
-            {"report": report} if report is not None else {"error": f"the doctor left no report: {words}"}
-        )
+            last = f"it did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
+        is_words = isinstance(last, str)
+        await tell({"error": f"the doctor left no report: {last}"} if is_words else {"report": last})
     return tell.response
+
+
+async def _last_message(process: asyncio.subprocess.Process, tell: _MessageStream) -> dict[str, object] | str:
+    """Passes on what the doctor does, and returns its report, or the last words of a doctor that leaves none."""
+    assert process.stdout is not None
+    report, words = None, ""
+    async for line in process.stdout:
+        message = _from_line(line)
+        if message is None:
+            words = line.decode(errors="replace").rstrip()
+        elif "phase" in message:
+            await tell({"line": message["phase"]})
+        else:
+            report = message
+    return words if report is None else report
 
 
 def _from_line(line: bytes) -> dict[str, object] | None:
@@ -83,13 +80,11 @@ def _from_line(line: bytes) -> dict[str, object] | None:
     return message if isinstance(message, dict) else None
 
 
-def _make_way() -> bool:
-    """Ends this ComfyUI's ranks, whose models would take the memory. Returns False if one of them is working."""
-    return all(sidecar.stop_if_idle() for sidecar in pool.all_sidecars())
-
-
 async def _check_gpu(request: web.Request) -> web.StreamResponse:
-    """Runs the GPU check. It needs no time limit here: each check has its own, and closing the page ends them all."""
+    """Runs the GPU check. It needs no time limit here: each check has its own, and closing the page ends them all. Ends
+    this ComfyUI's ranks first, whose models would take the memory, and refuses if one of them is working."""
+    if not await asyncio.to_thread(lambda: all(sidecar.stop_if_idle() for sidecar in pool.all_sidecars())):
+        return refuse("a prompt uses the devices; run the GPU check when none does", 409)
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
         async with _message_stream(request) as tell:
             shared = Path(folder, "result.json")

@@ -11,7 +11,7 @@ from aiohttp import web
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.load_report import FOR, LoadReport
 from .http import read_as, refuse, same_origin_only
-from .status import groups
+from .status import devices_of, groups
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -29,7 +29,7 @@ class DrainRequest:
     draining: bool
 
 
-def add_routes(server: PromptServer) -> None:
+def begin(server: PromptServer) -> None:
     """Adds the routes. GET AGENT with `?for=` one of FOR answers one line without HTTP headers, as HAProxy reads it.
     GET HEALTH answers the load as JSON, and so does POST of a DrainRequest to DRAIN. A restart ends a drain."""
     draining = False
@@ -37,8 +37,7 @@ def add_routes(server: PromptServer) -> None:
 
     def read(*, with_memory: bool) -> LoadReport:
         found = groups()
-        devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
-        seen = gauges.read(devices) if with_memory else {}
+        seen = gauges.read(devices_of(found)) if with_memory else {}
         return LoadReport(server.prompt_queue.get_tasks_remaining(), found, seen, draining)
 
     @server.routes.get(AGENT)

@@ -17,6 +17,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
+from ..runs.stock_run import recent_runs
 from . import http
 from . import status as live_status
 
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
 
 TOAST = "parallel_sampling.toast"
+RUNS = "/parallel_sampling/runs"
 
 log = logging.getLogger(__name__)
 
 
 def begin(server: PromptServer) -> None:
-    """Adds routes and listeners while ComfyUI loads the pack. Starts no thread or process until something happens."""
+    """Adds routes and listeners while ComfyUI loads the pack. Starts no thread or process until something happens.
+
+    GET RUNS gives a reloaded page {prompt id: {node id: its output}} of the latest runs of stock samplers.
+    """
     http.serve_on(args.listen)
     status = live_status.begin(server)
     listen(lambda event: status.changed())
@@ -40,6 +45,11 @@ def begin(server: PromptServer) -> None:
 
     listen(Notifier(show).on_event)
     listen(IdleWatch(pool.all_sidecars, _timeouts).on_event)
+
+    @server.routes.get(RUNS)
+    @http.same_origin_only
+    async def show_runs(request: web.Request) -> web.Response:
+        return web.json_response(recent_runs())
 
     async def start_ranks(app: web.Application) -> None:
         if setting("start_at_launch"):

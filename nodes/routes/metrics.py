@@ -13,7 +13,7 @@ from .http import is_same_origin
 ROUTE = "/parallel_sampling/metrics"
 
 
-def add_route(routes: web.RouteTableDef) -> None:
+def add_routes(routes: web.RouteTableDef) -> None:
     """Adds the route. GET answers in Prometheus' text format, or 403, 404 or 503 with a line that says why."""
     switch = MetricsSwitch(lambda: bool(setting("metrics")), price=price_per_gpu_hour)
     switch.begin()

@@ -50,25 +50,29 @@ def groups() -> tuple[GroupStatus, ...]:
     return found or (GroupStatus(default_devices(), "down", "", None, (), 0, 0, (), ()),)
 
 
+def devices_of(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
+    """Returns the devices of all groups, each once."""
+    return tuple(dict.fromkeys(device for group in found for device in group.devices))
+
+
 def left_out(found: tuple[GroupStatus, ...]) -> tuple[str, ...]:
     """Returns the devices that `auto` leaves out, whether or not a group uses them."""
-    of_groups = (device for group in found for device in group.devices)
-    return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *of_groups))))
+    return FAILING.among(tuple(dict.fromkeys((*resolve_devices("all"), *devices_of(found)))))
 
 
 def snapshot() -> Shown:
     """Returns the panel's content now, with the devices' gauges. "others": GPUs that no group uses."""
     found = groups()
-    devices = tuple(dict.fromkeys(device for group in found for device in group.devices))
+    devices = devices_of(found)
     shown = show_groups(found, _gauges.read(devices), left_out(found))
-    others = tuple(
+    unused = tuple(
         device for device in resolve_devices("all") if device not in devices and not is_cpu((device,))
     )
     return {
         **shown,
         "settings": list(settings_problems()),
         "machine": machine_words(),
-        "others": list_devices(others, found, _gauges),
+        "others": list_devices(unused, found, _gauges),
     }
 
 
@@ -86,12 +90,12 @@ def begin(server: PromptServer) -> LiveSender[Shown]:
     @server.routes.post(ROUTE)
     @same_origin_only
     async def watch(request: web.Request) -> web.Response:
-        said = await read_as(Watch, request, MOST_BYTES)
-        if not said.looking:
-            await asyncio.to_thread(sender.leave, said.client_id)
-        elif said.client_id not in server.sockets:
+        message = await read_as(Watch, request, MOST_BYTES)
+        if not message.looking:
+            await asyncio.to_thread(sender.leave, message.client_id)
+        elif message.client_id not in server.sockets:
             return refuse("this page has no websocket here", 409)
-        elif not await asyncio.to_thread(lambda: sender.watch(said.client_id, LEASE, anew=said.anew)):
+        elif not await asyncio.to_thread(lambda: sender.watch(message.client_id, LEASE, anew=message.anew)):
             return refuse("too many pages look at the processes already", 429)
         return web.json_response({"seconds": LEASE})
 

@@ -38,12 +38,11 @@ def write_report(record: RunRecord) -> str:
     lines.append(f"engine: {', '.join(engines) or 'none'}")
     lines += _computing(record)
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
-    times = [seconds for run in runs for seconds in run.step_seconds]
-    if times:
+    if times := record.step_seconds:
         lines += _foreseen(record)
         lines += _trials(record)
         first = "" if len(times) == 1 else f", first {times[0]:.3g} s, {len(times)} in all"
-        middle = "mean" if any(run.reused_calls for run in runs) else "median"
+        middle = "mean" if record.reused_calls else "median"
         lines.append(f"step: {middle} {step_seconds(record):.3g} s{first}")
         lines += in_words(timeline(joined(record.runs)), record.devices)
     lines.append(
@@ -71,7 +70,7 @@ def phases_in_words(prompt_id: str) -> list[str]:
 def summarise(record: RunRecord) -> str:
     """Returns one short line to show under the node, for a record with at least one run."""
     strategy, seconds = record.name_of(record.strategy), step_seconds(record)
-    if reused := sum(run.reused_calls for run in record.runs):
+    if reused := record.reused_calls:
         calls = sum(run.model_calls for run in record.runs)
         return f"{strategy}: {seconds:.3g} s per step on average, {reused} of {calls} model calls reused"
     return f"{strategy}: {seconds:.3g} s per step"
@@ -89,34 +88,33 @@ class Badge:
 
 def badge(record: RunRecord) -> Badge:
     """Returns the badge of a record with at least one run."""
-    return Badge(devices_and_way(record), as_shown(step_seconds(record)), compared(record))
+    return Badge(devices_and_split(record), as_shown(step_seconds(record)), compared(record))
 
 
 def headline(record: RunRecord) -> str:
     """Returns one short line for a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
     1.8 × as fast as one device · whole prompt so far: 1.4 × as fast as one device · same picture as one device`."""
     short = badge(record)
-    is_exact = all(run.exact for run in record.runs)
-    picture = CLOSE if not is_exact else "same picture as one device" if short.compared else ""
+    picture = CLOSE if not record.exact else "same picture as one device" if short.compared else ""
     prompt = compare_prompt(record.prompt_id)
     parts = (short.strategy, f"{short.seconds:g} s per step", short.compared, prompt, picture)
     return " · ".join(filter(None, parts))
 
 
-def devices_and_way(record: RunRecord) -> str:
+def devices_and_split(record: RunRecord) -> str:
     """Returns the count of devices and how they share the work, e.g. `2 devices (CFG)` or `4 devices (CFG 2 × Ulysses
     2)`."""
     name, count = record.name_of(record.strategy), record.strategy.world_size
     if count == 1:
         return name
-    way, _, degree = name.rpartition(" ")
-    return f"{count} devices ({way if degree == str(count) else name})"
+    axis, _, degree = name.rpartition(" ")
+    return f"{count} devices ({axis if degree == str(count) else name})"
 
 
 def _result(record: RunRecord) -> str:
-    approximate = [run for run in record.runs if not run.exact]
-    if not approximate:
+    if record.exact:
         return "result: exact (what one device gives)"
+    approximate = [run for run in record.runs if not run.exact]
     if kernels := {run.kernel for run in approximate} & set(APPROXIMATE_KERNELS):
         return f"result: approximate (attention {kernels.pop()} quantises; auto is exact)"
     if any(run.reused_calls for run in approximate):
@@ -140,9 +138,7 @@ def _step_cache(record: RunRecord) -> list[str]:
         return []
     if not record.cache_threshold:
         return ["step cache: reuses nothing at threshold 0"]
-    calls, reused = (
-        sum(getattr(run, name) for run in record.runs) for name in ("model_calls", "reused_calls")
-    )
+    calls, reused = sum(run.model_calls for run in record.runs), record.reused_calls
     if not calls:  # a note says why
         return []
     if not reused:
@@ -179,14 +175,14 @@ def _cost(record: RunRecord) -> list[str]:
     images = 1 if record.plan is None else record.plan.job.batch
     held = sum(run.held_seconds for run in record.runs) * len(record.devices)
 
-    def told(total: str, each: str) -> str:
+    def per_image(total: str, each: str) -> str:
         return total if images == 1 else f"{total} for {images} images, {each} each"
 
-    spent = told(f"{held:.3g} s", f"{held / images:.3g} s")
+    spent = per_image(f"{held:.3g} s", f"{held / images:.3g} s")
     lines = [f"GPU time used: {spent} (starting and loading included)"]
     if record.price_per_hour:
         total = money(held, record.price_per_hour)
-        spent = told(amount(total), amount(total / images))
+        spent = per_image(amount(total), amount(total / images))
         lines.append(
             f"cost: {spent}, at {record.price_per_hour:g} per GPU-hour (Settings, Parallel Sampling)"
         )
@@ -236,22 +232,22 @@ def _left_out(record: RunRecord, best_s: float) -> list[str]:
     """Returns lines on the candidates that were not tried, and why. `best_s`: seconds of a step under the fastest."""
     trials = () if record.plan is None else record.plan.trials.candidates
     started = {trial.strategy for trial in record.trials}
-    left = [other for other in trials if other.strategy not in started]
-    slower = [other for other in left if 0 < best_s <= other.at_least_s * GAIN]
-    dear = [other for other in left if other not in slower]
-    told = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
+    untried = [trial for trial in trials if trial.strategy not in started]
+    slower = [trial for trial in untried if 0 < best_s <= trial.at_least_s * GAIN]
+    dear = [trial for trial in untried if trial not in slower]
+    too_dear = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
     return [
-        f"not tried: {', '.join(record.name_of(other.strategy) for other in others)} ({why})"
-        for others, why in ((slower, "these GPUs' data sheet says it cannot be faster"), (dear, told))
-        if others
+        f"not tried: {', '.join(record.name_of(trial.strategy) for trial in group)} ({why})"
+        for group, why in ((slower, "these GPUs' data sheet says it cannot be faster"), (dear, too_dear))
+        if group
     ]
 
 
 def _named(record: RunRecord, strategy: ParallelStrategy) -> str:
     if strategy.world_size == 1:
         return "one device, for which splitting this work costs more than it gains,"
-    whole = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
-    return f"{record.name_of(strategy)}{whole}"
+    note = " (whole images on each device)" if strategy.data_degree == strategy.world_size else ""
+    return f"{record.name_of(strategy)}{note}"
 
 
 def _foreseen(record: RunRecord) -> list[str]:
@@ -260,7 +256,7 @@ def _foreseen(record: RunRecord) -> list[str]:
     if plan is None:
         return []
     lines = [f"memory, predicted for the fullest device: {plan.memory.describe()}"]
-    if any(run.reused_calls for run in record.runs):  # the expected step computes all blocks
+    if record.reused_calls:  # the expected step computes all blocks
         return lines
     seen = next((c.step_s for c in plan.candidates if c.strategy == record.strategy.canonical), None)
     if seen is not None:

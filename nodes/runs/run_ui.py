@@ -14,9 +14,18 @@ from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ...parallel_backend.planner.workload.workload import Job
-from ..host.calls import RunRecord
-from .report import badge, headline
-from .speed import compare_prompt, compared, compared_by_links, step_seconds, tried_seconds
+from ..host.calls import RunRecord, report_progress
+from .report import badge, headline, summarise, write_report
+from .speed import compare_prompt, compared, compared_by_links, count_gain, step_seconds, tried_seconds
+
+
+def finish(record: RunRecord, settings: StrategySettings, file: ModelFile) -> tuple[str, dict[str, list]]:
+    """Counts what the run gained for its prompt, shows its summary under the node, and returns (report, the `ui`)."""
+    if record.runs:  # no step runs at denoise 0
+        count_gain(record)
+        report_progress(summarise(record))
+    report = write_report(record)
+    return report, run_ui(record, report, settings, file)
 
 
 def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: ModelFile) -> dict[str, list]:
@@ -45,8 +54,8 @@ def phases_of(prompt_id: str) -> dict[str, object]:
 def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: ModelFile) -> dict[str, object]:
     """Returns one case of the layout of form.check_inputs, with the Strategy Selector's inputs of the run."""
     strategy = record.strategy
-    others = [device for device in resolve_devices(settings.devices) if device not in record.devices]
-    devices = (*record.devices, *others)
+    unused = [device for device in resolve_devices(settings.devices) if device not in record.devices]
+    devices = (*record.devices, *unused)
     assigned = assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts)
     return {
         "title": record.name_of(strategy),
@@ -60,7 +69,7 @@ def panel_rows(record: RunRecord) -> list[dict[str, object]]:
     if record.plan is None or not record.runs:
         return []
     tried = tried_seconds(record)
-    if not any(run.reused_calls for run in record.runs):
+    if not record.reused_calls:
         tried.setdefault(record.strategy.canonical, step_seconds(record))
     seen = [replace(c, step_s=tried.get(c.strategy, c.step_s)) for c in record.plan.candidates]
     seen.sort(key=lambda c: (not c.fits, not c.permitted, c.step_s is None, c.step_s or 0.0))

@@ -57,10 +57,9 @@ def step_seconds(record: RunRecord) -> float:
 
     If the run tried several strategies, only the steps under the last one count.
     """
-    times = [seconds for run in record.runs for seconds in run.step_seconds]
-    if any(run.reused_calls for run in record.runs):
-        return average(times)
-    return tried_seconds(record).get(record.strategy.canonical) or typical(times)
+    if record.reused_calls:
+        return average(record.step_seconds)
+    return tried_seconds(record).get(record.strategy.canonical) or typical(record.step_seconds)
 
 
 def tried_seconds(record: RunRecord) -> dict[ParallelStrategy, float]:
@@ -104,8 +103,8 @@ def count_gain(record: RunRecord) -> None:
     known. The record has at least one run."""
     one = one_device_seconds(record)
     if one is not None and record.strategy.world_size > 1:
-        steps = sum(len(run.step_seconds) for run in record.runs)
-        PHASES.add_gain(record.prompt_id, steps * (as_shown(one) - as_shown(step_seconds(record))))
+        saved = as_shown(one) - as_shown(step_seconds(record))
+        PHASES.add_gain(record.prompt_id, len(record.step_seconds) * saved)
 
 
 def compare_prompt(prompt_id: str) -> str:

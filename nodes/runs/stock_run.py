@@ -10,13 +10,11 @@ from contextlib import contextmanager
 
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.planner.rules import StrategySettings
-from ..host.calls import RunRecord, report_progress
+from ..host.calls import RunRecord
+from ..host.page import send_event, shown_node
 from ..host.progress import rank_bars
 from ..host.settings import price_per_gpu_hour
-from ..host.shown_node import shown_node
-from .report import summarise, write_report
-from .run_ui import phases_of, run_ui
-from .speed import count_gain
+from .run_ui import finish, phases_of
 
 EVENT, PHASES_EVENT = "parallel_sampling.run", "parallel_sampling.phases"
 MAX_PROMPTS = 16  # the page looks this far back into ComfyUI's history
@@ -40,11 +38,8 @@ def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord
     with rank_bars():
         _send(None)
         yield record
-    if record.plan is None:
-        return
-    count_gain(record)
-    report_progress(summarise(record))
-    _send(run_ui(record, write_report(record), settings, file))
+    if record.plan is not None:
+        _send(finish(record, settings, file)[1])
 
 
 def show_phases(prompt_id: str) -> None:
@@ -55,7 +50,7 @@ def show_phases(prompt_id: str) -> None:
     with _lock:
         for output in _recent.get(prompt_id, {}).values():
             output["parallel_phases"] = [shown]
-    _send_event(PHASES_EVENT, shown)
+    send_event(PHASES_EVENT, shown)
 
 
 def _send(output: Output | None) -> None:
@@ -69,13 +64,4 @@ def _send(output: Output | None) -> None:
             _recent.setdefault(prompt, {})[node] = output
             while len(_recent) > MAX_PROMPTS:
                 _recent.popitem(last=False)
-    _send_event(EVENT, {"prompt_id": prompt, "node": node, "output": output})
-
-
-def _send_event(event: str, data: dict[str, object]) -> None:
-    from server import PromptServer  # imports ComfyUI's whole server: not wanted before it runs
-
-    server = getattr(PromptServer, "instance", None)
-    client = getattr(server, "client_id", None)
-    if client is not None:
-        server.send_sync(event, data, client)
+    send_event(EVENT, {"prompt_id": prompt, "node": node, "output": output})

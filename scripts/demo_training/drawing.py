@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from parallel_backend.models.demo.captions import BACKGROUND, COLOURS, Scene, Thing
+from demo_training.scenes import BACKGROUND, RGB, Scene, Thing
 
 SIZE = 128
 # Radius of a thing and the distance of a pair's centres from the middle, in pixels.
@@ -35,7 +35,7 @@ def draw(scene: Scene, rng: random.Random) -> Tensor:
 def _paint(image: Tensor, thing: Thing, x: float, y: float, rng: random.Random) -> None:
     distance = signed_distance(thing.shape, x, y, rng.uniform(*RADIUS))
     cover = (0.5 - distance).clamp(0, 1)
-    colour = torch.tensor(COLOURS[thing.colour]).view(3, 1, 1)
+    colour = torch.tensor(RGB[thing.colour]).view(3, 1, 1)
     image += cover * (colour - image)
 
 

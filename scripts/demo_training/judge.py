@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demo_training.drawing import SIZE, signed_distance
-from parallel_backend.models.demo.captions import BACKGROUND, COLOURS, SHAPES, Scene, Thing
+from demo_training.scenes import BACKGROUND, RGB, Scene, Thing
+from parallel_backend.models.demo.text_encoder import SHAPES
 
 _LEAST_PIXELS = 250  # a thing of the smallest drawn size has over 500
 # Intersection over union with the ideal outline; drawings reach at least 0.94, the next best shape at most 0.85.
@@ -56,12 +57,12 @@ def _relation_holds(scene: Scene, found: dict[str, tuple[str, float, float]]) ->
 
 def find_things(image: Tensor) -> dict[str, tuple[str, float, float]]:
     """Returns {colour: (shape, x, y)} for every colour that covers enough pixels; x, y in pixels."""
-    palette = torch.tensor([BACKGROUND, *COLOURS.values()])
+    palette = torch.tensor([BACKGROUND, *RGB.values()])
     distance = (image.permute(1, 2, 0).unsqueeze(2) - palette).square().sum(-1)
     nearest = distance.argmin(-1)
     axis = torch.arange(SIZE) + 0.5
     found = {}
-    for index, colour in enumerate(COLOURS, start=1):
+    for index, colour in enumerate(RGB, start=1):
         mask = _without_thin_lines((nearest == index).float())
         pixels = mask.sum()
         if pixels >= _LEAST_PIXELS:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from comfy_harness import ROOT
 from demo_training.drawing import draw
 from demo_training.judge import judge
+from demo_training.scenes import random_scene
 from differences import relative_difference
 from graphs import Graph
-from parallel_backend.models.demo.captions import random_scene
 from parallel_backend.models.demo.image_coder import DemoImageCoder
 
 CAPTION = "a red circle left of a blue square"

@@ -22,7 +22,7 @@ from parallel_backend.wire.cache_folder import FOLDER, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUS = ("cpu:0", "cpu:1")
-SettingsFile = import_node_module("nodes.host.user_settings").SettingsFile
+user_settings = import_node_module("nodes.host.user_settings")
 
 
 def _commands(heading: str) -> list[str]:
@@ -66,7 +66,7 @@ def test_after_a_loss_settings_measurements_and_workflows_are_as_they_were(run, 
 
     def behaviour() -> tuple:
         plan = plan_execution(StrategySettings(), flux_job(FP8), LocalMachine(CPUS), open_history(CPUS))
-        settings = dict(SettingsFile().read(user / "comfy.settings.json"))
+        settings = dict(user_settings.read_settings(user / "comfy.settings.json")[0])
         return plan.summary, settings, workflow.read_text() if workflow.exists() else ""
 
     before = behaviour()

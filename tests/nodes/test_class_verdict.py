@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,17 +48,19 @@ def root(tmp_path):
     return tmp_path / "ComfyUI"
 
 
-class Scripted:
-    """Stands in for the process of a self-test, and counts its calls."""
+@pytest.fixture
+def tests(monkeypatch):
+    """Stands in for the process of a self-test: `outcome` is its mode or error, `calls` the number of its starts."""
+    scripted = SimpleNamespace(outcome=STAY, calls=0)
 
-    def __init__(self, outcome):
-        self.outcome, self.calls = outcome, 0
+    def run(root, class_names, *, should_cancel):
+        scripted.calls += 1
+        if isinstance(scripted.outcome, Exception):
+            raise scripted.outcome
+        return tuple(SelfTest(name, scripted.outcome, 0.07) for name in class_names)
 
-    def __call__(self, root, class_names, *, should_cancel):
-        self.calls += 1
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return tuple(SelfTest(name, self.outcome, 0.07) for name in class_names)
+    monkeypatch.setattr(verdicts, "run_self_tests", run)
+    return scripted
 
 
 def restart(monkeypatch):
@@ -65,63 +68,61 @@ def restart(monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "words"), [(STAY, ""), (BLOCK, "each block gathers"), (ROWS, SENTENCE)])
-def test_new_sources_are_tested_once_and_for_all(root, monkeypatch, mode, words):
-    tests, phases = Scripted(mode), []
-    first = ensure_verdict(str(root), CLASS, phases.append, run=tests)
+def test_new_sources_are_tested_once_and_for_all(root, tests, monkeypatch, mode, words):
+    tests.outcome, phases = mode, []
+    first = ensure_verdict(str(root), CLASS, phases.append)
     assert first.mode == mode and words in first.words
-    assert ensure_verdict(str(root), CLASS, phases.append, run=tests) == first
+    assert ensure_verdict(str(root), CLASS, phases.append) == first
     restart(monkeypatch)
-    assert ensure_verdict(str(root), CLASS, phases.append, run=tests) == first
+    assert ensure_verdict(str(root), CLASS, phases.append) == first
     assert tests.calls == 1
     assert phases == ["testing how this version of ComfyUI computes HunyuanVideo (10 to 20 seconds, once)"]
 
 
-def test_other_sources_and_other_entries_are_tested_anew(root, monkeypatch):
-    tests = Scripted(STAY)
-    ensure_verdict(str(root), CLASS, run=tests)
+def test_other_sources_and_other_entries_are_tested_anew(root, tests, monkeypatch):
+    ensure_verdict(str(root), CLASS)
     (root / TABLE[CLASS].source).write_text("import torch  # a comment\n")
-    ensure_verdict(str(root), CLASS, run=tests)
+    ensure_verdict(str(root), CLASS)
     assert tests.calls == 2
     entry = TABLE[CLASS]
     monkeypatch.setitem(TABLE, CLASS, replace(entry, stays_with=entry.stays_with | {"another"}))
-    ensure_verdict(str(root), CLASS, run=tests)
+    ensure_verdict(str(root), CLASS)
     assert tests.calls == 3
 
 
-def test_one_that_crashed_counts_for_this_session_only(root, monkeypatch, cache):
-    tests = Scripted(RankFailed(0, "the self-test killed by SIGSEGV\nmany\nlines", crashed=True))
+def test_one_that_crashed_counts_for_this_session_only(root, tests, monkeypatch, cache):
+    tests.outcome = RankFailed(0, "the self-test killed by SIGSEGV\nmany\nlines", crashed=True)
     for _ in range(2):
-        verdict = ensure_verdict(str(root), CLASS, run=tests)
+        verdict = ensure_verdict(str(root), CLASS)
     assert tests.calls == 1 and not (cache / NAME).exists()
     assert verdict.mode == ROWS and "SIGSEGV" in verdict.words and "\n" not in verdict.words
     restart(monkeypatch)
     tests.outcome = STAY
-    assert ensure_verdict(str(root), CLASS, run=tests) == PROVEN_HERE
+    assert ensure_verdict(str(root), CLASS) == PROVEN_HERE
 
 
-def test_one_that_is_cancelled_comes_again(root, cache):
-    tests = Scripted(Cancelled("the self-test was cancelled"))
+def test_one_that_is_cancelled_comes_again(root, tests):
+    tests.outcome = Cancelled("the self-test was cancelled")
     with pytest.raises(Cancelled):
-        ensure_verdict(str(root), CLASS, run=tests)
+        ensure_verdict(str(root), CLASS)
     tests.outcome = STAY
-    assert ensure_verdict(str(root), CLASS, run=tests) == PROVEN_HERE and tests.calls == 2
+    assert ensure_verdict(str(root), CLASS) == PROVEN_HERE and tests.calls == 2
 
 
-def test_where_nothing_is_to_be_kept_the_session_knows(root, monkeypatch, cache):
+def test_where_nothing_is_to_be_kept_the_session_knows(root, tests, monkeypatch, cache):
     monkeypatch.setenv(VARIABLE, "off")
-    tests = Scripted(ROWS)
-    assert ensure_verdict(str(root), CLASS, run=tests) == ensure_verdict(str(root), CLASS, run=tests)
+    tests.outcome = ROWS
+    assert ensure_verdict(str(root), CLASS) == ensure_verdict(str(root), CLASS)
     assert tests.calls == 1 and not cache.exists()
 
 
-def test_classes_that_the_table_does_not_have_need_no_test():
-    assert ensure_verdict("/nowhere", "StageC", run=Scripted(STAY)) == UNKNOWN
+def test_classes_that_the_table_does_not_have_need_no_test(tests):
+    assert ensure_verdict("/nowhere", "StageC") == UNKNOWN and tests.calls == 0
 
 
-def test_sources_that_cannot_be_read_are_not_trusted(root):
+def test_sources_that_cannot_be_read_are_not_trusted(root, tests):
     (root / TABLE[CLASS].source).unlink()
-    tests = Scripted(STAY)
-    verdict = ensure_verdict(str(root), CLASS, run=tests)
+    verdict = ensure_verdict(str(root), CLASS)
     assert verdict.mode == ROWS and "cannot be read" in verdict.words and tests.calls == 0
 
 
@@ -145,15 +146,15 @@ def test_an_entry_that_is_not_known_costs_only_itself(cache):
     assert SelfTestStore().find(CLASS, "one") == SelfTest(CLASS, STAY, 1e-7)
 
 
-def test_the_real_comfyui_has_its_proofs_with_the_pack():
+def test_the_real_comfyui_has_its_proofs_with_the_pack(tests):
     real = str(require_comfyui())
     if not is_proven(CLASS, entry_digest(real, CLASS)):
         pytest.skip("this ComfyUI is not the one that the pack's proofs are of")
-    assert ensure_verdict(real, CLASS, run=Scripted(ROWS)) == PROVEN_HERE
+    assert ensure_verdict(real, CLASS) == PROVEN_HERE and tests.calls == 0
 
 
 def test_a_class_that_computes_otherwise_shares_out_whole_images_and_one_that_only_reads_otherwise_is_trusted(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
     """No signature shows that CLASS puts the image before the text: the picture would be wrong without an error. The
     self-test sees no GPU, and text that ComfyUI prints does not damage its answers."""
@@ -161,11 +162,15 @@ def test_a_class_that_computes_otherwise_shares_out_whole_images_and_one_that_on
     same = "LTXVModel"
     changes = {**IMAGE_BEFORE_TEXT, TABLE[same].source: [("import torch\n", reads)]}
     copy = str(copy_of_comfyui(tmp_path / "other", changes))
-    found, held = run_self_tests(copy, [CLASS, same])
+    results = {test.class_name: test for test in run_self_tests(copy, [CLASS, same])}
+    found = results[CLASS]
     assert found.mode == ROWS and found.worst > 1e-3 and not found.error
-    verdict = ensure_verdict(copy, CLASS, run=lambda *args, **kwargs: (found,))
+    monkeypatch.setattr(
+        verdicts, "run_self_tests", lambda root, names, **_: [results[name] for name in names]
+    )
+    verdict = ensure_verdict(copy, CLASS)
     assert (verdict.mode, verdict.words) == (ROWS, SENTENCE)
-    assert ensure_verdict(copy, same, run=lambda *args, **kwargs: (held,)) == PROVEN_HERE
+    assert ensure_verdict(copy, same) == PROVEN_HERE
 
 
 def test_another_version_of_comfyui_is_tested_class_by_class():

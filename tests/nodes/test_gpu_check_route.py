@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -40,21 +41,16 @@ sys.exit(1)
 """
 
 
-class _Ranks:
-    """Stands in for a sidecar of ComfyUI that is idle or busy; `asked`: how often it was asked to stop."""
-
-    def __init__(self, idle):
-        self.idle, self.asked = idle, 0
-
-    def stop_if_idle(self):
-        self.asked += 1
-        return self.idle
-
-
 @pytest.fixture
 def ranks(monkeypatch):
-    found = _Ranks(idle=True)
-    monkeypatch.setattr(pool, "all_sidecars", lambda: (found,))
+    """Ranks of ComfyUI that are idle; `asked`: how often they were asked to stop."""
+    found = SimpleNamespace(idle=True, asked=0)
+
+    def stop_if_idle():
+        found.asked += 1
+        return found.idle
+
+    monkeypatch.setattr(pool, "all_sidecars", lambda: (SimpleNamespace(stop_if_idle=stop_if_idle),))
     return found
 
 
@@ -77,7 +73,7 @@ def asked(talk):
 
     async def run():
         routes = web.RouteTableDef()
-        doctor.add_route(routes)
+        doctor.add_routes(routes)
         app = web.Application()
         app.add_routes(routes)
         async with TestClient(TestServer(app)) as client:
@@ -113,16 +109,16 @@ def test_the_doctor_says_what_it_does_and_gives_its_report_as_data(ends, ranks):
     assert ranks.asked == 0  # ComfyUI's ranks keep running
 
 
-def test_a_doctor_that_ends_without_a_report_is_told_by_its_last_words(ends, ranks):
+@pytest.mark.parametrize(
+    ("route", "error"),
+    [
+        (doctor.ROUTE, "the doctor left no report: a library's own words"),
+        (doctor.GPU_ROUTE, "the GPU check left no report: --parent --gpu --report --share"),
+    ],
+)
+def test_one_that_ends_without_a_report_is_told_by_its_last_words(ends, ranks, route, error):
     ends("nothing")
-    _, told = asked(lambda client: post(client, doctor.ROUTE))
-    assert told[-1] == {"error": "the doctor left no report: a library's own words"}
-
-
-def test_a_check_that_leaves_no_report_is_told(ends, ranks):
-    ends("nothing")
-    _, (_, end) = asked(post)
-    assert end == {"error": "the GPU check left no report: --parent --gpu --report --share"}
+    assert asked(lambda client: post(client, route))[1][-1] == {"error": error}
 
 
 def test_it_does_not_run_beside_a_prompt(ends, ranks):

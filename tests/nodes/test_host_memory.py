@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pack_nodes import import_node_module
-from parallel_backend.planner import plan as decide  # noqa: F401  the module under test must share this module
+from pack_nodes import module_fixture
 from parallel_backend.planner.rules import StrategySettings
-from parallel_backend.planner.workload import in_use as memory_in_use
 from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
@@ -27,12 +26,8 @@ class Loaded:
     """Stands in for one of ComfyUI's loaded models; `kind`: the class of its network."""
 
     def __init__(self, kind, device, size, used=True):
-        self.model, self.device, self.size, self.currently_used = (
-            SimpleNamespace(model=kind()),
-            device,
-            size,
-            used,
-        )
+        self.model, self.device = SimpleNamespace(model=kind()), device
+        self.size, self.currently_used = size, used
 
     def model_loaded_memory(self):
         return self.size
@@ -60,38 +55,27 @@ def _free(seen, needed, device, keep_loaded):
         seen.loaded.remove(one)
 
 
+memory = module_fixture("nodes.host.memory")
+offload = module_fixture("nodes.host.offload")
+
+
 @pytest.fixture
-def host(monkeypatch):
-    """nodes/host/memory.py and offload.py beside a stand-in for ComfyUI that has only the few names that they use."""
+def host(memory, offload, monkeypatch):
+    """nodes/host/memory.py and offload.py with a stand-in for the state of ComfyUI's memory and of the ranks."""
     seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[], modules={})
-    seen.free = lambda needed, device, keep_loaded: _free(seen, needed, device, keep_loaded)
-    flags = SimpleNamespace(highvram=False, gpu_only=False, novram=False, lowvram=False)
+    seen.memory, seen.offload, seen.flags = memory, offload, memory.args
 
     def soft_empty_cache():
         seen.emptied += 1
 
-    made = {
-        "comfy": {},
-        "comfy.cli_args": {"args": flags},
-        "comfy.model_management": {
-            "soft_empty_cache": soft_empty_cache,
-            "current_loaded_models": seen.loaded,
-            "LoadedModel": Loaded,
-            "free_memory": seen.free,
-        },
-        "comfy_execution": {},
-        "comfy_execution.utils": {"get_executing_context": lambda: seen.node},
-    }
-    for name, names in made.items():
-        module = ModuleType(name)
-        module.__dict__.update(names)
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["comfy"].model_management = sys.modules["comfy.model_management"]
-    for name in ("memory", "offload"):
-        monkeypatch.delitem(sys.modules, f"pack_of_nodes.nodes.host.{name}", raising=False)
-    monkeypatch.setattr(memory_in_use, "FREEABLE", [])
-    seen.memory, seen.flags = import_node_module("nodes.host.memory"), flags
-    seen.offload = import_node_module("nodes.host.offload")
+    for name in ("highvram", "gpu_only", "novram", "lowvram"):
+        monkeypatch.setattr(seen.flags, name, False)
+    monkeypatch.setattr(seen.flags, "reserve_vram", None)
+    management = memory.comfy.model_management
+    monkeypatch.setattr(management, "soft_empty_cache", soft_empty_cache)
+    monkeypatch.setattr(management, "current_loaded_models", seen.loaded)
+    monkeypatch.setattr(management, "free_memory", partial(_free, seen))
+    monkeypatch.setattr(memory, "get_executing_context", lambda: seen.node)
     monkeypatch.setattr(pool, "give_back", lambda spec, device: seen.asked.append(device))
     monkeypatch.setattr(pool, "put_to_sleep", lambda spec: seen.asked.append("all"))
     monkeypatch.setattr(pool, "drop_modules", lambda: seen.asked.append("modules"))
@@ -99,15 +83,17 @@ def host(monkeypatch):
         pool, "module_bytes", lambda device, number=None: seen.modules.get((device, number), 0)
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    yield seen
-    for name in ("memory", "offload"):
-        sys.modules.pop(f"pack_of_nodes.nodes.host.{name}", None)
+    return seen
 
 
 def holding(monkeypatch, **by_device):
-    """Makes the ranks hold the given bytes of SPEC on cuda_0, cuda_1, …"""
-    found = {name.replace("_", ":"): size for name, size in by_device.items()}
-    group = SimpleNamespace(bytes_on=lambda spec, device: found.get(device, 0) if spec == SPEC else 0)
+    """Makes ranks run on cuda_0, cuda_1, … that hold the given bytes of SPEC."""
+    held = {name.replace("_", ":"): size for name, size in by_device.items()}
+    ranks = [SimpleNamespace(device=d, weight_bytes=size, working_bytes=0) for d, size in held.items()]
+    group = SimpleNamespace(
+        status=lambda: SimpleNamespace(ranks=ranks),
+        bytes_on=lambda spec, device: held.get(device, 0) if spec == SPEC else 0,
+    )
     monkeypatch.setattr(pool, "all_sidecars", lambda: (group,))
 
 
@@ -166,19 +152,9 @@ def plan_of(size, *devices):
     return SimpleNamespace(devices=devices, memory=SimpleNamespace(private_bytes=size), strategy=strategy)
 
 
-def ranks_with(monkeypatch, **by_device):
-    """Makes ranks run on cuda_0, cuda_1, … that hold the given bytes."""
-    held = {name.replace("_", ":"): size for name, size in by_device.items()}
-    ranks = [SimpleNamespace(device=d, weight_bytes=size, working_bytes=0) for d, size in held.items()]
-    group = SimpleNamespace(
-        status=lambda: SimpleNamespace(ranks=ranks), bytes_on=lambda spec, d: held.get(d, 0)
-    )
-    monkeypatch.setattr(pool, "all_sidecars", lambda: (group,))
-
-
 def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host, monkeypatch):
     """ComfyUI would load no model on the second card, so by itself it would free no memory there."""
-    ranks_with(monkeypatch)
+    holding(monkeypatch)
     encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
     control = Loaded(ControlNet, OTHER, 2 * GIB)
     host.loaded += [encoder, vae, control]
@@ -190,16 +166,16 @@ def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host
 def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, monkeypatch):
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
-    ranks_with(monkeypatch)
+    holding(monkeypatch)
     assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == ()
-    ranks_with(monkeypatch, cuda_0=20 * GIB)
+    holding(monkeypatch, cuda_0=20 * GIB)
     assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == ()
     assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
     assert host.loaded == [encoder]
 
 
 def test_text_encoders_and_vaes_of_the_ranks_go_where_the_plan_has_no_room_beside_them(host, monkeypatch):
-    ranks_with(monkeypatch, cuda_0=5 * GIB)
+    holding(monkeypatch, cuda_0=5 * GIB)
     others = {"cuda:0": 0, "cuda:1": 3 * GIB}
     monkeypatch.setattr(
         Capacity, "of", staticmethod(lambda d: Capacity((24 * GIB,) * len(d), tuple(map(others.get, d))))
@@ -223,13 +199,13 @@ def test_a_text_encoder_of_the_ranks_counts_on_comfyuis_device_and_no_other(host
 def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_move(host, monkeypatch):
     """The plan counts this cache as free memory for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    ranks_with(monkeypatch, cuda_0=12 * GIB)
+    holding(monkeypatch, cuda_0=12 * GIB)
     assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
     assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
 
 
 def test_the_gpus_of_another_machine_are_not_this_processs_to_make_room_on(host, monkeypatch):
-    ranks_with(monkeypatch)
+    holding(monkeypatch)
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
     assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
@@ -237,7 +213,7 @@ def test_the_gpus_of_another_machine_are_not_this_processs_to_make_room_on(host,
 
 
 def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks_own(host, monkeypatch):
-    ranks_with(monkeypatch)
+    holding(monkeypatch)
     ours = Loaded(ControlNet, GPU, 8 * GIB, used=False)
     network = torch.nn.Module()
     ours.model.model.diffusion_model = network
@@ -247,18 +223,18 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14 * GIB)
-    assert memory_in_use.FREEABLE[-1]("cuda:0") == (2 + 3 + 9) * GIB
+    assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == (2 + 3 + 9) * GIB
     assert len(host.offload.offload_comfyui_models(plan_of(23 * GIB, "cuda:0"))) == 2
     assert host.loaded == [ours, used]
 
 
 def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch):
     host.flags.reserve_vram = 1.5
-    assert memory_in_use.FREEABLE[-1]("cuda:0") == -1.5 * GIB
+    assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == -1.5 * GIB
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    assert memory_in_use.FREEABLE[-1]("cuda:0") == 0.5 * GIB
+    assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == 0.5 * GIB
 
 
 def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, monkeypatch):
@@ -272,7 +248,7 @@ def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, monk
 
 
 def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
-    ranks_with(monkeypatch, cuda_0=6 * GIB)
+    holding(monkeypatch, cuda_0=6 * GIB)
     host.memory.make_room(SPEC, GPU)
     (note,) = host.memory.eviction_notes()
     assert "took the room of flux.safetensors on cuda:0" in note and "6.00 GiB" in note

@@ -32,8 +32,3 @@ def test_a_class_that_cannot_be_built_says_why(build_on_meta):
 
     with pytest.raises(RuntimeError, match="no such attention"):
         build_on_meta(build)
-
-
-def test_what_needs_no_values_is_all_on_the_meta_device(build_on_meta):
-    module = build_on_meta(lambda device: torch.nn.Linear(4, 4, device=device))
-    assert module.weight.is_meta

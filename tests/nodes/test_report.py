@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,57 +10,44 @@ import pytest
 from jobs import flux_job
 from pack_nodes import import_node_module
 from parallel_backend.observability.prompt_phases import PromptPhases
+from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.records import LinkRate
 from parallel_backend.planner.rules import Plan
 from parallel_backend.planner.step_bounds import bytes_sent
 from parallel_backend.requests import LoadInfo, RunInfo
 from parallel_backend.sidecar.group.events import RequestEnded
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import NO_TRIALS, Trial
+from parallel_backend.trials import Trial
 
 report = import_node_module("nodes.runs.report")
 speed = import_node_module("nodes.runs.speed")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 
-def record(**changes):
-    """Returns the fields of a RunRecord (nodes/host/calls.py) for a run of four steps, the first of which was slow."""
-    run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
-    plain = {
-        "runs": [run],
-        "plans": [Plan(flux_job(), ("cpu:0", "cpu:1"), ULYSSES, reason="Ulysses 2: set by hand")],
-        "strategy": ULYSSES,
-        "name_of": ParallelStrategy.describe,
-        "devices": ("cpu:0", "cpu:1"),
-        "plan": None,
-        "loads": [],
-        "switches": [],
-        "dropped": [],
-        "notes": [],
-        "patched": 0,
-        "trials": (),
-        "cache_threshold": None,
-        "price_per_hour": 0.0,
-        "prompt_id": "",
-    }
-    return SimpleNamespace(**{**plain, **changes})
+@pytest.fixture(autouse=True)
+def _comfyui(comfyui_here):
+    """A RunRecord is imported together with ComfyUI."""
+
+
+def record(strategy=ULYSSES, **changes):
+    """Returns the RunRecord of a run of four steps, the first of which was slow."""
+    run = RunInfo("native", strategy, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
+    plan = Plan(flux_job(), ("cpu:0", "cpu:1"), ULYSSES, reason="Ulysses 2: set by hand")
+    found = import_node_module("nodes.host.calls").RunRecord(
+        plans=[plan], runs=[run], devices=plan.devices, prompt_id=""
+    )
+    return replace(found, **changes)
 
 
 def lines(**changes) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in report.write_report(record(**changes)).splitlines())
 
 
-def planned(**step_s):
+def planned(job=None, link=None, **step_s):
     """Returns a plan whose candidates were measured earlier. `step_s`: seconds of a step by `one` and `ulysses`."""
     strategies = {"one": ParallelStrategy(), "ulysses": ULYSSES}
-    return SimpleNamespace(
-        candidates=[SimpleNamespace(strategy=strategies[name], step_s=s) for name, s in step_s.items()],
-        trials=NO_TRIALS,
-        memory=SimpleNamespace(describe=lambda: "1 GiB"),
-        job=SimpleNamespace(batch=1),
-        link=None,
-        devices=("cpu:0", "cpu:1"),
-    )
+    candidates = [SimpleNamespace(strategy=strategies[name], step_s=s) for name, s in step_s.items()]
+    return Plan(job or flux_job(), ("cpu:0", "cpu:1"), ULYSSES, candidates=candidates, link=link)
 
 
 def test_all_words_tell_one_median_which_leaves_out_the_first_step():
@@ -124,13 +112,13 @@ def test_the_headline_says_what_ran_how_fast_and_whether_the_picture_is_the_same
     near = RunInfo("native", ULYSSES, step_seconds=(0.05,), exact=False)
     assert report.headline(record(runs=[near])).endswith(" · close to the picture of one device")
     alone = RunInfo("native", ParallelStrategy(), step_seconds=(0.1,))
-    words = report.headline(record(runs=[alone], strategy=ParallelStrategy()))
+    words = report.headline(record(runs=[alone]))
     assert words == "one device · 0.1 s per step"
 
 
 def test_strategies_of_several_axes_are_told_with_their_degrees():
     both = ParallelStrategy(cfg_degree=2, ulysses_degree=2)
-    assert report.devices_and_way(record(strategy=both)) == "4 devices (CFG 2 × Ulysses 2)"
+    assert report.devices_and_split(record(both)) == "4 devices (CFG 2 × Ulysses 2)"
 
 
 @pytest.mark.parametrize(("patched", "words"), [(1, "1 weight changed"), (6, "6 weights changed")])
@@ -149,9 +137,7 @@ def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():
     told = lines()
     assert told["GPU time used"] == "3 s (starting and loading included)" and "cost" not in told
     assert lines(price_per_hour=12.0)["cost"] == "0.01, at 12 per GPU-hour (Settings, Parallel Sampling)"
-    plan = planned()
-    plan.job.batch = 4
-    told = lines(plan=plan, price_per_hour=12.0)
+    told = lines(plan=planned(flux_job(batch=4)), price_per_hour=12.0)
     assert told["GPU time used"] == "3 s for 4 images, 0.75 s each (starting and loading included)"
     assert told["cost"].startswith("0.01 for 4 images, 0.0025 each, at 12")
 
@@ -212,22 +198,19 @@ def test_where_nobody_knows_what_one_device_takes_the_prompt_is_not_compared(a_p
     ids=["a kernel", "a step cache", "PipeFusion", "rounded", "quantised layers"],
 )
 def test_a_result_that_is_approximate_is_called_so_with_its_own_reason(run, exchange_dtype, words):
-    computing = SimpleNamespace(exchange_dtype=exchange_dtype)
-    plan = SimpleNamespace(job=SimpleNamespace(model=SimpleNamespace(compute_options=computing)))
+    plan = planned(flux_job(compute_options=ComputeOptions(exchange_dtype=exchange_dtype)))
     found = RunInfo("native", run.pop("strategy", ULYSSES), step_seconds=(0.1,), exact=False, **run)
     assert report._result(record(runs=[found], plan=plan)).startswith(f"result: approximate ({words}")
 
 
 def test_what_the_links_foresaw_stands_beside_what_was_measured():
     """The foreseen step is half of one device's step plus the exchanges, at the rate that the doctor measured."""
-    plan, job = planned(one=0.1, ulysses=0.05), flux_job()
-    plan.job = job
-    plan.link = LinkRate("", bytes_sent(job, ULYSSES) / 0.02, 1e-5, 0.0)  # so exchanges take 20 ms
-    told = lines(plan=plan)
+    job = flux_job()
+    link = LinkRate("", bytes_sent(job, ULYSSES) / 0.02, 1e-5, 0.0)  # so exchanges take 20 ms
+    told = lines(plan=planned(job, link, one=0.1, ulysses=0.05))
     factor = 0.1 / (0.1 / 2 + 0.02 + 2 * 57 * 1e-5)
     assert told["foreseen"] == f"{factor:.1f} × by the links alone, measured: 2.0 × as fast as one device"
     assert "foreseen" not in lines(plan=planned(one=0.1, ulysses=0.05)), "nobody examined the links"
-    plan.candidates = planned(ulysses=0.05).candidates
-    assert lines(plan=plan)["foreseen"] == (
+    assert lines(plan=planned(job, link, ulysses=0.05))["foreseen"] == (
         f"by the links alone faster where one device takes more than {2 * (0.02 + 2 * 57 * 1e-5):.2g} s per step"
     ), "nobody knows one device"

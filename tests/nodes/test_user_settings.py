@@ -21,7 +21,6 @@ from parallel_backend.strategy import ParallelStrategy
 user_settings = import_node_module("nodes.host.user_settings")
 PREFIX = user_settings.PREFIX
 SETTINGS = user_settings.SETTINGS
-SettingsFile = user_settings.SettingsFile
 check_settings = user_settings.check_settings
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
@@ -59,29 +58,28 @@ def test_whatever_stands_there_each_setting_has_its_type_and_range(found):
     assert all(len(problem) < 400 for problem in problems)
 
 
-@pytest.mark.parametrize("minutes", [10**400, -(10**400), math.inf, math.nan])
-def test_minutes_that_no_clock_has_leave_the_default(minutes):
-    values, problems = check_settings({f"{PREFIX}sleep_after_minutes": minutes})
-    assert values == DEFAULTS
-    assert len(problems) == 1 and "it must be a number of minutes from 0" in problems[0]
+MINUTES, PRICE = "it must be a number of minutes from 0", "a number from 0 (none) to 1,000,000"
 
 
-@pytest.mark.parametrize("price", [-0.01, 1e7, math.nan, "2.50", True, None])
-def test_a_price_that_is_none_leaves_the_default(price):
-    values, problems = check_settings({f"{PREFIX}price_per_gpu_hour": price})
-    assert values == DEFAULTS
-    assert len(problems) == 1 and "a number from 0 (none) to 1,000,000" in problems[0]
-
-
-@pytest.mark.parametrize("devices", ["1" * 5000, "cpu:" + "9" * 5000, "0," * 5000])
-def test_devices_of_thousands_of_letters_leave_the_default(devices):
-    values, problems = check_settings({f"{PREFIX}default_devices": devices})
-    assert values == DEFAULTS
-    assert len(problems) == 1 and len(problems[0]) < 300
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *(("sleep_after_minutes", value, MINUTES) for value in (10**400, -(10**400), math.inf, math.nan)),
+        *(("price_per_gpu_hour", value, PRICE) for value in (-0.01, 1e7, math.nan, "2.50", True, None)),
+        *(("default_devices", text, "") for text in ("1" * 5000, "cpu:" + "9" * 5000, "0," * 5000)),
+    ],
+)
+def test_a_value_that_a_setting_cannot_have_leaves_the_default(name, value, words):
+    values, (problem,) = check_settings({PREFIX + name: value})
+    assert values == DEFAULTS and words in problem and len(problem) < 300
 
 
 def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplog):
-    path, read = tmp_path / "comfy.settings.json", SettingsFile().read
+    path = tmp_path / "comfy.settings.json"
+
+    def read(path):
+        return user_settings.read_settings(path)[0]
+
     assert read(path) == DEFAULTS
     written = 0
 

@@ -9,15 +9,8 @@ import torch
 
 from demo_training.drawing import SIZE, draw, signed_distance
 from demo_training.judge import describe, judge
-from parallel_backend.models.demo.captions import (
-    BACKGROUND,
-    COLOURS,
-    SHAPES,
-    Scene,
-    Thing,
-    mirrored,
-    random_scene,
-)
+from demo_training.scenes import BACKGROUND, RGB, Scene, Thing, mirrored, random_scene
+from parallel_backend.models.demo.text_encoder import SHAPES
 
 RED_CIRCLE, BLUE_SQUARE = Thing("red", "circle"), Thing("blue", "square")
 SCENE = Scene(RED_CIRCLE, "left of", BLUE_SQUARE)
@@ -108,7 +101,7 @@ def test_side_by_side_but_askew_is_no_relation():
     image = blank()
     for thing, x, y in ((RED_CIRCLE, 35, 35), (BLUE_SQUARE, 93, 93)):
         inside = signed_distance(thing.shape, x, y, 20) < 0
-        image[:, inside] = torch.tensor(COLOURS[thing.colour]).view(3, 1)
+        image[:, inside] = torch.tensor(RGB[thing.colour]).view(3, 1)
     for relation in ("left of", "above"):
         verdict = judge(image, Scene(RED_CIRCLE, relation, BLUE_SQUARE))
         assert verdict.colours and verdict.shapes and not verdict.relation
@@ -140,5 +133,5 @@ def test_a_thing_with_a_third_bitten_off_has_no_shape():
 
 def test_a_third_thing_is_wrong():
     image = drawn(SCENE)
-    image[:, 2:24, 2:24] = torch.tensor(COLOURS["black"]).view(3, 1, 1)
+    image[:, 2:24, 2:24] = torch.tensor(RGB["black"]).view(3, 1, 1)
     assert not judge(image, SCENE).colours

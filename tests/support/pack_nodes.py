@@ -14,6 +14,7 @@ from comfy_modules import import_comfyui_here
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACK = "pack_of_nodes"
+COMFYUIS_NODES = ModuleType("nodes")  # in place of ComfyUI's own
 
 
 def import_node_module(name: str) -> ModuleType:
@@ -28,7 +29,7 @@ def import_node_module(name: str) -> ModuleType:
     for known in [key for key in sys.modules if key.partition(".")[0] == parallel_backend.__name__]:
         sys.modules[f"{_PACK}.{known}"] = sys.modules[known]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "nodes", ModuleType("nodes"))  # else the pack's passes for ComfyUI's
+        patch.setitem(sys.modules, "nodes", COMFYUIS_NODES)  # else the pack's passes for ComfyUI's
         return importlib.import_module(f"{_PACK}.{name}")
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ...models.demo.captions import tokenize
-from ...models.demo.text_encoder import DemoTextEncoder
+from ...models.demo.text_encoder import DemoTextEncoder, tokenize
 from ...requests import Conditioning, ModelSpec, Placement, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy

@@ -1,1 +1,1 @@
-"""The demo model's parts for pictures of coloured shapes: captions, text encoder, image coder, preview. Pure torch."""
+"""The demo model's parts for pictures of coloured shapes: text encoder and image coder. Pure torch."""

@@ -9,6 +9,27 @@ DOWNSCALE = 8
 WIDTH = 128
 # Flux's latent format: the model sees (latent - SHIFT) * SCALE (ComfyUI, comfy/latent_formats.py).
 SCALE, SHIFT = 0.3611, 0.1159
+# Turns latents into colours for previews, by least squares over scenes (tests/models/demo/test_preview.py). For each
+# channel of a latent as the model sees it: red, green, blue in -1..1.
+RGB_FACTORS = (
+    (-0.0766, -0.1078, -0.0456),
+    (0.0163, 0.0117, 0.0633),
+    (-0.0026, 0.0121, 0.1437),
+    (-0.0736, -0.0868, 0.0824),
+    (-0.0478, 0.0196, -0.0336),
+    (0.0158, -0.1335, 0.0074),
+    (-0.0516, -0.0139, -0.0747),
+    (0.0181, -0.0168, -0.0018),
+    (-0.0017, -0.0453, 0.0481),
+    (-0.0417, 0.0661, -0.0299),
+    (0.0329, -0.0413, 0.0802),
+    (0.0164, -0.0403, 0.0458),
+    (-0.0463, 0.0117, -0.0380),
+    (0.1368, -0.0355, -0.0342),
+    (-0.0011, 0.0364, -0.0143),
+    (-0.0571, -0.0809, -0.0410),
+)
+RGB_BIAS = (0.7714, 0.7291, 0.6781)
 
 
 class DemoImageCoder(nn.Module):

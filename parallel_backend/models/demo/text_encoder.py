@@ -1,14 +1,28 @@
-"""The demo's text encoder: a fixed random vector per word plus one per position; nothing is trained."""
+"""The demo's text encoder: its words, and a fixed random vector per word plus one per position; nothing is trained."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import Tensor, nn
 
-from .captions import TOKENS, WORDS
+COLOURS = ("red", "green", "blue", "yellow", "purple", "black")
+SHAPES = ("circle", "square", "triangle", "cross")
+# Index 0 pads a text to TOKENS, and an empty prompt is all padding. Index 1 is a word that the demo does not know.
+EMPTY, UNKNOWN = 0, 1
+WORDS = ("<empty>", "<unknown>", "a", *COLOURS, *SHAPES, "left", "right", "of", "above", "below")
+TOKENS = 12
 
 CONTEXT_DIM = 128
 POOLED_DIM = 64
+
+
+def tokenize(text: str) -> list[int]:
+    """Returns TOKENS word indices of `text`, padded with EMPTY. Case and punctuation do not matter."""
+    words = re.findall(r"[a-z]+", text.lower())[:TOKENS]
+    known = [WORDS.index(word) if word in WORDS else UNKNOWN for word in words]
+    return known + [EMPTY] * (TOKENS - len(known))
 
 
 class DemoTextEncoder(nn.Module):

@@ -52,16 +52,16 @@ _MARKS = (
 )
 # (part of a key, the other model that it shows); the first match counts. Some of these models share keys with Flux.1.
 _OTHER_MODELS = (
-    ("double_stream_modulation_img.", "a Flux.2 model, which is not supported yet"),
-    ("distilled_guidance_layer.", "a Chroma model, which is not supported yet"),
+    ("double_stream_modulation_img.", "a Flux.2 model"),
+    ("distilled_guidance_layer.", "a Chroma model"),
     ("controlnet_", "a ControlNet, not a model"),
     ("lora_", "a LoRA, not a model"),
-    ("txt_in.individual_token_refiner.", "a HunyuanVideo model, which is not supported yet"),
-    ("transformer_blocks.0.img_mod.1.", "a Qwen-Image model, which is not supported yet"),
-    ("joint_blocks.0.", "a Stable Diffusion 3 model, which is not supported yet"),
-    ("pos_embed.proj.weight", "a Stable Diffusion 3 model, which is not supported yet"),
-    ("input_blocks.0.0.weight", "a Stable Diffusion 1, 2 or XL model, which is not supported yet"),
-    ("down_blocks.0.", "a diffusers UNet or VAE, which is not supported here"),
+    ("txt_in.individual_token_refiner.", "a HunyuanVideo model"),
+    ("transformer_blocks.0.img_mod.1.", "a Qwen-Image model"),
+    ("joint_blocks.0.", "a Stable Diffusion 3 model"),
+    ("pos_embed.proj.weight", "a Stable Diffusion 3 model"),
+    ("input_blocks.0.0.weight", "a Stable Diffusion 1, 2 or XL model"),
+    ("down_blocks.0.", "a diffusers UNet or VAE"),
 )
 # These are also in a full checkpoint next to a model, so they only count if there is no model.
 _COMPANIONS = (

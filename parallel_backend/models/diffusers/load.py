@@ -23,11 +23,10 @@ from ..comfyui.placing import absent_parameters, place
 from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
 from ..tokens.block_kinds import DIFFUSERS_FLUX
-from .adapter import DiffusersFlux
+from .adapter import DiffusersFlux, ExactTimestep
 from .casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
-from .exact_timestep import ExactTimestep
 from .keys import FluxDims, diffusers_sources
 from .memory.weight_bytes import device_dtype, stays_in_compute_dtype
 from .model import DiffusersModel

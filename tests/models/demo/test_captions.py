@@ -8,20 +8,17 @@ from itertools import product
 import pytest
 import torch
 
-from parallel_backend.models.demo.captions import (
+from demo_training.scenes import RELATIONS, THINGS, Scene, is_held_out, mirrored, random_scene
+from parallel_backend.models.demo.text_encoder import (
+    CONTEXT_DIM,
     EMPTY,
-    RELATIONS,
-    THINGS,
+    POOLED_DIM,
     TOKENS,
     UNKNOWN,
     WORDS,
-    Scene,
-    is_held_out,
-    mirrored,
-    random_scene,
+    DemoTextEncoder,
     tokenize,
 )
-from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder
 
 PAIRS = [
     Scene(first, relation, second)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from demo_training.drawing import SIZE, draw
 from demo_training.judge import judge
-from parallel_backend.models.demo.captions import random_scene
+from demo_training.scenes import random_scene
 from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder
 
 FILE = Path(__file__).resolve().parents[3] / "demo_model" / "image_coder.safetensors"

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from demo_training.judge import judge
-from parallel_backend.models.demo.captions import is_held_out, random_scene
+from demo_training.scenes import is_held_out, random_scene
 from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import original_shapes

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from demo_training.drawing import draw
-from parallel_backend.models.demo.captions import COLOURS, Scene, Thing, random_scene
-from parallel_backend.models.demo.image_coder import SCALE, SHIFT, DemoImageCoder
-from parallel_backend.models.demo.preview import RGB_BIAS, RGB_FACTORS
+from demo_training.scenes import RGB, Scene, Thing, random_scene
+from parallel_backend.models.demo.image_coder import RGB_BIAS, RGB_FACTORS, SCALE, SHIFT, DemoImageCoder
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "demo_model" / "image_coder.safetensors"
 
@@ -33,15 +32,15 @@ def _previewed(coder: DemoImageCoder, image: torch.Tensor) -> torch.Tensor:
     return ((rgb + 1) / 2).clamp(0, 1)
 
 
-@pytest.mark.parametrize("colour", COLOURS)
+@pytest.mark.parametrize("colour", RGB)
 def test_a_circle_is_previewed_in_its_own_colour(coder, colour):
     image = draw(Scene(Thing(colour, "circle")), random.Random(1))
-    inside = (image - torch.tensor(COLOURS[colour]).view(3, 1, 1)).abs().amax(0) < 0.01
+    inside = (image - torch.tensor(RGB[colour]).view(3, 1, 1)).abs().amax(0) < 0.01
     whole = (
         torch.nn.functional.avg_pool2d(inside[None].float(), 8)[0] == 1
     )  # latent positions within the circle
     middle = _previewed(coder, image)[whole].mean(0)
-    assert (middle - torch.tensor(COLOURS[colour])).abs().max() < 0.06
+    assert (middle - torch.tensor(RGB[colour])).abs().max() < 0.06
 
 
 def test_the_factors_are_those_of_least_squares(coder):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 from itertools import product
 
-COLOURS = {
+from parallel_backend.models.demo.text_encoder import COLOURS, SHAPES
+
+RGB = {
     "red": (0.85, 0.15, 0.15),
     "green": (0.15, 0.62, 0.25),
     "blue": (0.15, 0.35, 0.85),
@@ -15,7 +16,6 @@ COLOURS = {
     "purple": (0.55, 0.20, 0.70),
     "black": (0.10, 0.10, 0.12),
 }
-SHAPES = ("circle", "square", "triangle", "cross")
 RELATIONS = ("left of", "right of", "above", "below")
 BACKGROUND = (0.94, 0.93, 0.90)
 _OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -76,16 +76,3 @@ def random_scene(rng: random.Random, held_out: bool = False) -> Scene:
         assert scene.second is not None
         if scene.first.colour != scene.second.colour and is_held_out(scene) == held_out:
             return scene
-
-
-# Index 0 pads a text to TOKENS, and an empty prompt is all padding. Index 1 is a word that the demo does not know.
-EMPTY, UNKNOWN = 0, 1
-WORDS = ("<empty>", "<unknown>", "a", *COLOURS, *SHAPES, "left", "right", "of", "above", "below")
-TOKENS = 12
-
-
-def tokenize(text: str) -> list[int]:
-    """Returns TOKENS word indices of `text`, padded with EMPTY. Case and punctuation do not matter."""
-    words = re.findall(r"[a-z]+", text.lower())[:TOKENS]
-    known = [WORDS.index(word) if word in WORDS else UNKNOWN for word in words]
-    return known + [EMPTY] * (TOKENS - len(known))
