@@ -64,7 +64,7 @@ ON_FOUR = {
 }
 # MiniMax's module in ComfyUI refuses more than one row, and Qwen-Image is slow at its width of 3,072. SDXL gets one
 # row, so that the devices compute bands of it.
-SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"batch": 1, "steps": 1}, "sdxl": {"cfg": 1.0}}
+SMALLER = {"minimax": {"batch": 1}, "qwen_image": {"steps": 1, "cfg": 1.0}, "sdxl": {"cfg": 1.0}}
 REQUESTS = {2: {"batch": 1, "cfg": 3.0}, 3: {"batch": 2, "cfg": 1.0}, 4: {"batch": 2, "cfg": 3.0}}
 
 

@@ -328,7 +328,7 @@ def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(c
     graph = DecodeGraph()
     expected = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
     ranks = comfy.ranks()
-    long, output = _long(vaes, draw=42, batch=4)
+    long, output = _long(vaes, draw=42, batch=2)
     with comfy.amid(output[0], ranks[1].kill):
         found = images(comfy, long, output)
     assert found[0].isfinite().all() and ranks[1] not in comfy.ranks()
