@@ -8,7 +8,7 @@ from any_graphs import AnyGraph
 from any_runs import TOLERANCE, latents
 from differences import relative_difference
 
-SAMPLING = {"steps": 3, "cfg": 3.0}
+SAMPLING = {"steps": 4, "cfg": 3.0}
 
 
 def _area(graph: AnyGraph, prompt: list, lora: str) -> list:
@@ -27,25 +27,24 @@ def _mask(graph: AnyGraph, prompt: list, lora: str) -> list:
 
 def _hook(graph: AnyGraph, prompt: list, lora: str) -> list:
     hook = [graph.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=0.7), 0]
-    how = {"strength": 1.0, "set_cond_area": "default", "hooks": hook}
-    return [graph.add("ConditioningSetProperties", cond_NEW=prompt, **how), 0]
+    return graph.hooked(prompt, hook)
 
 
-CARRIED = {"area": _area, "mask": _mask, "hook": _hook}
+def _range(graph: AnyGraph, prompt: list, lora: str) -> list:
+    return [graph.add("ConditioningSetTimestepRange", conditioning=prompt, start=0.0, end=0.5), 0]
+
+
+CARRIED = {"area": _area, "mask": _mask, "hook": _hook, "range of steps": _range}
 
 
 @pytest.mark.parametrize(
     ("kind", "carried"),
-    [
-        *((kind, carried) for kind in ("flux", "unet", "wan_t2v") for carried in ("area", "mask")),
-        ("flux", "hook"),  # the LoRA is for Flux
-    ],
+    [("flux", "area"), ("flux", "hook"), ("unet", "mask"), ("unet", "range of steps"), ("wan_t2v", "area")],
 )
 def test_cfg_is_first_and_the_latent_is_stocks(comfy, loras, kind, carried):
     graph = AnyGraph(comfy, kind)
     positive, negative, latent = graph.request(1)
-    second = CARRIED[carried](graph, positive, loras["kohya"])
-    both = [graph.add("ConditioningCombine", conditioning_1=second, conditioning_2=positive), 0]
+    both = graph.combined(CARRIED[carried](graph, positive, loras["kohya"]), positive)
     stock = graph.stock()
     ours = graph.parallel(stock, "cpu:2")
     sampler = graph.parallel_sampler([ours, 1], both, negative, latent, **SAMPLING)
@@ -55,9 +54,8 @@ def test_cfg_is_first_and_the_latent_is_stocks(comfy, loras, kind, carried):
     assert found["report"].startswith("strategy: CFG 2: ")
 
 
-@pytest.mark.parametrize("kind", ["flux", "unet"])
-def test_without_guidance_nothing_is_said_of_it(comfy, kind):
-    graph = AnyGraph(comfy, kind)
+def test_without_guidance_nothing_is_said_of_it(comfy):
+    graph = AnyGraph(comfy, "unet")
     ours = graph.parallel(graph.stock(), "cpu:2")
     sampler = graph.parallel_sampler([ours, 1], *graph.request(1), steps=3, cfg=1.0)
     found = latents(comfy, graph, {"ours": sampler}, {"report": [sampler[0], 1]})

@@ -88,19 +88,7 @@ def _vae(graph: Graph) -> list:
 
 def _controlnet(name: str, start: float = 0.0):
     def add(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
-        loader = [graph.add("ControlNetLoader", control_net_name=name), 0]
-        applied = graph.add(
-            "ControlNetApplyAdvanced",
-            positive=positive,
-            negative=negative,
-            control_net=loader,
-            image=_image(graph),
-            strength=0.7,
-            start_percent=start,
-            end_percent=1.0,
-            vae=_vae(graph),
-        )
-        return [applied, 0], [applied, 1]
+        return graph.controlled(positive, negative, name, start_percent=start, vae=_vae(graph))
 
     return add
 
@@ -178,17 +166,22 @@ def stock(comfy):
     return get
 
 
-def _cases() -> list[tuple[str, str]]:
-    """Returns (strategy, extra): every extra under one strategy, and two or three under each of the others. They are
-    sorted by the number of ranks, since a group of another size must start first."""
-    cases = [("Ulysses 2", name) for name in EXTRAS]
-    few = ("a ControlNet of InstantX", "an additive mask")
-    cases += [(strategy, name) for strategy in STRATEGIES for name in few]
-    cases += [(strategy, "references of other sizes") for strategy in ("CFG 2", "PipeFusion 2")]
-    return sorted(dict.fromkeys(cases), key=lambda case: STRATEGIES[case[0]][0])
+# Grouped by devices, since a group of another size must start first.
+CASES = [
+    ("one", "a ControlNet of InstantX"),
+    *(("Ulysses 2", name) for name in EXTRAS),
+    ("CFG 2", "references of other sizes"),
+    ("xfuser", "a ControlNet of InstantX"),
+    *(
+        ("PipeFusion 2", name)
+        for name in ("a ControlNet of InstantX", "an additive mask", "references of other sizes")
+    ),
+    ("Ulysses 2 x Ring 2", "a ControlNet of InstantX"),
+    ("Ulysses 2 x Ring 2", "an additive mask"),
+]
 
 
-@pytest.mark.parametrize(("strategy", "name"), _cases())
+@pytest.mark.parametrize(("strategy", "name"), CASES)
 def test_every_strategy_gives_what_one_device_gives(comfy, stock, strategy, name):
     latent = _sample(comfy, OURS, EXTRAS[name], strategy)
     assert relative_difference(latent, stock(name)) < TOLERANCE
@@ -208,8 +201,8 @@ def _maps(rank: psutil.Process, file: str) -> bool:
     return any(one.path.endswith(file) for one in rank.memory_maps())
 
 
-@pytest.mark.parametrize("name", ["a ControlNet of XLabs", "one reference", "a boolean mask"])
-def test_parallel_sampler_takes_them_too(comfy, stock, name):
+def test_parallel_sampler_takes_them_too(comfy, stock):
+    name = "a ControlNet of XLabs"
     latent, report = _sample(comfy, OURS, EXTRAS[name], "Ulysses 2", node="ParallelSampler")
     assert relative_difference(latent, stock(name)) < TOLERANCE
     assert "result: exact" in report

@@ -22,7 +22,7 @@ from parallel_backend.__main__ import main
 from parallel_backend.observability.logs.queue_log import QueueLogFile
 from waiting import wait_until
 
-PROMPTS = 150
+PROMPTS = 80
 _SEEDS = itertools.count(1)
 
 
@@ -274,10 +274,7 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
     async def story():
         programs = door.tokens[4:]
         prompts = [str(uuid.uuid4()) for _ in range(PROMPTS)]
-        jobs = [
-            program(programs[i % len(programs)], prompts[i :: 2 * len(programs)])
-            for i in range(2 * len(programs))
-        ]
+        jobs = [program(token, prompts[i :: len(programs)]) for i, token in enumerate(programs)]
         found = await asyncio.gather(operator(), flood(door.tokens[0]), *jobs)
         return prompts, found[0], found[1]
 
@@ -285,10 +282,7 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
     assert set(ended) == set(prompts) and set(ended.values()) == {"success"}
     assert set(went[:before]) == set(NAMES)
     # A prompt that was sent before HAProxy learned of the drain may still arrive.
-    assert (
-        after_drain <= len(door.tokens)
-        and went[-PROMPTS // 4 :].count("b") == went[-PROMPTS // 4 :].count("a") == 0
-    )
+    assert after_drain <= len(door.tokens) and set(went[-PROMPTS // 8 :]) == {"c"}
     assert flooded <= {400, 429, 502, 503} and 429 in flooded
     drained = _waiting(door, "b")
     assert (drained["takes_prompts"], drained["refusal"], drained["waiting"]) == (False, "draining", 0)

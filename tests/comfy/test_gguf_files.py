@@ -33,7 +33,7 @@ def loader(graph: Graph, name: str, weight_dtype: str = "default", **choice) -> 
     return graph.add("ParallelModelLoader", model_name=name, weight_dtype=weight_dtype, strategy=strategy)
 
 
-@pytest.mark.parametrize("choice", [{"ulysses": 2}, {"cfg": 2}, {"ulysses": 2, "shard_weights": True}])
+@pytest.mark.parametrize("choice", [{"ulysses": 2}, {"cfg": 2, "shard_weights": True}])
 def test_a_file_gives_the_latent_of_what_it_unpacks_to(comfy, files, choice):
     packed, unpacked, whole = files
     graph = Graph()
@@ -63,13 +63,9 @@ def test_loras_count_as_on_the_unpacked_weights(comfy, files, loras, way):
         positive = request[0]
         if way == "by hooks":
             hook = graph.add("CreateHookLoraModelOnly", lora_name=loras["kohya"], strength_model=0.8)
-            properties = {"strength": 1.0, "set_cond_area": "default", "hooks": [hook, 0]}
-            positive = [graph.add("ConditioningSetProperties", cond_NEW=positive, **properties), 0]
+            positive = graph.hooked(positive, [hook, 0])
         else:
-            model = [
-                graph.add("LoraLoaderModelOnly", model=model, lora_name=loras["kohya"], strength_model=0.8),
-                0,
-            ]
+            model = graph.lora(model, loras["kohya"])
         ways[name] = graph.ksampler(model, positive, *request[1:], **SAMPLING)
     found = latents(comfy, graph, ways)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE

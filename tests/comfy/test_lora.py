@@ -38,10 +38,7 @@ def run(comfy, unet, loras, stack, choice=ULYSSES, ways=WAYS, sampler="euler", *
     parallel = [models["ours"][0], 0]
     for name, strength in stack:
         for kind, model in models.items():
-            loader = graph.add(
-                "LoraLoaderModelOnly", model=model, lora_name=loras[name], strength_model=strength
-            )
-            models[kind] = [loader, 0]
+            models[kind] = graph.lora(model, loras[name], strength)
         loader = graph.add(
             "ParallelLoraLoader", parallel_model=parallel, lora_name=loras[name], strength=strength
         )
@@ -88,13 +85,9 @@ def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, lor
 @pytest.mark.parametrize(
     "choice",
     [
-        {"ring": 2},
-        {"cfg": 2},
-        {"data": 2},
-        {"ulysses": 2, "shard_weights": True},
+        {"ring": 2, "shard_weights": True},
         {"cfg": 2, "offload_weights": True},
         {"pipefusion": 2, "warmup_steps": 2},
-        {"ulysses": 2, "engine": "xfuser"},
     ],
     ids=lambda choice: " ".join(f"{name}{value}" for name, value in choice.items()),
 )
@@ -114,9 +107,17 @@ def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
     assert relative_difference(found["stock"], bare["stock"]) > 0.1
 
 
-def test_a_stack_goes_with_any_sampler(comfy, unet, loras):
-    found = run(comfy, unet, loras, STACK, sampler="res_multistep")
-    assert_equal_to_stock(found)
+def test_a_lora_in_bypass_mode_gives_the_stock_latent(comfy, unet, loras, plain):
+    graph = Graph()
+    request = (graph.text(1), graph.text(2), graph.latent())
+    ways = {}
+    for kind in (STOCK, OURS):
+        inputs = {"model": graph.model(kind, unet, "cpu:2", **ULYSSES), "strength_model": 0.8}
+        loaded = graph.add("LoraLoaderBypassModelOnly", lora_name=loras["kohya"], **inputs)
+        ways[kind] = graph.ksampler([loaded, 0], *request, cfg=2.0, steps=2)
+    found = latents(comfy, graph, ways)
+    assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
+    assert relative_difference(found[STOCK], plain["stock"]) > 100 * TOLERANCE
 
 
 def test_other_strengths_and_stacks_load_nothing_and_the_base_comes_back_bit_for_bit(
@@ -215,14 +216,21 @@ def test_a_file_name_that_is_no_text_is_refused_in_words(comfy, unet, loras):
     assert "not valid UTF-8. Rename it." in failure.exception_message
 
 
-@pytest.mark.parametrize("loader", ["LoraLoaderModelOnly", "ParallelLoraLoader"])
+SHAPES = r"double_blocks\.0\.img_attn\.proj\.weight has the shape \[256, 256\].*\[512, 4\]"
+
+
 @pytest.mark.parametrize(
-    ("lora", "words"),
+    ("loader", "lora", "words"),
     [
-        ("wrong shapes", r"double_blocks\.0\.img_attn\.proj\.weight has the shape \[256, 256\].*\[512, 4\]"),
-        ("wider input", r"makes img_in\.weight larger .* use the full model that it was taken from"),
-        ("no key", "none of its keys is known"),
-        ("nan", r"double_blocks\.0\.img_attn\.proj\.weight holds NaN"),
+        ("ParallelLoraLoader", "wrong shapes", SHAPES),
+        ("LoraLoaderModelOnly", "wrong shapes", SHAPES),
+        (
+            "LoraLoaderModelOnly",
+            "wider input",
+            r"makes img_in\.weight larger .* use the full model that it was taken from",
+        ),
+        ("LoraLoaderModelOnly", "no key", "none of its keys is known"),
+        ("LoraLoaderModelOnly", "nan", r"double_blocks\.0\.img_attn\.proj\.weight holds NaN"),
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused_where_it_is_loaded(comfy, unet, loras, loader, lora, words):

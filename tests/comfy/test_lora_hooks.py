@@ -37,11 +37,6 @@ class Hooked(Graph):
             hook = [self.add("SetHookKeyframes", hooks=hook, hook_kf=schedule["prev_hook_kf"]), 0]
         return hook
 
-    def hooked(self, prompt: list, hook: list, **properties) -> list:
-        node = "ConditioningSetProperties"
-        properties = {"strength": 1.0, "set_cond_area": "default", "hooks": hook} | properties
-        return [self.add(node, cond_NEW=prompt, **properties), 0]
-
 
 def sampled(comfy, unet, prompts, choice, base=None) -> dict:
     """Returns the latents of one request: on the stock model, on ours, by Parallel Sampler, and on ours without hooks.
@@ -51,10 +46,7 @@ def sampled(comfy, unet, prompts, choice, base=None) -> dict:
     stock = graph.model(STOCK, unet)
     parallel = [ours[0], 0]
     if base is not None:
-        stock, ours = (
-            [graph.add("LoraLoaderModelOnly", model=model, lora_name=base, strength_model=0.5), 0]
-            for model in (stock, ours)
-        )
+        stock, ours = (graph.lora(model, base, 0.5) for model in (stock, ours))
         parallel = [
             graph.add("ParallelLoraLoader", parallel_model=parallel, lora_name=base, strength=0.5),
             0,
@@ -101,7 +93,7 @@ def test_prompts_of_two_loras_share_the_image_and_the_steps(comfy, unet, loras):
         early = [graph.add("ConditioningTimestepsRange", start_percent=0.0, end_percent=0.5), 0]
         one = graph.hooked(graph.text(1), graph.hook(loras["kohya"]), mask=mask)
         other = graph.hooked(graph.text(3), graph.hook(loras["loha"], 0.8), timesteps=early)
-        return [graph.add("ConditioningCombine", conditioning_1=one, conditioning_2=other), 0], graph.text(2)
+        return graph.combined(one, other), graph.text(2)
 
     assert_equal_to_stock(sampled(comfy, unet, prompts, {"ring": 2}))
 
@@ -143,8 +135,7 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy):
     graph = AnyGraph(comfy, "unet")
     hook = graph.add("CreateHookModelAsLoraModelOnly", ckpt_name=graph.file, strength_model=0.5)
     positive, *others = graph.request()
-    properties = {"strength": 1.0, "set_cond_area": "default", "hooks": [hook, 0]}
-    prompt = [graph.add("ConditioningSetProperties", cond_NEW=positive, **properties), 0]
+    prompt = graph.hooked(positive, [hook, 0])
     stock = graph.stock()
     ways = {
         "stock": graph.ksampler(stock, prompt, *others),

@@ -1,4 +1,4 @@
-"""Nodes that need weights which only the ranks have loaded: they merge models, save them or extract LoRAs."""
+"""Nodes that need weights which only the ranks have: they merge and save models, and extract LoRAs. None may train."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from comfyui_client import PromptFailed
 from differences import relative_difference
 from gguf_files import write, write_unpacked
 from graphs import OURS, STOCK, Graph
@@ -115,6 +116,26 @@ def test_a_lora_is_extracted_as_stock_extracts_it(comfy, files, kind_of_lora, bi
         torch.testing.assert_close(
             changes[OURS][name], value, rtol=0, atol=1e-2 * float(value.abs().max()), msg=name
         )
+
+
+TRAINING = {
+    "batch_size": 1, "grad_accumulation_steps": 1, "steps": 1, "learning_rate": 1e-4, "rank": 4, "optimizer": "AdamW",
+    "loss_function": "MSE", "seed": 0, "training_dtype": "fp32", "lora_dtype": "fp32", "quantized_backward": False,
+    "algorithm": "LoRA", "gradient_checkpointing": False, "checkpoint_depth": 1, "offloading": False,
+    "existing_lora": "[None]", "bucket_mode": False, "bypass_mode": False,
+}  # fmt: skip
+
+
+def test_training_on_weights_that_the_devices_have_is_refused(comfy, unet):
+    graph = Graph()
+    model = graph.model(OURS, unet)
+    request = {"latents": graph.latent(draw=3), "positive": graph.text(1)}
+    node = graph.add("TrainLoraNode", model=model, **request, **TRAINING)
+    graph.add("SaveLoRA", lora=[node, 0], prefix="ours")
+    with pytest.raises(PromptFailed, match="a copy of its weights") as failure:
+        comfy.run(graph.prompt)
+    assert (failure.value.node_id, failure.value.exception_type.rpartition(".")[2]) == (node, "RequestError")
+    assert not list(comfy.server.output_directory.glob("ours*"))
 
 
 def _changes(lora: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

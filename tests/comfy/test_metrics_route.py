@@ -93,8 +93,7 @@ def test_a_price_in_the_settings_is_told_in_the_report_and_the_log_has_it_per_pr
         assert _values(_ask(on)[1])["price_per_device_hour", frozenset()] == 3600
     finally:
         _set(on, 0, "price_per_gpu_hour")
-    lines = map(json.loads, (on.server.base_directory / "ranks.jsonl").read_text().splitlines())
-    paid = [line for line in lines if line["event"] == "ended" and "cost" in line][-1]
+    paid = [line for line in on.logged() if line["event"] == "ended" and "cost" in line][-1]
     (seconds,) = (value for name, value in report.items() if name == "GPU time used")
     assert paid["cost"] == paid["device_seconds"] == pytest.approx(float(seconds.split()[0]), abs=0.5)
     assert report["cost"].endswith("at 3600 per GPU-hour (Settings, Parallel Sampling)")
@@ -103,9 +102,8 @@ def test_a_price_in_the_settings_is_told_in_the_report_and_the_log_has_it_per_pr
 
 def test_the_log_that_a_variable_asks_for_has_the_jobs_as_lines_of_json(comfy):
     _sample(comfy)
-    text = (comfy.server.base_directory / "ranks.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = comfy.logged()
     assert {"loaded", "stepped", "ended"} <= {line["event"] for line in lines}
     done = [line for line in lines if (line.get("request"), line.get("result")) == ("sample", "done")]
     assert done and done[-1]["devices"] == ["cpu:0", "cpu:1"] and done[-1]["images"] == 1
-    assert str(comfy.server.base_directory) not in text
+    assert str(comfy.server.base_directory) not in json.dumps(lines)

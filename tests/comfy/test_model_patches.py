@@ -1,7 +1,6 @@
 """Nodes between a loader and a sampler that change what the model computes give the stock latent.
 
-Two devices share the tokens, or the positive and the negative prompt. A stock latent without the node shows that the
-node changes something.
+Each is put before and behind Parallel Model. A stock latent without the node shows that the node changes something.
 """
 
 from __future__ import annotations
@@ -17,37 +16,27 @@ from comfy_harness import require_comfyui
 from differences import relative_difference
 
 Source = list
+Change = Callable[[AnyGraph, Source], Source]
 
 
-def skip_layers(graph: AnyGraph, model: Source) -> Source:
-    settings = {"scale": 3.0, "start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.3}
-    return [
-        graph.add("SkipLayerGuidanceDiT", model=model, double_layers="0", single_layers="1", **settings),
-        0,
-    ]
+def node(name: str, **inputs) -> Change:
+    """Returns a function that puts a node behind a model; inputs that are not named have ComfyUI's defaults."""
+
+    def add(graph: AnyGraph, model: Source) -> Source:
+        entries = graph.comfy.registry[name]["input"]["required"].items()
+        usual = {field: entry[1]["default"] for field, entry in entries if "default" in (*entry, {})[1]}
+        return [graph.add(name, **usual | inputs | {"model": model}), 0]
+
+    return add
 
 
-def skip_layers_of_the_negative(graph: AnyGraph, model: Source) -> Source:
-    settings = {"double_layers": "1", "single_layers": "", "start_percent": 0.0, "end_percent": 1.0}
-    return [graph.add("SkipLayerGuidanceDiTSimple", model=model, **settings), 0]
+def in_a_row(*changes: Change) -> Change:
+    def add(graph: AnyGraph, model: Source) -> Source:
+        for change in changes:
+            model = change(graph, model)
+        return model
 
-
-def skip_layers_of_sd3(graph: AnyGraph, model: Source) -> Source:
-    settings = {"layers": "1, 2", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}
-    return [graph.add("SkipLayerGuidanceSD3", model=model, **settings), 0]
-
-
-def keep_references(graph: AnyGraph, model: Source) -> Source:
-    return [graph.add("FluxKVCache", model=model), 0]
-
-
-def smooth_seams(graph: AnyGraph, model: Source) -> Source:
-    model = [graph.add("ModelSamplingSD3", model=model, shift=3.0), 0]  # samples like HiDream-O1
-    settings = {"pattern": "single_shift", "passes": "2", "blend": "window", "strength": 1.0}
-    return [
-        graph.add("HiDreamO1PatchSeamSmoothing", model=model, start_percent=0.0, end_percent=1.0, **settings),
-        0,
-    ]
+    return add
 
 
 def style(graph: AnyGraph, model: Source) -> Source:
@@ -56,36 +45,111 @@ def style(graph: AnyGraph, model: Source) -> Source:
     return [graph.add("USOStyleReference", model=model, model_patch=patch, clip_vision_output=seen), 0]
 
 
-# Each case: (function that adds the node, kind of model, sampler settings, degrees).
-CASES: dict[str, tuple[Callable, str, dict, dict]] = {
-    "SkipLayerGuidanceDiT": (skip_layers, "wan_t2v", {"cfg": 3.0}, {"ulysses": 2}),
-    "SkipLayerGuidanceDiT, two lists": (skip_layers, "flux", {"cfg": 3.0}, {"ring": 2}),
-    "SkipLayerGuidanceSD3": (skip_layers_of_sd3, "sd3", {"cfg": 3.0}, {"ulysses": 2}),
-    "SkipLayerGuidanceDiTSimple": (skip_layers_of_the_negative, "wan_t2v", {"cfg": 3.0}, {"cfg": 2}),
-    "FluxKVCache": (keep_references, "flux2", {"cfg": 1.0, "steps": 3}, {"ulysses": 2}),
-    "HiDreamO1PatchSeamSmoothing": (smooth_seams, "flux", {"cfg": 1.0, "steps": 1}, {"ulysses": 2}),
+ALWAYS = {"start_percent": 0.0, "end_percent": 1.0}
+SKIP = node(
+    "SkipLayerGuidanceDiT", double_layers="0", single_layers="1", scale=3.0, rescaling_scale=0.3, **ALWAYS
+)
+# Each case: (change, kind of model, sampler settings, degrees).
+CASES: dict[str, tuple[Change, str, dict, dict]] = {
+    "SkipLayerGuidanceDiT": (SKIP, "wan_t2v", {"cfg": 3.0}, {"ulysses": 2}),
+    "SkipLayerGuidanceDiT, two lists": (SKIP, "flux", {"cfg": 3.0}, {"ring": 2}),
+    "SkipLayerGuidanceDiTSimple": (
+        node("SkipLayerGuidanceDiTSimple", double_layers="1", single_layers="", **ALWAYS),
+        "wan_t2v",
+        {"cfg": 3.0},
+        {"cfg": 2},
+    ),
+    "shift, wrapper and guidance": (
+        in_a_row(
+            node("ModelSamplingSD3", shift=2.0),
+            node("TestWrapper", scale=0.5),
+            node("RescaleCFG", multiplier=0.6),
+        ),
+        "wan_t2v",
+        {"cfg": 3.0},
+        {"ulysses": 2},
+    ),
+    # These two keep state in the model's options.
+    "ContextWindowsManual": (
+        node("ContextWindowsManual", dim="2", context_length=2, context_overlap=1),
+        "wan_t2v",
+        {"cfg": 3.0},
+        {"ulysses": 2},
+    ),
+    "EasyCache": (
+        node("EasyCache", reuse_threshold=3.0, start_percent=0.2, end_percent=0.9, verbose=False),
+        "wan_t2v",
+        {"cfg": 3.0, "steps": 6},
+        {"ulysses": 2},
+    ),
+    "SkipLayerGuidanceSD3": (
+        node("SkipLayerGuidanceSD3", layers="1, 2", scale=3.0, **ALWAYS),
+        "sd3",
+        {"cfg": 3.0},
+        {"ulysses": 2},
+    ),
+    "FluxKVCache": (node("FluxKVCache"), "flux2", {"cfg": 1.0, "steps": 3}, {"ulysses": 2}),
+    "HiDreamO1PatchSeamSmoothing": (
+        in_a_row(
+            node("ModelSamplingSD3", shift=3.0),  # samples like HiDream-O1
+            node(
+                "HiDreamO1PatchSeamSmoothing",
+                pattern="single_shift",
+                passes="2",
+                blend="window",
+                strength=1.0,
+                **ALWAYS,
+            ),
+        ),
+        "flux",
+        {"cfg": 1.0, "steps": 1},
+        {"ulysses": 2},
+    ),
     "USOStyleReference": (style, "flux", {"cfg": 1.0}, {"ring": 2}),
+    # Discrete steps, the last of them pure noise (zsnr).
+    "ModelSamplingDiscrete": (
+        node("ModelSamplingDiscrete", sampling="v_prediction", zsnr=True),
+        "unet",
+        {"cfg": 3.0, "sampler_name": "dpmpp_2m_sde"},
+        {"cfg": 2},
+    ),
+    "patches in bands of rows": (
+        in_a_row(
+            node("FreeU_V2", b1=1.3, b2=1.4, s1=0.9, s2=0.2), node("PerturbedAttentionGuidance", scale=3.0)
+        ),
+        "unet",
+        {"cfg": 1.0},
+        {"ulysses": 3},
+    ),
 }
 # The node leaves 32 rows and columns at each edge unchanged, so the latent must be larger than twice that.
-LARGER = {smooth_seams: "{b},16,96,96"}
+LARGER = {"HiDreamO1PatchSeamSmoothing": "{b},16,96,96"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_node_that_changes_the_model_gives_the_stock_latent(comfy, case, monkeypatch):
-    place, kind, settings, degrees = CASES[case]
-    if place in LARGER:
-        monkeypatch.setitem(MODELS, kind, MODELS[kind] | {"latent": LARGER[place]})
+    change, kind, settings, degrees = CASES[case]
+    settings = {"steps": 2, **settings}
+    if case in LARGER:
+        monkeypatch.setitem(MODELS, kind, MODELS[kind] | {"latent": LARGER[case]})
     graph = AnyGraph(comfy, kind)
-    stock = graph.stock()
-    ours = graph.parallel(stock, **degrees)
-    request = graph.request()
-    models = {"stock": place(graph, stock), "ours": place(graph, [ours, 0]), "without": stock}
+    stock, request = graph.stock(), graph.request()
+    changed = change(graph, stock)
+    before = graph.parallel(changed, **degrees)
+    behind = change(graph, [graph.parallel(stock, **degrees), 0])
+    sampler = graph.parallel_sampler([before, 1], *request, **settings)
     ways = {
-        name: graph.ksampler(model, *request, **{"steps": 2, **settings}) for name, model in models.items()
+        "without": graph.ksampler(stock, *request, **settings),
+        "stock": graph.ksampler(changed, *request, **settings),
+        "before": graph.ksampler([before, 0], *request, **settings),
+        "behind": graph.ksampler(behind, *request, **settings),
+        "Parallel Sampler": sampler,
     }
-    found = latents(comfy, graph, ways)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    found = latents(comfy, graph, ways, {"report": [sampler[0], 1]})
+    for way in ("before", "behind", "Parallel Sampler"):
+        assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
     assert relative_difference(found["without"], found["stock"]) > 10 * TOLERANCE
+    assert "result: exact" in found["report"]
 
 
 def test_frames_that_come_one_after_the_other_give_the_stock_video(comfy):
@@ -100,15 +164,9 @@ def test_frames_that_come_one_after_the_other_give_the_stock_video(comfy):
     for name, model in (("stock", stock), ("ours", [ours, 0])):
         start = graph.add("ARVideoI2V", model=model, vae=vae, start_image=image, **size)
         for way, source in (("i2v", [start, 0]), ("t2v", model)):
-            sigmas = graph.add("BasicScheduler", model=source, scheduler="simple", steps=2, denoise=1.0)
             guider = graph.add("BasicGuider", model=source, conditioning=text)
-            parts = {
-                "noise": [graph.add("RandomNoise", noise_seed=3), 0],
-                "sampler": [graph.add("SamplerARVideo", num_frame_per_block=2), 0],
-                "sigmas": [sigmas, 0],
-                "guider": [guider, 0],
-            }
-            found[f"{name}-{way}"] = [graph.add("SamplerCustomAdvanced", latent_image=[start, 1], **parts), 0]
+            sampler = graph.add("SamplerARVideo", num_frame_per_block=2)
+            found[f"{name}-{way}"] = [graph.custom_sampler(source, guider, sampler, [start, 1], steps=2), 0]
     found = latents(comfy, graph, found)
     for way in ("i2v", "t2v"):
         assert relative_difference(found[f"ours-{way}"], found[f"stock-{way}"]) <= TOLERANCE

@@ -1,7 +1,15 @@
-"""Parallel Model in a ComfyUI whose sources the pack does not know tests the model first and gives no wrong picture."""
+"""Parallel Model in a ComfyUI whose sources the pack does not know tests the model first and gives no wrong picture.
+
+The last test kills this ComfyUI, while the doctor that its page's button starts is at work.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import threading
+
+import psutil
 import pytest
 
 from comfy_harness import Comfy, start_comfyui
@@ -10,6 +18,7 @@ from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from differences import relative_difference
 from graphs import Graph
 from parallel_backend.machine.self_tests import NAME
+from waiting import wait_until
 
 SENTENCE = "this version of ComfyUI computes Flux in another way than the pack knows: only whole images"
 
@@ -56,3 +65,25 @@ def test_a_person_who_asks_for_more_is_told(other):
         (PromptFailed, PromptRejected), match=f"(?s)cannot be shared out, only whole.*{SENTENCE}"
     ):
         comfy.sample(graph.prompt, sampler)
+
+
+def test_no_doctor_outlives_a_killed_comfyui(other):
+    comfy, _ = other
+    comfy.stop_ranks()
+
+    def press() -> None:
+        with contextlib.suppress(http.client.HTTPException, OSError):
+            comfy.ask("/parallel_sampling/doctor")  # a client that leaves ends it as well
+
+    def has_ranks() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any("parallel_backend.rank" in " ".join(one.cmdline()) for one in comfy.server.children())
+        return False
+
+    button = threading.Thread(target=press, daemon=True)
+    button.start()
+    wait_until(has_ranks, 120)
+    comfy.server.kill()
+    assert comfy.server.survivors == []
+    button.join(10)
+    assert not button.is_alive()  # the request has ended

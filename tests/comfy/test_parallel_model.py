@@ -14,12 +14,8 @@ from graphs import Graph
 from lora_files import pair
 
 
-@pytest.mark.parametrize(
-    ("choice", "batch", "cfg"),
-    [({"cfg": 2}, 1, 4.0), ({"data": 2}, 2, 1.0), ({"ring": 2}, 1, 1.0), ({"data": 2}, 3, 3.0)],
-)
-def test_every_way_to_split_gives_the_stock_latent(comfy, choice, batch, cfg):
-    assert_same(both(comfy, "wan_t2v", choice, batch=batch, cfg=cfg))
+def test_images_that_devices_cannot_share_out_evenly_give_the_stock_latent(comfy):
+    assert_same(both(comfy, "wan_t2v", {"data": 2}, batch=3))
 
 
 @pytest.mark.parametrize("choice", [{"cfg": 2}, {"ulysses": 2}])
@@ -27,10 +23,9 @@ def test_prompts_of_different_lengths_give_the_stock_latent(comfy, choice):
     assert_same(both(comfy, "wan_t2v", choice, uneven=True))
 
 
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
-def test_a_model_whose_blocks_nobody_described_takes_ulysses_for_its_attention(comfy, cfg):
+def test_a_model_whose_blocks_nobody_described_takes_ulysses_for_its_attention(comfy):
     """With a negative prompt there are as many rows as devices, so each device computes one whole row."""
-    assert_same(both(comfy, "unet", {"ulysses": 2}, cfg=cfg))
+    assert_same(both(comfy, "unet", {"ulysses": 2}))
 
 
 def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_tolerance(comfy):
@@ -80,7 +75,7 @@ def test_ranks_stay_when_a_call_before_the_run_has_no_use_for_a_degree(comfy):
     assert ranks[0] == ranks[1] and len(ranks[0]) == 2
 
 
-@pytest.mark.parametrize("kind", ["wan_t2v", "wan_fp8", "ltx_sound", "sd3", "unet", "sound"])
+@pytest.mark.parametrize("kind", ["wan_fp8", "ltx_sound", "sd3", "sound"])
 def test_the_loader_gives_the_stock_latent_without_a_weight_in_comfyui(comfy, kind):
     graph = AnyGraph(comfy, kind)
     choice = {"cfg": 2} if kind in ROWS_ONLY else {"ulysses": 2}
@@ -98,72 +93,6 @@ def test_the_loader_gives_the_stock_latent_without_a_weight_in_comfyui(comfy, ki
     )
     assert_same(found)
     assert set(json.loads(found["places"])) == {"meta"}
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_what_nodes_change_before_and_after_it_counts(comfy, before):
-    """The nodes change the shift of the sampling, wrap the network, and replace the CFG function (RescaleCFG)."""
-
-    def changed(graph: AnyGraph, model: list) -> list:
-        shifted = [graph.add("ModelSamplingSD3", model=model, shift=2.0), 0]
-        wrapped = [graph.add("TestWrapper", model=shifted, scale=0.5), 0]
-        return [graph.add("RescaleCFG", model=wrapped, multiplier=0.6), 0]
-
-    graph = AnyGraph(comfy, "wan_t2v")
-    plain = graph.stock()
-    stock = changed(graph, plain)
-    ours = (
-        [graph.parallel(stock, ulysses=2), 0]
-        if before
-        else changed(graph, [graph.parallel(plain, ulysses=2), 0])
-    )
-    request = graph.request()
-    found = latents(
-        comfy,
-        graph,
-        {
-            name: graph.ksampler(model, *request, steps=2, cfg=3.0)
-            for name, model in (("stock", stock), ("ours", ours), ("plain", plain))
-        },
-    )
-    assert_same(found)
-    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("name", "inputs", "steps"),
-    [
-        ("ContextWindowsManual", {"dim": "2", "context_length": 2, "context_overlap": 1}, 2),
-        (
-            "EasyCache",
-            {"reuse_threshold": 3.0, "start_percent": 0.2, "end_percent": 0.9, "verbose": False},
-            6,
-        ),
-    ],
-)
-def test_what_keeps_its_state_in_the_options_works_as_in_stock(comfy, name, inputs, steps):
-    graph = AnyGraph(comfy, "wan_t2v")
-    plain = graph.stock()
-    defaults = {
-        field: entry[1]["default"]
-        for field, entry in comfy.registry[name]["input"]["required"].items()
-        if len(entry) > 1 and "default" in entry[1]
-    }
-    stock, ours = (
-        [graph.add(name, **{**defaults, **inputs, "model": model}), 0]
-        for model in (plain, [graph.parallel(plain, ulysses=2), 0])
-    )
-    request = graph.request()
-    found = latents(
-        comfy,
-        graph,
-        {
-            way: graph.ksampler(model, *request, steps=steps, cfg=3.0)
-            for way, model in (("stock", stock), ("ours", ours), ("plain", plain))
-        },
-    )
-    assert_same(found)
-    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
 
 
 # Shapes (rows, columns) of layers of the tiny Wan model, by their names in a LoRA's file.
@@ -190,12 +119,9 @@ def loras(comfy) -> list[str]:
 
 @pytest.mark.parametrize(("choice", "kind"), [({"ulysses": 2}, "wan_t2v"), ({"cfg": 2}, "wan_fp8")])
 def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, kind):
-    def with_lora(model: list, name: str, strength: float) -> list:
-        return [graph.add("LoraLoaderModelOnly", model=model, lora_name=name, strength_model=strength), 0]
-
     graph = AnyGraph(comfy, kind)
     plain = graph.stock()
-    before = with_lora(plain, loras[0], 0.8)
+    before = graph.lora(plain, loras[0], 0.8)
     ours = graph.parallel(before, **choice)
     lora_loader = graph.add("ParallelLoraLoader", parallel_model=[ours, 1], lora_name=loras[1], strength=-0.5)
     request = graph.request()
@@ -204,8 +130,8 @@ def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, k
         comfy,
         graph,
         {
-            "stock": graph.ksampler(with_lora(before, loras[1], -0.5), *request, **settings),
-            "ours": graph.ksampler(with_lora([ours, 0], loras[1], -0.5), *request, **settings),
+            "stock": graph.ksampler(graph.lora(before, loras[1], -0.5), *request, **settings),
+            "ours": graph.ksampler(graph.lora([ours, 0], loras[1], -0.5), *request, **settings),
             "sampler": graph.parallel_sampler(lora_loader, *request, **settings),
             "plain": graph.ksampler(plain, *request, **settings),
         },
@@ -216,36 +142,27 @@ def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, k
         assert relative_difference(found[way], found["stock"]) <= tolerance, way
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("--port 8190 --lowvram --preview-method auto", ""),
-        ("--fp8_e4m3fn-unet --use-split-cross-attention", "--fp8_e4m3fn-unet --use-split-cross-attention"),
-        ("--fast fp16_accumulation autotune --cpu", "--fast autotune fp16_accumulation"),
-        ("--dont-upcast-attention --force-fp16 --novram", "--force-fp16 --dont-upcast-attention"),
-    ],
-)
-def test_ranks_get_the_flags_that_change_numbers_and_no_others(comfy, line, wanted):
+FLAGS = {  # of ComfyUI: those that its ranks get
+    "--port 8190 --lowvram --preview-method auto": "",
+    "--fp8_e4m3fn-unet --use-split-cross-attention": "--fp8_e4m3fn-unet --use-split-cross-attention",
+    "--fast fp16_accumulation autotune --cpu": "--fast autotune fp16_accumulation",
+    "--dont-upcast-attention --force-fp16 --novram": "--force-fp16 --dont-upcast-attention",
+}
+
+
+def test_ranks_get_the_flags_that_change_numbers_and_no_others(comfy):
     graph = Graph()
-    flags = graph.add("TestNumericFlags", line=line)
-    graph.add("TestSaveText", text=[flags, 0], path="any-flags.txt")
-    comfy.run(graph.prompt)
-    assert comfy.output("any-flags.txt").read_text() == wanted
+    found = {line: [graph.add("TestNumericFlags", line=line), 0] for line in FLAGS}
+    assert latents(comfy, graph, {}, found) == FLAGS
 
 
-@pytest.mark.parametrize("resident", [False, True], ids=["stock sampler", "Parallel Sampler"])
-def test_a_file_replaced_in_mid_run_never_shares_a_picture_with_the_one_before(comfy, resident):
+def test_a_file_replaced_in_mid_run_never_shares_a_picture_with_the_one_before(comfy):
     """The file is replaced by a rename, as download tools do. The next prompt uses the new file."""
 
-    def sampled(act=None):
+    def sampled(act=lambda: None):
         graph = AnyGraph(comfy, "wan_t2v")
         ours, request = graph.parallel(graph.stock(), ulysses=2), graph.request()
-        if resident:
-            node = graph.parallel_sampler([ours, 1], *request, steps=12, cfg=1.0)
-        else:
-            node = graph.ksampler([ours, 0], *request, steps=12, cfg=1.0)
-        if act is None:
-            return latents(comfy, graph, {"found": node})["found"]
+        node = graph.parallel_sampler([ours, 1], *request, steps=12, cfg=1.0)
         with comfy.amid(node[0], act):
             return latents(comfy, graph, {"found": node})["found"]
 

@@ -57,6 +57,7 @@ WRONG = [
     ("cogvideo", {"width": 4096}, None, "prompts of width 48"),
     ("unet", {"width": 2048}, None, "prompts of width 768"),
     ("sd3", {}, "1,4,11,9", "latent_image: a latent of 4 channels came, and any_sd3.safetensors takes 16"),
+    ("sd3", {"pooled_width": 8}, None, "cannot compute with what it was given"),
     ("unet", {}, "1,16,8,6", "UNetModel cannot compute with what it was given"),  # the module's own words
 ]
 
@@ -67,16 +68,21 @@ def test_what_is_made_for_another_model_is_refused_and_leaves_the_ranks_warm(
 ):
     graph = AnyGraph(comfy, kind)
     stock = graph.stock()
-    ours = [graph.parallel(stock, **({"cfg": 2} if kind == "unet" else {"ulysses": 2})), 0]
+    ours = graph.parallel(stock, **({"cfg": 2} if kind == "unet" else {"ulysses": 2}))
     right = graph.request()
-    comfy.sample(graph.prompt, graph.ksampler(ours, *right, steps=1, cfg=3.0))
+    comfy.sample(graph.prompt, graph.ksampler([ours, 0], *right, steps=1, cfg=3.0))
     ranks = {rank.pid for rank in comfy.ranks()}
 
     prompt = graph.text(1, **MODELS[kind]["text"] | text)
     wrong = [graph.add("TestShapedLatent", shape=latent, draw=5), 0] if latent else right[2]
-    assert words in fails(comfy, graph, graph.ksampler(ours, prompt, prompt, wrong, steps=1, cfg=3.0))
+    request = prompt, prompt, wrong
+    for sampled in (
+        graph.ksampler([ours, 0], *request, cfg=3.0),
+        graph.parallel_sampler([ours, 1], *request, cfg=3.0),
+    ):
+        assert words in fails(comfy, graph, sampled)
     with pytest.raises(PromptFailed):
-        comfy.sample(graph.prompt, graph.ksampler(stock, prompt, prompt, wrong, steps=1, cfg=3.0))
+        comfy.sample(graph.prompt, graph.ksampler(stock, *request, cfg=3.0))
     assert {rank.pid for rank in comfy.ranks()} == ranks
 
 
@@ -109,15 +115,9 @@ def test_a_control_lora_is_refused_where_the_models_weights_are_shared_out(comfy
     save_file(tensors, folder / "control_lora.safetensors")
     graph = AnyGraph(comfy, "unet")
     positive, negative, latent = graph.request()
-    applied = graph.add(
-        "ControlNetApplyAdvanced",
-        **{"positive": positive, "negative": negative, "strength": 1.0, "start_percent": 0.0},
-        control_net=[graph.add("ControlNetLoader", control_net_name="control_lora.safetensors"), 0],
-        image=[graph.add("EmptyImage", width=48, height=64, batch_size=1, color=0), 0],
-        end_percent=1.0,
-    )
+    prompts = graph.controlled(positive, negative, "control_lora.safetensors", width=48, height=64)
     ours = [graph.parallel(graph.stock(), cfg=2, shard_weights=True), 0]
-    message = fails(comfy, graph, graph.ksampler(ours, [applied, 0], [applied, 1], latent, steps=1))
+    message = fails(comfy, graph, graph.ksampler(ours, *prompts, latent, steps=1))
     assert "such as a Control-LoRA" in message and "take a whole ControlNet" in message
 
 

@@ -67,30 +67,85 @@ def _write(comfy, name: str, *arguments, **options) -> str:
 @pytest.fixture(scope="module")
 def vaes(comfy):
     """File names of VAEs by kind."""
+    statistics = {
+        "bn.running_mean": torch.linspace(-1, 1, 128),
+        "bn.running_var": torch.linspace(0.5, 2, 128),
+    }
+    _write(comfy, "normalised.safetensors", VaeSizes(channels=32, post_quant=True), **statistics)
+    _write(comfy, "changed.safetensors", FLUX, 3)
     return {kind: _write(comfy, f"{kind}.safetensors", sizes) for kind, sizes in SIZES.items()}
 
 
-@pytest.mark.parametrize("size", [(16, 12), (7, 9), (33, 1), (5, 24)], ids=str)
-@pytest.mark.parametrize("kind", list(SIZES))
-def test_the_image_is_that_of_stock_vae_decode(comfy, vaes, kind, size):
+def _from_file(name: str):
+    return lambda graph: graph.vae(f"{name}.safetensors")
+
+
+def _made_by(node: str, **inputs):
+    return lambda graph: [graph.add(node, **inputs), 0]
+
+
+# name: (function that adds a VAE, the latent, the picture's shape, words of the report)
+DECODES = {
+    "Flux": (_from_file("flux"), {}, (1, 96, 128, 3), "rows of the latent on each: 6, 6 (exact, no tiles)"),
+    "Flux, odd sides": (_from_file("flux"), {"width": 7, "height": 9}, (1, 72, 56, 3), "on each: 5, 4"),
+    "Flux, one row": (_from_file("flux"), {"width": 33, "height": 1}, (1, 8, 264, 3), "decoded by: "),
+    "SD": (_from_file("sd"), {"width": 5, "height": 24, "channels": 4}, (1, 192, 40, 3), "on each: 12, 12"),
+    "TAESD": (_made_by("TestTinyVAE"), {"height": 11}, (1, 88, 128, 3), "on each: 6, 5 (exact, no tiles)"),
+    "Flux.2's normalised latents": (
+        _from_file("normalised"),
+        {"width": 6, "height": 5, "channels": 128},
+        (1, 80, 96, 3),
+        "rows of the latent on each: 3, 2 (exact, no tiles)",
+    ),
+    "an image of a video VAE": (
+        _made_by("TestWanVAE", channels=3),
+        {"width": 3, "height": 5, "frames": 1},
+        (1, 40, 24, 3),
+        "2 devices, 1 image in ",
+    ),
+    "a video": (
+        _made_by("TestWanVAE", channels=3),
+        {"width": 2, "height": 7, "frames": 3},
+        (9, 56, 16, 3),
+        "2 devices, 1 video of 9 frames in ",
+    ),
+    "videos with an alpha channel": (
+        _made_by("TestWanVAE", channels=4),
+        {"width": 2, "height": 4, "frames": 2, "batch": 2},
+        (10, 32, 16, 4),
+        "2 devices, 2 videos of 5 frames in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_the_image_is_that_of_stock_vae_decode(comfy, vaes, name):
+    add_vae, size, shape, words = DECODES[name]
     graph = DecodeGraph()
-    vae, latent = graph.vae(vaes[kind]), graph.drawn(*size, channels=SIZES[kind].channels)
-    expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae))
-    assert image.shape == expected.shape == (1, 8 * size[1], 8 * size[0], 3)
+    vae, latent = add_vae(graph), graph.drawn(**size)
+    (expected,) = images(comfy, graph, graph.stock(latent, vae))
+    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+    assert image.shape == expected.shape == shape
     assert image.dtype == expected.dtype and image.min() >= 0 and image.max() <= 1
     assert expected.std() > 0.05  # no flat image
     assert (image - expected).abs().max() <= TOLERANCE
+    assert words in report
 
 
 def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy, vaes):
+    """One device has twice the rows of the other, as its share says."""
     graph = DecodeGraph()
     vae, latent = graph.vae(vaes["flux"]), graph.drawn(batch=3)
     singles = [
         graph.stock([graph.add("LatentFromBatch", samples=latent, batch_index=i, length=1), 0], vae)
         for i in range(3)
     ]
-    image, *expected = images(comfy, graph, graph.ours(latent, vae), *singles)
+    expected = images(comfy, graph, *singles)
+    image, report = decoded(comfy, graph, graph.ours(latent, vae, device_shares="2,1"))
     assert (image - torch.cat(expected)).abs().max() <= TOLERANCE
+    for line in ("decoded by: 2 devices, 3 images in ", "latent on each: 8, 4", "computed in: float32"):
+        assert line in report
+    assert "moved between devices: " in report and "moved between devices: 0.00" not in report
 
 
 def test_it_works_without_a_strategy(comfy, vaes):
@@ -138,28 +193,6 @@ def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy):
         assert any(one.path.endswith(name) for one in rank.memory_maps())
 
 
-def test_the_report_says_what_was_done(comfy, vaes):
-    graph = DecodeGraph()
-    output = graph.ours(graph.drawn(height=7, batch=2, draw=21), graph.vae(vaes["flux"]))
-    _, report = decoded(comfy, graph, output)
-    for line in (
-        "decoded by: 2 devices, 2 images in ",
-        "rows of the latent on each: 4, 3",
-        "computed in: float32",
-    ):
-        assert line in report
-    assert "moved between devices: " in report and "moved between devices: 0.00" not in report
-
-
-def test_shares_of_the_devices_are_followed(comfy, vaes):
-    graph = DecodeGraph()
-    latent, vae = graph.drawn(draw=71), graph.vae(vaes["flux"])
-    (expected,) = images(comfy, graph, graph.stock(latent, vae))
-    image, report = decoded(comfy, graph, graph.ours(latent, vae, device_shares="2,1"))
-    assert "rows of the latent on each: 8, 4" in report
-    assert (image - expected).abs().max() <= TOLERANCE
-
-
 def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
     """Asserts that our node falls back to stock's decode: the image is bit-equal and the report says why."""
     expected = graph.stock(latent, vae)
@@ -169,27 +202,27 @@ def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -
     assert "ComfyUI's own VAE decode" in report and reason in report
 
 
-def test_the_demos_vae_is_decoded_by_comfyui(comfy):
+FALLBACKS = {
+    "its network is DemoImageCoder": (
+        lambda graph: [graph.add("ParallelDemoLoader"), 3],
+        {"width": 16, "height": 16},
+    ),
+    "because this VAE cannot be split: its latents are": (
+        lambda graph: graph.vae("pixel_space"),
+        {"width": 12, "height": 10, "channels": 3},
+    ),
+    "another node has changed how it computes": (
+        lambda graph: [graph.add("TestCircularVAE", vae=graph.vae("changed.safetensors")), 0],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_a_vae_that_cannot_be_split_is_decoded_by_comfyui(comfy, vaes, reason):
+    add_vae, size = FALLBACKS[reason]
     graph = DecodeGraph()
-    loader = graph.add("ParallelDemoLoader", strategy=graph.strategy("cpu:2"))
-    _fallback(comfy, graph, graph.drawn(16, 16), [loader, 3], "its network is DemoImageCoder")
-
-
-def test_a_latent_of_pixels_is_decoded_by_comfyui(comfy):
-    graph = DecodeGraph()
-    latent = graph.drawn(12, 10, channels=3)
-    _fallback(
-        comfy, graph, latent, graph.vae("pixel_space"), "because this VAE cannot be split: its latents are"
-    )
-
-
-def test_taesd_is_decoded_in_bands(comfy):
-    graph = DecodeGraph()
-    vae, latent = [graph.add("TestTinyVAE"), 0], graph.drawn(12, 11)
-    (expected,) = images(comfy, graph, graph.stock(latent, vae))
-    image, report = decoded(comfy, graph, graph.ours(latent, vae))
-    assert "rows of the latent on each: 6, 5 (exact, no tiles)" in report
-    assert expected.std() > 0.05 and (image - expected).abs().max() <= TOLERANCE
+    _fallback(comfy, graph, graph.drawn(**size), add_vae(graph), reason)
 
 
 def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
@@ -212,64 +245,23 @@ def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
     assert (other - expected).abs().max() > 100 * TOLERANCE
 
 
-def test_a_vae_that_makes_no_pictures_is_refused_by_name(comfy):
+REFUSALS = {
+    "it makes 3D shapes; use VAE Decode Hunyuan3D": (_made_by("TestShapeVAE"), {}),
+    "the latent has shape [1, 16, 4, 4] … [batch, channels, frames,": (
+        _made_by("TestWanVAE", channels=3),
+        {"width": 4, "height": 4},
+    ),
+    "the latent has 4 channels and the VAE decodes 16": (_from_file("flux"), {"channels": 4}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_what_cannot_be_decoded_is_refused_in_words(comfy, vaes, words):
+    add_vae, size = REFUSALS[words]
     graph = DecodeGraph()
     with pytest.raises(PromptFailed) as failed:
-        images(comfy, graph, graph.ours(graph.drawn(), [graph.add("TestShapeVAE"), 0]))
-    assert "it makes 3D shapes; use VAE Decode Hunyuan3D" in failed.value.exception_message
-
-
-def test_flux_2s_normalised_latents_are_decoded_by_comfyuis_own_network(comfy):
-    sizes = VaeSizes(channels=32, post_quant=True)
-    statistics = {
-        "bn.running_mean": torch.linspace(-1, 1, 128),
-        "bn.running_var": torch.linspace(0.5, 2, 128),
-    }
-    name = _write(comfy, "normalised.safetensors", sizes, **statistics)
-    graph = DecodeGraph()
-    vae, latent = graph.vae(name), graph.drawn(6, 5, channels=128)
-    (expected,) = images(comfy, graph, graph.stock(latent, vae))
-    image, report = decoded(comfy, graph, graph.ours(latent, vae))
-    assert "rows of the latent on each: 3, 2 (exact, no tiles)" in report
-    assert expected.shape == (1, 80, 96, 3) and expected.std() > 0.05
-    assert (image - expected).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("size", "channels", "words"),
-    [
-        (dict(width=3, height=5, frames=1), 3, "2 devices, 1 image in "),
-        (dict(width=2, height=7, frames=3), 3, "2 devices, 1 video of 9 frames in "),
-        (dict(width=2, height=4, frames=2, batch=2), 4, "2 devices, 2 videos of 5 frames in "),
-    ],
-    ids=str,
-)
-def test_the_frames_of_a_video_are_those_of_stock_vae_decode(comfy, size, channels, words):
-    graph = DecodeGraph()
-    vae, latent = [graph.add("TestWanVAE", channels=channels), 0], graph.drawn(**size)
-    (expected,) = images(comfy, graph, graph.stock(latent, vae))
-    image, report = decoded(comfy, graph, graph.ours(latent, vae))
-    assert words in report and "(exact, no tiles)" in report
-    frames = size.get("batch", 1) * (4 * size["frames"] - 3)
-    assert image.shape == expected.shape == (frames, 8 * size["height"], 8 * size["width"], channels)
-    assert expected.std() > 0.05  # no flat picture
-    assert (image - expected).abs().max() <= TOLERANCE
-
-
-def test_a_latent_of_images_for_a_video_vae_is_refused_in_words(comfy):
-    graph = DecodeGraph()
-    output = graph.ours(graph.drawn(4, 4), [graph.add("TestWanVAE", channels=3), 0])
-    with pytest.raises(PromptFailed) as failed:
-        images(comfy, graph, output)
-    words = failed.value.exception_message
-    assert "the latent has shape [1, 16, 4, 4]" in words and "[batch, channels, frames," in words
-
-
-def test_a_vae_that_another_node_changed_is_decoded_by_comfyui(comfy):
-    name = _write(comfy, "to_be_changed.safetensors", FLUX, 3)
-    graph = DecodeGraph()
-    vae = [graph.add("TestCircularVAE", vae=graph.vae(name)), 0]
-    _fallback(comfy, graph, graph.drawn(), vae, "another node has changed how it computes")
+        images(comfy, graph, graph.ours(graph.drawn(**size), add_vae(graph)))
+    assert all(part in failed.value.exception_message for part in words.split(" … "))
 
 
 def test_where_ranks_cannot_run_comfyui_decodes(comfy, vaes):
@@ -310,14 +302,6 @@ def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_
     assert (amid - before).abs().max() > 100 * TOLERANCE and torch.equal(after, before)
 
 
-def test_a_latent_of_another_family_is_refused_in_words(comfy, vaes):
-    graph = DecodeGraph()
-    output = graph.ours(graph.drawn(channels=4), graph.vae(vaes["flux"]))
-    with pytest.raises(PromptFailed) as failed:
-        images(comfy, graph, output)
-    assert "the latent has 4 channels and the VAE decodes 16" in failed.value.exception_message
-
-
 def _long(vaes, draw, batch=30) -> tuple[DecodeGraph, list]:
     """Returns (a graph whose decode takes many seconds, its IMAGE output)."""
     graph = DecodeGraph()
@@ -344,7 +328,7 @@ def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(c
     graph = DecodeGraph()
     expected = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
     ranks = comfy.ranks()
-    long, output = _long(vaes, draw=42, batch=4)
+    long, output = _long(vaes, draw=42, batch=2)
     with comfy.amid(output[0], ranks[1].kill):
         found = images(comfy, long, output)
     assert found[0].isfinite().all() and ranks[1] not in comfy.ranks()

@@ -17,17 +17,12 @@ WAYS = ("stock", "KSampler", "parallel sampler")
 REQUESTS = {
     "plain": {},
     "batch of 3": {"latent": {"batch": 3}},
-    "batch of 3 with cfg": {"latent": {"batch": 3}, "sampling": {"cfg": 4.0}},
     "batch_index": {"latent": {"batch": 3, "batch_index": "4,0,2"}},
-    "odd height": {"latent": {"width": 16, "height": 13}},
     "odd sides": {"latent": {"width": 17, "height": 13}},
-    "image tokens that do not divide by 2": {"latent": {"width": 18, "height": 14}},
     "tiny": {"latent": {"width": 2, "height": 2}},
     "longer text": {"positive": {"tokens": 32}},
     "one word": {"positive": {"tokens": 1}},
     "image to image": {"latent": {"draw": 5}, "sampling": {"denoise": 0.6}},
-    "image to image, every step": {"latent": {"draw": 5}},
-    "inpainting": {"latent": {"draw": 5, "noise_mask": True}},
     "inpainting a batch, odd sides, cfg": {
         "latent": {"draw": 5, "noise_mask": True, "batch": 3, "width": 17, "height": 13},
         "sampling": {"denoise": 0.6, "cfg": 4.0},
@@ -36,10 +31,8 @@ REQUESTS = {
     "cfg with a longer negative": {"negative": {"tokens": 12}, "sampling": {"cfg": 4.0}},
     "cfg from a copy of the file": {"file": "copy", "sampling": {"cfg": 4.0}},
     "cfg below one": {"sampling": {"cfg": 0.5}},
-    "other guidance": {"positive": {"guidance": 1.5}},
     "missing guidance": {"positive": {"guidance": -1.0}},
     "schnell": {"file": "schnell"},
-    "schnell with cfg": {"file": "schnell", "sampling": {"cfg": 2.0}},
     "diffusers layout": {"file": "diffusers"},
     "prefixed keys": {"file": "prefixed"},
     "one step": {"sampling": {"steps": 1}},
@@ -54,8 +47,7 @@ FILES = {
     "prefixed": {"prefix": "model.diffusion_model."},
     "one head": {"heads": 1, "double_blocks": 2, "single_blocks": 2},
 }
-RESIDENT = ("euler", "euler_ancestral", "heun", "dpmpp_2m")
-ANOTHER = "res_multistep"
+ANOTHER = "res_multistep"  # PipeFusion's patches cannot take its steps
 HARDEST = "inpainting a batch, odd sides, cfg"
 
 
@@ -99,40 +91,24 @@ def assert_equal_to_stock(found: dict) -> None:
     [("cpu:2", name) for name in REQUESTS] + [("cpu:1", name) for name in list(REQUESTS)[::5]],
 )
 def test_a_request_gives_the_stock_latent(comfy, files, name, devices):
-    found = sampled(comfy, files, name, devices, RESIDENT[list(REQUESTS).index(name) % len(RESIDENT)])
-    assert_equal_to_stock(found)
+    assert_equal_to_stock(sampled(comfy, files, name, devices, "euler"))
 
 
-@pytest.mark.parametrize(
-    ("name", "sampler"),
-    [
-        ("batch_index", ANOTHER),
-        ("cfg with a longer negative", ANOTHER),
-        *((HARDEST, sampler) for sampler in ("euler", "heun", "dpmpp_2m", ANOTHER)),
-    ],
-)
-def test_a_request_for_another_sampler_gives_the_stock_latent(comfy, files, name, sampler):
-    found = sampled(comfy, files, name, "cpu:2", sampler)
+@pytest.mark.parametrize("sampler", ["heun", ANOTHER])
+def test_a_request_for_another_sampler_gives_the_stock_latent(comfy, files, sampler):
+    found = sampled(comfy, files, HARDEST, "cpu:2", sampler)
     assert_equal_to_stock(found)
-    if "cfg" in name:
-        for part in ("CFG 2", "native", "cpu:0, cpu:1", "median", "first", "load", "MiB", "GPU time used"):
-            assert part in found["report"]
+    for part in ("CFG 2", "native", "cpu:0, cpu:1", "median", "first", "load", "MiB", "GPU time used"):
+        assert part in found["report"]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"ulysses": 2},
-        {"ring": 2},
-        {"cfg": 2},
-        {"data": 2},
-        {"ring": 3},
         {"ulysses": 2, "ring": 2},
-        {"cfg": 2, "ulysses": 2},
-        {"data": 2, "cfg": 2},
         {"ulysses": 2, "shard_weights": True},
         {"cfg": 2, "offload_weights": True},
-        {"pipefusion": 2, "warmup_steps": 3},
         {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
         {"pipefusion": 2, "warmup_steps": 3, "device_shares": "3,1"},
         {"pipefusion": 2, "ulysses": 2, "warmup_steps": 3},
@@ -164,9 +140,8 @@ def test_a_sampler_that_cannot_run_patch_by_patch_is_exact_and_the_report_says_s
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=lambda degrees: next(iter(degrees)))
-@pytest.mark.parametrize("name", ["plain", HARDEST])
-def test_the_xfuser_engine_gives_the_stock_latent(comfy, files, name, degrees):
-    found = sampled(comfy, files, name, "cpu:2", "euler", engine="xfuser", **degrees)
+def test_the_xfuser_engine_gives_the_stock_latent(comfy, files, degrees):
+    found = sampled(comfy, files, HARDEST, "cpu:2", "euler", engine="xfuser", **degrees)
     assert_equal_to_stock(found)
     assert "engine: xfuser" in found["report"].splitlines()
 

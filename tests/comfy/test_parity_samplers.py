@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from safetensors.torch import load_file
+from itertools import product
 
+import pytest
+
+from any_runs import latents
+from differences import relative_difference
 from graphs import OURS, STOCK, Graph
 
-PARALLEL_SAMPLER = ("euler", "euler_ancestral", "heun", "dpmpp_2m")  # these run under it as well
-EVERY_SCHEDULER = ("euler", "dpmpp_2m")
 TOLERANCE = 1e-4  # relative to the largest value of the stock latent, in fp32
 
 
@@ -27,46 +28,36 @@ def _options(entry) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, subtests):
-    """Each sampler runs with one scheduler in turn, because sigmas reach it as numbers. EVERY_SCHEDULER names samplers
-    that run with all. The model is behind Parallel Flux Loader and behind Parallel Model."""
+    """Each sampler runs with one scheduler in turn, because sigmas reach it as numbers; Euler runs with all. The model
+    is behind Parallel Flux Loader and behind Parallel Model."""
     samplers, all_schedulers = lists
     assert len(samplers) >= 30 and len(all_schedulers) >= 8
     worst = {}
     for number, sampler in enumerate(samplers):
-        schedulers = (
-            all_schedulers if sampler in EVERY_SCHEDULER else [all_schedulers[number % len(all_schedulers)]]
-        )
+        schedulers = all_schedulers if sampler == "euler" else [all_schedulers[number % len(all_schedulers)]]
         graph = Graph()
         ours, stock = graph.model(OURS, unet, "cpu:2"), graph.model(STOCK, unet)
         any_model = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2"))
         request = graph.text(1), graph.text(2), graph.latent()
+        ways = {}
         for scheduler in schedulers:
             settings = {"sampler_name": sampler, "scheduler": scheduler, "steps": 3}
-            ways = {
-                "stock": graph.ksampler(stock, *request, **settings),
-                "KSampler": graph.ksampler(ours, *request, **settings),
-                "Parallel Model": graph.parallel_sampler([any_model, 1], *request, **settings),
+            ways |= {
+                f"{scheduler} stock": graph.ksampler(stock, *request, **settings),
+                f"{scheduler} KSampler": graph.ksampler(ours, *request, **settings),
+                f"{scheduler} Parallel Sampler": graph.parallel_sampler([any_model, 1], *request, **settings),
             }
-            if sampler in PARALLEL_SAMPLER:
-                ways["Parallel Sampler"] = graph.parallel_sampler(ours[0], *request, **settings)
-            for way, result in ways.items():
-                graph.save(result, f"{sampler}-{scheduler}-{way}.safetensors")
-        comfy.run(graph.prompt, timeout=300)
-        for scheduler in schedulers:
-            stock_latent = load_file(comfy.output(f"{sampler}-{scheduler}-stock.safetensors"))["samples"]
-            for way in list(ways)[1:]:
-                with subtests.test(sampler=sampler, scheduler=scheduler, way=way):
-                    name = f"{sampler}-{scheduler}-{way}"
-                    latent = load_file(comfy.output(f"{name}.safetensors"))["samples"]
-                    difference = ((latent - stock_latent).abs().max() / stock_latent.abs().max()).item()
-                    worst[sampler, scheduler, way] = difference
-                    assert difference <= TOLERANCE
-    for way, its_samplers in (
-        ("KSampler", samplers),
-        ("Parallel Model", samplers),
-        ("Parallel Sampler", PARALLEL_SAMPLER),
-    ):
-        met = [(sampler, scheduler) for sampler, scheduler, of in worst if of == way]
-        assert [set(names) for names in zip(*met, strict=True)] == [set(its_samplers), set(all_schedulers)]
+        found = latents(comfy, graph, ways)
+        for scheduler, way in product(schedulers, ("KSampler", "Parallel Sampler")):
+            with subtests.test(sampler=sampler, scheduler=scheduler, way=way):
+                stock_latent = found[f"{scheduler} stock"]
+                worst[sampler, scheduler, way] = relative_difference(
+                    found[f"{scheduler} {way}"], stock_latent
+                )
+                assert worst[sampler, scheduler, way] <= TOLERANCE
+    assert {(sampler, way) for sampler, _, way in worst} == set(
+        product(samplers, ("KSampler", "Parallel Sampler"))
+    )
+    assert {scheduler for _, scheduler, _ in worst} == set(all_schedulers)
     for (sampler, scheduler, way), difference in sorted(worst.items(), key=lambda item: -item[1])[:10]:
         print(f"{sampler} {scheduler} {way}: {difference:.1e}")

@@ -41,18 +41,14 @@ class _Log:
     """A reader of the jobs' log that reports only what happens after it was created."""
 
     def __init__(self, comfy) -> None:
-        self._path = comfy.server.base_directory / "ranks.jsonl"
-        self._skipped = len(self._lines())
-
-    def _lines(self) -> list[str]:
-        return self._path.read_text().splitlines() if self._path.exists() else []
+        self._comfy, self._skipped = comfy, len(comfy.logged())
 
     def requests(self, count: int) -> list[tuple[str, bool]]:
         """Waits for `count` samplings and preloads and returns (kind, True if it loaded a model itself) for each."""
 
         def read() -> list[tuple[str, bool]]:
             found, loaded = [], False
-            for line in map(json.loads, self._lines()[self._skipped :]):
+            for line in self._comfy.logged()[self._skipped :]:
                 loaded |= line["event"] == "loaded"
                 if line["event"] == "ended" and line["request"] in ("sample", "preload"):
                     found.append((line["request"], loaded))

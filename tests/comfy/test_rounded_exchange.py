@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from any_graphs import AnyGraph
 
 ROUNDED = "result: approximate (exchange_dtype fp8 rounds what devices send each other; same is exact)"
@@ -20,9 +18,8 @@ def _both(comfy, kind, **choice):
     return float((found - stock).abs().max() / stock.abs().max()), report
 
 
-@pytest.mark.parametrize("kind", ["flux", "wan_t2v", "sd3"])
-def test_the_latent_is_near_stocks_and_the_report_says_that_it_is_not_the_same(comfy, kind):
-    difference, report = _both(comfy, kind, ulysses=2)
+def test_the_latent_is_near_stocks_and_the_report_says_that_it_is_not_the_same(comfy):
+    difference, report = _both(comfy, "wan_t2v", ulysses=2)
     assert 1e-5 < difference < 0.1
     assert ROUNDED in report and "note: what devices sent each other for attention was rounded" in report
 

@@ -6,27 +6,14 @@ from any_graphs import AnyGraph
 from any_runs import assert_same, latents
 
 
-def _with_controlnet(comfy) -> tuple[AnyGraph, tuple]:
+def test_a_controlnet_reaches_each_band(comfy):
     graph = AnyGraph(comfy, "unet")
     writing = AnyGraph(comfy, "unet")
     writing.add("TestWriteModel", kind="unet_controlnet", folder="controlnet")
     comfy.run(writing.prompt, timeout=120)
     positive, negative, latent = graph.request()
-    applied = graph.add(
-        "ControlNetApplyAdvanced",
-        positive=positive,
-        negative=negative,
-        control_net=[graph.add("ControlNetLoader", control_net_name="any_unet_controlnet.safetensors"), 0],
-        image=[graph.add("EmptyImage", width=48, height=64, batch_size=1, color=0x804020), 0],
-        strength=0.7,
-        start_percent=0.0,
-        end_percent=1.0,
-    )
-    return graph, ([applied, 0], [applied, 1], latent)
-
-
-def test_a_controlnet_reaches_each_band(comfy):
-    graph, request = _with_controlnet(comfy)
+    prompts = graph.controlled(positive, negative, "any_unet_controlnet.safetensors", width=48, height=64)
+    request = (*prompts, latent)
     settings = {"steps": 2, "cfg": 1.0}
     stock = graph.stock()
     ours = graph.parallel(stock, "cpu:3", ulysses=3)

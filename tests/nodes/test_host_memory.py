@@ -238,7 +238,7 @@ def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch
 
 
 def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, monkeypatch):
-    ranks_with(monkeypatch)
+    holding(monkeypatch)
     encoder = Loaded(TextEncoder, GPU, 9 * GIB)
     host.loaded.append(encoder)
     assert host.offload.offload_comfyui_models(plan_of(14 * GIB, "cuda:0")) == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from safetensors.torch import load_file
 
 from any_graphs import MODELS, AnyGraph
@@ -31,26 +33,27 @@ def both(
     choice: dict,
     *,
     batch: int = 1,
+    request: Callable[[AnyGraph], tuple] = AnyGraph.request,
     devices: str | None = None,
     uneven: bool = False,
     with_sampler: bool = False,
     **sampling,
 ) -> dict:
-    """Returns the latents of one request, stock and through Parallel Model. `with_sampler`: True for the latent of
-    Parallel Sampler and its report as well."""
+    """Returns the latents of one request, stock and through Parallel Model. `request`: returns links to the positive
+    prompt, the negative one and the latent; `with_sampler`: True for Parallel Sampler's latent and report as well."""
     graph = AnyGraph(comfy, kind)
     graph.uneven = uneven
     stock = graph.stock()
     ours = graph.parallel(stock, devices, **choice)
-    request = graph.request(batch)
+    links = request(graph) if batch == 1 else request(graph, batch)
     settings = {"steps": 2, "cfg": 3.0, **sampling}
     ways = {
-        "stock": graph.ksampler(stock, *request, **settings),
-        "ours": graph.ksampler([ours, 0], *request, **settings),
+        "stock": graph.ksampler(stock, *links, **settings),
+        "ours": graph.ksampler([ours, 0], *links, **settings),
     }
     if not with_sampler:
         return latents(comfy, graph, ways)
-    sampler = graph.parallel_sampler([ours, 1], *request, **settings)
+    sampler = graph.parallel_sampler([ours, 1], *links, **settings)
     return latents(comfy, graph, ways | {"Parallel Sampler": sampler}, {"report": [sampler[0], 1]})
 
 

@@ -121,6 +121,11 @@ class Comfy:
         status, text = self.request(path, body, method, **headers)
         return status, json.loads(text) if text.startswith("{") else {}
 
+    def logged(self) -> list[dict]:
+        """Returns the lines of the jobs' log."""
+        path = self.server.base_directory / "ranks.jsonl"
+        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
     def groups(self) -> list[dict]:
         """Returns what the ranks route reports about each group."""
         return self.ask("/parallel_sampling/ranks", method="GET")[1]["groups"]

@@ -151,19 +151,9 @@ def _configuration(names: list[str]) -> str:
 
 def _write_secrets(folder: Path, tokens: tuple[str, ...]) -> None:
     key, certificate = folder / "key.pem", folder / "certificate.pem"
-    request = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=127.0.0.1",
-    ]
-    request += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(key), "-out", str(certificate)]
+    of_host = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    request = ["openssl", "req", "-x509", *made, *of_host]
     subprocess.run(request, check=True, capture_output=True)
     certificate.write_bytes(certificate.read_bytes() + key.read_bytes())
     hashed = subprocess.run(["openssl", "passwd", "-5", PASSWORD], check=True, capture_output=True, text=True)

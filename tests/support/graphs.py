@@ -98,5 +98,42 @@ class Graph:
         model = loader if isinstance(loader, list) else [loader, 0]
         return [self.add("ParallelSampler", parallel_model=model, **names, **inputs), 0]
 
+    def custom_sampler(
+        self, model: list, guider: str, sampler: str, latent: list, scheduler: str = "simple", steps: int = 3
+    ) -> str:
+        """Adds SamplerCustomAdvanced. `guider`, `sampler`: nodes of them, or a sampler's name."""
+        if sampler not in self.prompt:
+            sampler = self.add("KSamplerSelect", sampler_name=sampler)
+        parts = {
+            "noise": [self.add("RandomNoise", noise_seed=3), 0],
+            "guider": [guider, 0],
+            "sampler": [sampler, 0],
+            "sigmas": [
+                self.add("BasicScheduler", model=model, scheduler=scheduler, steps=steps, denoise=1.0), 0
+            ],
+        }  # fmt: skip
+        return self.add("SamplerCustomAdvanced", latent_image=latent, **parts)
+
+    def lora(self, model: list, name: str, strength: float = 0.8) -> list:
+        return [self.add("LoraLoaderModelOnly", model=model, lora_name=name, strength_model=strength), 0]
+
+    def hooked(self, prompt: list, hook: list, **properties) -> list:
+        properties = {"strength": 1.0, "set_cond_area": "default", "hooks": hook} | properties
+        return [self.add("ConditioningSetProperties", cond_NEW=prompt, **properties), 0]
+
+    def controlled(
+        self, positive: list, negative: list, name: str, width: int = 128, height: int = 96, **settings
+    ) -> tuple[list, list]:
+        """Adds the ControlNet of a file to both prompts, for an image of one colour."""
+        image = [self.add("EmptyImage", width=width, height=height, batch_size=1, color=0x804020), 0]
+        loader = [self.add("ControlNetLoader", control_net_name=name), 0]
+        wired = {"positive": positive, "negative": negative, "control_net": loader, "image": image}
+        settings = {"strength": 0.7, "start_percent": 0.0, "end_percent": 1.0} | settings
+        applied = self.add("ControlNetApplyAdvanced", **wired, **settings)
+        return [applied, 0], [applied, 1]
+
+    def combined(self, one: list, other: list) -> list:
+        return [self.add("ConditioningCombine", conditioning_1=one, conditioning_2=other), 0]
+
     def save(self, latent: list, path: str) -> str:
         return self.add("TestSaveLatent", latent=latent, path=path)

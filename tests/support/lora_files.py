@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 H = 256  # width of the tiny Flux with two heads
+UP_DOWN, B_A = ("lora_up.weight", "lora_down.weight"), ("lora_B.weight", "lora_A.weight")
 GAIN = 0.05  # standard deviation of a delta's values
 
 
@@ -71,7 +72,7 @@ def _xlabs() -> dict:
 def _bfl_own() -> dict:
     """Returns a LoRA with Black Forest Labs' names: no prefix, with biases and norms, and always with img_in."""
     generator = torch.Generator().manual_seed(10)
-    found = _pairs({"img_in": (H, 64), **ORIGINAL}, "lora_B.weight", "lora_A.weight")
+    found = _pairs({"img_in": (H, 64), **ORIGINAL}, *B_A)
     for name, (out, _) in ORIGINAL.items():
         found[f"{name}.lora_B.bias"] = 0.2 * torch.randn(out, generator=generator)
     for norm in ("single_blocks.0.norm.key_norm", "double_blocks.0.img_attn.norm.query_norm"):
@@ -108,7 +109,7 @@ def _lokr() -> dict:
 
 def _dora() -> dict:
     names = _kohya(ORIGINAL)
-    found = _pairs(names, "lora_up.weight", "lora_down.weight", alpha=2.0)
+    found = _pairs(names, *UP_DOWN, alpha=2.0)
     generator = torch.Generator().manual_seed(5)
     for name, (out, inputs) in names.items():
         shape = (out, 1) if "linear2" not in name else (1, inputs)
@@ -157,21 +158,16 @@ def _integers(names: dict) -> dict:
     return found
 
 
-TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (8, 8)}, "lora_up.weight", "lora_down.weight")
+TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (8, 8)}, *UP_DOWN)
 LAYOUTS = {
-    "kohya": _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
-    "kohya, no alpha, bf16": _halves(_pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight")),
-    "bfl": _pairs({f"diffusion_model.{n}": s for n, s in ORIGINAL.items()}, "lora_B.weight", "lora_A.weight"),
+    "kohya": _pairs(_kohya(ORIGINAL), *UP_DOWN, alpha=2.0),
+    "kohya, no alpha, bf16": _halves(_pairs(_kohya(ORIGINAL), *UP_DOWN)),
+    "bfl": _pairs({f"diffusion_model.{n}": s for n, s in ORIGINAL.items()}, *B_A),
     "bfl, own names": _bfl_own(),
-    "peft": _pairs({f"transformer.{n}": s for n, s in DIFFUSERS.items()}, "lora_B.weight", "lora_A.weight"),
-    "peft, alpha": _pairs(
-        {f"transformer.{n}": s for n, s in DIFFUSERS.items()}, "lora_B.weight", "lora_A.weight", alpha=8.0
-    ),
+    "peft": _pairs({f"transformer.{n}": s for n, s in DIFFUSERS.items()}, *B_A),
+    "peft, alpha": _pairs({f"transformer.{n}": s for n, s in DIFFUSERS.items()}, *B_A, alpha=8.0),
     "onetrainer": _pairs(
-        {f"lora_transformer_{n.replace('.', '_')}": s for n, s in DIFFUSERS.items()},
-        "lora_up.weight",
-        "lora_down.weight",
-        alpha=1.0,
+        {f"lora_transformer_{n.replace('.', '_')}": s for n, s in DIFFUSERS.items()}, *UP_DOWN, alpha=1.0
     ),
     "xlabs": _xlabs(),
     "loha": _loha(),
@@ -184,20 +180,15 @@ LAYOUTS = {
 }
 # LoRAs for the node LoraLoader, which also changes a CLIP: one for both models, and one for the text encoder alone.
 WITH_TEXT = {
-    "both": TEXT | _pairs(_kohya(ORIGINAL), "lora_up.weight", "lora_down.weight", alpha=2.0),
+    "both": TEXT | _pairs(_kohya(ORIGINAL), *UP_DOWN, alpha=2.0),
     "text": TEXT,
 }
 BAD = {
-    "wider input": _bfl_own() | _pairs({"img_in": (H, 128)}, "lora_B.weight", "lora_A.weight"),
-    "wrong shapes": _pairs(
-        {"lora_unet_double_blocks_0_img_attn_proj": (512, 512)}, "lora_up.weight", "lora_down.weight"
-    ),
-    "no key": _pairs({"lora_unet_down_blocks_0_attn": (H, H)}, "lora_up.weight", "lora_down.weight"),
-    "nan": {
-        key: tensor * float("nan")
-        for key, tensor in _pairs(_kohya(_ONE), "lora_up.weight", "lora_down.weight").items()
-    },
-    "vector alpha": _pairs(_kohya(_ONE), "lora_up.weight", "lora_down.weight")
+    "wider input": _bfl_own() | _pairs({"img_in": (H, 128)}, *B_A),
+    "wrong shapes": _pairs({"lora_unet_double_blocks_0_img_attn_proj": (512, 512)}, *UP_DOWN),
+    "no key": _pairs({"lora_unet_down_blocks_0_attn": (H, H)}, *UP_DOWN),
+    "nan": {key: tensor * float("nan") for key, tensor in _pairs(_kohya(_ONE), *UP_DOWN).items()},
+    "vector alpha": _pairs(_kohya(_ONE), *UP_DOWN)
     | {f"{name}.alpha": torch.tensor([1.0, 2.0]) for name in _kohya(_ONE)},
 }
 
@@ -211,7 +202,7 @@ def of_all_layers(double_blocks: int) -> dict[str, Tensor]:
         for block in range(double_blocks)
         for name, size in layers.items()
     }
-    return _pairs(_kohya(names), "lora_up.weight", "lora_down.weight", alpha=2.0)
+    return _pairs(_kohya(names), *UP_DOWN, alpha=2.0)
 
 
 def write_loras(folder: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from comfy_api.latest import io
 from safetensors.torch import save_file
 
 from .node import node
-from .tiny_models import FILES, tensors_of
+from .tiny_models import MODELS, tensors_of
 
 LATENT, MODEL, PROMPT = (
     io.Latent.Input("latent"),
@@ -36,7 +36,7 @@ def _sides(shape: str) -> list[int]:
 
 @node(
     "TestWriteModel",
-    [io.Combo.Input("kind", options=list(FILES)), io.Combo.Input("folder", options=FOLDERS)],
+    [io.Combo.Input("kind", options=list(MODELS)), io.Combo.Input("folder", options=FOLDERS)],
     is_output_node=True,
 )
 def write_model(kind, folder):

@@ -18,6 +18,7 @@ from .node import node
 
 PATIENCE = 60.0  # s
 FREE_MEMORY = comfy.model_management.get_free_memory
+_DEADLINES: dict[str, float] = {}  # the usual ones, by name
 LATENT, LATENTS = io.Latent.Input("latent"), [io.Latent.Output()]
 
 
@@ -107,6 +108,36 @@ def until_early(conditioning, count):
 
     _wait_until(lambda: encoded() >= count, f"{count} texts were encoded ahead")
     return conditioning
+
+
+@node("TestReach", [io.Model.Input("model"), io.String.Input("way")], [io.Model.Output()], anew=True)
+def reach(model, way):
+    """Changes what a MODEL's network computes in one of the ways of the pack inject_ways, until TestUndo runs."""
+    ways = _module("parallel_test_ways.ways")
+    ways.undo_all()
+    return ways.change(model, way)
+
+
+@node(
+    "TestUndo",
+    [io.Model.Input("model"), io.Latent.Input("after"), io.Latent.Input("and_after", optional=True)],
+    [io.Model.Output()],
+    anew=True,
+    is_output_node=True,
+)
+def undo(model, after, and_after=None):
+    """Undoes TestReach's change once these LATENTs are computed, and passes a MODEL on."""
+    _module("parallel_test_ways.ways").undo_all()
+    return model
+
+
+@node("TestPatience", [io.Float.Input("seconds", min=0.0, max=1000.0)], is_output_node=True)
+def patience(seconds):
+    """Sets how many seconds the pack waits for silent ranks; 0 restores the usual deadlines."""
+    deadlines = _module(".parallel_backend.wire.deadlines")
+    for limit in ("FIRST_STEP", "LOAD_BASE", "STEP_FLOOR"):
+        usual = _DEADLINES.setdefault(limit, getattr(deadlines, limit))
+        setattr(deadlines, limit, seconds or usual)
 
 
 def fork_ranks(prompt: dict) -> dict:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
+from unittest import mock
 
 import comfy.sd
 import comfy.sd1_clip
@@ -13,7 +15,7 @@ import folder_paths
 import torch
 from comfy.audio_encoders.audio_encoders import AudioEncoderModel
 from comfy.clip_vision import ClipVisionModel
-from comfy.text_encoders import flux, hunyuan_video, lumina2, qwen_image, wan, z_image
+from comfy.text_encoders import flux, hunyuan_video, lumina2, qwen_image, qwen_vl, wan, z_image
 from comfy_api.latest import io
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +50,8 @@ _LLM = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+# The part of Qwen2.5-VL that sees images has a fixed width; its 32 layers would be 2.5 GB.
+_ONE_LAYER = partialmethod(qwen_vl.Qwen2VLVisionTransformer.__init__, num_layers=1)
 _WIDTHS = ("hidden_size", "intermediate_size", "d_model", "d_ff")
 _SMALL = {"vocab_size": 400}  # for encoders whose tokenizer is in PIECES
 PIECES = "pieces.model"  # a sentencepiece model; real files of such encoders contain it
@@ -106,12 +110,13 @@ def _make(kind: str, scale: int) -> comfy.sd.CLIP:
     # Only some tests write this file.
     pieces = Path(folder_paths.models_dir) / "text_encoders" / PIECES
     model = torch.frombuffer(bytearray(pieces.read_bytes() if pieces.exists() else b"-"), dtype=torch.uint8)
-    return comfy.sd.CLIP(
-        target,
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        tokenizer_data={"spiece_model": model},
-        model_options=options,
-    )
+    with mock.patch.object(qwen_vl.Qwen2VLVisionTransformer, "__init__", _ONE_LAYER):
+        return comfy.sd.CLIP(
+            target,
+            embedding_directory=folder_paths.get_folder_paths("embeddings"),
+            tokenizer_data={"spiece_model": model},
+            model_options=options,
+        )
 
 
 def _scaled(sizes: dict[str, int], scale: int) -> dict[str, int]:

@@ -1,22 +1,15 @@
-"""A test-only pack that changes networks in the ways that other packs do, and undoes the changes."""
+"""A test-only pack that changes networks in the ways that other packs do, and undoes the changes; the nodes that do so
+are in inject_nodes."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
-from comfy_api.latest import ComfyExtension, io
 
-from .node import TestPatience, TestReach, TestUndo
+from . import ways  # noqa: F401, the nodes find it among the loaded modules
 
-
-class WaysExtension(ComfyExtension):
-    async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestPatience, TestReach, TestUndo]
-
-
-async def comfy_entrypoint() -> WaysExtension:
-    return WaysExtension()
+NODE_CLASS_MAPPINGS: dict[str, type] = {}
 
 
 def share_small_attention() -> None:

@@ -23,11 +23,12 @@ _undo: list[Callable[[], object]] = []
 
 
 def change(model: ModelPatcher, way: str) -> ModelPatcher:
-    """Returns a clone of `model` with the change `way`."""
+    """Returns a clone of `model` with the change `way`, the name of a function below that takes a model, its network
+    and a place in that."""
     network = model.model.diffusion_model
     place = next(PLACES[kind.__name__] for kind in type(network).__mro__ if kind.__name__ in PLACES)
     model = model.clone()
-    WAYS[way](model, network, place)
+    globals()[way](model, network, place)
     return model
 
 
@@ -250,33 +251,3 @@ def patch_of_a_block(model: ModelPatcher, network: nn.Module, place: Place) -> N
     else:
         model.set_model_attn1_patch(queries)
         model.set_model_attn2_output_patch(lambda n, extra: stirred(n))
-
-
-WAYS: dict[str, Callable[[ModelPatcher, nn.Module, Place], None]] = {
-    way.__name__: way
-    for way in (
-        method_of_the_network,
-        method_of_a_block,
-        class_of_the_network,
-        class_of_a_block,
-        entry_of_a_list,
-        child_of_a_block,
-        attention_of_a_module,
-        method_of_a_class,
-        hook_before,
-        hook_after,
-        injection,
-        patched_while_it_computes,
-        object_patch_of_a_method,
-        object_patch_of_a_child,
-        weight_in_place,
-        new_parameter,
-        wrapper_of_a_weight,
-        number_of_a_module,
-        wrapper_of_the_network,
-        wrapper_of_the_model,
-        wrapper_of_sampling,
-        attention_override,
-        patch_of_a_block,
-    )
-}

@@ -2,18 +2,5 @@
 
 from __future__ import annotations
 
-from .cache import TestStepCache
-from .models import TestAttentionKernel, TestBlockClosure, TestCountedPatching, TestEmbeddings
-from .sampling import TestDirectCalls, TestPackGuider, TestPackSampler
-
-NODES = (
-    TestAttentionKernel,
-    TestBlockClosure,
-    TestCountedPatching,
-    TestDirectCalls,
-    TestEmbeddings,
-    TestPackGuider,
-    TestPackSampler,
-    TestStepCache,
-)
-NODE_CLASS_MAPPINGS = {node.__name__: node for node in NODES}
+from . import cache, models, sampling  # noqa: F401, they register their nodes
+from .node import NODE_CLASS_MAPPINGS  # noqa: F401, ComfyUI reads it

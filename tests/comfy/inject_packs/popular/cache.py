@@ -7,6 +7,8 @@ from unittest import mock
 
 import torch
 
+from .node import node
+
 
 def cached_forward(self, img, *args, transformer_options=None, **kwargs):
     """Replaces Flux's `forward_orig`; stores its state as an attribute of the network."""
@@ -28,34 +30,21 @@ def cached_forward(self, img, *args, transformer_options=None, **kwargs):
     return answer
 
 
-class TestStepCache:
-    """A node that lets Flux skip steps. `on_the_edge`: the change equals the limit in rank 0, and is larger by the last
-    bit in all other ranks."""
+@node("TestStepCache", model="MODEL", limit="FLOAT", on_the_edge="BOOLEAN")
+def step_cache(model, limit, on_the_edge):
+    """Lets Flux skip steps. `on_the_edge`: the change equals the limit in rank 0, and is larger by the last bit in all
+    other ranks."""
+    model = model.clone()
+    network = model.get_model_object("diffusion_model")
+    settings = {"limit": limit, "on_the_edge": on_the_edge, "first": None}
 
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
+    def wrapper(apply, found):
+        options = found["c"]["transformer_options"]
+        settings["first"] = options["sample_sigmas"][0]
+        options["test_cache"] = settings
+        forward = cached_forward.__get__(network, type(network))
+        with mock.patch.multiple(network, forward_orig=forward):
+            return apply(found["input"], found["timestep"], **found["c"])
 
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {
-            "required": {
-                "model": ("MODEL",),
-                "limit": ("FLOAT", {"default": 0.3}),
-                "on_the_edge": ("BOOLEAN", {"default": False}),
-            }
-        }
-
-    def apply(self, model, limit, on_the_edge):
-        model = model.clone()
-        network = model.get_model_object("diffusion_model")
-        settings = {"limit": limit, "on_the_edge": on_the_edge, "first": None}
-
-        def wrapper(apply, found):
-            options = found["c"]["transformer_options"]
-            settings["first"] = options["sample_sigmas"][0]
-            options["test_cache"] = settings
-            forward = cached_forward.__get__(network, type(network))
-            with mock.patch.multiple(network, forward_orig=forward):
-                return apply(found["input"], found["timestep"], **found["c"])
-
-        model.set_model_unet_function_wrapper(wrapper)
-        return (model,)
+    model.set_model_unet_function_wrapper(wrapper)
+    return model

@@ -11,6 +11,8 @@ from comfy.ldm.modules.attention import optimized_attention
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .node import node
+
 
 class Projection(nn.Module):
     """The layers of an adapter that make keys and values from an image's embeddings."""
@@ -40,52 +42,36 @@ class EmbeddingAttention:
         return optimized_attention(q, k, v, heads) + self.weight * added
 
 
-class TestEmbeddings:
-    """A node that adds attention over an image's embeddings to each cross attention of a UNet."""
-
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {"required": {"model": ("MODEL",), "weight": ("FLOAT", {"default": 0.8})}}
-
-    def apply(self, model, weight):
-        model = model.clone()
-        embeddings = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(12))
-        patch = EmbeddingAttention(Projection(64, 320), embeddings, weight)
-        for place in (("input", 1), ("middle", 0), ("output", 0), ("output", 1)):
-            model.set_model_attn2_replace(patch, *place)
-        return (model,)
+@node("TestEmbeddings", model="MODEL", weight="FLOAT")
+def embeddings(model, weight):
+    """Adds attention over an image's embeddings to each cross attention of a UNet."""
+    model = model.clone()
+    drawn = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(12))
+    patch = EmbeddingAttention(Projection(64, 320), drawn, weight)
+    for place in (("input", 1), ("middle", 0), ("output", 0), ("output", 1)):
+        model.set_model_attn2_replace(patch, *place)
+    return model
 
 
-class TestBlockClosure:
-    """A node that puts a closure around each block of a list; the closure shifts all tokens depending on their mean."""
+@node("TestBlockClosure", model="MODEL", blocks="STRING", weight="FLOAT")
+def block_closure(model, blocks, weight):
+    """Puts a closure around each block of a list; the closure shifts all tokens depending on their mean."""
+    model = model.clone()
+    count = len(model.get_model_object(f"diffusion_model.{blocks}"))
+    direction = torch.randn(256, generator=torch.Generator().manual_seed(13))
+    calls = {"blocks": 0}
+    for number in range(count):
+        name = f"diffusion_model.{blocks}.{number}.forward"
+        original = model.get_model_object(name)
 
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
+        def forward(x, *args, original=original, **kwargs):
+            calls["blocks"] += 1
+            common = original(x, *args, **kwargs)
+            steered = torch.tanh(common.mean(1, keepdim=True) * direction.to(common))
+            return common + weight * steered
 
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {
-            "required": {"model": ("MODEL",), "blocks": ("STRING",), "weight": ("FLOAT", {"default": 0.5})}
-        }
-
-    def apply(self, model, blocks, weight):
-        model = model.clone()
-        count = len(model.get_model_object(f"diffusion_model.{blocks}"))
-        direction = torch.randn(256, generator=torch.Generator().manual_seed(13))
-        calls = {"blocks": 0}
-        for number in range(count):
-            name = f"diffusion_model.{blocks}.{number}.forward"
-            original = model.get_model_object(name)
-
-            def forward(x, *args, original=original, **kwargs):
-                calls["blocks"] += 1
-                common = original(x, *args, **kwargs)
-                steered = torch.tanh(common.mean(1, keepdim=True) * direction.to(common))
-                return common + weight * steered
-
-            model.add_object_patch(name, forward)
-        return (model,)
+        model.add_object_patch(name, forward)
+    return model
 
 
 def smoothed_attention(
@@ -101,19 +87,12 @@ def smoothed_attention(
     return answer if skip_output_reshape else answer.transpose(1, 2).flatten(2)
 
 
-class TestAttentionKernel:
-    """A node that replaces the model's attention with the pack's kernel."""
-
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "apply", ("MODEL",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {"required": {"model": ("MODEL",)}}
-
-    def apply(self, model):
-        model = model.clone()
-        model.model_options["transformer_options"]["optimized_attention_override"] = smoothed_attention
-        return (model,)
+@node("TestAttentionKernel", model="MODEL")
+def attention_kernel(model):
+    """Replaces the model's attention with the pack's kernel."""
+    model = model.clone()
+    model.model_options["transformer_options"]["optimized_attention_override"] = smoothed_attention
+    return model
 
 
 _calculate_weight = comfy.lora.calculate_weight
@@ -126,15 +105,8 @@ def counted(*args, **kwargs):
     return _calculate_weight(*args, **kwargs)
 
 
-class TestCountedPatching:
-    """A node that counts how often ComfyUI applies patches to a weight, in all processes, until `on` is false."""
-
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "count", ("MODEL",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {"required": {"model": ("MODEL",), "on": ("BOOLEAN", {"default": True})}}
-
-    def count(self, model, on):
-        comfy.lora.calculate_weight = counted if on else _calculate_weight
-        return (model,)
+@node("TestCountedPatching", model="MODEL", on="BOOLEAN")
+def counted_patching(model, on):
+    """Counts how often ComfyUI applies patches to a weight, in all processes, until `on` is false."""
+    comfy.lora.calculate_weight = counted if on else _calculate_weight
+    return model

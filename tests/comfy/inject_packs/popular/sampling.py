@@ -8,6 +8,8 @@ import comfy.model_management
 import torch
 from comfy.samplers import KSAMPLER, CFGGuider, calc_cond_batch
 
+from .node import node
+
 
 class MomentumGuider(CFGGuider):
     """A CFG guider that adds a part of its previous direction, `momentum`, to each new one."""
@@ -25,28 +27,16 @@ class MomentumGuider(CFGGuider):
         return cond + (self.cfg - 1) * direction
 
 
-class TestPackGuider:
-    """A node that returns a GUIDER of the pack's class."""
-
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("GUIDER",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {
-            "required": {
-                "model": ("MODEL",),
-                "positive": ("CONDITIONING",),
-                "negative": ("CONDITIONING",),
-                "cfg": ("FLOAT", {"default": 2.0}),
-            }
-        }
-
-    def make(self, model, positive, negative, cfg):
-        guider = MomentumGuider(model)
-        guider.set_conds(positive, negative)
-        guider.set_cfg(cfg)
-        guider.set_momentum(0.5)
-        return (guider,)
+@node(
+    "TestPackGuider", "GUIDER", model="MODEL", positive="CONDITIONING", negative="CONDITIONING", cfg="FLOAT"
+)
+def pack_guider(model, positive, negative, cfg):
+    """Returns a GUIDER of the pack's class."""
+    guider = MomentumGuider(model)
+    guider.set_conds(positive, negative)
+    guider.set_cfg(cfg)
+    guider.set_momentum(0.5)
+    return guider
 
 
 class RestlessSampler(KSAMPLER):
@@ -75,43 +65,29 @@ class RestlessSampler(KSAMPLER):
         return x
 
 
-class TestPackSampler:
-    """A node that returns a SAMPLER of the pack's class."""
-
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("SAMPLER",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {"required": {"noise": ("FLOAT", {"default": 0.1})}}
-
-    def make(self, noise):
-        return (RestlessSampler(noise),)
+@node("TestPackSampler", "SAMPLER", noise="FLOAT")
+def pack_sampler(noise):
+    """Returns a SAMPLER of the pack's class."""
+    return RestlessSampler(noise)
 
 
-class TestDirectCalls:
-    """A node that samples without ComfyUI's samplers: two steps call the model, a third one calls its network."""
-
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "sample", ("LATENT",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        return {"required": {"model": ("MODEL",), "positive": ("CONDITIONING",), "latent": ("LATENT",)}}
-
-    @torch.inference_mode()
-    def sample(self, model, positive, latent):
-        comfy.model_management.load_models_gpu([model])
-        context, pooled = positive[0][0], positive[0][1].get("pooled_output")
-        shape = latent["samples"].shape
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        named = {"c_crossattn": context, "y": pooled}
-        named = {name: value for name, value in named.items() if value is not None}
-        options = model.model_options["transformer_options"]
-        for sigma, following in ((1.0, 0.6), (0.6, 0.2)):
-            sigmas = torch.full((shape[0],), sigma)
-            denoised = model.model.apply_model(x, sigmas, transformer_options=options, **named)
-            x = denoised + (x - denoised) * (following / sigma)
-        others = {"y": pooled} if pooled is not None else {}
-        velocity = model.model.diffusion_model(
-            x, torch.full((shape[0],), 0.2), context=context, transformer_options=options, **others
-        )
-        return ({"samples": x - 0.2 * velocity},)
+@node("TestDirectCalls", "LATENT", model="MODEL", positive="CONDITIONING", latent="LATENT")
+@torch.inference_mode()
+def direct_calls(model, positive, latent):
+    """Samples without ComfyUI's samplers: two steps call the model, a third one calls its network."""
+    comfy.model_management.load_models_gpu([model])
+    context, pooled = positive[0][0], positive[0][1].get("pooled_output")
+    shape = latent["samples"].shape
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    named = {"c_crossattn": context, "y": pooled}
+    named = {name: value for name, value in named.items() if value is not None}
+    options = model.model_options["transformer_options"]
+    for sigma, following in ((1.0, 0.6), (0.6, 0.2)):
+        sigmas = torch.full((shape[0],), sigma)
+        denoised = model.model.apply_model(x, sigmas, transformer_options=options, **named)
+        x = denoised + (x - denoised) * (following / sigma)
+    others = {"y": pooled} if pooled is not None else {}
+    velocity = model.model.diffusion_model(
+        x, torch.full((shape[0],), 0.2), context=context, transformer_options=options, **others
+    )
+    return {"samples": x - 0.2 * velocity}
