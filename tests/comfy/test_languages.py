@@ -8,7 +8,7 @@ import pytest
 
 from comfy_harness import ROOT
 from graphs import Graph
-from pages import REPORT, command, locale, run, set_widget, show_prompt, words_of
+from pages import EIGHT_GPUS, REPORT, command, locale, open_picker, run, set_widget, show_prompt, words_of
 
 UNET = "tiny_languages.safetensors"
 MODELS = {UNET: 9}
@@ -37,9 +37,20 @@ def test_every_command_of_ours_has_a_label_in_each_language(page):
         assert {command.replace(".", "_") for command in commands} == set(locale(language, "commands"))
 
 
-@pytest.mark.parametrize("language", ["es", "zh"])
-def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, speak, language):
-    speak(language)
+def _the_devices_to_choose_from_are_in_the_language(page, language: str) -> None:
+    page.route(
+        "**/parallel_sampling/devices*", lambda route: route.fulfill(json={**EIGHT_GPUS, "selected": []})
+    )
+    words = open_picker(page).inner_text()
+    assert page.locator(".parallel-devices summary").inner_text() == words_of(language)["choose_devices"]
+    assert EIGHT_GPUS["devices"][0]["name"] in words
+    for english in ("free ", "processes of", "process", "slowest path", "devices on"):
+        assert english not in words
+    page.unroute_all()
+
+
+@pytest.mark.parametrize("language", ["es", "zh"], indirect=True)
+def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, language):
     _nodes_keep_their_colour(page)
     graph = Graph()
     loader = graph.parallel_loader(UNET, "cpu:2")
@@ -47,6 +58,8 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
         loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0, seed=ord(language[0])
     )
     graph.save(latent, "languages.safetensors")
+    show_prompt(page, graph.prompt, "StrategySelector")
+    _the_devices_to_choose_from_are_in_the_language(page, language)
     show_prompt(page, graph.prompt, "ParallelSampler")
     page.get_by_role("button", name=words_of(language)["prove"], exact=True).wait_for(timeout=20_000)
     command(page, "parallel_sampling.status_panel")

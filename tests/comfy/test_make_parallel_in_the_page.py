@@ -204,6 +204,13 @@ def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, se
     assert ["UNETLoader", "ParallelModel", "model"] in made
     assert page.evaluate(SETTING) is True
 
+    if reason == "time":  # the time is that of one workflow, and says nothing of another
+        set_setting("parallel_sampling.make_encoders_parallel", False)
+        show_prompt(page, _coders().prompt)
+        page.evaluate(OPEN, "parallel_sampling.make_parallel")
+        page.wait_for_function(f"() => ({COUNT})() === 1", timeout=10_000)
+        assert dialog.count() == 0
+
 
 def test_who_wants_the_model_alone_is_not_asked_again(page):
     for address, answer in LARGE.items():

@@ -61,8 +61,6 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     page.on(
         "websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text)[:60]))
     )
-    page.reload()
-    wait_for_extensions(page)
 
     def wait_for(words: str) -> None:
         # Long enough for the rest of 120 steps.
@@ -198,7 +196,7 @@ STATES = {
 }
 
 
-def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
+def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, set_setting):
     # The panel gets only the states of this test.
     page.route("**/parallel_sampling/watch", lambda route: route.fulfill(json={"seconds": 15}))
     panel = _open(page)
@@ -228,7 +226,7 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
     assert panel.get_by_role("alert").count() == 0
 
     for theme in ("dark", "light"):
-        page.evaluate(f"() => app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
+        set_setting("Comfy.ColorPalette", theme)
         page.set_viewport_size({"width": 1280, "height": 900})
         page.wait_for_timeout(300)  # until the colours have changed
         shoot(page, f"status-{theme}")

@@ -215,7 +215,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     shoot(page, "after_a_run_light")
 
 
-def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page):
+def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page, set_setting):
     workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
     own = next(node for node in workflow["nodes"] if node["type"] == "ParallelDemoLoader")
     own["color"] = own["bgcolor"] = "#323232"  # a person's own choice
@@ -224,7 +224,7 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
     colors = dict(page.evaluate("() => app.graph.nodes.map(n => [n.type, n.color])"))
     assert colors["StrategySelector"] == colors["ParallelSampler"] != own["color"]
     assert colors["ParallelDemoLoader"] == own["color"] and colors["CLIPTextEncode"] is None
-    _links_have_colours_of_their_own(page)
+    _links_have_colours_of_their_own(page, set_setting)
     saved = {node["type"]: node for node in page.evaluate("() => app.graph.serialize().nodes")}
     assert "color" not in saved["ParallelSampler"] and saved["ParallelDemoLoader"]["color"] == own["color"]
     for node in workflow["nodes"]:
@@ -241,10 +241,10 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
     assert page.evaluate(modified) is False
 
 
-def _links_have_colours_of_their_own(page) -> None:
+def _links_have_colours_of_their_own(page, set_setting) -> None:
     """Asserts that the canvas and Vue give each link type the same colour, different per type, in both palettes."""
     for palette in ("light", "dark"):
-        page.evaluate("p => app.extensionManager.setting.set('Comfy.ColorPalette', p)", palette)
+        set_setting("Comfy.ColorPalette", palette)
         drawn = page.evaluate(
             """() => ['PARALLEL_STRATEGY', 'PARALLEL_MODEL', 'MODEL', 'LATENT', 'CONDITIONING'].map(type => [
               LGraphCanvas.link_type_colors[type], app.canvas.default_connection_color_byType[type],

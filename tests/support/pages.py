@@ -25,6 +25,23 @@ BADGES = """(byVue) => {
 }"""
 
 
+def _gpu(index: int, **changes) -> dict:
+    memory = {"total_bytes": 80 * 2**30, "free_bytes": 70 * 2**30}
+    return {"device": f"cuda:{index}", "name": "NVIDIA H100", **memory, "users": [], "busy": False} | changes
+
+
+# An answer of the route that lists devices, without the devices that the text selects.
+EIGHT_GPUS = {
+    "devices": [
+        _gpu(0, users=["processes of this ComfyUI: sampling 3/28"], busy=True),
+        _gpu(1, users=["blender (process 77): 9.50 GiB"]),
+        *map(_gpu, range(2, 8)),
+    ],
+    "clusters": [{"devices": "cluster:den", "words": "16 devices on 2 machines, 1280.0 GiB", "there": True}],
+    "machine": "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH.",
+}
+
+
 def wait_for_extensions(page) -> None:
     """Waits until a page, after a load, has all extensions of the pack and shows its first workflow."""
     page.wait_for_function("() => window.app?.extensionManager?.workflow?.activeWorkflow", timeout=60_000)
@@ -70,6 +87,15 @@ def choose(page, kind: str, entry: str) -> None:
 
 def command(page, name: str) -> None:
     page.evaluate("name => app.extensionManager.command.execute(name)", name)
+
+
+def open_picker(page):
+    """Opens Strategy Selector's list of devices by keyboard and returns it."""
+    page.locator(".parallel-devices summary").focus()
+    page.keyboard.press("Enter")
+    picker = page.locator(".parallel-devices fieldset")
+    picker.locator("input").first.wait_for(timeout=20_000)
+    return picker
 
 
 def run(page) -> None:
