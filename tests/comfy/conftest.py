@@ -26,6 +26,7 @@ _PACKS = {
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WINDOW = {"width": 1280, "height": 900}
+_PATIENCE = 120_000  # ms; far more than anything on the page takes on an idle machine
 _GET = "name => app.extensionManager.setting.get(name)"
 _SET = "([name, value]) => app.extensionManager.setting.set(name, value)"
 _CLEAR = """async () => {
@@ -180,9 +181,10 @@ class _Tab:
 
     def _opened(self):
         page = self._browser.new_page(viewport=_WINDOW)
+        page.set_default_timeout(_PATIENCE)
         page.on("console", lambda told: self.problems.append(told.text) if told.type == "error" else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.goto(self._url, timeout=60_000)
+        page.goto(self._url)
         wait_for_extensions(page)
         return page
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
-from comfy_harness import ROOT
 from graphs import Graph
-from pages import run, set_widget, shoot, show_prompt
+from pages import (
+    bring_into_view,
+    command,
+    one_sampler,
+    run,
+    set_widget,
+    shoot,
+    show_prompt,
+    template,
+    words_of,
+)
 
 UNET = "tiny_panel.safetensors"  # two attention heads
 MODELS = {UNET: 4}
@@ -29,7 +36,23 @@ READ = """() => {
 WIDGETS = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(
   w => ({ name: w.name, off: w.disabled, label: w.label, value: w.value }))"""
 REPORT = "() => document.querySelector('.parallel-report:not(.empty)')?.textContent"
-SIZES = "() => app.graph.nodes.map(n => [n.type, n.size[0], n.size[1]])"
+SIZE = "() => [...app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').size]"
+ROWS = """() => [...document.querySelectorAll('.parallel-candidates tr')].map(row => ({
+  name: row.querySelector('button').textContent.replace('→ ', ''), time: row.cells[1].innerText.trim(),
+  possible: !row.classList.contains('impossible') }))"""
+VALUES = """() => Object.fromEntries(app.graph.nodes.filter(
+  n => ['StrategySelector', 'ParallelSampler'].includes(n.comfyClass)).flatMap(
+  n => n.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value])))"""
+STEPS = """async () => Object.values(await (await app.api.fetchApi('/history')).json()).flatMap(
+  ({ prompt }) => Object.entries(prompt[2])).filter(([id]) => id === 'measured').map(([, node]) => node.inputs.steps)"""
+# Draws rows {name: [seconds, possible, chosen]} and returns the names as the table orders them.
+ORDER = """async (rows) => {
+  const { drawCandidates } = await import('/extensions/comfyui-parallel-sampling/lib/candidates.js');
+  const into = document.createElement('div');
+  drawCandidates(into, Object.entries(rows).map(([strategy, [seconds, possible, chosen]]) => (
+    { strategy, seconds, possible, chosen, step: '', how: '', memory: '' })));
+  return [...into.querySelectorAll('button')].map(one => one.textContent);
+}"""
 # Returns the position of a number widget's right arrow on the canvas.
 ARROW = """name => {
   const node = app.graph.nodes.find(n => n.comfyClass === 'StrategySelector');
@@ -39,17 +62,9 @@ ARROW = """name => {
 }"""
 
 
-def _graph(devices="cpu:2", **choice) -> Graph:
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, devices, **choice)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
-    graph.save(latent, "panel.safetensors")
-    return graph
-
-
-def _load(page, prompt: dict) -> None:
-    show_prompt(page, prompt, "StrategySelector")
-    page.wait_for_selector(".parallel-strategy", timeout=60_000)
+def _load(page, devices: str = "cpu:2", **choice) -> None:
+    show_prompt(page, one_sampler(UNET, devices, {"cfg": 3.0}, **choice).prompt, "StrategySelector")
+    page.wait_for_selector(".parallel-strategy")
 
 
 def _edit(page, name: str, value: object) -> None:
@@ -58,7 +73,7 @@ def _edit(page, name: str, value: object) -> None:
 
 def _wait_for(page, condition: str) -> None:
     """Waits until `condition` is true: JavaScript about `shown`, the object that READ returns."""
-    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}", timeout=60_000)
+    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}")
 
 
 def _off(page) -> set[str]:
@@ -66,7 +81,7 @@ def _off(page) -> set[str]:
 
 
 def test_the_diagram_and_the_degrees_follow_the_inputs(page):
-    _load(page, _graph("cpu:8", cfg=2, ring=2, ulysses=2).prompt)
+    _load(page, "cpu:8", cfg=2, ring=2, ulysses=2)
     _wait_for(page, "shown.devices.length === 8")
     shown = page.evaluate(READ)
     assert shown["basis"] == "Set by hand" and shown["titles"] == ["CFG 2 × Ring 2 × Ulysses 2"]
@@ -96,7 +111,7 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page):
 
 
 def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected(page, measuring, drawn_by):
-    _load(page, _graph("cpu:3", ulysses=2).prompt)
+    _load(page, "cpu:3", ulysses=2)
     _wait_for(page, "shown.devices.length === 3")
     plain = page.evaluate(WIDGETS)
     assert page.evaluate(READ)["devices"][2] == "cpu:2 · idle"
@@ -116,7 +131,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     assert marked == ["⚠ ulysses_degree"]
     invalid = page.locator("[aria-invalid=true]")
     if drawn_by == "vue":
-        invalid.wait_for(timeout=60_000)
+        invalid.wait_for()
     shoot(page, f"invalid_{drawn_by}")
     asked = {
         "inputs": {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3},
@@ -127,18 +142,18 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
 
     _edit(page, "ulysses_degree", 2)
     _wait_for(page, "shown.alerts.length === 0")
-    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')", timeout=60_000)
+    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')")
     assert page.evaluate(WIDGETS) == plain
 
     _edit(page, "mode", "auto")
     _wait_for(page, "shown.basis.startsWith('Plan for')")
     assert "ulysses_degree" in _off(page)
     if drawn_by == "vue":
-        page.get_by_role("switch", name="shard_weights").wait_for(state="detached", timeout=10_000)
+        page.get_by_role("switch", name="shard_weights").wait_for(state="detached")
 
 
 def test_an_answer_that_comes_late_is_dropped(page):
-    _load(page, _graph("cpu:2", ring=2).prompt)
+    _load(page, ring=2)
     _wait_for(page, "shown.devices.length === 2")
     held = []
 
@@ -159,13 +174,19 @@ def test_an_answer_that_comes_late_is_dropped(page):
 
 
 def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(page, set_setting):
-    _load(page, _graph().prompt)
+    graph = Graph()
+    inputs = (graph.text(1), graph.text(2), graph.latent())
+    latent = graph.parallel_sampler(graph.parallel_loader(UNET, "cpu:2"), *inputs, steps=6, cfg=3.0)
+    image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+    graph.add("PreviewImage", images=image)
+    show_prompt(page, graph.prompt, "StrategySelector")
+    page.wait_for_selector(".parallel-strategy")
     _wait_for(page, "shown.titles.length === 2")
     assert "After a run" in page.evaluate(READ)["text"]
-    sizes = page.evaluate(SIZES)
+    size = page.evaluate(SIZE)
 
     run(page)
-    page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
+    page.wait_for_selector(".parallel-candidates tr[aria-current]")
     shown = page.evaluate(READ)
     shoot(page, "after_a_run")
     names = [row[0].split("\n")[0].removeprefix("→ ") for row in shown["rows"]]
@@ -181,42 +202,78 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
 
     report = page.evaluate(REPORT)
     assert report.startswith(f"strategy: {names[0]}")
-    panels = {"StrategySelector", "TestSaveLatent"}
-    after = [size for size in page.evaluate(SIZES) if size[0] in panels]
-    assert after == [
-        size for size in sizes if size[0] in panels
-    ]  # a panel's content never makes its node larger
+    # A panel's content never makes its node larger.
+    assert page.evaluate(SIZE) == size
     # The headline is visible without scrolling; the rest unfolds and scrolls inside the node.
+    bring_into_view(page, "ParallelSampler")
     headline = page.locator(".parallel-headline")
-    assert headline.is_visible() and headline.evaluate("e => e.scrollHeight <= e.clientHeight + 1")
+    headline.wait_for()
+    assert headline.evaluate("e => e.scrollHeight <= e.clientHeight + 1")
     assert not page.locator(".parallel-report").is_visible()
     page.locator(".parallel-fold summary").focus()
     page.keyboard.press("Enter")
-    page.locator(".parallel-report").wait_for(timeout=20_000)
+    page.locator(".parallel-report").wait_for()
     box = page.locator(".parallel-fold").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
     assert box[0] and box[1] < 300
+    bring_into_view(page, "StrategySelector")
 
     _edit(page, "engine", "native")  # differs from the inputs that ran
     _wait_for(page, "shown.basis.startsWith('Plan for')")
     _edit(page, "engine", "auto")
     _wait_for(page, "shown.basis === 'The latest run'")
 
-    # Like undo, it creates all nodes of the workflow again.
-    page.evaluate("() => app.loadGraphData(app.graph.serialize(), false, false)")
-    page.wait_for_function(REPORT, timeout=60_000)
+    _the_rest_is_measured_and_a_row_applies_its_strategy(page)
+    page.wait_for_function(REPORT)  # undo has created all nodes again
     _wait_for(page, "shown.basis === 'The latest run'")
 
     set_setting("Comfy.ColorPalette", "light")
     page.reload()
-    page.wait_for_function(REPORT, timeout=60_000)
-    assert page.evaluate(REPORT) == report
+    page.wait_for_function(REPORT)
+    assert page.evaluate(REPORT) == report  # measurements are no runs of the sampler
     _wait_for(page, "shown.basis === 'The latest run'")
-    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)", timeout=60_000)
+    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)")
     shoot(page, "after_a_run_light")
 
 
+def _the_rest_is_measured_and_a_row_applies_its_strategy(page) -> None:
+    """Clicks the button that measures all rows without a time, then a row, and undoes that."""
+    rows = page.evaluate(ROWS)
+    rest = [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
+    assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "CFG 2"
+    report, before = page.evaluate(REPORT), page.evaluate(VALUES)
+    measure = words_of()["measure_rest"].replace("{count}", str(len(rest)))
+    page.get_by_role("button", name=measure).dispatch_event("click")
+    known = f"() => ({ROWS})().every(r => !r.possible || r.time.includes('measured'))"
+    page.wait_for_function(known, timeout=180_000)
+    assert {row["name"] for row in page.evaluate(ROWS)} == {row["name"] for row in rows}
+    assert page.evaluate(STEPS) == [4] * len(rest)
+    assert page.evaluate(REPORT) == report and page.evaluate(VALUES) == before
+    assert before["mode"] == "auto"
+    assert page.get_by_role("button", name="Measure").count() == 0
+
+    page.get_by_role("button", name="Ring 2", exact=True).dispatch_event("click")
+    assert page.evaluate(VALUES) == {**before, "mode": "manual", "ring_degree": 2}
+    command(page, "Comfy.Undo")
+    page.wait_for_function(f"() => ({VALUES})().mode === 'auto'")
+    assert page.evaluate(VALUES) == before
+
+
+def test_what_ran_comes_first_then_the_others_by_time_then_those_without_one_and_last_what_cannot_run(page):
+    rows = {
+        "not tried": (None, True, False),
+        "impossible": (None, False, False),
+        "slow": (2.0, True, False),
+        "not tried either": (None, True, False),
+        "fast": (1.0, True, False),
+    }
+    rest = ["fast", "slow", "not tried", "not tried either", "impossible"]
+    assert page.evaluate(ORDER, rows) == rest
+    for ran in ((3.0, True, True), (None, False, True)):
+        assert page.evaluate(ORDER, {**rows, "ran": ran}) == ["→ ran", *rest]
+
+
 def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page, set_setting):
-    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
+    workflow = template()
     own = next(node for node in workflow["nodes"] if node["type"] == "ParallelDemoLoader")
     own["color"] = own["bgcolor"] = "#323232"  # a person's own choice
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
