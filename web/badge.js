@@ -3,15 +3,16 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
-import { nodeOf } from "./lib/graph.js";
+import { COMPARE, nodeOf, SAMPLER } from "./lib/graph.js";
 import { holdersOf } from "./lib/parallel_graph.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
+import { leftOf, MANY } from "./lib/progress.js";
 import { openReport } from "./lib/report.js";
-import { say } from "./lib/words.js";
 import { translate } from "./lib/said.js";
+import { byVue } from "./lib/widgets.js";
+import { say } from "./lib/words.js";
 
-const SAMPLERS = ["ParallelSampler", "CompareWithOneDevice"];
-const MANY = 4; // more ranks than these are told as one
+const SAMPLERS = [SAMPLER, COMPARE];
 const DRAWN_BY_VUE = ".lg-node[data-node-id]";
 const runs = new Map(); // node -> what its latest run told, whether that holds now, and its ranks while it runs
 
@@ -38,15 +39,6 @@ function progressOf(ranks) {
   if (ranks.length > MANY) return `${ranks.length} × ${inPercent(least)}`;
   return counted.map(({ device, progress }) => `${device} ${inPercent(progress)}`).join(" · ");
 }
-
-// Returns what the slowest rank does and its remaining time; "" if the node does not run.
-function leftOf(node) {
-  const ranks = runs.get(node)?.ranks;
-  const slowest = ranks?.reduce((one, other) => ((other.progress ?? 0) < (one.progress ?? 0) ? other : one));
-  return slowest?.left ? [slowest.words, slowest.left].map(translate).join(" · ") : "";
-}
-
-const byVue = () => app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
 
 // Returns true if a click on the badge opens the report. The samplers in SAMPLERS show theirs in a panel.
 const opens = (node) => !SAMPLERS.includes(node.comfyClass) && Boolean(runs.get(node)?.output);
@@ -91,7 +83,7 @@ function badgeOnPage(node) {
   if (!words) return badge.remove();
   badge.type = "button";
   badge.textContent = words;
-  badge.title = leftOf(node) || say("open_report");
+  badge.title = leftOf(runs.get(node).ranks ?? []) || say("open_report");
   badge.disabled = !opens(node);
   badge.onclick = () => openReport(node, runs.get(node).output);
   if (badge.parentElement !== box) box.append(badge);

@@ -7,7 +7,6 @@ import { translate } from "./lib/said.js";
 
 const COMMAND = "parallel_sampling.doctor";
 const WAIT = "Examining the installation and the devices; this takes about half a minute …";
-
 const INDENT = "    ";
 
 // Returns a report of commands/doctor/report.py as text: verdicts by group, each with its table rows and its remedy.
@@ -24,11 +23,9 @@ function inWords({ verdicts, summary }) {
 }
 
 async function examine() {
-  const { dialog, text } = openDialog(translate("Doctor of Parallel Sampling"), translate(WAIT));
-  const ending = new AbortController();
-  dialog.addEventListener("close", () => ending.abort());
+  const { text, closed } = openDialog(translate("Doctor of Parallel Sampling"), translate(WAIT));
   try {
-    const answer = await api.fetchApi("/parallel_sampling/doctor", { method: "POST", signal: ending.signal });
+    const answer = await api.fetchApi("/parallel_sampling/doctor", { method: "POST", signal: closed });
     if (!answer.ok) {
       text.textContent = translate((await answer.json()).error);
       return;
@@ -38,7 +35,7 @@ async function examine() {
       else text.textContent = report ? inWords(report) : translate(error);
     }
   } catch (error) {
-    if (dialog.isConnected) text.textContent = translate(`ComfyUI did not answer: ${error}`);
+    if (!closed.aborted) text.textContent = translate(`ComfyUI did not answer: ${error}`);
   }
 }
 

@@ -26,13 +26,13 @@ function save(name, text) {
 async function run(text, buttons, signal) {
   const answer = await api.fetchApi("/parallel_sampling/gpu_check", { method: "POST", signal });
   if (!answer.ok) {
-    text.textContent = (await answer.json()).error;
+    text.textContent = translate((await answer.json()).error);
     return;
   }
   text.textContent = "";
   for await (const { line, error, markdown, report, result } of messages(answer.body)) {
     if (markdown === undefined) {
-      text.textContent += `${line ?? error}\n`;
+      text.textContent += `${line ?? translate(error)}\n`;
       text.scrollTop = text.scrollHeight;
       continue;
     }
@@ -47,15 +47,13 @@ async function run(text, buttons, signal) {
 }
 
 function open() {
-  const { dialog, text, buttons } = openDialog(translate("GPU check of Parallel Sampling"), translate(BEFORE));
-  const ending = new AbortController();
-  dialog.addEventListener("close", () => ending.abort());
+  const { text, buttons, closed } = openDialog(translate("GPU check of Parallel Sampling"), translate(BEFORE));
   const start = button(translate("Run"), async () => {
     start.remove();
     buttons.querySelector("button").focus(); // else Escape would go to the page below
     text.textContent = translate("Starting …");
     try {
-      await run(text, buttons, ending.signal);
+      await run(text, buttons, closed);
     } catch (error) {
       text.textContent += translate(`\nComfyUI did not answer: ${error}`);
     }

@@ -5,6 +5,8 @@ import { app } from "../../scripts/app.js";
 import { offerEncoders } from "./lib/offer.js";
 import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } from "./lib/parallel_graph.js";
 import { canSwapIn, canSwapOut, swapIn, swapOut } from "./lib/swap_nodes.js";
+import { translate } from "./lib/said.js";
+import { tell } from "./lib/tell.js";
 import { say } from "./lib/words.js";
 
 const PARALLEL = ["ParallelModel", "ParallelCLIP"];
@@ -12,13 +14,8 @@ const MAKE = "parallel_sampling.make_parallel";
 const BACK = "parallel_sampling.make_stock";
 const SWAP = "parallel_sampling.swap_in";
 const SWAP_BACK = "parallel_sampling.swap_out";
-const LIFE = 6000; // ms
 const SWAPPED = ["KSampler", "UNETLoader"]; // in whose menus, and in those of what takes their places
 const OURS = ["ParallelSampler", "ParallelModelLoader"];
-
-function tell(severity, words) {
-  app.extensionManager.toast.add({ severity, summary: "Parallel Sampling", detail: words, life: LIFE });
-}
 
 // Makes the workflow parallel. The message stays until a person closes it or undoes the change.
 async function make() {
@@ -27,7 +24,7 @@ async function make() {
   if (!count) return tell("info", say("nothing_to_make"));
   const where = inside.length ? say("inside", { names: inside.join(", ") }) : "";
   const detail = say(count === 1 ? "made_one_parallel" : "made_parallel", { count, where });
-  const message = { severity: "success", summary: "Parallel Sampling", detail };
+  const message = { severity: "success", summary: translate("Parallel Sampling"), detail };
   app.extensionManager.toast.add(message);
   const look = () => {
     if (areThere()) return;

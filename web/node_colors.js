@@ -3,8 +3,9 @@
 import { app } from "../../scripts/app.js";
 import { addStyle } from "./lib/dom.js";
 
-// The Python module that ComfyUI reports for the pack's nodes, from the folder of this file; no language changes it.
-const PACK = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/")[2])}`;
+// The Python module that ComfyUI reports for the pack's nodes, from the folder of this file; no language changes it. Where a
+// proxy serves ComfyUI in a folder of its own, the address is longer.
+const PACK = `custom_nodes.${decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-2))}`;
 const WIDTH = { title: 70, letter: 9 }; // pixels that a new node needs for its title to be read whole
 const COLOR = "pale_blue"; // of ComfyUI's palette
 const LINKS = { PARALLEL_STRATEGY: "#b5a642", PARALLEL_MODEL: "#5c7cfa" }; // unlike those of the stock types

@@ -1,28 +1,24 @@
 // Adds "Preload" to the menu of loaders: the devices load the model now, before its first prompt.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { nodeOf } from "./lib/graph.js";
+import { LOADERS, nodeOf } from "./lib/graph.js";
+import { tell } from "./lib/tell.js";
 import { say } from "./lib/words.js";
 
-const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
-const LIFE = 8000; // ms
-
-function tell(severity, detail) {
-  app.extensionManager.toast.add({ severity, summary: say("preload"), detail, life: LIFE });
-}
+const told = (severity, words) => tell(severity, words, { summary: say("preload"), life: 8000 });
 
 async function preload(node) {
   const { output: prompt } = await app.graphToPrompt();
   const id = Object.keys(prompt).find((key) => nodeOf(key) === node);
-  if (!id) return tell("warn", say("preload_off"));
+  if (!id) return told("warn", say("preload_off"));
   try {
     const body = JSON.stringify({ prompt, node: id });
     const answer = await api.fetchApi("/parallel_sampling/preload", { method: "POST", body });
     const { error, model, devices, was_there: wasThere } = await answer.json();
-    if (error) return tell("warn", error);
-    tell("success", say(wasThere ? "preload_held" : "preloaded", { model, devices: devices.join(", ") }));
+    if (error) return told("warn", error);
+    told("success", say(wasThere ? "preload_held" : "preloaded", { model, devices: devices.join(", ") }));
   } catch (error) {
-    tell("error", error.message);
+    told("error", error.message);
   }
 }
 

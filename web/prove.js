@@ -1,14 +1,12 @@
 // Adds "Prove it" to the menu of samplers whose model the devices compute, and the report of the latest run to that of
 // stock samplers. report_panel.js shows the report of the pack's own samplers, and a button on Parallel Sampler.
 import { app } from "../../scripts/app.js";
-import { loaderOf } from "./lib/graph.js";
+import { COMPARE, loaderOf, SAMPLER } from "./lib/graph.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
 import { openReport } from "./lib/report.js";
 import { say } from "./lib/words.js";
 
-const SAMPLER = "ParallelSampler";
-const COMPARE = "CompareWithOneDevice";
 const runs = new WeakMap(); // stock sampler -> what its latest run told
 
 const samples = (node) =>

@@ -3,10 +3,10 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle, element } from "./lib/dom.js";
 import { nodeOf } from "./lib/graph.js";
+import { leftOf, MANY } from "./lib/progress.js";
 import { translate } from "./lib/said.js";
 
 const PANEL = "report_panel";
-const MANY = 4; // more ranks than these get short words, since the node is small
 const STYLE = `
 .parallel-bars:not([hidden]) { flex: 0 0 auto; max-height: 100%; overflow: hidden; display: grid; gap: 2px 6px; margin: 0 0 4px; padding: 0;
   grid-template-columns: repeat(auto-fill, minmax(120px, 1fr)); list-style: none; font-size: 10px; line-height: 14px; }
@@ -54,14 +54,8 @@ function draw(bars, ranks) {
   });
   bars.hidden = !ranks.length;
   const left = bars.nextElementSibling;
-  left.textContent = ranks.length ? timeOf(ranks) : "";
+  left.textContent = leftOf(ranks);
   left.hidden = !left.textContent;
-}
-
-// Returns what the slowest rank does and its remaining time, in one line.
-function timeOf(ranks) {
-  const slowest = ranks.reduce((one, other) => ((other.progress ?? 0) < (one.progress ?? 0) ? other : one));
-  return slowest.left ? [slowest.words, slowest.left].map(translate).join(" · ") : "";
 }
 
 app.registerExtension({

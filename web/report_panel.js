@@ -4,14 +4,13 @@ import { app } from "../../scripts/app.js";
 import { button } from "./lib/button.js";
 import { drawComparison } from "./lib/comparison.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
+import { COMPARE, SAMPLER } from "./lib/graph.js";
 import { forgetPhase, watchOutputs } from "./lib/outputs.js";
 import { prove } from "./lib/prove.js";
 import { drawPhases, drawTimeline } from "./lib/timeline.js";
 import { say } from "./lib/words.js";
 import { translate } from "./lib/said.js";
 
-const SAMPLER = "ParallelSampler";
-const COMPARE = "CompareWithOneDevice";
 const PANEL = "report_panel";
 const EMPTY = "After a run: what ran, where, why, and how long.";
 // Pixels. A preview on the node takes all height beyond the panel's minimum; a new node shows most of a report.
@@ -59,9 +58,7 @@ function mark(node, state, words) {
   report.classList.toggle("problem", state === "failed");
   fold(panel, Boolean(run));
   panel.querySelector(".parallel-headline").textContent = translate(run?.parallel_headline?.[0] ?? "");
-  panel.querySelector(".parallel-comparison")?.remove();
-  panel.querySelector(".parallel-timeline")?.remove();
-  panel.querySelector(".parallel-phases")?.remove();
+  for (const drawn of panel.querySelectorAll(".parallel-comparison, .parallel-timeline, .parallel-phases")) drawn.remove();
   const timeline = run?.parallel_timeline?.[0];
   const folded = panel.querySelector(".parallel-fold");
   const phases = run?.parallel_phases?.[0];

@@ -7,15 +7,17 @@ import { drawCandidates } from "./lib/candidates.js";
 import { DevicePicker } from "./lib/devices.js";
 import { drawCases } from "./lib/diagram.js";
 import { addPanel, addStyle, element, makeScrollable } from "./lib/dom.js";
-import { captureState, followersOf, isLinked, loaderOf, nodeOf, nodesOf, originOf, sourceOf, valueAt } from "./lib/graph.js";
+import {
+  captureState, followersOf, isLinked, loaderOf, nodeOf, nodesOf, originOf, SAMPLER, sourceOf, valueAt,
+} from "./lib/graph.js";
 import { measureRows } from "./lib/measure.js";
 import { STOCK, watchOutputs } from "./lib/outputs.js";
-import { disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
+import { tell } from "./lib/tell.js";
+import { byVue, disableWidget, markRows, markWidget, plainLabel } from "./lib/widgets.js";
 import { say } from "./lib/words.js";
 import { translate } from "./lib/said.js";
 
 const SELECTOR = "StrategySelector";
-const SAMPLER = "ParallelSampler";
 const BEHIND = "ParallelModel"; // a loader whose file is another one's
 const ROUTE = "/parallel_sampling/check_strategy";
 const PANEL = "strategy_panel";
@@ -119,8 +121,7 @@ function fold(node) {
 }
 
 function hideOnCanvas(node) {
-  const byVue = app.extensionManager?.setting.get("Comfy.VueNodes.Enabled");
-  const hidden = !byVue && inputsOf(node).mode === "auto";
+  const hidden = !byVue() && inputsOf(node).mode === "auto";
   for (const widget of ownWidgets(node)) if (widget.options?.advanced) widget.hidden = hidden;
 }
 
@@ -244,7 +245,7 @@ class Panel {
         go(at + 1);
       });
     } catch (error) {
-      app.extensionManager.toast.add({ severity: "warn", summary: "Parallel Sampling", detail: error.message, life: 10_000 });
+      tell("warn", error.message, { life: 10_000 });
     }
     go(rows.length);
   }

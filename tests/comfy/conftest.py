@@ -26,6 +26,7 @@ _PACKS = {
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WINDOW = {"width": 1280, "height": 900}
+_PATIENCE = 120_000  # ms; far more than anything on the page takes on an idle machine
 _GET = "name => app.extensionManager.setting.get(name)"
 _SET = "([name, value]) => app.extensionManager.setting.set(name, value)"
 _CLEAR = """async () => {
@@ -147,16 +148,17 @@ def browser():
 
 
 class _Tab:
-    """ComfyUI's page, loaded once for each test module and cleaned before each test."""
+    """ComfyUI's page, which all tests share: a load takes longer than most tests. It is cleaned before each test."""
 
     def __init__(self, browser, url: str) -> None:
         self._browser, self._url = browser, url
-        self.page = None
+        self._page = None
+        self._language = "en"
         self.problems: list[str] = []  # errors in the console
 
-    def ready(self):
-        """Returns the page: an empty workflow, no dialog, no toast, nothing in the browser's storage."""
-        page, self.page = self.page, None  # a page that fails here is not used again
+    def ready(self, language: str):
+        """Returns the page in a language: an empty workflow, no dialog, no toast, nothing in the browser's storage."""
+        page, self._page = self._page, None  # a page that fails here is not used again
         self.problems.clear()
         if page is None:
             page = self._opened()
@@ -164,38 +166,51 @@ class _Tab:
             page.unroute_all(behavior="ignoreErrors")
             page.set_viewport_size(_WINDOW)
             page.evaluate(_CLEAR)
-        self.page = page
+        self._page = page
+        if language != self._language:
+            page.evaluate(_SET, ["Comfy.Locale", language])
+            self._language = language
+            page.reload()  # else ComfyUI reloads the workflow some time later, and discards what a test shows
+            wait_for_extensions(page)
         return page
 
     def close(self) -> None:
-        if self.page is not None:
-            self.page.close()
-        self.page = None
+        if self._page is not None:
+            self._page.context.close()
+        self._page = None
 
     def _opened(self):
         page = self._browser.new_page(viewport=_WINDOW)
+        page.set_default_timeout(_PATIENCE)
         page.on("console", lambda told: self.problems.append(told.text) if told.type == "error" else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.goto(self._url, timeout=60_000)
+        page.goto(self._url)
         wait_for_extensions(page)
         return page
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _tab(browser, measuring, request):
-    """The module's page. First writes the module's MODELS = {file: number of single blocks}, so the page lists them."""
-    for name, blocks in getattr(request.module, "MODELS", {}).items():
-        measuring[0].write_flux(name, single_blocks=blocks)
+    """The shared page. First writes its tests' MODELS = {file: number of single blocks}, so that it lists them."""
+    for module in {item.module for item in request.session.items if "page" in item.fixturenames}:
+        for name, blocks in getattr(module, "MODELS", {}).items():
+            measuring[0].write_flux(name, single_blocks=blocks)
     tab = _Tab(browser, measuring[0].server.url)
     yield tab
     tab.close()
 
 
 @pytest.fixture
-def page(_tab, request):
+def language(request) -> str:
+    """The language of the page, English unless a test gives another one by indirect parametrization."""
+    return getattr(request, "param", "en")
+
+
+@pytest.fixture
+def page(_tab, language, request):
     """ComfyUI's page with this pack's extensions loaded. A console error of theirs fails the test."""
     failed = request.session.testsfailed
-    yield _tab.ready()
+    yield _tab.ready(language)
     problems = [text for text in _tab.problems if "parallel" in text.lower()]
     if problems or request.session.testsfailed > failed:
         _tab.close()  # the next test gets a new page
@@ -214,23 +229,6 @@ def set_setting(page):
     yield set_one
     for name, value in before.items():
         page.evaluate(_SET, [name, value])
-
-
-@pytest.fixture
-def speak(_tab, page):
-    """A function that switches ComfyUI's page to a language until the test ends, and reloads it.
-
-    ComfyUI reloads the workflow some time after each switch, which would discard what a test shows right after it."""
-    before = page.evaluate(_GET, "Comfy.Locale")
-
-    def set_language(language: str) -> None:
-        page.evaluate(_SET, ["Comfy.Locale", language])
-        page.reload()
-        wait_for_extensions(page)
-
-    yield set_language
-    page.evaluate(_SET, ["Comfy.Locale", before])
-    _tab.close()
 
 
 @pytest.fixture(params=["canvas", "vue"])

@@ -19,6 +19,29 @@ VALUES = """() => Object.fromEntries(app.graph.nodes.filter(
 STEPS = """async () => Object.values(await (await app.api.fetchApi('/history')).json()).flatMap(
   ({ prompt }) => Object.entries(prompt[2])).filter(([id]) => id === 'measured').map(([, node]) => node.inputs.steps)"""
 
+# Draws rows {name: [seconds, possible, chosen]} and returns the names as the table orders them.
+ORDER = """async (rows) => {
+  const { drawCandidates } = await import('/extensions/comfyui-parallel-sampling/lib/candidates.js');
+  const into = document.createElement('div');
+  drawCandidates(into, Object.entries(rows).map(([strategy, [seconds, possible, chosen]]) => (
+    { strategy, seconds, possible, chosen, step: '', how: '', memory: '' })));
+  return [...into.querySelectorAll('button')].map(one => one.textContent);
+}"""
+
+
+def test_what_ran_comes_first_then_the_others_by_time_then_those_without_one_and_last_what_cannot_run(page):
+    rows = {
+        "not tried": (None, True, False),
+        "impossible": (None, False, False),
+        "slow": (2.0, True, False),
+        "not tried either": (None, True, False),
+        "fast": (1.0, True, False),
+    }
+    rest = ["fast", "slow", "not tried", "not tried either", "impossible"]
+    assert page.evaluate(ORDER, rows) == rest
+    for ran in ((3.0, True, True), (None, False, True)):
+        assert page.evaluate(ORDER, {**rows, "ran": ran}) == ["→ ran", *rest]
+
 
 def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     graph = Graph()
@@ -28,9 +51,9 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("PreviewImage", images=image)
     show_prompt(page, graph.prompt, "StrategySelector")
-    page.wait_for_selector(".parallel-strategy", timeout=60_000)
+    page.wait_for_selector(".parallel-strategy")
     run(page)
-    page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
+    page.wait_for_selector(".parallel-candidates tr[aria-current]")
     rows = page.evaluate(ROWS)
     rest = [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
     assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "CFG 2"
@@ -51,7 +74,7 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     after = page.evaluate(VALUES)
     assert after == {**before, "mode": "manual", "ring_degree": 2}
     command(page, "Comfy.Undo")
-    page.wait_for_function(f"() => ({VALUES})().mode === 'auto'", timeout=20_000)
+    page.wait_for_function(f"() => ({VALUES})().mode === 'auto'")
     assert page.evaluate(VALUES) == before
     page.reload()  # the measurements do not count as runs of this graph's sampler
-    page.wait_for_function(f"() => ({REPORT})() === {json.dumps(report)}", timeout=60_000)
+    page.wait_for_function(f"() => ({REPORT})() === {json.dumps(report)}")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from comfy_harness import ROOT
-from pages import command, set_widget
+from pages import command, set_widget, template
 
 # Gives [words, contrast, True if disabled] for each visible text of ours: its colour against the backgrounds behind it,
 # blended by their opacities.
@@ -55,15 +52,14 @@ CONTRASTS = """() => {
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_texts_and_disabled_controls_stand_out_from_what_is_behind_them(page, set_setting, theme):
-    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
     set_setting("Comfy.ColorPalette", theme)
-    page.evaluate("w => app.loadGraphData(w, true, true, 'contrast')", workflow)
-    page.wait_for_selector(".parallel-strategy .basis", timeout=60_000)
+    page.evaluate("w => app.loadGraphData(w, true, true, 'contrast')", template())
+    page.wait_for_selector(".parallel-strategy .basis")
     command(page, "parallel_sampling.status_panel")
-    page.wait_for_selector(".parallel-status", timeout=20_000)
+    page.wait_for_selector(".parallel-status")
     for name, value in (("mode", "manual"), ("ulysses_degree", 4), ("devices", "cpu:2")):
         set_widget(page, "StrategySelector", name, value)
-    page.wait_for_selector(".parallel-strategy [role=alert] p", timeout=20_000)
+    page.wait_for_selector(".parallel-strategy [role=alert] p")
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 8
     assert [one for one in contrasts if one[1] < (3 if one[2] else 4.5)] == []

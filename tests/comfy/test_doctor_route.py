@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from pages import processes_with
+from parallel_backend.commands.doctor.report import Report
+from parallel_backend.wire.checks.findings import Finding
+from waiting import wait_until
+
 ROUTE = "/parallel_sampling/doctor"
+OPEN = "() => void app.extensionManager.command.execute('parallel_sampling.doctor')"
+FOUND = Report(
+    (
+        Finding("torch", "ok", "2.7.1", group="Software"),
+        Finding("all-reduce", "broken", "it hangs", "restart", ("cpu:0 and cpu:1",), group="Links"),
+    )
+)
 
 
-def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, measuring, tmp_path):
-    page.evaluate("() => void app.extensionManager.command.execute('parallel_sampling.doctor')")
+def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, measuring):
+    """tests/commands/doctor/test_doctor.py has a whole examination."""
+    page.evaluate(OPEN)
     dialog = page.get_by_role("dialog", name="Doctor of Parallel Sampling")
-    dialog.wait_for(timeout=60_000)
+    dialog.wait_for()
     assert "about half a minute" in dialog.inner_text()
     status, said = measuring[0].ask(ROUTE)
     assert (status, said["error"]) == (409, "the doctor is examining this machine already")
     page.wait_for_function(
-        "() => document.querySelector('dialog.parallel-doctor pre').textContent.includes('Software')",
-        timeout=200_000,
+        "() => document.querySelector('dialog.parallel-doctor pre').textContent.includes('\\n')"
     )
-    text = dialog.inner_text()
-    page.screenshot(path=tmp_path / "doctor.png")
-    assert "torch" in text and "Sampling" in text and str(measuring[0].server.base_directory) not in text
+    assert processes_with("--json", measuring[0])
     page.keyboard.press("Escape")
-    dialog.wait_for(state="detached", timeout=60_000)
+    dialog.wait_for(state="detached")
+    wait_until(lambda: not processes_with("--json", measuring[0]))
+
+    lines = [{"line": "Software"}, {"report": FOUND.as_dict()}]
+    page.route(
+        f"**{ROUTE}", lambda route: route.fulfill(body="".join(json.dumps(one) + "\n" for one in lines))
+    )
+    page.evaluate(OPEN)
+    page.wait_for_function(
+        "() => document.querySelector('dialog.parallel-doctor pre').textContent.includes('broken')"
+    )
+    words = dialog.inner_text()
+    assert "Software\n  ok · torch: 2.7.1\n\nLinks\n  broken · all-reduce: it hangs\n" in words
+    assert "    cpu:0 and cpu:1\n    → restart\n" in words and FOUND.summary in words
 
 
 @pytest.mark.parametrize(

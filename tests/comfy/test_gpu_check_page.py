@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-import psutil
 import pytest
 
+from pages import processes_with
 from waiting import wait_until
 
 COMMAND = "() => void app.extensionManager.command.execute('parallel_sampling.gpu_check')"
@@ -18,18 +18,18 @@ ROUTE = "**/parallel_sampling/gpu_check"
 def dialog(page):
     page.evaluate(COMMAND)
     found = page.get_by_role("dialog", name="GPU check of Parallel Sampling")
-    found.wait_for(timeout=60_000)
+    found.wait_for()
     return found
 
 
 def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dialog):
     page.route(ROUTE, lambda route: route.fulfill(status=409, json={"error": "a prompt uses the devices"}))
     dialog.get_by_role("button", name="Run").click()
-    dialog.get_by_text("a prompt uses the devices").wait_for(timeout=60_000)
+    dialog.get_by_text("a prompt uses the devices").wait_for()
     page.unroute(ROUTE)
     dialog.get_by_role("button", name="Close").click()
     page.evaluate(COMMAND)
-    dialog.wait_for(timeout=60_000)
+    dialog.wait_for()
     asked = []
     lines = [
         {"line": "[1/2] device …"},
@@ -58,13 +58,9 @@ def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dial
 
 
 def test_closing_the_dialog_ends_the_check(page, dialog, measuring):
-    def running() -> list[int]:
-        words = [(p.pid, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-        return [pid for pid, line in words if "--gpu" in line and str(measuring[0].server.pid) in line]
-
     dialog.get_by_role("button", name="Run").click()
-    dialog.get_by_text(re.compile(r"\[1/\d+\] installation")).wait_for(timeout=120_000)
-    assert running()
+    dialog.get_by_text(re.compile(r"\[1/\d+\] installation")).wait_for()
+    assert processes_with("--gpu", measuring[0])
     page.keyboard.press("Escape")
-    dialog.wait_for(state="detached", timeout=60_000)
-    wait_until(lambda: not running(), 120)
+    dialog.wait_for(state="detached")
+    wait_until(lambda: not processes_with("--gpu", measuring[0]), 120)

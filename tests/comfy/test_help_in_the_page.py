@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from comfy_harness import ROOT
+from pages import locale, template
 
 # Gives pairs of overlapping nodes. A rectangle includes the title, which is above the node's position. If Vue draws
 # the nodes, it is that of their elements.
@@ -26,25 +25,19 @@ OVERLAPS = """() => {
 }"""
 
 
-def _load(page, name: str) -> None:
-    workflow = (ROOT / "example_workflows" / f"{name}.json").read_text("utf-8")
-    page.evaluate("workflow => app.loadGraphData(workflow)", json.loads(workflow))
-    page.wait_for_function("n => app.graph.nodes.length === n", arg=len(json.loads(workflow)["nodes"]))
-
-
 def test_the_help_of_a_node_is_its_page(page):
-    _load(page, "Try it without a download")
+    page.evaluate("workflow => app.loadGraphData(workflow)", template())
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
     page.get_by_test_id("info-button").first.dispatch_event("click")  # the tabs may cover it
     help_page = page.locator(".node-help-content")
-    help_page.get_by_role("heading", name="Parallel Sampler").wait_for(timeout=60_000)
+    help_page.get_by_role("heading", name="Parallel Sampler").wait_for()
     assert "PipeFusion is approximate after its warm-up" in help_page.inner_text()
     picture = help_page.locator("img").element_handle()
     page.wait_for_function("picture => picture.naturalWidth > 0", arg=picture)
 
 
 def test_the_title_of_a_new_node_is_not_cut(page):
-    nodes = json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text("utf-8"))
+    nodes = locale("en", "nodeDefs")
     left = page.evaluate(
         """names => names.map(name => {
           const node = LiteGraph.createNode(name);
@@ -64,7 +57,7 @@ def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_t
     """ComfyUI's page enlarges a node whose widgets do not fit."""
     page.set_viewport_size({"width": 1600, "height": 1000})
     for path in sorted((ROOT / "example_workflows").glob("*.json")):
-        workflow = json.loads(path.read_text("utf-8"))
+        workflow = template(path.stem)
         page.evaluate(
             "async w => { await app.loadGraphData(w, true, true, 'template', { openSource: 'template' }); }",
             workflow,
@@ -75,7 +68,5 @@ def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_t
                 "n => document.querySelectorAll('.lg-node[data-node-id]').length === n",
                 arg=len(workflow["nodes"]),
             )
-        page.wait_for_function(
-            "() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77", timeout=20_000
-        )
+        page.wait_for_function("() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77")
         assert page.evaluate(OVERLAPS) == [], path.stem

@@ -7,8 +7,20 @@ import json
 import pytest
 
 from comfy_harness import ROOT
-from graphs import Graph
-from pages import REPORT, command, locale, run, set_widget, show_prompt, words_of
+from pages import (
+    EIGHT_GPUS,
+    REPORT,
+    command,
+    locale,
+    one_sampler,
+    open_picker,
+    run,
+    set_widget,
+    show_prompt,
+    template,
+    wait_for_report,
+    words_of,
+)
 
 UNET = "tiny_languages.safetensors"
 MODELS = {UNET: 9}
@@ -21,7 +33,7 @@ COLOURS = "() => app.graph.nodes.map(n => [n.type, n.color ?? null])"
 
 
 def _nodes_keep_their_colour(page) -> None:
-    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
+    workflow = template()
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
     page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
     colours = dict(page.evaluate(COLOURS))
@@ -37,31 +49,34 @@ def test_every_command_of_ours_has_a_label_in_each_language(page):
         assert {command.replace(".", "_") for command in commands} == set(locale(language, "commands"))
 
 
-@pytest.mark.parametrize("language", ["es", "zh"])
-def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, speak, language):
-    speak(language)
-    _nodes_keep_their_colour(page)
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2")
-    latent = graph.parallel_sampler(
-        loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0, seed=ord(language[0])
+def _the_devices_to_choose_from_are_in_the_language(page, language: str) -> None:
+    page.route(
+        "**/parallel_sampling/devices*", lambda route: route.fulfill(json={**EIGHT_GPUS, "selected": []})
     )
-    graph.save(latent, "languages.safetensors")
+    words = open_picker(page).inner_text()
+    assert page.locator(".parallel-devices summary").inner_text() == words_of(language)["choose_devices"]
+    assert EIGHT_GPUS["devices"][0]["name"] in words
+    for english in ("free ", "processes of", "process", "slowest path", "devices on"):
+        assert english not in words
+    page.unroute_all()
+
+
+@pytest.mark.parametrize("language", ["es", "zh"], indirect=True)
+def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, language):
+    _nodes_keep_their_colour(page)
+    graph = one_sampler(UNET, sampler={"cfg": 3.0, "seed": ord(language[0])})
+    show_prompt(page, graph.prompt, "StrategySelector")
+    _the_devices_to_choose_from_are_in_the_language(page, language)
     show_prompt(page, graph.prompt, "ParallelSampler")
-    page.get_by_role("button", name=words_of(language)["prove"], exact=True).wait_for(timeout=20_000)
+    page.get_by_role("button", name=words_of(language)["prove"], exact=True).wait_for()
     command(page, "parallel_sampling.status_panel")
     said = {
         one: dict(zip(("es", "zh"), others, strict=True))
         for one, *others in json.loads((ROOT / "web" / "said.json").read_text("utf-8"))["said"]
     }
-    page.wait_for_function(
-        f"words => ({REPORT})() === words",
-        arg=said["After a run: what ran, where, why, and how long."][language],
-        timeout=60_000,
-    )
+    wait_for_report(page, said["After a run: what ran, where, why, and how long."][language])
     run(page)
-    head = said["strategy: {why}"][language].split("{")[0]
-    page.wait_for_function(f"head => ({REPORT})().startsWith(head)", arg=head, timeout=120_000)
+    wait_for_report(page, said["strategy: {why}"][language].split("{")[0])
     english = page.evaluate(ENGLISH_REPORT).splitlines()
     shown = page.evaluate(REPORT).splitlines()
     assert len(shown) == len(english) > 8 and english[0].startswith(
@@ -72,7 +87,7 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
     for sentence in ("not tried", "exact", "A step of the latest run, by strategy", "Run the doctor"):
         assert said[sentence][language] in words
     # The page shows "ready" only once the ranks are.
-    page.wait_for_function(f"word => ({SHOWN})().includes(word)", arg=said["ready"][language], timeout=20_000)
+    page.wait_for_function(f"word => ({SHOWN})().includes(word)", arg=said["ready"][language])
     assert not any(
         sentence in page.evaluate(SHOWN) for sentence in ("not tried", "Plan for", "Run the", "measured")
     )
@@ -84,12 +99,11 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
     page.wait_for_function(
         "label => document.querySelector('.parallel-strategy [role=alert]').innerText.includes(label)",
         arg=label,
-        timeout=20_000,
     )
     assert "ulysses_degree" not in alert.inner_text() and "devices" not in alert.inner_text()
 
     headings = locale(language, "main")["settingsCategories"]
     command(page, "Comfy.ShowSettingsDialog")
     dialog = page.get_by_role("dialog")
-    dialog.get_by_text(headings["Parallel Sampling"], exact=True).first.click(timeout=20_000)
-    dialog.get_by_text(headings["Devices"], exact=True).first.wait_for(timeout=20_000)
+    dialog.get_by_text(headings["Parallel Sampling"], exact=True).first.click()
+    dialog.get_by_text(headings["Devices"], exact=True).first.wait_for()

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphs import Graph
-from pages import REPORT, run, set_widget, show_prompt
+from pages import REPORT, one_sampler, run, set_widget, show_prompt
 
 UNET = "tiny_panels.safetensors"  # two attention heads
 MODELS = {UNET: 2}
@@ -27,30 +26,21 @@ HEIGHT = """(type) => {
 
 def _show(page, kind: str) -> None:
     page.set_viewport_size({"width": 1366, "height": 768})
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=71, steps=60)
-    graph.save(latent, "panels.safetensors")
-    show_prompt(page, graph.prompt, kind)
-    page.wait_for_selector(".parallel-report", state="attached", timeout=60_000)
+    show_prompt(page, one_sampler(UNET, sampler={"seed": 71, "steps": 60}, ulysses=2).prompt, kind)
+    page.wait_for_selector(".parallel-report", state="attached")
 
 
 def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, drawn_by):
     _show(page, "ParallelSampler")
     run(page)
-    page.locator(".parallel-fold summary").wait_for(timeout=120_000)
-    page.wait_for_function(
-        f"() => !app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}'))", timeout=20_000
-    )
+    page.locator(".parallel-fold summary").wait_for()
+    page.wait_for_function(f"() => !app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}'))")
     page.locator(".parallel-fold summary").click()
-    page.wait_for_timeout(500)
-    assert page.evaluate(SEEN, ".parallel-headline") > 20
-    assert page.evaluate(SEEN, ".parallel-fold") >= 40
+    page.wait_for_function(f"() => ({SEEN})('.parallel-headline') > 20 && ({SEEN})('.parallel-fold') >= 40")
     assert page.evaluate(REPORT).startswith("strategy")
     run(page)  # ComfyUI shows the work of this run, as it did for the first
     page.wait_for_function(
-        f"() => app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}' && w.value))",
-        timeout=60_000,
+        f"() => app.graph.nodes.some(n => n.widgets?.some(w => w.name === '{PHASE}' && w.value))"
     )
 
 
@@ -59,11 +49,11 @@ def test_an_error_and_its_remedy_are_on_strategy_selector_which_stays_as_high(pa
     before = page.evaluate(HEIGHT, "StrategySelector")
     set_widget(page, "StrategySelector", "ulysses_degree", 3)
     apply = page.get_by_role("button", name="Apply ulysses_degree 2")
-    apply.wait_for(timeout=30_000)
+    apply.wait_for()
     assert page.evaluate(HEIGHT, "StrategySelector") == pytest.approx(before, abs=2)
     apply.scroll_into_view_if_needed()
-    apply.click(timeout=10_000)
-    apply.wait_for(state="detached", timeout=30_000)
+    apply.click()
+    apply.wait_for(state="detached")
 
 
 def test_comfyuis_list_of_parameters_leaves_a_panel_on_its_node(page):
@@ -74,9 +64,9 @@ def test_comfyuis_list_of_parameters_leaves_a_panel_on_its_node(page):
     toggle = page.locator("button[aria-label*='roperties']").first
     if not page.get_by_text("Parameters", exact=True).first.is_visible():  # ComfyUI remembers if it was open
         toggle.click()
-    page.get_by_text("approximation").last.wait_for(timeout=60_000)  # the last of its inputs
+    page.get_by_text("approximation").last.wait_for()  # the last of its inputs
     assert page.get_by_text("strategy_panel").count() == 0
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
-    page.get_by_text("denoise").last.wait_for(timeout=60_000)
+    page.get_by_text("denoise").last.wait_for()
     assert panel.bounding_box()["width"] == pytest.approx(before, abs=1)
     toggle.click()

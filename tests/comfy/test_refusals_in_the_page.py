@@ -8,7 +8,7 @@ import json
 import pytest
 
 from graphs import STOCK, Graph
-from pages import run, show_prompt
+from pages import one_sampler, run, show_prompt
 
 UNET = "tiny_refused.safetensors"  # two attention heads
 MODELS = {UNET: 1}
@@ -22,12 +22,8 @@ BOXES = """() => ['[data-testid=error-overlay]', '.parallel-toast'].map(
 
 @pytest.fixture
 def graph(page):
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=3, ring=2)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
-    graph.save(latent, "refused.safetensors")
-    show_prompt(page, graph.prompt, "StrategySelector")
-    page.get_by_role("button", name="Apply").wait_for(timeout=20_000)
+    show_prompt(page, one_sampler(UNET, ulysses=3, ring=2).prompt, "StrategySelector")
+    page.get_by_role("button", name="Apply").wait_for()
 
 
 def _queued(page) -> int:
@@ -37,7 +33,7 @@ def _queued(page) -> int:
 
 def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with_a_click(page, graph):
     run(page)
-    page.wait_for_function(f"() => ({MARKED})().length", timeout=20_000)
+    page.wait_for_function(f"() => ({MARKED})().length")
     marked = page.evaluate(MARKED)
     assert {name for name, _ in marked} == {"ulysses_degree", "ring_degree", "devices"}
     assert len(marked) == 3
@@ -48,11 +44,11 @@ def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with
     assert apply.inner_text() == "Apply ring_degree 1, ulysses_degree 2"
     before = page.evaluate(VALUES)
     apply.click()
-    page.wait_for_function(f"() => !({MARKED})().length", timeout=20_000)
+    page.wait_for_function(f"() => !({MARKED})().length")
     after = page.evaluate(VALUES)
     assert after == {**before, "ring_degree": 1, "ulysses_degree": 2}
-    apply.wait_for(state="detached", timeout=30_000)
-    page.locator("[data-testid=error-overlay]").wait_for(state="hidden", timeout=30_000)
+    apply.wait_for(state="detached")
+    page.locator("[data-testid=error-overlay]").wait_for(state="hidden")
 
 
 def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_comfyuis_own(page):
@@ -63,21 +59,21 @@ def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_co
     graph.save(latent, "refused.safetensors")
     show_prompt(page, graph.prompt, "StrategySelector")
     apply = page.get_by_role("button", name="Apply")
-    apply.wait_for(timeout=60_000)
+    apply.wait_for()
     run(page)
-    page.wait_for_function(f"() => ({MARKED})().length", timeout=20_000)
+    page.wait_for_function(f"() => ({MARKED})().length")
     ((name, words),) = page.evaluate(MARKED)
     assert name == "ulysses_degree" and "is more than the 2 attention heads" in words and _queued(page) == 0
     apply.click()
-    page.wait_for_function(f"() => !({MARKED})().length", timeout=20_000)
+    page.wait_for_function(f"() => !({MARKED})().length")
     after = page.evaluate(VALUES)
     assert (after["ulysses_degree"], after["ring_degree"]) == (1, 3)
-    apply.wait_for(state="detached", timeout=30_000)
+    apply.wait_for(state="detached")
 
 
 def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
     run(page)
-    page.locator("[data-testid=error-overlay]").wait_for(timeout=60_000)
+    page.locator("[data-testid=error-overlay]").wait_for()
     toast = {"severity": "error", "summary": "Failed", "detail": "Again", "life": None, "about": "cpu:0"}
 
     def send(**changes) -> None:
@@ -86,12 +82,11 @@ def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(pag
 
     send()
     page.wait_for_function(
-        f"() => {{ const [card, toast] = ({BOXES})(); return toast.right <= card.left && toast.left >= 0; }}",
-        timeout=30_000,
+        f"() => {{ const [card, toast] = ({BOXES})(); return toast.right <= card.left && toast.left >= 0; }}"
     )
     send(about="cpu:1", summary="Another", life=60_000)
-    page.get_by_text("Another").wait_for(timeout=30_000)
+    page.get_by_text("Another").wait_for()
     assert page.get_by_text("Failed", exact=True).is_visible()
     send(severity="success", summary="Started", life=60_000)
-    page.get_by_text("Started").wait_for(timeout=30_000)
-    page.get_by_text("Failed", exact=True).wait_for(state="detached", timeout=30_000)
+    page.get_by_text("Started").wait_for()
+    page.get_by_text("Failed", exact=True).wait_for(state="detached")

@@ -28,14 +28,13 @@ def _load(page, graph: Graph) -> None:
     page.evaluate(
         f"() => {{ app.canvas.ds.scale = 1; app.canvas.ds.offset = [100, 100]; {SELECTOR}.pos = [0, 0]; }}"
     )
-    page.wait_for_selector(".parallel-strategy", timeout=30_000)
+    page.wait_for_selector(".parallel-strategy")
 
 
 def _wait_for(page, function: str, wanted: set[str]) -> None:
     page.wait_for_function(
         f"wanted => {{ const found = ({function})(); return wanted.every(n => found.includes(n)); }}",
         arg=sorted(wanted),
-        timeout=20_000,
     )
 
 
@@ -60,7 +59,7 @@ def test_what_auto_decides_is_folded_away_and_seen_where_a_person_sets_it(page, 
     )
     _wait_for(page, shown, ALWAYS | DECIDED)
     set_widget(page, "StrategySelector", "mode", "auto")
-    page.wait_for_function(f"() => !({shown})().includes('cfg_degree')", timeout=20_000)
+    page.wait_for_function(f"() => !({shown})().includes('cfg_degree')")
 
 
 def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
@@ -79,10 +78,10 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
           reroute.connect(0, loader, loader.inputs.findIndex(i => i.name === "strategy"));
         }}"""
     )
-    page.wait_for_function(f"() => ({ALERTS})().some(t => t.includes('2 attention heads'))", timeout=20_000)
+    page.wait_for_function(f"() => ({ALERTS})().some(t => t.includes('2 attention heads'))")
     set_widget(page, "PrimitiveInt", "value", 2)
     set_widget(page, "StrategySelector", "ring_degree", 2)
-    page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')", timeout=20_000)
+    page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')")
 
     # A value that a run has to compute is unknown; the other inputs are checked.
     page.evaluate(
@@ -94,11 +93,7 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
         }}"""
     )
     set_widget(page, "StrategySelector", "ring_degree", 1)
-    page.wait_for_function(
-        f"() => ({NOTES})().startsWith('ulysses_degree comes from another node')", timeout=20_000
-    )
+    page.wait_for_function(f"() => ({NOTES})().startsWith('ulysses_degree comes from another node')")
     assert page.evaluate(ALERTS) == []
     set_widget(page, "StrategySelector", "cfg_degree", 3)
-    page.wait_for_function(
-        f"() => ({ALERTS})().some(t => t.startsWith('cfg_degree 3: there are'))", timeout=20_000
-    )
+    page.wait_for_function(f"() => ({ALERTS})().some(t => t.startsWith('cfg_degree 3: there are'))")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import signal
 
-from graphs import Graph
-from pages import run, shoot, show_prompt, wait_for_extensions
+from pages import one_sampler, run, shoot, show_prompt, wait_for_extensions
 
 EVENT = "parallel_sampling.status"
 UNET = "tiny_panel_status.safetensors"
 MODELS = {UNET: 3}
-_SEEDS = itertools.count(1)
 # Records, in order, every text that elements of `selector` show from now on.
 RECORD = """(selector) => {
   window.recorded = [];
@@ -25,6 +22,10 @@ RECORD = """(selector) => {
     }
   };
   new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true});
+}"""
+FASTER = """() => {
+  window.realInterval = window.setInterval;
+  window.setInterval = (act, ms) => window.realInterval(act, ms / 20);
 }"""
 # Lists the elements that are wider than the panel or are cut off at the side.
 STICKS_OUT = """() => {
@@ -37,32 +38,21 @@ STICKS_OUT = """() => {
 }"""
 
 
-def _graph(steps: int) -> Graph:
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2", ulysses=2)
-    latent = graph.latent(width=48, height=48)
-    sampled = graph.parallel_sampler(
-        loader, graph.text(1), graph.text(2), latent, seed=next(_SEEDS), steps=steps
-    )
-    graph.save(sampled, "status.safetensors")
-    return graph
-
-
 def _open(page):
     page.evaluate("() => void app.extensionManager.command.execute('parallel_sampling.status_panel')")
     panel = page.get_by_role("region", name="Status of Parallel Sampling")
-    panel.wait_for(timeout=20_000)
+    panel.wait_for()
     return panel
 
 
 def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     comfy, _ = measuring
     frames: list[str] = []
-    page.on(
-        "websocket", lambda socket: socket.on("framereceived", lambda text: frames.append(str(text)[:60]))
-    )
-    page.reload()
-    wait_for_extensions(page)
+
+    def follow(socket) -> None:
+        socket.on("framereceived", lambda text: frames.append(str(text)[:60]))
+
+    page.on("websocket", follow)
 
     def wait_for(words: str) -> None:
         # Long enough for the rest of 120 steps.
@@ -73,32 +63,30 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
         wait_for(then)
 
     # A job that this page queues, and whose progress bars it shows.
-    show_prompt(page, _graph(120).prompt, "ParallelSampler")
+    graph = one_sampler(UNET, sampler={"steps": 120}, ulysses=2)
+    for node in graph.prompt.values():
+        if node["class_type"] == "TestLatent":
+            node["inputs"] |= {"width": 48, "height": 48}  # for a step that takes some time
+    show_prompt(page, graph.prompt, "ParallelSampler")
     panel = _open(page)
     card = panel.locator(".parallel-group").first
     page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
     run(page)
-    page.wait_for_function(
-        "() => recorded.some(t => /^step [1-9]\\d* of 120 · about \\d+ s left$/.test(t))", timeout=120_000
-    )
+    page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 120 · about \\d+ s left$/.test(t))")
     shoot(page, "status-sampling")
     os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
-    page.wait_for_function("() => recorded.includes('Processes started again')", timeout=60_000)
-    page.locator(".p-toast-detail", has_text="after: process 0 failed: killed by SIGKILL").wait_for(
-        timeout=10_000
-    )
+    page.wait_for_function("() => recorded.includes('Processes started again')")
+    page.locator(".p-toast-detail", has_text="after: process 0 failed: killed by SIGKILL").wait_for()
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("ready")
-    page.wait_for_function(
-        "() => !document.querySelector('.parallel-bars')?.children.length", timeout=120_000
-    )
+    page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length")
     seen = page.evaluate("recorded")
     bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 120", text)}
     assert bars == {"cpu:0", "cpu:1"}
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " per step" in card.inner_text()
-    card.locator("button[title='Not now: the processes are awake']").wait_for(
-        timeout=10_000
-    )  # it follows the state after a moment
+    card.locator(
+        "button[title='Not now: the processes are awake']"
+    ).wait_for()  # it follows the state after a moment
 
     press("Sleep", "asleep")
     press("Wake", "ready")
@@ -119,17 +107,18 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     assert "process 1 failed" in card.locator(".reason").inner_text()
     shoot(page, "status-failed")
     press("Start", "ready")
-    page.wait_for_function("() => recorded.includes('Processes started')", timeout=20_000)
+    page.wait_for_function("() => recorded.includes('Processes started')")
     assert page.evaluate("recorded.filter(t => t === 'Processes started').length") == 1
     press("Stop", "not started")
 
     # While no panel is open, nothing is sent.
-    page.evaluate("() => app.extensionManager.sidebarTab.toggleSidebarTab('parallel-sampling')")
-    panel.wait_for(state="detached", timeout=10_000)
-    page.wait_for_timeout(300)
+    with page.expect_response("**/parallel_sampling/watch"):
+        page.evaluate("() => app.extensionManager.sidebarTab.toggleSidebarTab('parallel-sampling')")
+    panel.wait_for(state="detached")
     frames.clear()
-    page.wait_for_timeout(2500)
+    page.wait_for_timeout(2000)  # twice the period of the feed
     assert [frame for frame in frames if EVENT in frame] == []
+    page.remove_listener("websocket", follow)
 
 
 def _gpu(rank: int, **changes) -> dict:
@@ -198,10 +187,12 @@ STATES = {
 }
 
 
-def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
-    # The panel gets only the states of this test.
+def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, set_setting):
+    # The panel gets only the states of this test, and says every quarter second that it looks.
     page.route("**/parallel_sampling/watch", lambda route: route.fulfill(json={"seconds": 15}))
+    page.evaluate(FASTER)
     panel = _open(page)
+    page.evaluate("() => { window.setInterval = window.realInterval; }")
     say = f"() => app.api.dispatchCustomEvent('{EVENT}', {json.dumps(STATES)})"
     page.evaluate(say)
     cards = panel.locator(".parallel-group")
@@ -228,9 +219,8 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
     assert panel.get_by_role("alert").count() == 0
 
     for theme in ("dark", "light"):
-        page.evaluate(f"() => app.extensionManager.setting.set('Comfy.ColorPalette', '{theme}')")
+        set_setting("Comfy.ColorPalette", theme)
         page.set_viewport_size({"width": 1280, "height": 900})
-        page.wait_for_timeout(300)  # until the colours have changed
         shoot(page, f"status-{theme}")
         page.set_viewport_size({"width": 320, "height": 900})
         shoot(page, f"status-{theme}-320")
@@ -244,14 +234,14 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page):
         "life": None,
     }
     page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(toast)})")
-    page.get_by_text("The processes failed too often").wait_for(timeout=10_000)
+    page.get_by_text("The processes failed too often").wait_for()
 
     # ComfyUI stops answering and comes back.
     page.unroute("**/parallel_sampling/watch")
     page.route("**/parallel_sampling/watch", lambda route: route.abort())
-    panel.get_by_text("ComfyUI does not answer").wait_for(timeout=20_000)
+    panel.get_by_text("ComfyUI does not answer").wait_for()
     page.unroute("**/parallel_sampling/watch")
-    panel.get_by_text("ComfyUI does not answer").wait_for(state="hidden", timeout=20_000)
+    panel.get_by_text("ComfyUI does not answer").wait_for(state="hidden")
 
 
 def test_before_a_first_run_the_machine_is_there_and_eight_gpus_are_seen_at_once(page):
@@ -277,7 +267,7 @@ def test_before_a_first_run_the_machine_is_there_and_eight_gpus_are_seen_at_once
 
     told |= {"groups": [_case(list(range(8)), "ready", "ready")], "others": []}
     say()
-    panel.get_by_text("process 7 · cuda:7").wait_for(timeout=20_000)
+    panel.get_by_text("process 7 · cuda:7").wait_for()
     inside = "e => [e.scrollHeight, e.clientHeight]"
     scrolls, seen = panel.evaluate(inside)
     assert scrolls <= seen + 1, (scrolls, seen)

@@ -26,6 +26,11 @@ BADGE = """() => {
   const ratio = app.canvas.canvas.width / width;
   return [left + at.x / ratio, top + at.y / ratio];
 }"""
+# The places of the badge that Vue draws, and of its node.
+OVER = """() => Object.fromEntries(Object.entries({
+  badge: document.querySelector('.parallel-badge'),
+  node: document.querySelector('[data-node-id]:has(> .parallel-badge)'),
+}).map(([name, e]) => [name, e.getBoundingClientRect().toJSON()]))"""
 WORDS = words_of()
 
 
@@ -55,20 +60,21 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     by_vue = json.dumps(drawn_by == "vue")
 
     def wait_for(pattern: str) -> None:
-        page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))", timeout=120_000)
+        page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))")
 
     assert WORDS["prove"] in menu_of(page, kind)
     assert WORDS["open_report"] not in menu_of(page, kind)
     assert WORDS["prove"] not in menu_of(page, "ParallelModel")
     run(page)
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
-    page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached", timeout=20_000)
-    page.wait_for_function(
-        "() => Object.values(app.nodeOutputs).some(({ images }) => images)", timeout=60_000
-    )
+    page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached")
+    page.wait_for_function("() => Object.values(app.nodeOutputs).some(({ images }) => images)")
     shoot(page, f"stock_{drawn_by}")
 
     if drawn_by == "vue":
+        over = page.evaluate(OVER)
+        assert over["badge"]["bottom"] <= over["node"]["top"]
+        assert over["badge"]["right"] <= over["node"]["right"] + 1
         page.locator(".parallel-badge").click()
     else:
         x, y = page.evaluate(BADGE)
@@ -76,7 +82,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
         assert page.get_by_role("dialog").count() == 0
         page.mouse.click(x, y)
     report = page.get_by_role("dialog")
-    report.wait_for(timeout=20_000)
+    report.wait_for()
     words = report.inner_text()
     assert "2 devices (Ulysses) · " in words and "result: exact" in words
     assert report.locator(".parallel-timeline .row").count() == 2
@@ -88,11 +94,11 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert report.locator(".parallel-phases rect").count() == len(re.findall(r" s \(", phases)) >= 2
     report.get_by_role("button", name="Close").click()
     choose(page, kind, WORDS["open_report"])
-    report.get_by_role("button", name="Close").click(timeout=20_000)
+    report.get_by_role("button", name="Close").click()
 
     choose(page, kind, WORDS["prove"])
     proof = page.get_by_role("dialog", name=WORDS["proof"].format(count=2))
-    proof.wait_for(timeout=120_000)
+    proof.wait_for()
     words = proof.inner_text()
     assert WORDS["same_picture"] in words and " one device · exact" in words
     proof.get_by_role("button", name="Close").click()
@@ -102,5 +108,5 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
     set_widget(page, "TestLatent", "batch_index", "none")  # it fails, so the sampler never starts
     run(page)
-    page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))", timeout=60_000)
+    page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))")
     wait_until(lambda: WORDS["open_report"] not in menu_of(page, kind))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from comfy_harness import ROOT
-from graphs import Graph
-from pages import run, set_widget, shoot, show_prompt
+from pages import one_sampler, run, set_widget, shoot, show_prompt, template
 
 UNET = "tiny_panel.safetensors"  # two attention heads
 MODELS = {UNET: 4}
@@ -39,17 +35,9 @@ ARROW = """name => {
 }"""
 
 
-def _graph(devices="cpu:2", **choice) -> Graph:
-    graph = Graph()
-    loader = graph.parallel_loader(UNET, devices, **choice)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), cfg=3.0)
-    graph.save(latent, "panel.safetensors")
-    return graph
-
-
-def _load(page, prompt: dict) -> None:
-    show_prompt(page, prompt, "StrategySelector")
-    page.wait_for_selector(".parallel-strategy", timeout=60_000)
+def _load(page, devices: str = "cpu:2", **choice) -> None:
+    show_prompt(page, one_sampler(UNET, devices, {"cfg": 3.0}, **choice).prompt, "StrategySelector")
+    page.wait_for_selector(".parallel-strategy")
 
 
 def _edit(page, name: str, value: object) -> None:
@@ -58,7 +46,7 @@ def _edit(page, name: str, value: object) -> None:
 
 def _wait_for(page, condition: str) -> None:
     """Waits until `condition` is true: JavaScript about `shown`, the object that READ returns."""
-    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}", timeout=60_000)
+    page.wait_for_function(f"() => {{ const shown = ({READ})(); return {condition}; }}")
 
 
 def _off(page) -> set[str]:
@@ -66,7 +54,7 @@ def _off(page) -> set[str]:
 
 
 def test_the_diagram_and_the_degrees_follow_the_inputs(page):
-    _load(page, _graph("cpu:8", cfg=2, ring=2, ulysses=2).prompt)
+    _load(page, "cpu:8", cfg=2, ring=2, ulysses=2)
     _wait_for(page, "shown.devices.length === 8")
     shown = page.evaluate(READ)
     assert shown["basis"] == "Set by hand" and shown["titles"] == ["CFG 2 × Ring 2 × Ulysses 2"]
@@ -96,7 +84,7 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page):
 
 
 def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected(page, measuring, drawn_by):
-    _load(page, _graph("cpu:3", ulysses=2).prompt)
+    _load(page, "cpu:3", ulysses=2)
     _wait_for(page, "shown.devices.length === 3")
     plain = page.evaluate(WIDGETS)
     assert page.evaluate(READ)["devices"][2] == "cpu:2 · idle"
@@ -116,7 +104,7 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
     assert marked == ["⚠ ulysses_degree"]
     invalid = page.locator("[aria-invalid=true]")
     if drawn_by == "vue":
-        invalid.wait_for(timeout=60_000)
+        invalid.wait_for()
     shoot(page, f"invalid_{drawn_by}")
     asked = {
         "inputs": {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3},
@@ -127,18 +115,18 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
 
     _edit(page, "ulysses_degree", 2)
     _wait_for(page, "shown.alerts.length === 0")
-    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')", timeout=60_000)
+    page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')")
     assert page.evaluate(WIDGETS) == plain
 
     _edit(page, "mode", "auto")
     _wait_for(page, "shown.basis.startsWith('Plan for')")
     assert "ulysses_degree" in _off(page)
     if drawn_by == "vue":
-        page.get_by_role("switch", name="shard_weights").wait_for(state="detached", timeout=10_000)
+        page.get_by_role("switch", name="shard_weights").wait_for(state="detached")
 
 
 def test_an_answer_that_comes_late_is_dropped(page):
-    _load(page, _graph("cpu:2", ring=2).prompt)
+    _load(page, ring=2)
     _wait_for(page, "shown.devices.length === 2")
     held = []
 
@@ -159,13 +147,13 @@ def test_an_answer_that_comes_late_is_dropped(page):
 
 
 def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(page, set_setting):
-    _load(page, _graph().prompt)
+    _load(page)
     _wait_for(page, "shown.titles.length === 2")
     assert "After a run" in page.evaluate(READ)["text"]
     sizes = page.evaluate(SIZES)
 
     run(page)
-    page.wait_for_selector(".parallel-candidates tr[aria-current]", timeout=120_000)
+    page.wait_for_selector(".parallel-candidates tr[aria-current]")
     shown = page.evaluate(READ)
     shoot(page, "after_a_run")
     names = [row[0].split("\n")[0].removeprefix("→ ") for row in shown["rows"]]
@@ -192,7 +180,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     assert not page.locator(".parallel-report").is_visible()
     page.locator(".parallel-fold summary").focus()
     page.keyboard.press("Enter")
-    page.locator(".parallel-report").wait_for(timeout=20_000)
+    page.locator(".parallel-report").wait_for()
     box = page.locator(".parallel-fold").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
     assert box[0] and box[1] < 300
 
@@ -203,20 +191,20 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
 
     # Like undo, it creates all nodes of the workflow again.
     page.evaluate("() => app.loadGraphData(app.graph.serialize(), false, false)")
-    page.wait_for_function(REPORT, timeout=60_000)
+    page.wait_for_function(REPORT)
     _wait_for(page, "shown.basis === 'The latest run'")
 
     set_setting("Comfy.ColorPalette", "light")
     page.reload()
-    page.wait_for_function(REPORT, timeout=60_000)
+    page.wait_for_function(REPORT)
     assert page.evaluate(REPORT) == report
     _wait_for(page, "shown.basis === 'The latest run'")
-    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)", timeout=60_000)
+    page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)")
     shoot(page, "after_a_run_light")
 
 
-def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page):
-    workflow = json.loads((ROOT / "example_workflows" / "Try it without a download.json").read_text("utf-8"))
+def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page, set_setting):
+    workflow = template()
     own = next(node for node in workflow["nodes"] if node["type"] == "ParallelDemoLoader")
     own["color"] = own["bgcolor"] = "#323232"  # a person's own choice
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
@@ -224,7 +212,7 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
     colors = dict(page.evaluate("() => app.graph.nodes.map(n => [n.type, n.color])"))
     assert colors["StrategySelector"] == colors["ParallelSampler"] != own["color"]
     assert colors["ParallelDemoLoader"] == own["color"] and colors["CLIPTextEncode"] is None
-    _links_have_colours_of_their_own(page)
+    _links_have_colours_of_their_own(page, set_setting)
     saved = {node["type"]: node for node in page.evaluate("() => app.graph.serialize().nodes")}
     assert "color" not in saved["ParallelSampler"] and saved["ParallelDemoLoader"]["color"] == own["color"]
     for node in workflow["nodes"]:
@@ -241,10 +229,10 @@ def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page)
     assert page.evaluate(modified) is False
 
 
-def _links_have_colours_of_their_own(page) -> None:
+def _links_have_colours_of_their_own(page, set_setting) -> None:
     """Asserts that the canvas and Vue give each link type the same colour, different per type, in both palettes."""
     for palette in ("light", "dark"):
-        page.evaluate("p => app.extensionManager.setting.set('Comfy.ColorPalette', p)", palette)
+        set_setting("Comfy.ColorPalette", palette)
         drawn = page.evaluate(
             """() => ['PARALLEL_STRATEGY', 'PARALLEL_MODEL', 'MODEL', 'LATENT', 'CONDITIONING'].map(type => [
               LGraphCanvas.link_type_colors[type], app.canvas.default_connection_color_byType[type],

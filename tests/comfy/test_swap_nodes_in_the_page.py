@@ -4,40 +4,19 @@ one undo or the reverse command restores the workflow."""
 from __future__ import annotations
 
 from graphs import STOCK, Graph
-from pages import command, menu_of, show_prompt, words_of
+from pages import LINKS, OVERLAPS, SEND, command, menu_of, one_sampler, show_prompt, three_samplers, words_of
 
 UNET = "tiny_swapped.safetensors"
 MODELS = {UNET: 2}
-LINKS = """() => [app.graph, ...app.graph.subgraphs.values()].map(graph => [...graph.links.values()].map(link => [
-  graph.getNodeById(link.origin_id)?.type ?? 'outside', link.origin_slot,
-  graph.getNodeById(link.target_id)?.type ?? 'outside',
-  graph.getNodeById(link.target_id)?.inputs[link.target_slot].name ?? '']).sort())"""
 VALUES = """() => app.graph.nodes.map(n => [String(n.id), n.type, n.title,
   Object.fromEntries((n.widgets ?? []).filter(w => w.serialize !== false).map(w => [w.name, w.value]))]).sort()"""
 KINDS = "() => app.graph.nodes.map(n => n.type).sort()"
-OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.id < b.id
-  && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
-  && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
 WORDS = words_of()
 
 
-def _graph() -> Graph:
-    """Returns a graph: a loader feeds two samplers, one through ModelSamplingFlux; a second loader feeds a third."""
-    graph = Graph()
-    model = graph.model(STOCK, UNET)
-    changed = [
-        graph.add("ModelSamplingFlux", model=model, max_shift=1.0, base_shift=0.5, width=64, height=64),
-        0,
-    ]
-    for number, wire in enumerate((model, changed, graph.model(STOCK, UNET))):
-        inputs = (graph.text(1), graph.text(2), graph.latent())
-        latent = graph.ksampler(wire, *inputs, seed=number + 3, steps=2, sampler_name="heun", denoise=0.9)
-        graph.save(latent, f"swapped-{number}.safetensors")
-    return graph
-
-
 def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(page, measuring):
-    comfy, graph = measuring[0], _graph()
+    comfy = measuring[0]
+    graph = three_samplers(UNET, "swapped", steps=2, sampler_name="heun", denoise=0.9)
     samplers = [name for name, node in graph.prompt.items() if node["class_type"] == "KSampler"]
     stock = [comfy.sample(graph.prompt, [name, 0]) for name in samplers]
     show_prompt(page, graph.prompt, "KSampler")
@@ -48,7 +27,7 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     assert WORDS["swap"] in menu_of(page, "KSampler") and WORDS["swap"] in menu_of(page, "UNETLoader")
 
     command(page, "parallel_sampling.swap_in")
-    page.get_by_text(WORDS["swapped"].replace("{count}", "3")).wait_for(timeout=10_000)
+    page.get_by_text(WORDS["swapped"].replace("{count}", "3")).wait_for()
     (made,) = page.evaluate(LINKS)
     names = {"UNETLoader": "ParallelModelLoader", "KSampler": "ParallelSampler"}
     samplers_only = {"KSampler": "ParallelSampler"}
@@ -73,26 +52,40 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     assert WORDS["swap"] not in menu_of(page, "ParallelSampler")
     assert WORDS["swap_back"] in menu_of(page, "ParallelSampler")
 
-    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    prompt = page.evaluate(SEND)
     latents = {node["inputs"]["seed"]: name for name, node in prompt.items() if "seed" in node["inputs"]}
     for name, expected in zip(samplers, stock, strict=True):
         found = comfy.sample(prompt, [latents[graph.prompt[name]["inputs"]["seed"]], 0])
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
     command(page, "Comfy.Undo")
-    page.wait_for_function(
-        f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=3, timeout=10_000
-    )
+    page.wait_for_function(f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=3)
     assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
     command(page, "Comfy.Redo")
-    page.wait_for_function(
-        f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=0, timeout=10_000
-    )
+    page.wait_for_function(f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=0)
 
     command(page, "parallel_sampling.swap_out")
-    page.get_by_text(WORDS["swapped_back"].replace("{count}", "3")).wait_for(timeout=10_000)
+    page.get_by_text(WORDS["swapped_back"].replace("{count}", "3")).wait_for()
     assert page.evaluate(KINDS) == kinds and page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
     assert page.evaluate(OVERLAPS) == []
+
+
+def test_a_loader_whose_model_leaves_its_subgraph_stays(page):
+    show_prompt(page, three_samplers(UNET, "swapped").prompt)
+    page.evaluate(
+        """() => {
+          const loader = app.graph.nodes.find(n => n.type === 'UNETLoader' && n.outputs[0].links.length === 2);
+          const sampler = app.graph.nodes.find(n => n.type === 'KSampler' && n.getInputNode(0) === loader);
+          app.graph.convertToSubgraph(new Set([loader, sampler]));
+        }"""
+    )
+    before = page.evaluate(LINKS)
+    command(page, "parallel_sampling.swap_in")
+    _, inner = page.evaluate(LINKS)
+    assert ["UNETLoader", 0, "ParallelModel", "model"] in inner and ["UNETLoader", 0, "outside", ""] in inner
+    assert ["ParallelModel", 1, "ParallelSampler", "parallel_model"] in inner
+    command(page, "parallel_sampling.swap_out")
+    assert page.evaluate(LINKS) == before
 
 
 def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
@@ -116,9 +109,7 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     command(page, "parallel_sampling.swap_out")
     assert page.evaluate(LINKS) == before
 
-    alone = Graph()
-    alone.parallel_sampler(alone.parallel_loader(UNET, "cpu:2"), alone.text(1), alone.text(2), alone.latent())
-    show_prompt(page, alone.prompt, "ParallelSampler")
+    show_prompt(page, one_sampler(UNET).prompt, "ParallelSampler")
     for name, words in (("swap_in", "nothing_to_swap"), ("swap_out", "nothing_to_swap_back")):
         command(page, f"parallel_sampling.{name}")
-        page.get_by_text(WORDS[words]).wait_for(timeout=10_000)
+        page.get_by_text(WORDS[words]).wait_for()

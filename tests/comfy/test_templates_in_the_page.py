@@ -15,13 +15,13 @@ def test_the_templates_browser_names_ours_in_words_and_shows_their_pictures(page
     assert all(" " in title and "_" not in title for title in titles)
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     ours = page.locator("[role=dialog]").get_by_text("Parallel Sampling", exact=True).first
-    ours.wait_for(timeout=60_000)
-    with page.expect_response(_PICTURES, timeout=60_000) as first:
+    ours.wait_for()
+    with page.expect_response(_PICTURES) as first:
         ours.click()
-    page.wait_for_function(_SHOWN, arg=titles, timeout=60_000)
+    page.wait_for_function(_SHOWN, arg=titles)
     folder = first.value.url.rpartition("/")[0]  # others load when they scroll into view
     for title in titles:
         picture = page.request.get(f"{folder}/{title}.jpg")
         assert picture.ok and picture.headers["content-type"] == "image/jpeg", title
     page.keyboard.press("Escape")
-    ours.wait_for(state="detached", timeout=20_000)
+    ours.wait_for(state="detached")

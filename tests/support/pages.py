@@ -6,7 +6,11 @@ import json
 import os
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import psutil
+
+from comfy_harness import ROOT, Comfy
+from graphs import STOCK, Graph
+
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 _NODE = "app.graph.nodes.find(n => n.type === type)"
 # Returns the texts that the canvas writes in one full redraw, or the texts of the badges if Vue draws the nodes.
@@ -24,13 +28,74 @@ BADGES = """(byVue) => {
   return written.join('\\n');
 }"""
 
+# Gives pairs of nodes that overlap on the canvas. A rectangle includes the title, which is above the node's position.
+OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.id < b.id
+  && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
+  && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
+# Lists [source class, slot, target class, input name] of each link, for each graph and subgraph.
+LINKS = """() => [app.rootGraph ?? app.graph, ...(app.rootGraph ?? app.graph).subgraphs.values()].map(graph =>
+  [...graph.links.values()].map(link => [
+    graph.getNodeById(link.origin_id)?.type ?? 'outside', link.origin_slot,
+    graph.getNodeById(link.target_id)?.type ?? 'outside',
+    graph.getNodeById(link.target_id)?.inputs[link.target_slot].name ?? '']).sort())"""
+SEND = "async () => (await app.graphToPrompt()).output"
+
+
+def _gpu(index: int, **changes) -> dict:
+    memory = {"total_bytes": 80 * 2**30, "free_bytes": 70 * 2**30}
+    return {"device": f"cuda:{index}", "name": "NVIDIA H100", **memory, "users": [], "busy": False} | changes
+
+
+# An answer of the route that lists devices, without the devices that the text selects.
+EIGHT_GPUS = {
+    "devices": [
+        _gpu(0, users=["processes of this ComfyUI: sampling 3/28"], busy=True),
+        _gpu(1, users=["blender (process 77): 9.50 GiB"]),
+        *map(_gpu, range(2, 8)),
+    ],
+    "clusters": [{"devices": "cluster:den", "words": "16 devices on 2 machines, 1280.0 GiB", "there": True}],
+    "machine": "8 × NVIDIA H100 (80 GiB), slowest path NVSWITCH.",
+}
+
+
+def one_sampler(unet: str, devices: str = "cpu:2", sampler: dict | None = None, **choice) -> Graph:
+    """Returns a graph of Parallel Sampler, its loader and Strategy Selector, which saves the latent. `sampler`: changed
+    inputs of the sampler; `choice`: degrees and other inputs of the selector."""
+    graph = Graph()
+    loader = graph.parallel_loader(unet, devices, **choice)
+    inputs = (graph.text(1), graph.text(2), graph.latent())
+    graph.save(graph.parallel_sampler(loader, *inputs, **(sampler or {})), "of-the-page.safetensors")
+    return graph
+
+
+def template(name: str = "Try it without a download") -> dict:
+    """Returns one of the pack's workflows."""
+    return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text("utf-8"))
+
+
+def wait_for_report(page, words: str) -> None:
+    """Waits until the panel of the sampler shows a report, or a line in its place, that begins with these words."""
+    page.wait_for_function(f"words => ({REPORT})().startsWith(words)", arg=words)
+
+
+def three_samplers(unet: str, name: str, **options) -> Graph:
+    """Returns a graph of two stock loaders and three KSamplers with seeds 0 to 2, which save `name`-0.safetensors and
+    so on. The first loader feeds two of them, one through ModelSamplingFlux; the second feeds the last."""
+    graph = Graph()
+    model = graph.model(STOCK, unet)
+    shifted = graph.add("ModelSamplingFlux", model=model, max_shift=1.0, base_shift=0.5, width=64, height=64)
+    for seed, wire in enumerate((model, [shifted, 0], graph.model(STOCK, unet))):
+        inputs = (graph.text(1), graph.text(2), graph.latent())
+        graph.save(graph.ksampler(wire, *inputs, seed=seed, **options), f"{name}-{seed}.safetensors")
+    return graph
+
 
 def wait_for_extensions(page) -> None:
     """Waits until a page, after a load, has all extensions of the pack and shows its first workflow."""
-    page.wait_for_function("() => window.app?.extensionManager?.workflow?.activeWorkflow", timeout=60_000)
+    page.wait_for_function("() => window.app?.extensionManager?.workflow?.activeWorkflow")
     names = [f"parallel_sampling.{script.stem}" for script in (ROOT / "web").glob("*.js")]
     page.wait_for_function(
-        "names => names.every(name => app.extensions.some(e => e.name === name))", arg=names, timeout=60_000
+        "names => names.every(name => app.extensions.some(e => e.name === name))", arg=names
     )
 
 
@@ -72,6 +137,21 @@ def command(page, name: str) -> None:
     page.evaluate("name => app.extensionManager.command.execute(name)", name)
 
 
+def open_picker(page):
+    """Opens Strategy Selector's list of devices by keyboard and returns it."""
+    page.locator(".parallel-devices summary").focus()
+    page.keyboard.press("Enter")
+    picker = page.locator(".parallel-devices fieldset")
+    picker.locator("input").first.wait_for()
+    return picker
+
+
+def processes_with(option: str, comfy: Comfy) -> list[int]:
+    """Returns the ids of the pack's programs with this option that this ComfyUI has started."""
+    lines = [(process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [pid for pid, line in lines if option in line and str(comfy.server.pid) in line]
+
+
 def run(page) -> None:
     page.evaluate("() => app.queuePrompt(0, 1)")
 
@@ -79,7 +159,21 @@ def run(page) -> None:
 def shoot(page, name: str) -> None:
     """Saves a screenshot of the page, if PARALLEL_SAMPLING_SCREENSHOTS names a folder."""
     if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
+        page.wait_for_timeout(300)  # until the colours of a new theme are there
         page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def bring_into_view(page, kind: str) -> None:
+    """Scrolls the canvas to the node of this kind, at its full size."""
+    page.evaluate(
+        f"""type => {{
+          const node = {_NODE};
+          app.canvas.ds.scale = 1;
+          app.canvas.ds.offset = [400 - node.pos[0], 100 - node.pos[1]];
+          app.canvas.setDirty(true, true);
+        }}""",
+        kind,
+    )
 
 
 def show_prompt(page, prompt: dict, kind: str = "") -> None:
@@ -87,14 +181,10 @@ def show_prompt(page, prompt: dict, kind: str = "") -> None:
     page.evaluate(f"() => app.loadApiJson({json.dumps(prompt)}, 'shown')")
     page.wait_for_function("n => app.graph.nodes.length === n", arg=len(prompt))
     page.evaluate(
-        """async (kind) => {
+        """async () => {
           const saved = app.graph.serialize();
           await app.loadGraphData({ ...saved, id: crypto.randomUUID() }, true, true, 'shown');
-          const node = app.graph.nodes.find(n => n.type === kind);
-          if (!node) return;
-          app.canvas.ds.scale = 1;
-          app.canvas.ds.offset = [400 - node.pos[0], 100 - node.pos[1]];
-          app.canvas.setDirty(true, true);
-        }""",
-        kind,
+        }"""
     )
+    if kind:
+        bring_into_view(page, kind)

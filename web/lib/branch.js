@@ -1,12 +1,12 @@
 // Extracts the job of one sampler from the graph's prompt, with only the nodes that it needs, and runs such jobs.
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import { nodeOf, rootGraph } from "./graph.js";
+import { COMPARE, nodeOf, rootGraph, SAMPLER } from "./graph.js";
 import { keptRuns } from "./outputs.js";
 
 const LOOK_BACK = 16; // prompts of the history
 const SEEDS = ["seed", "noise_seed"];
-const OURS = ["ParallelSampler", "CompareWithOneDevice"];
+const OURS = [SAMPLER, COMPARE];
 
 const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
 
@@ -85,7 +85,7 @@ export function vaeOf({ id, prompt }) {
 // Returns a prompt's node that runs the sampler's job on all devices and on one, and compares the pictures.
 export function compares(sampler, vae) {
   const { class_type: kind, inputs } = sampler;
-  if (OURS.includes(kind)) return { ...sampler, class_type: "CompareWithOneDevice", inputs: { ...inputs, vae } };
+  if (OURS.includes(kind)) return { ...sampler, class_type: COMPARE, inputs: { ...inputs, vae } };
   return { ...sampler, class_type: "ProveSampler", inputs: { ...inputs, sampler_class: kind, vae } };
 }
 

@@ -27,11 +27,8 @@ const unmeasured = (rows) => rows.filter(({ seconds, possible }) => seconds === 
 
 // Sorts the rows: first the one that ran, then the others by time, then those without a time, last those that cannot run.
 function ordered(rows) {
-  const rank = (row) => (row.chosen ? -1 : row.possible ? (row.seconds ?? Infinity) : Infinity);
-  return rows
-    .map((row, at) => [row, at])
-    .sort(([a, i], [b, j]) => Number(b.possible) - Number(a.possible) || (rank(a) === rank(b) ? i - j : rank(a) - rank(b)))
-    .map(([row]) => row);
+  const place = ({ chosen, possible, seconds }) => (chosen ? 0 : !possible ? 3 : seconds === null ? 2 : 1);
+  return [...rows].sort((a, b) => place(a) - place(b) || (place(a) === 1 ? a.seconds - b.seconds : 0));
 }
 
 function cell(row, text, detail) {

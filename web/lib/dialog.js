@@ -13,7 +13,8 @@ dialog.parallel-doctor pre { overflow: auto; flex: 0 1 auto; min-height: 0; font
 dialog.parallel-doctor .buttons { display: flex; gap: 8px; flex: 0 0 auto; }
 `);
 
-// Shows a dialog and returns {dialog, text, buttons}. `words`: its first text. A long text scrolls; title and buttons stay.
+// Shows a dialog and returns {dialog, text, buttons, closed}. `words`: its first text. A long text scrolls; title and buttons
+// stay. `closed`: the AbortSignal of its end.
 export function openDialog(label, words) {
   const dialog = element("dialog", "parallel-doctor");
   dialog.setAttribute("aria-label", label);
@@ -21,12 +22,16 @@ export function openDialog(label, words) {
   const copy = button(translate("Copy"), () => navigator.clipboard?.writeText(text.textContent));
   const buttons = element("div", "buttons", button(translate("Close"), () => dialog.close()), copy);
   dialog.append(element("h2", "", label), text, buttons);
-  dialog.addEventListener("close", () => dialog.remove());
+  const ending = new AbortController();
+  dialog.addEventListener("close", () => {
+    dialog.remove();
+    ending.abort();
+  });
   dialog.addEventListener("keydown", (event) => {
     event.stopPropagation(); // else ComfyUI takes Escape for one of its shortcuts
     if (event.key === "Escape") dialog.close();
   });
   document.body.append(dialog);
   dialog.showModal();
-  return { dialog, text, buttons };
+  return { dialog, text, buttons, closed: ending.signal };
 }

@@ -9,6 +9,14 @@ export function element(tag, className, ...children) {
   return made;
 }
 
+// Makes an element of a drawing. `words`, if given, are shown when the mouse is on it.
+export function inSvg(tag, attributes, words = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (words) made.append(Object.assign(inSvg("title", {}), { textContent: words }));
+  return made;
+}
+
 export function addStyle(text) {
   document.head.append(Object.assign(document.createElement("style"), { textContent: text }));
 }

@@ -37,7 +37,9 @@ function pastReroutes(nodes, depth) {
   return depth > 100 ? [] : nodes.flatMap((n) => (isReroute(n) ? pastReroutes(n.getOutputNodes(0) ?? [], depth + 1) : [n]));
 }
 
-const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
+export const SAMPLER = "ParallelSampler";
+export const COMPARE = "CompareWithOneDevice";
+export const LOADERS = ["ParallelModel", "ParallelModelLoader", "ParallelFluxLoader", "ParallelDemoLoader"];
 const CARRIES = ["MODEL", "PARALLEL_MODEL", "GUIDER"]; // links that a parallel model comes over
 
 // Returns the node that makes this node's model parallel: itself or one before it. Null if there is none.

@@ -9,7 +9,7 @@ export const GAP = 40; // pixels
 
 export const graphs = () => [rootGraph(), ...(rootGraph()?.subgraphs?.values() ?? [])].filter(Boolean);
 export const activeOf = (graph, kind) => graph.nodes.filter((node) => node.comfyClass === kind && node.mode === ACTIVE);
-export const titleHeight = () => globalThis.LiteGraph.NODE_TITLE_HEIGHT;
+const titleHeight = () => globalThis.LiteGraph.NODE_TITLE_HEIGHT;
 export const linkOf = (graph, id) => (id == null ? null : (graph.links.get?.(id) ?? graph.links[id]));
 export const slotOf = (slots, name) => slots?.findIndex((slot) => slot.name === name) ?? -1;
 export const slotOfType = (node, type) => node?.outputs?.findIndex((output) => output.type === type) ?? -1;
@@ -26,7 +26,7 @@ export function move(graph, link, origin, slot) {
 }
 
 // Returns the first free position at or below the given one for a node of this size. `title`: the height of its title.
-export function freePlace(graph, [x, top], [width, height], title) {
+function freePlace(graph, [x, top], [width, height], title) {
   let y = top + title;
   for (let tries = 0; tries < 100; tries++) {
     const over = graph.nodes.find(
@@ -40,6 +40,12 @@ export function freePlace(graph, [x, top], [width, height], title) {
     y = over.pos[1] + over.size[1] + GAP / 2 + title;
   }
   return [x, y];
+}
+
+// Moves a new node to the first free position at or below the given one, which is that of its title.
+export function place(graph, node, at) {
+  node.pos = [-1e6, -1e6]; // not in its own way
+  node.pos = freePlace(graph, at, node.size, titleHeight());
 }
 
 // Runs `act` as one step of undo and returns its result.
@@ -84,8 +90,7 @@ export function exchange(graph, old, kind, names, types) {
   if (old.title !== old.constructor.title) node.title = old.title;
   Object.assign(node, { color: old.color, bgcolor: old.bgcolor });
   node.setSize([Math.max(old.size[0], node.size[0]), node.size[1]]);
-  node.pos = [-1e6, -1e6]; // not in its own way
-  node.pos = freePlace(graph, [old.pos[0], old.pos[1] - titleHeight()], node.size, titleHeight());
+  place(graph, node, [old.pos[0], old.pos[1] - titleHeight()]);
   for (const [name, link] of incoming) bring(graph, link, node, names[name] ?? name);
   for (const [type, link] of outgoing) move(graph, link, node, slotOfType(node, type));
   return node;

@@ -5,7 +5,7 @@ import { app } from "../../../scripts/app.js";
 import { button } from "./button.js";
 import { openDialog } from "./dialog.js";
 import { element } from "./dom.js";
-import { nodeOf } from "./graph.js";
+import { nodeOf, rootGraph } from "./graph.js";
 import { graphs } from "./graph_changes.js";
 import { ENCODERS_TOO, hasStockEncoders, STOCK_VAES } from "./parallel_graph.js";
 import { say } from "./words.js";
@@ -14,7 +14,8 @@ const REFUSED = "parallel_sampling.keep_encoders"; // in the browser's storage
 const WORTH = 0.2; // of a prompt's time
 const GIB = 2 ** 30;
 
-const spent = { all: 0, beside: 0 }; // ms of the last prompt: by all nodes, and by those that encode texts or use a VAE
+// The last prompt's graph, and the ms that all its nodes took, and those that encode texts or use a VAE.
+const spent = { graph: null, all: 0, beside: 0 };
 let running = null; // {id, since}
 
 function isBeside(node) {
@@ -23,11 +24,12 @@ function isBeside(node) {
 }
 
 api.addEventListener("execution_start", () => {
-  Object.assign(spent, { all: 0, beside: 0 });
+  Object.assign(spent, { graph: rootGraph()?.id, all: 0, beside: 0 });
   running = null;
 });
 api.addEventListener("executing", ({ detail: id }) => {
   const now = performance.now();
+  if (spent.graph !== rootGraph()?.id) spent.graph = null; // another workflow is shown: which nodes ran is unknown
   if (running) {
     spent.all += now - running.since;
     if (isBeside(nodeOf(running.id))) spent.beside += now - running.since;
@@ -53,7 +55,7 @@ async function tooLarge() {
 }
 
 async function reasons() {
-  const share = spent.all ? spent.beside / spent.all : 0;
+  const share = spent.all && spent.graph === rootGraph().id ? spent.beside / spent.all : 0;
   const byTime = share >= WORTH ? say("too_by_time", { share: Math.round(100 * share) }) : "";
   return [byTime, await tooLarge().catch(() => "")].filter(Boolean);
 }

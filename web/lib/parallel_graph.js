@@ -2,7 +2,7 @@
 // the settings say so, it also puts in Parallel CLIP, and exchanges ComfyUI's VAE nodes for the pack's.
 import { app } from "../../../scripts/app.js";
 import { nodesOf, rootGraph } from "./graph.js";
-import { ACTIVE, activeOf, change, exchange, freePlace, GAP, graphs, linkOf, linksOf, move, OUTSIDE, titleHeight } from "./graph_changes.js";
+import { ACTIVE, activeOf, change, exchange, GAP, graphs, linkOf, linksOf, move, OUTSIDE, place } from "./graph_changes.js";
 
 const MODELS = { parallel: "ParallelModel", type: "MODEL" };
 const ENCODERS = { parallel: "ParallelCLIP", type: "CLIP" };
@@ -89,8 +89,7 @@ export function makeParallel() {
     for (const [graph, loader, slot, links, parallel] of found) {
       const node = globalThis.LiteGraph.createNode(parallel);
       graph.add(node);
-      node.pos = [-1e6, -1e6]; // not in its own way
-      node.pos = freePlace(graph, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2], node.size, titleHeight());
+      place(graph, node, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2]);
       // The loader is connected first: it sets the type of Parallel CLIP, which takes several.
       loader.connect(slot, node, SLOT);
       for (const link of links) move(graph, link, node, SLOT);

@@ -1,9 +1,9 @@
 // Runs the same job, with the same seed, on one device and on all of them, and shows both pictures under a slider.
-import { app } from "../../../scripts/app.js";
 import { branchOf, compares, jobOf, run, vaeOf } from "./branch.js";
 import { drawComparison } from "./comparison.js";
 import { openDialog } from "./dialog.js";
 import { addStyle, element } from "./dom.js";
+import { tell } from "./tell.js";
 import { say } from "./words.js";
 import { translate } from "./said.js";
 
@@ -14,7 +14,7 @@ addStyle(`
 `);
 
 function complain(words) {
-  app.extensionManager.toast.add({ severity: "warn", summary: say("prove"), detail: words, life: 10_000 });
+  tell("warn", words, { summary: say("prove"), life: 10_000 });
 }
 
 // Runs the comparison. The node that compares takes the sampler's place in the prompt, so that bars, progress and report

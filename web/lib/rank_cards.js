@@ -1,7 +1,8 @@
 // Draws a group of ranks for the status panel: state, buttons, and the device, memory and progress of each rank.
 // Elements are made once and then only changed, so that the focus stays where it is.
 import { button, explain } from "./button.js";
-import { addStyle, element } from "./dom.js";
+import { addStyle, element, inSvg } from "./dom.js";
+import { MANY } from "./progress.js";
 import { translate } from "./said.js";
 
 const ACTIONS = [
@@ -12,7 +13,6 @@ const ACTIONS = [
   ["reset", "Allow restarts", "Let processes start again that failed too often, and take back devices that were left out"],
 ];
 const NOT_STARTED = ["down", "failed"]; // states in which Restart starts
-const MANY = 4; // more ranks than these are drawn in two lines each, so that eight are seen at once
 const PARTS = ["weights", "working", "others", "free"];
 
 addStyle(`
@@ -134,15 +134,10 @@ function rankRow() {
 
 // Draws the seconds of the latest steps as a line; the slowest step is at the top.
 function sparkline() {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", "0 0 100 24");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  const line = document.createElementNS(svg.namespaceURI, "polyline");
-  for (const [name, value] of Object.entries({ fill: "none", stroke: "currentColor", "stroke-width": "1.5" })) {
-    line.setAttribute(name, value);
-  }
-  line.setAttribute("vector-effect", "non-scaling-stroke");
+  const svg = inSvg("svg", { viewBox: "0 0 100 24", preserveAspectRatio: "none", role: "img" });
+  const line = inSvg("polyline", {
+    fill: "none", stroke: "currentColor", "stroke-width": "1.5", "vector-effect": "non-scaling-stroke",
+  });
   svg.append(line);
   const text = element("span", "muted");
   const root = element("div", "parallel-steps", svg, text);

@@ -3,7 +3,7 @@
 // Parallel Model is put before the sampler. Parallel Model takes no model that is parallel already.
 import { followersOf, loaderOf, originOf } from "./graph.js";
 import {
-  ACTIVE, activeOf, bring, change, exchange, freePlace, GAP, graphs, linkOf, linksOf, slotOf, slotOfType, titleHeight, widgetOf,
+  ACTIVE, activeOf, bring, change, exchange, GAP, graphs, linkOf, linksOf, OUTSIDE, place, slotOf, slotOfType, widgetOf,
 } from "./graph_changes.js";
 
 const STOCK = { loader: "UNETLoader", sampler: "KSampler" };
@@ -21,10 +21,12 @@ function takesFile(kind, node) {
   return (Array.isArray(options) ? options : more.options).includes(widgetOf(node, FILE[node.comfyClass])?.value);
 }
 
-// Returns true if the loader's model goes directly to active KSamplers and to no other nodes.
-function servesSamplersAlone(loader) {
-  const followers = followersOf(loader, loader.outputs[slotOfType(loader, MODEL)].name);
-  return followers.every(({ comfyClass, mode }) => comfyClass === STOCK.sampler && mode === ACTIVE);
+// Returns true if the loader's model goes directly to active KSamplers, to no other nodes, and not out of a subgraph.
+function servesSamplersAlone(graph, loader) {
+  const slot = slotOfType(loader, MODEL);
+  const followers = followersOf(loader, loader.outputs[slot].name);
+  const stays = linksOf(graph, loader, slot).every((link) => Number(link.target_id) !== OUTSIDE);
+  return stays && followers.every(({ comfyClass, mode }) => comfyClass === STOCK.sampler && mode === ACTIVE);
 }
 
 // Returns [node, slot] that gives the parallel model; adds it if needed. `made`: added Parallel Model nodes by their source.
@@ -32,7 +34,7 @@ function parallelFor(graph, sampler, made) {
   const origin = originOf(sampler, "model");
   const ready = slotOfType(origin, PARALLEL);
   if (ready >= 0) return [origin, ready];
-  const isPlain = origin.comfyClass === STOCK.loader && origin.mode === ACTIVE && servesSamplersAlone(origin);
+  const isPlain = origin.comfyClass === STOCK.loader && origin.mode === ACTIVE && servesSamplersAlone(graph, origin);
   if (isPlain && takesFile(OURS.loader, origin)) {
     const loader = exchange(graph, origin, OURS.loader, { unet_name: "model_name" }, [MODEL]);
     return [loader, slotOfType(loader, PARALLEL)];
@@ -42,8 +44,7 @@ function parallelFor(graph, sampler, made) {
   if (!made.has(key)) {
     const node = globalThis.LiteGraph.createNode(OURS.model);
     graph.add(node);
-    node.pos = [-1e6, -1e6];
-    node.pos = freePlace(graph, [sampler.pos[0], sampler.pos[1] + sampler.size[1] + GAP / 2], node.size, titleHeight());
+    place(graph, node, [sampler.pos[0], sampler.pos[1] + sampler.size[1] + GAP / 2]);
     bring(graph, link, node, "model");
     made.set(key, node);
   }

@@ -1,6 +1,6 @@
 // Draws how the time of a run's steps was spent: a row per device, with a bar of computing, sending and waiting per step.
 // Also draws what the whole prompt used the devices for: one row of texts, loading, sampling and pictures.
-import { addStyle, element } from "./dom.js";
+import { addStyle, element, inSvg } from "./dom.js";
 import { translate } from "./said.js";
 import { say } from "./words.js";
 
@@ -25,12 +25,6 @@ addStyle(`
 .parallel-timeline .legend i, .parallel-phases .legend i { display: inline-block; width: 9px; height: 9px; margin-right: 3px; }
 `);
 
-const inSvg = (name, attributes) => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-};
-
 // Returns the timeline of { ranks: [{ device, steps: [[seconds of each part], ...] }, ...] }, folded.
 export function drawTimeline({ ranks }) {
   const longest = Math.max(...ranks.flatMap(({ steps }) => steps.map(total)));
@@ -49,10 +43,7 @@ export function drawPhases({ phases, compared }) {
   svg.setAttribute("aria-label", `${say("phases")}: ${told.join(", ")}`);
   let left = 0;
   phases.forEach(([name, seconds], at) => {
-    const bar = inSvg("rect", { x: left, y: 0.05, width: seconds, height: 0.9, fill: PHASES[name][1] });
-    bar.append(inSvg("title", {}));
-    bar.lastChild.textContent = told[at];
-    svg.append(bar);
+    svg.append(inSvg("rect", { x: left, y: 0.05, width: seconds, height: 0.9, fill: PHASES[name][1] }, told[at]));
     left += seconds;
   });
   const legend = element("div", "legend", ...phases.map(([name], at) => named(PHASES[name][1], told[at])));
@@ -70,15 +61,13 @@ function bars(steps, longest) {
   const svg = inSvg("svg", { viewBox: `0 0 ${steps.length} 1`, preserveAspectRatio: "none", role: "img" });
   steps.forEach((step, at) => {
     let top = 1;
-    const bar = inSvg("g", {});
+    const told = PARTS.map((part, number) => `${say(part)} ${step[number].toFixed(4)} s`).join(", ");
+    const bar = inSvg("g", {}, told);
     step.forEach((seconds, part) => {
       const height = longest ? seconds / longest : 0;
       top -= height;
       bar.append(inSvg("rect", { x: at + 0.05, y: top, width: 0.9, height, fill: COLOURS[PARTS[part]] }));
     });
-    const told = PARTS.map((part, number) => `${say(part)} ${step[number].toFixed(4)} s`).join(", ");
-    bar.append(inSvg("title", {}));
-    bar.lastChild.textContent = told;
     svg.append(bar);
   });
   return svg;

@@ -1,8 +1,12 @@
 // Marks widgets with wrong values and disables widgets without effect, in both ways in which ComfyUI draws a node.
+import { app } from "../../../scripts/app.js";
 
 const MARK = "⚠ ";
 const COLORS = ["outline_color", "text_color", "secondary_text_color"]; // of the canvas
 const labels = new WeakMap(); // marked widget -> its label without the mark
+
+// True if ComfyUI draws nodes as Vue elements, not on its canvas.
+export const byVue = () => Boolean(app.extensionManager?.setting.get("Comfy.VueNodes.Enabled"));
 
 function errorColor() {
   return getComputedStyle(document.documentElement).getPropertyValue("--error-text").trim() || "red";
