@@ -9,7 +9,7 @@ from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.observability.preview.form import SelectorInputs
 from ...parallel_backend.observability.preview.rank_diagram import assign_devices
 from ...parallel_backend.observability.prompt_phases import PHASES
-from ...parallel_backend.observability.timeline import joined, rows_of_timeline, timeline
+from ...parallel_backend.observability.timeline import rows_of_timeline, timeline
 from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
@@ -25,7 +25,7 @@ def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: Mod
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
         shown["parallel_badge"] = [asdict(badge(record))]
-        if spent := timeline(joined(record.runs)):
+        if spent := timeline(record.runs[-1]):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
     if len(rows := panel_rows(record)) > 1:  # else there was no choice

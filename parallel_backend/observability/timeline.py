@@ -9,7 +9,7 @@ underestimates sending.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 from ..requests import RunInfo
 
@@ -24,25 +24,6 @@ class Spent:
     computing: float
     sending: float
     waiting: float
-
-
-def joined(runs: Sequence[RunInfo]) -> RunInfo:
-    """Returns the latest run; in ComfyUI's loop, where each model call is a run, merged with similar ones before it."""
-    last = runs[-1]
-    comparable: list[RunInfo] = []
-    for run in reversed(runs):
-        like = (run.strategy, len(run.inside_seconds)) == (last.strategy, len(last.inside_seconds))
-        if not like or {len(run.step_seconds), *map(len, run.inside_seconds)} != {1}:
-            break
-        comparable.insert(0, run)
-    if len(comparable) < 2:
-        return last
-    every = zip(*(run.inside_seconds for run in comparable), strict=True)
-    return replace(
-        last,
-        step_seconds=tuple(seconds for run in comparable for seconds in run.step_seconds),
-        inside_seconds=tuple(tuple(seconds for times in rank for seconds in times) for rank in every),
-    )
 
 
 def timeline(info: RunInfo) -> tuple[tuple[Spent, ...], ...]:
