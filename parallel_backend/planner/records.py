@@ -18,8 +18,8 @@ MAX_KINDS = 400  # combinations of a person's models, sizes and strategies; the 
 
 @dataclass(frozen=True)
 class RunKind:
-    """A kind of runs whose step times can be compared: one model (JobModel.key), one job size (as in Job), one strategy
-    and engine. `devices`: device_key() of the devices in use."""
+    """A kind of runs whose step times can be compared: one model (CheckpointModel.key), one job size (as in Job), one
+    strategy and engine. `devices`: device_key() of the devices in use."""
 
     model: str
     width: int

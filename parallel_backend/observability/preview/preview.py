@@ -13,6 +13,7 @@ from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck, check_capacity, fits
+from ...planner.workload.memory import predict_memory
 from ...planner.workload.rank_memory import fullest_rank
 from ...planner.workload.workload import Job
 from ...sidecar.group.device_health import left_out
@@ -166,7 +167,7 @@ def _lines(memory: str, subject: _Subject) -> list[str]:
 
 def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> str:
     model = subject.model
-    memories = model.memory(subject.job, strategy, on_cpu=machine.on_cpu)
+    memories = predict_memory(subject.job, strategy, on_cpu=machine.on_cpu)
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
     fullest = fullest_rank(memories)
     where = "process" if machine.on_cpu else "GPU"

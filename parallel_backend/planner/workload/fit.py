@@ -12,6 +12,7 @@ from ...host_memory import host_memory
 from ...machine.device_shares import device_memory
 from ...strategy import ParallelStrategy
 from .in_use import used_by_other_programs
+from .memory import predict_memory
 from .rank_memory import RankMemory, fullest_rank, in_gib
 from .workload import Job
 
@@ -27,7 +28,7 @@ class MemoryCheck:
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """The predicted memory of each rank, in rank order."""
-        return self.job.model.memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
+        return predict_memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from .workload import Job
 
 
 @functools.lru_cache(maxsize=256)  # the candidates of one prompt: its next run asks for them again
-def predict_memory(
-    file: ModelFile, strategy: ParallelStrategy, job: Job, *, weight_dtype: str = "auto", on_cpu: bool = False
-) -> tuple[RankMemory, ...]:
+def predict_memory(job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
     """Predicts the memory of every rank of `strategy`, in rank order."""
-    dtypes = Dtypes.of(weight_dtype, file.dtype, on_cpu)
+    file = job.model.file
+    dtypes = Dtypes.of(job.model.weight_dtype, file.dtype, on_cpu)
     return tuple(
         _Rank(file, dtypes, strategy, job, rank, on_cpu).predict() for rank in range(strategy.world_size)
     )
