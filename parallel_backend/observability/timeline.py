@@ -67,17 +67,17 @@ def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[s
         sum(getattr(spent, part) for steps in ranks for spent in steps)
         for part in ("computing", "sending", "waiting")
     )
-    whole = computing + sending + waiting
-    if whole <= 0:
+    total = computing + sending + waiting
+    if total <= 0:
         return []
     lines = [
-        f"timeline: devices computed {computing / whole:.0%} of the time, sent {sending / whole:.0%} and waited for "
-        f"each other {waiting / whole:.0%}"
+        f"timeline: devices computed {computing / total:.0%} of the time, sent {sending / total:.0%} and waited for "
+        f"each other {waiting / total:.0%}"
     ]
     waits = [sum(spent.waiting for spent in steps) for steps in ranks]
     last = waits.index(min(waits))
-    others = [wait for rank, wait in enumerate(waits) if rank != last]
-    share = sum(others) / len(others) * len(ranks) / whole
+    other_waits = [wait for rank, wait in enumerate(waits) if rank != last]
+    share = sum(other_waits) / len(other_waits) * len(ranks) / total
     if share >= WORTH_TELLING:
         lines.append(
             f"timeline: the others wait for {devices[last]} during {share:.0%} of each step; with device_shares you "
