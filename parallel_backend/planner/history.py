@@ -58,10 +58,10 @@ class MeasurementHistory:
                 found.append((kind, median(trial.seconds)))
             else:
                 GIVEN_UP.add(kind)
-        own = RunKind.of(job, info.strategy, info.engine, self.ids)
-        JOBS[own] = 0 if info.trials else JOBS[own] + 1
+        ended_under = RunKind.of(job, info.strategy, info.engine, self.ids)
+        JOBS[ended_under] = 0 if info.trials else JOBS[ended_under] + 1
         if not found and (seconds := warm_step(info.step_seconds)) is not None:
-            found.append((own, seconds))
+            found.append((ended_under, seconds))
 
         def with_found(known: Measurements) -> Measurements:
             for kind, seconds in found:

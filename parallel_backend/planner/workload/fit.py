@@ -77,8 +77,8 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
             f"Processes on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
             f"computer has {in_gib(sizes[0])} GiB."
         )
-    others = capacity.used_elsewhere or (0,) * len(sizes)
-    for memory, device, size, held in zip(memories, check.devices, sizes, others, strict=False):
+    used_elsewhere = capacity.used_elsewhere or (0,) * len(sizes)
+    for memory, device, size, held in zip(memories, check.devices, sizes, used_elsewhere, strict=False):
         if 0 < size < memory.private_bytes + held:
             beside = f", of which other programs hold {in_gib(held)} now" if held else ""
             return (

@@ -40,8 +40,8 @@ class Job:
     @property
     def image_tokens(self) -> int:
         """Tokens of one image and its references."""
-        own = self.model.family.image_tokens(self.width, self.height, self.frames)
-        return own + self.reference_tokens
+        tokens = self.model.family.image_tokens(self.width, self.height, self.frames)
+        return tokens + self.reference_tokens
 
     @property
     def text_tokens(self) -> int:
