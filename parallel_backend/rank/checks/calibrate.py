@@ -266,8 +266,10 @@ def _peers(world: World) -> tuple[bool, ...]:
     if world.control is None:
         return (True,)
     dist.all_gather(indices, torch.tensor([index], dtype=torch.int32), group=world.control)
-    others = [int(other.item()) for other in indices]
-    return tuple(index == other or torch.cuda.can_device_access_peer(index, other) for other in others)
+    device_indices = [int(device.item()) for device in indices]
+    return tuple(
+        index == device or torch.cuda.can_device_access_peer(index, device) for device in device_indices
+    )
 
 
 def _all_reduce_error(world: World) -> float:

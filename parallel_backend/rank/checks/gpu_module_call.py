@@ -196,8 +196,8 @@ def _shortened(name: str) -> str:
 def _place(error: BaseException) -> str:
     """Returns the innermost line of the pack in the traceback of `error`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _PACK in Path(frame.filename).parts] or list(frames)
-    return f"{_below_pack(own[-1].filename)}:{own[-1].lineno}"
+    pack_frames = [frame for frame in frames if _PACK in Path(frame.filename).parts] or list(frames)
+    return f"{_below_pack(pack_frames[-1].filename)}:{pack_frames[-1].lineno}"
 
 
 def _below_pack(filename: str) -> str:

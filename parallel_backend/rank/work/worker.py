@@ -298,8 +298,8 @@ class RankWorker:
 def _seen_from(setup: Setup) -> tuple[str, ...]:
     """Returns the devices of all ranks. Those of other machines cannot be inspected from here, so they are assumed to
     be of the same kind as this rank's own."""
-    own = setup.devices[setup.rank]
-    return tuple(name if machine_of(name) == machine_of(own) else own for name in setup.devices)
+    local = setup.devices[setup.rank]
+    return tuple(name if machine_of(name) == machine_of(local) else local for name in setup.devices)
 
 
 def _watched(forward: ModuleForward, on_compile: OnCompile) -> ModuleForward:
