@@ -281,8 +281,8 @@ class Exchange:
 
     def _first_failure(self) -> ParallelError:
         reported = list(self._failed.items())
-        own = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
-        rank, failed = own[0]
+        causes = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
+        rank, failed = causes[0]
         detail = f"\n{failed.detail}" if failed.kind in ("RankFailed", RANK_CRASHED) and failed.detail else ""
         return from_wire(failed.kind, failed.message + detail, rank, failed.device)
 
