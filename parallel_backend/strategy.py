@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import Nearest, Problem, StrategyError
@@ -157,9 +157,6 @@ class ParallelStrategy:
         if self.device_shares:
             words += f", shares {' : '.join(f'{value:g}' for value in self.device_shares)}"
         return words
-
-    def as_dict(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def plain_exchange(self) -> ParallelStrategy:

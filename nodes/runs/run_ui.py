@@ -72,7 +72,7 @@ def _row(record: RunRecord, candidate: Candidate, *, now: bool) -> dict[str, obj
     """Returns a row; "inputs" set it by hand, "alone": it is one device. `now`: True if this run timed it."""
     seconds, strategy = candidate.step_s, candidate.strategy
     is_chosen = strategy == record.strategy.canonical
-    inputs = {name: value for name, value in strategy.as_dict().items() if name != "device_shares"}
+    inputs = {name: value for name, value in asdict(strategy).items() if name != "device_shares"}
     return {
         "inputs": {"mode": "manual", **inputs},
         "alone": strategy.world_size == 1,
