@@ -36,6 +36,7 @@ from subject import SIZES, finish, prompt, random_flux, sample_request
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.rank_memory import CPU_BASE_BYTES, RankMemory
 from parallel_backend.requests import BANDS, ROWS, STAY, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -148,7 +149,7 @@ def _predicted_over_measured(
 ) -> list[float]:
     """Returns predicted over measured bytes that the job adds to each rank."""
     job = job_from_request(CheckpointModel(inspect_model(spec.path)), request)
-    predicted = job.model.memory(job, strategy, on_cpu=True)
+    predicted = predict_memory(job, strategy, on_cpu=True)
     with _warm_ranks(strategy, request.cfg) as sidecar:
         before = [_anonymous(pid) for pid in sidecar.pids]
         with _peaks(sidecar.pids) as peaks:
@@ -163,7 +164,7 @@ def _full_size(name: str, folder: Path) -> float:
     kind, strategy, mode = FULL_SIZE[name]
     spec, run = full_size.write(kind, folder), full_size.sampler_run(kind)
     job = full_size.planned(spec, run)
-    predicted = max(rank.private_bytes for rank in job.model.memory(job, strategy, on_cpu=True))
+    predicted = max(rank.private_bytes for rank in predict_memory(job, strategy, on_cpu=True))
     sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
     try:
         sidecar.start()

@@ -17,6 +17,7 @@ from statistics import mean
 from published import DATA, Group, Row, find_groups, read_rows, time_of
 
 from parallel_backend.planner.candidates import Candidate, rank_candidates, rule_key
+from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.rank_memory import fullest_rank
 
 # Regret of choosing a strategy that ran out of memory: the run must be repeated at least once.
@@ -50,7 +51,7 @@ def choose(group: Group) -> Outcome:
     memory = max(row.memory for row in group.rows)
     entries = {}
     for row in group.rows:
-        needed = fullest_rank(row.job.model.memory(row.job, row.strategy)).private_bytes
+        needed = fullest_rank(predict_memory(row.job, row.strategy)).private_bytes
         entries[id(row)] = Candidate(row.strategy, needed, needed <= memory)
     ranking = rank_candidates(entries.values(), approximation="if_needed")
     chosen = next(row for row in group.rows if entries[id(row)] is ranking.best)

@@ -12,14 +12,15 @@ from pathlib import Path
 _UNLIMITED = 2**60  # bytes; a version 1 control group without a limit reports a larger number
 
 
-def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns the limit in bytes. `cgroups`: mount point of the control groups; `own`: file naming this process's."""
+def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Returns the limit in bytes. `cgroups`: mount point of the control groups; `membership`: file that names this
+    process's."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_limits(cgroups, own)])
+    return min([total, *_limits(cgroups, membership)])
 
 
-def _limits(cgroups: Path, own: Path) -> Iterator[int]:
-    for file in _limit_files(cgroups, own):
+def _limits(cgroups: Path, membership: Path) -> Iterator[int]:
+    for file in _limit_files(cgroups, membership):
         try:
             limit = int(file.read_text())
         except (OSError, ValueError):  # no such file, or `max`
@@ -28,11 +29,11 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
             yield limit
 
 
-def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
+def _limit_files(cgroups: Path, membership: Path) -> Iterator[Path]:
     """Lists the limit files of this process's groups and of all groups around them, as the limits of all apply. The
     mount itself is included: a container often sees its own group there, under another path than the kernel names."""
     try:
-        lines = own.read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         lines = []
     paths = {"": "/", "memory": "/"}

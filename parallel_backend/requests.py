@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import RequestError
 from .options import CompileStats, ComputeOptions
 from .strategy import ParallelStrategy
 from .trials import Trial
@@ -219,22 +217,3 @@ class LoadInfo:
     host_bytes: int = 0
     switched: bool = False
     notes: tuple[str, ...] = ()
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Returns True if no number is NaN or infinite. The sum costs a hundredth of a full check, unless it overflows."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def check_numbers(found: torch.Tensor, when: str, given: Sequence[torch.Tensor] = ()) -> None:
-    """Raises RequestError if a model's output has NaN or infinite values although its inputs `given` have none: the
-    image would be black."""
-    if not is_finite(found) and all(map(is_finite, given)):
-        raise bad_numbers(when)
-
-
-def bad_numbers(when: str) -> RequestError:
-    return RequestError(
-        f"The model gave values that are NaN or infinite {when}; the image would be black. Its file may be damaged "
-        f"(download it again), a LoRA or cfg too strong, or weight_dtype too coarse (try bfloat16 or float32)."
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import Nearest, Problem, StrategyError
@@ -158,9 +158,6 @@ class ParallelStrategy:
             words += f", shares {' : '.join(f'{value:g}' for value in self.device_shares)}"
         return words
 
-    def as_dict(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
     @property
     def plain_exchange(self) -> ParallelStrategy:
         """The same split with Ulysses exchanging all heads at once, after the projection."""
@@ -220,14 +217,14 @@ class ParallelStrategy:
         if self.pipefusion_degree > 1 and self.shards:
             base = base.replace(shard_weights=False, offload_weights=False)
         most = {name: getattr(self, name) for name in DEGREES} | {"ring_degree": self.sequence_degree}
-        ways: list[tuple[int, ...]] = [()]
+        degrees: list[tuple[int, ...]] = [()]
         for name in DEGREES:
-            ways = [
+            degrees = [
                 (*way, degree)
-                for way in ways
+                for way in degrees
                 for degree in range(1, min(most[name], device_count // math.prod(way)) + 1)
             ]
-        found = [base.replace(**dict(zip(DEGREES, way, strict=True))) for way in ways]
+        found = [base.replace(**dict(zip(DEGREES, way, strict=True))) for way in degrees]
         valid = [
             way
             for way in found
@@ -271,8 +268,8 @@ class ParallelStrategy:
                 f"needs one; {{nearest}}.",
                 ("pipefusion_degree",),
             )
-        whole = not model.heads % self.ulysses_degree
-        if model.splits_layers and whole and model.heads % (self.ulysses_degree * self.tensor_degree):
+        heads_divide = not model.heads % self.ulysses_degree
+        if model.splits_layers and heads_divide and model.heads % (self.ulysses_degree * self.tensor_degree):
             yield (
                 f"tensor_degree {self.tensor_degree} times ulysses_degree {self.ulysses_degree} does not divide the "
                 f"{model.heads} attention heads of {model.name}; {{nearest}}.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...parallel_backend.observability.cost import amount, money
 from ...parallel_backend.observability.prompt_phases import PHASES
-from ...parallel_backend.observability.timeline import in_words, joined, timeline
+from ...parallel_backend.observability.timeline import in_words, timeline
 from ...parallel_backend.options import APPROXIMATE_KERNELS, SAME
 from ...parallel_backend.strategy import ParallelStrategy
 from ...parallel_backend.trials import BUDGET, GAIN
@@ -44,7 +44,7 @@ def write_report(record: RunRecord) -> str:
         first = "" if len(times) == 1 else f", first {times[0]:.3g} s, {len(times)} in all"
         middle = "mean" if record.reused_calls else "median"
         lines.append(f"step: {middle} {step_seconds(record):.3g} s{first}")
-        lines += in_words(timeline(joined(record.runs)), record.devices)
+        lines += in_words(timeline(record.runs[-1]), record.devices)
     lines.append(
         f"load: {_seconds(sum(load.seconds for load in record.loads))}"
         if record.loads

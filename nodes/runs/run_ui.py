@@ -9,7 +9,7 @@ from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.observability.preview.form import SelectorInputs
 from ...parallel_backend.observability.preview.rank_diagram import assign_devices
 from ...parallel_backend.observability.prompt_phases import PHASES
-from ...parallel_backend.observability.timeline import joined, rows_of_timeline, timeline
+from ...parallel_backend.observability.timeline import rows_of_timeline, timeline
 from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
@@ -34,7 +34,7 @@ def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: Mod
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
         shown["parallel_badge"] = [asdict(badge(record))]
-        if spent := timeline(joined(record.runs)):
+        if spent := timeline(record.runs[-1]):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
     if len(rows := panel_rows(record)) > 1:  # else there was no choice
@@ -81,7 +81,7 @@ def _row(record: RunRecord, candidate: Candidate, *, now: bool) -> dict[str, obj
     """Returns a row; "inputs" set it by hand, "alone": it is one device. `now`: True if this run timed it."""
     seconds, strategy = candidate.step_s, candidate.strategy
     is_chosen = strategy == record.strategy.canonical
-    inputs = {name: value for name, value in strategy.as_dict().items() if name != "device_shares"}
+    inputs = {name: value for name, value in asdict(strategy).items() if name != "device_shares"}
     return {
         "inputs": {"mode": "manual", **inputs},
         "alone": strategy.world_size == 1,

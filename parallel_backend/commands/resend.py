@@ -57,15 +57,15 @@ class _Target:
             request.add_header("Cookie", f"{_COOKIE}={session}")
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT, context=self.trust) as answer:
-                status, headers, said = answer.status, answer.headers, answer.read()
+                status, headers, content = answer.status, answer.headers, answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                status, headers, said = error.code, error.headers, error.read()
+                status, headers, content = error.code, error.headers, error.read()
         except (OSError, ValueError, http.client.HTTPException) as error:
             refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
             raise _Unreachable(f"{self.url} does not answer: {error}", accepted=not refused) from None
         try:
-            known = json.loads(said)
+            known = json.loads(content)
         except ValueError:
             known = {}
         if status in (502, 503, 504):

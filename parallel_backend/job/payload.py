@@ -158,10 +158,10 @@ def pack_payload(head: Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 def pack_answer(answer: Tensor | Sequence[Tensor], denoised: Tensor | None = None) -> dict[str, Tensor]:
     """Returns an answer as float32 tensors on the CPU. `answer`: a latent or the output of a network, one tensor or
     several (video and sound); `denoised`: the denoised latent of the last step."""
-    others = {} if denoised is None else {DENOISED: denoised.float().cpu()}
+    of_last_step = {} if denoised is None else {DENOISED: denoised.float().cpu()}
     parts = [answer] if isinstance(answer, Tensor) else answer
     names = [ANSWER, *(f"{ANSWER}.{place}" for place in range(1, len(parts)))]
-    return {**{name: part.float().cpu() for name, part in zip(names, parts, strict=True)}, **others}
+    return {**{name: part.float().cpu() for name, part in zip(names, parts, strict=True)}, **of_last_step}
 
 
 def unpack_answer(tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -39,7 +39,7 @@ def differing(tensors: Mapping[str, Tensor], prints: Mapping[str, Print]) -> lis
     found = []
     for name, (dtype, shape, values) in prints.items():
         cast = getattr(torch, dtype.removeprefix("torch."))
-        own = print_of(tensors[name], cast) if name in tensors else None
-        if own is not None and own[1:] != (shape, values):
+        local = print_of(tensors[name], cast) if name in tensors else None
+        if local is not None and local[1:] != (shape, values):
             found.append(name)
     return found

@@ -40,8 +40,8 @@ class SelfTestStore(CacheFile):
         found = (test.class_name, digest)
 
         def with_this_one() -> dict[str, object]:
-            others = [one for one in self._read() if (one.test.class_name, one.digest) != found]
-            return {"outcomes": to_json((*others, StoredSelfTest(digest, test))[-MAX_OUTCOMES:])}
+            other_outcomes = [one for one in self._read() if (one.test.class_name, one.digest) != found]
+            return {"outcomes": to_json((*other_outcomes, StoredSelfTest(digest, test))[-MAX_OUTCOMES:])}
 
         return self.replace(with_this_one)
 

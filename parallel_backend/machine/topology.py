@@ -72,10 +72,10 @@ class Topology:
         """Returns the topology of these devices, in this order. Takes UUIDs with or without GPU-/MIG- in front, or an
         unambiguous beginning; raises DeviceError for others."""
         chosen = tuple(self._find(uuid) for uuid in uuids)
-        kept = tuple(
+        pairs = tuple(
             (a.uuid, b.uuid, self.pair(a.uuid, b.uuid)) for i, a in enumerate(chosen) for b in chosen[i + 1 :]
         )
-        return replace(self, devices=chosen, pairs=kept)
+        return replace(self, devices=chosen, pairs=pairs)
 
     def visible(self, environ: Mapping[str, str] = os.environ) -> Topology:
         """Returns the devices that CUDA shows to a process with this environment, in CUDA's order.

@@ -39,7 +39,7 @@ def list_devices(
     """Lists {"device", "name", "total_bytes", "free_bytes", "users": in words, "busy": True if it is in use now}."""
     groups = [group for group in groups if group.state in _THERE]
     read, running = gauges.read(devices), gauges.processes(devices)
-    own = {rank.pid for group in groups for rank in group.ranks} | {os.getpid()}
+    our_pids = {rank.pid for group in groups for rank in group.ranks} | {os.getpid()}
     listed: list[Shown] = []
     for device in devices:
         gauge = read.get(device)
@@ -47,7 +47,7 @@ def list_devices(
         other = device_lock.holder_of(device)
         users = [f"processes of this ComfyUI: {group_words(group)}" for group in ours]
         users += [f"another ComfyUI ({other})"] if other else []
-        users += _programs(running.get(device, {}), own, proc)
+        users += _programs(running.get(device, {}), our_pids, proc)
         listed.append(
             {
                 "device": device,
@@ -82,10 +82,10 @@ def selected(text: str) -> tuple[str, ...]:
         return ()
 
 
-def _programs(running: Mapping[int, int], own: set[int | None], proc: Path) -> list[str]:
+def _programs(running: Mapping[int, int], our_pids: set[int | None], proc: Path) -> list[str]:
     found = []
     for pid, size in sorted(running.items(), key=lambda one: -one[1]):
-        if pid not in own and size >= _SMALL:
+        if pid not in our_pids and size >= _SMALL:
             found.append(f"{_name_of(pid, proc)}: {in_gib(size)} GiB")
     return found
 

@@ -60,22 +60,22 @@ class PromptPhases:
     def with_and_without_gain(self, prompt_id: str) -> tuple[float, float]:
         """Returns (a prompt's seconds so far, those it would have taken if the measured parts ran on one device);
         (0, 0) if it only sampled, or if no time on one device is known."""
-        whole = sum(self.spent(prompt_id).values())
+        total = sum(self.spent(prompt_id).values())
         with self._lock:
             gain = self._gains.get(prompt_id, 0.0)
-        return (whole, whole + gain) if whole and gain else (0.0, 0.0)
+        return (total, total + gain) if total and gain else (0.0, 0.0)
 
     def in_words(self, prompt_id: str) -> list[str]:
         """Returns a line on the phases of a prompt so far, with their shares; empty if it only sampled."""
         spent = self.spent(prompt_id)
-        whole = sum(spent.values())
-        if not whole:
+        total = sum(spent.values())
+        if not total:
             return []
         words = [
-            _PHASES[phase].format(time=f"{seconds:.3g}", share=f"{seconds / whole:.0%}")
+            _PHASES[phase].format(time=f"{seconds:.3g}", share=f"{seconds / total:.0%}")
             for phase, seconds in spent.items()
         ]
-        return [f"this prompt on the devices: {whole:.3g} s so far: {', '.join(words)}"]
+        return [f"this prompt on the devices: {total:.3g} s so far: {', '.join(words)}"]
 
 
 PHASES = PromptPhases()

@@ -9,7 +9,7 @@ underestimates sending.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 from ..requests import RunInfo
 
@@ -24,25 +24,6 @@ class Spent:
     computing: float
     sending: float
     waiting: float
-
-
-def joined(runs: Sequence[RunInfo]) -> RunInfo:
-    """Returns the latest run; in ComfyUI's loop, where each model call is a run, merged with similar ones before it."""
-    last = runs[-1]
-    comparable: list[RunInfo] = []
-    for run in reversed(runs):
-        like = (run.strategy, len(run.inside_seconds)) == (last.strategy, len(last.inside_seconds))
-        if not like or {len(run.step_seconds), *map(len, run.inside_seconds)} != {1}:
-            break
-        comparable.insert(0, run)
-    if len(comparable) < 2:
-        return last
-    every = zip(*(run.inside_seconds for run in comparable), strict=True)
-    return replace(
-        last,
-        step_seconds=tuple(seconds for run in comparable for seconds in run.step_seconds),
-        inside_seconds=tuple(tuple(seconds for times in rank for seconds in times) for rank in every),
-    )
 
 
 def timeline(info: RunInfo) -> tuple[tuple[Spent, ...], ...]:
@@ -86,17 +67,17 @@ def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[s
         sum(getattr(spent, part) for steps in ranks for spent in steps)
         for part in ("computing", "sending", "waiting")
     )
-    whole = computing + sending + waiting
-    if whole <= 0:
+    total = computing + sending + waiting
+    if total <= 0:
         return []
     lines = [
-        f"timeline: devices computed {computing / whole:.0%} of the time, sent {sending / whole:.0%} and waited for "
-        f"each other {waiting / whole:.0%}"
+        f"timeline: devices computed {computing / total:.0%} of the time, sent {sending / total:.0%} and waited for "
+        f"each other {waiting / total:.0%}"
     ]
     waits = [sum(spent.waiting for spent in steps) for steps in ranks]
     last = waits.index(min(waits))
-    others = [wait for rank, wait in enumerate(waits) if rank != last]
-    share = sum(others) / len(others) * len(ranks) / whole
+    other_waits = [wait for rank, wait in enumerate(waits) if rank != last]
+    share = sum(other_waits) / len(other_waits) * len(ranks) / total
     if share >= WORTH_TELLING:
         lines.append(
             f"timeline: the others wait for {devices[last]} during {share:.0%} of each step; with device_shares you "

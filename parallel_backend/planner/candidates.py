@@ -170,15 +170,15 @@ def _measured(chosen: Candidate, rule: Candidate, pool: list[Candidate], describ
         (e for e in pool if e.step_s is not None and e is not chosen), key=lambda e: e.step_s or 0.0
     )
     times = ", ".join(f"{describe(e.strategy)} {e.step_s:.3g} s" for e in (chosen, *timed[:3]))
-    kept = ", and the rule (CFG, then Ulysses) stands" if chosen is rule and timed else ""
-    return f"measured before, a step takes {times}{kept}"
+    rule_stands = ", and the rule (CFG, then Ulysses) stands" if chosen is rule and timed else ""
+    return f"measured before, a step takes {times}{rule_stands}"
 
 
 def table(candidates: Iterable[Candidate], chosen: ParallelStrategy) -> tuple[Candidate, ...]:
     """Returns at most SHOWN rows for display, the chosen strategy first and one device always included."""
     every = list(candidates)
-    own = [c for c in every if c.strategy == chosen.canonical]
+    chosen_rows = [c for c in every if c.strategy == chosen.canonical]
     rest = [c for c in every if c.strategy != chosen.canonical]
-    shown = (own + rest)[:SHOWN]
+    shown = (chosen_rows + rest)[:SHOWN]
     alone = [c for c in rest if c.strategy == ParallelStrategy() and c not in shown]
     return tuple(shown[: SHOWN - len(alone)] + alone)

@@ -58,10 +58,10 @@ class MeasurementHistory:
                 found.append((kind, median(trial.seconds)))
             else:
                 GIVEN_UP.add(kind)
-        own = RunKind.of(job, info.strategy, info.engine, self.ids)
-        JOBS[own] = 0 if info.trials else JOBS[own] + 1
+        ended_under = RunKind.of(job, info.strategy, info.engine, self.ids)
+        JOBS[ended_under] = 0 if info.trials else JOBS[ended_under] + 1
         if not found and (seconds := warm_step(info.step_seconds)) is not None:
-            found.append((own, seconds))
+            found.append((ended_under, seconds))
 
         def with_found(known: Measurements) -> Measurements:
             for kind, seconds in found:
@@ -69,11 +69,6 @@ class MeasurementHistory:
             return known
 
         return bool(found) and self.store.update(with_found)
-
-    def keep_link(self, bytes_per_second: float, latency_s: float) -> bool:
-        """Stores the measured link of these devices. Returns True if it reached the disk."""
-        link = LinkRate(device_key(self.ids), bytes_per_second, latency_s, time.time())
-        return self.store.update(lambda known: keep_link(known, link))
 
     def link(self, count: int) -> LinkRate | None:
         """Returns the measured link of the first `count` of these devices, None if it was never measured."""
@@ -112,10 +107,11 @@ def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:
 
 
 def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: float) -> None:
-    """Stores a measured link, see MeasurementHistory.keep_link. Failures are logged, so that the measuring command does
-    not fail."""
+    """Stores the measured link of these devices. Failures are logged, so that the measuring command does not fail."""
     try:
-        MeasurementHistory(devices).keep_link(bytes_per_second, latency_s)
+        history = MeasurementHistory(devices)
+        link = LinkRate(device_key(history.ids), bytes_per_second, latency_s, time.time())
+        history.store.update(lambda known: keep_link(known, link))
     except Exception:
         log.debug("what links carry is not kept", exc_info=True)
 

@@ -19,9 +19,10 @@ from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidate
 from .history import MeasurementHistory
 from .rules import Plan, StrategySettings, resolve_strategy
 from .trials import plan_trials
+from .workload.checkpoint_model import CheckpointModel
 from .workload.fit import Capacity, MemoryCheck, check_capacity, fits
 from .workload.rank_memory import fullest_rank
-from .workload.workload import Job, JobModel
+from .workload.workload import Job
 
 # Share of a card's memory that `auto` plans with; the rest covers fragmentation and the desktop.
 USABLE_MEMORY = 0.94
@@ -30,7 +31,7 @@ _SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; lis
 log = logging.getLogger(__name__)
 
 
-def job_from_request(model: JobModel, request: SampleRequest) -> Job:
+def job_from_request(model: CheckpointModel, request: SampleRequest) -> Job:
     """Returns the job of a SampleRequest."""
     return job_from_latent(
         model,
@@ -42,7 +43,7 @@ def job_from_request(model: JobModel, request: SampleRequest) -> Job:
 
 
 def job_from_latent(
-    model: JobModel,
+    model: CheckpointModel,
     latent_shape: Sequence[int],
     *,
     text: int,
@@ -66,7 +67,7 @@ def job_from_latent(
     )
 
 
-def _size(model: JobModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
+def _size(model: CheckpointModel, latent_shape: Sequence[int]) -> tuple[int, int, int]:
     """Returns (width and height in pixels, latent frames)."""
     _, _, *sides = latent_shape
     *frames, height, width = (1, *sides) if len(sides) == 1 else sides

@@ -18,8 +18,8 @@ MAX_KINDS = 400  # combinations of a person's models, sizes and strategies; the 
 
 @dataclass(frozen=True)
 class RunKind:
-    """A kind of runs whose step times can be compared: one model (JobModel.key), one job size (as in Job), one strategy
-    and engine. `devices`: device_key() of the devices in use."""
+    """A kind of runs whose step times can be compared: one model (CheckpointModel.key), one job size (as in Job), one
+    strategy and engine. `devices`: device_key() of the devices in use."""
 
     model: str
     width: int
@@ -94,15 +94,15 @@ def record(known: Measurements, kind: RunKind, seconds: float, now: float) -> Me
     recent = [(s, t) for s, t in zip(before.seconds, before.at, strict=True) if _is_recent(t, now)]
     recent = [*recent, (seconds, now)][-MAX_RUNS:]
     updated = Observed(kind, tuple(s for s, _ in recent), tuple(t for _, t in recent))
-    others = [o for o in known.observed if o.kind != kind and _is_recent(o.at[-1], now)]
-    kept = sorted([*others, updated], key=lambda o: o.at[-1])[-MAX_KINDS:]
-    return replace(known, observed=tuple(kept))
+    other_kinds = [o for o in known.observed if o.kind != kind and _is_recent(o.at[-1], now)]
+    latest = sorted([*other_kinds, updated], key=lambda o: o.at[-1])[-MAX_KINDS:]
+    return replace(known, observed=tuple(latest))
 
 
 def keep_link(known: Measurements, link: LinkRate) -> Measurements:
     """Returns `known` with `link` in place of the stored link of the same devices."""
-    others = [one for one in known.links if one.devices != link.devices]
-    return replace(known, links=tuple([*others, link][-MAX_LINKS:]))
+    other_links = [one for one in known.links if one.devices != link.devices]
+    return replace(known, links=tuple([*other_links, link][-MAX_LINKS:]))
 
 
 def measured(

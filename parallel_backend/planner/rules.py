@@ -152,11 +152,11 @@ def _by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
 
 def _rows_by_rule(job: Job, count: int) -> tuple[ParallelStrategy, str]:
     """Applies the rule to a model whose tokens stay together: each device takes whole rows, if there are enough."""
-    ways = [
+    strategies = [
         ParallelStrategy(cfg_degree=cfg, data_degree=max(1, min(job.batch, count // cfg)))
         for cfg in ((2, 1) if job.has_cfg else (1,))
     ]
-    strategy = max(ways, key=lambda way: way.world_size)  # the first of equals
+    strategy = max(strategies, key=lambda one: one.world_size)  # the first of equals
     because = [
         f"{count} devices are selected",
         f"the tokens of one image of {job.model.shape.name} cannot be shared out, only whole images and prompts",

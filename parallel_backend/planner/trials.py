@@ -37,14 +37,14 @@ def plan_trials(
     """
     if rule.world_size == 1 or not rule.exact or rule.device_shares or job.step_cache:
         return rule, NO_TRIALS  # steps in which a cache answers say nothing about a strategy
-    others: dict[tuple[object, ...], ParallelStrategy] = {}
+    candidates_by_form: dict[tuple[object, ...], ParallelStrategy] = {}
     entries = list(candidates)
     measured = {candidate.strategy for candidate in entries if candidate.step_s is not None}
     on_cpu = is_cpu(history.devices)  # CPU exchanges cannot overlap with attention: they use the same cores
     exchanged = [
-        replace(own, strategy=strategy, step_s=None)
-        for own in entries
-        if own.strategy == rule and not on_cpu
+        replace(rule_entry, strategy=strategy, step_s=None)
+        for rule_entry in entries
+        if rule_entry.strategy == rule and not on_cpu
         for strategy in by_exchange(rule, job)
     ]
     for candidate in (*entries, *exchanged):
@@ -53,13 +53,16 @@ def plan_trials(
         is_like_rule = strategy.exact and strategy.weights == rule.weights
         if not (unseen and is_like_rule and candidate.fits and strategy.world_size in (1, rule.world_size)):
             continue
-        named = others.setdefault(_form(strategy), strategy)
-        others[_form(strategy)] = max(named, strategy, key=rule_key)
+        named = candidates_by_form.setdefault(_form(strategy), strategy)
+        candidates_by_form[_form(strategy)] = max(named, strategy, key=rule_key)
     # The arithmetic that a step waits for: that of all ranks if they share the cores of a CPU.
-    busy = {s: compute_share(job, s) * (s.world_size if on_cpu else 1) for s in (rule, *others.values())}
+    busy = {
+        s: compute_share(job, s) * (s.world_size if on_cpu else 1)
+        for s in (rule, *candidates_by_form.values())
+    }
     first = rule if rule in measured else _begin_with(rule, busy)
-    others.pop(_form(first), None)
-    prices = {s: busy[s] / busy[first] * _sending(job, s, first) for s in others.values()}
+    candidates_by_form.pop(_form(first), None)
+    prices = {s: busy[s] / busy[first] * _sending(job, s, first) for s in candidates_by_form.values()}
     ordered = sorted(prices, key=lambda s: (prices[s], bytes_sent(job, s), [-k for k in rule_key(s)]))
     most = MAX_TRIALS - (ONE_DEVICE in ordered)
     chosen = {*[s for s in ordered if s != ONE_DEVICE][:most], ONE_DEVICE}

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ..requests import bad_numbers
+from ..errors import RequestError
 
 
 def most_lag(device: torch.device) -> int:
@@ -35,7 +35,7 @@ class HostCopy:
 
 
 class NumbersCheck:
-    """A check that the values of each step are finite, like requests.check_numbers, but evaluated `lag` steps later."""
+    """A check that the values of each step are finite, evaluated `lag` steps later: otherwise the image is black."""
 
     def __init__(self, lag: int) -> None:
         self._lag = lag
@@ -54,4 +54,8 @@ class NumbersCheck:
         while len(self._asked) > most:
             finite, when = self._asked.popleft()
             if not finite.taken():
-                raise bad_numbers(when)
+                raise RequestError(
+                    f"The model gave values that are NaN or infinite {when}; the image would be black. Its file may be "
+                    f"damaged (download it again), a LoRA or cfg too strong, or weight_dtype too coarse (try bfloat16 "
+                    f"or float32)."
+                )

@@ -101,8 +101,8 @@ class RankInventory:
         """Makes the ranks drop all but these models and `modules` (None: all); returns what each rank then holds."""
         self.is_synced = False
         exchange = lease.exchange(AGREED_ERRORS)
-        kept = self.modules.numbers if modules is None else tuple(modules)
-        exchange.send(KeepModels((*kept, *(model.number for model in models))))
+        module_numbers = self.modules.numbers if modules is None else tuple(modules)
+        exchange.send(KeepModels((*module_numbers, *(model.number for model in models))))
         return self._take(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
 
     def move(self, message: MoveOut | TakeBack, lease: Lease) -> None:
@@ -337,9 +337,9 @@ class RankHoldings:
     def keep_modules(self, numbers: Sequence[int], lease: Lease) -> None:
         """Makes the ranks drop text encoders and VAEs with other numbers, which are no longer in use."""
         known = self.held.modules.numbers
-        kept = [number for number in known if number in numbers]
-        if len(kept) < len(known) or (known and not self.held.is_synced):
-            self.held.keep(self.held.models, lease, modules=kept)
+        in_use = [number for number in known if number in numbers]
+        if len(in_use) < len(known) or (known and not self.held.is_synced):
+            self.held.keep(self.held.models, lease, modules=in_use)
 
     def free_room(self, lease: Lease) -> Room:
         """Asks the ranks how much room there is for weights now."""
@@ -348,13 +348,13 @@ class RankHoldings:
     def drop_conflicting(self, spec: ModelSpec) -> bool:
         """Returns True if a request for `spec`, in which memory ran out, may be tried again without what else was held.
         From then on models are held one at a time."""
-        others = [model for model in self.held.models if model.key.spec != absolute(spec)]
-        if self._rooms.one_at_a_time or not (others or self.held.modules):
+        conflicting = [model for model in self.held.models if model.key.spec != absolute(spec)]
+        if self._rooms.one_at_a_time or not (conflicting or self.held.modules):
             return False
         self._rooms.one_at_a_time = True
         self._pending_notes += [
             f"dropped {model.key.name}: memory ended in a request beside it, so models are held one at a time now"
-            for model in others
+            for model in conflicting
         ]
         return True
 

@@ -255,15 +255,15 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("sleep", should_cancel) as lease:
             self._holdings.sleep(lease)
 
-    def drop(self, spec: ModelSpec, should_cancel: ShouldCancel | None = None) -> None:
+    def drop(self, spec: ModelSpec) -> None:
         """Drops one model and leaves the others where they are; the next request that needs it loads it again."""
-        with self._ranks.lease("drop", should_cancel) as lease:
+        with self._ranks.lease("drop") as lease:
             self._holdings.drop(spec, lease)
 
-    def give_back(self, spec: ModelSpec, device: str, should_cancel: ShouldCancel | None = None) -> None:
+    def give_back(self, spec: ModelSpec, device: str) -> None:
         """Frees what one model takes of one device. The device's rank keeps weights that are not in the file in
         host memory; the next request that needs the model moves all back."""
-        with self._ranks.lease("give back", should_cancel) as lease:
+        with self._ranks.lease("give back") as lease:
             self._holdings.give_back(spec, device, lease)
 
     def release_cache(self) -> None:
@@ -272,9 +272,9 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("give back", waits=False) as lease:
             self._holdings.release_cache(lease)
 
-    def drop_modules(self, should_cancel: ShouldCancel | None = None) -> None:
+    def drop_modules(self) -> None:
         """Makes the ranks drop text encoders and VAEs; the next call of one sends it again."""
-        with self._ranks.lease("give back", should_cancel) as lease:
+        with self._ranks.lease("give back") as lease:
             if self._ranks.running:
                 self._holdings.drop_modules(lease)
 

@@ -172,11 +172,11 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 def pack_tensors(tensors: dict[str, torch.Tensor]) -> int:
     """Returns a sealed memfd with `tensors` (any device, DTYPES) as a safetensors file; the caller closes it."""
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     descriptor = os.memfd_create("parallel-backend", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _write(descriptor, memoryview(_header(whole)))
-        for tensor in whole.values():
+        _write(descriptor, memoryview(_header(on_host)))
+        for tensor in on_host.values():
             _write(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
         seal(descriptor)
     except BaseException:

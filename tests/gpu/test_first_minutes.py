@@ -15,6 +15,7 @@ from parallel_backend.devices import resolve_devices
 from parallel_backend.observability.gauges import DeviceGauges
 from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
+from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.requests import Placement
 from parallel_backend.wire.calibration import POINT_TO_POINT, slowest_rate
 
@@ -76,7 +77,7 @@ def test_memory_while_sampling_is_as_predicted(ranks):
     ranks.sample()
     (rank,) = ranks.memory(1)
     job = job_from_request(CheckpointModel(ranks.file), ranks.request())
-    (predicted,) = job.model.memory(job, Placement().strategy)
+    (predicted,) = predict_memory(job, Placement().strategy)
     assert rank.weight_bytes == pytest.approx(predicted.weights, rel=0.05)
     assert rank.weight_bytes + rank.working_bytes <= predicted.private_bytes
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from parallel_backend.observability.timeline import (
     SHOWN,
     Spent,
     in_words,
-    joined,
     rows_of_timeline,
     timeline,
 )
@@ -70,12 +67,3 @@ def test_a_picture_gets_the_last_steps_of_each_rank():
     many = (0.5,) * (SHOWN + 5)
     rows = rows_of_timeline(timeline(run(many, many, steps=(1.0,) * len(many))), ("cuda:0", "cuda:1"))
     assert [len(rank["steps"]) for rank in rows["ranks"]] == [SHOWN, SHOWN]
-
-
-def test_calls_of_comfyuis_loop_are_steps_of_one_run_as_long_as_their_strategy_is_one():
-    calls = [run((0.1,), (0.2,), steps=(seconds,)) for seconds in (3.0, 4.0)]
-    other = replace(calls[0], strategy=ParallelStrategy(ring_degree=2))
-    assert joined([other, *calls]) == run((0.1, 0.1), (0.2, 0.2), steps=(3.0, 4.0))
-    assert joined([*calls, other]) == other
-    whole = run((0.1, 0.1), (0.2, 0.2))  # the loop ran in the ranks: a run by itself
-    assert joined([whole, whole]) == whole

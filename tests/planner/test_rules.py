@@ -99,18 +99,6 @@ def _manual(count, shares="", **degrees):
     return resolve_strategy(settings, flux_job(), _devices(count))
 
 
-@pytest.mark.parametrize(
-    ("others", "name"),
-    [
-        ({"shard_weights": True, "offload_weights": True}, "offload_weights"),
-        ({"tensor_degree": 2}, "tensor_degree"),
-    ],
-)
-def test_pipefusion_is_refused_beside_other_ways_to_split_the_weights(others, name):
-    with pytest.raises(StrategyError, match=f"pipefusion_degree 2 with .*{name}"):
-        _manual(4, pipefusion_degree=2, **others)
-
-
 def test_fewer_patches_than_stages_are_remarked_on():
     assert "3 or more keep all busy" in _manual(3, pipefusion_degree=3, num_pipeline_patch=2).notes[0]
 
@@ -126,14 +114,3 @@ def test_shares_that_change_nothing_are_dropped_and_said():
     with_cfg = resolve_strategy(StrategySettings(device_shares="3,1"), flux_job(prompts=2), _devices(2))
     assert with_cfg.strategy == ParallelStrategy(cfg_degree=2)
     assert "device_shares changes nothing for CFG 2" in with_cfg.notes[0]
-
-
-def test_shares_for_the_wrong_number_of_devices_are_refused():
-    with pytest.raises(StrategyError, match="2 in all and not 3"):
-        _manual(2, "3,1,1", ring_degree=2)
-
-
-@pytest.mark.parametrize("bad", [{"mode": "magic"}, {"engine": "magic"}, {"approximation": "magic"}])
-def test_unknown_words_are_refused_when_the_choice_is_made(bad):
-    with pytest.raises(StrategyError, match="magic"):
-        StrategySettings(**bad)

@@ -19,7 +19,6 @@ from parallel_backend.planner.records import LinkRate, Measurements, RunKind, ke
 from parallel_backend.planner.store import MeasurementStore
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.cache_folder import VARIABLE
-from parallel_backend.wire.strict_json import to_json
 
 BOX = Fingerprint(("2 cards",), ("torch 2.13",))
 NOW = 2_000_000_000.0
@@ -52,20 +51,6 @@ def test_another_machine_or_version_finds_nothing(store, tmp_path):
         MeasurementStore(Fingerprint(("2 cards",), ("torch 2.14",)), tmp_path / "cache").read()
         == Measurements()
     )
-
-
-def test_a_file_of_another_format_counts_as_empty_and_is_written_over(store):
-    """The first format stored a run's sizes in an object, `work`."""
-    work = {"width": 8, "height": 8, "frames": 1, "batch": 1, "rows": 1, "text": 8, "calls": 1}
-    strategy = to_json(kind().strategy)
-    run = {"model": "m", "work": work, "strategy": strategy, "engine": "native", "devices": "devices"}
-    old = {"format": 1, "observed": [{"kind": run, "seconds": [0.5], "at": [NOW]}], "calibrated": []}
-    store.path.parent.mkdir(parents=True)
-    store.path.write_text(json.dumps(old))
-    assert store.read() == Measurements()
-    assert store.update(lambda known: record(known, kind(), 0.25, NOW))
-    assert [o.seconds for o in store.read().observed] == [(0.25,)]
-    assert json.loads(store.path.read_text())["format"] == module.FORMAT
 
 
 def _write(folder, name, count):

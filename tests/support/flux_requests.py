@@ -52,17 +52,4 @@ CASES_OF_TWO_STEPS = {name: replace(case, sigmas=torch.linspace(0.95, 0, 3)) for
 
 def flux_request():
     """Returns a request of four steps for a latent with odd sides."""
-    generator = torch.Generator().manual_seed(0)
-    prompt = Conditioning(
-        context=torch.randn(1, 7, 64, generator=generator),
-        pooled=torch.randn(1, 32, generator=generator),
-        guidance=torch.tensor([3.5]),
-    )
-    noise = torch.randn(1, 16, 9, 11, generator=generator)
-    return SampleRequest(
-        noise=noise,
-        sigmas=torch.linspace(1, 0, 5),
-        positive=prompt,
-        negative=None,
-        cfg=1.0,
-    )
+    return request((9, 11), cfg=1.0, batch=1, steps=4)

@@ -46,21 +46,21 @@ def _verdict(outcome: BenchResult) -> list[str]:
     best = outcome.best
     if best is None:
         return ["Nothing ran."]
-    said = []
+    lines = []
     if outcome.one is None:
-        said.append(f"Fastest: {best.name}.")
+        lines.append(f"Fastest: {best.name}.")
     elif best.strategy.world_size == 1:
-        said.append("One device is the fastest here: splitting this work costs more than it gains.")
+        lines.append("One device is the fastest here: splitting this work costs more than it gains.")
     else:
-        said.append(f"Fastest: {best.name}, {outcome.speedup(best):.2f} times as fast as one device.")
+        lines.append(f"Fastest: {best.name}, {outcome.speedup(best):.2f} times as fast as one device.")
     fastest = min((r for r in outcome.rows if r.step_seconds), key=lambda r: r.step_s or 0.0)
     if best.exact and not fastest.exact:
-        said.append(f"{fastest.name} is faster still, but approximate (≈).")
+        lines.append(f"{fastest.name} is faster still, but approximate (≈).")
     reference = outcome.reference
-    others = [r for r in outcome.rows if r is not reference]
+    compared = [r for r in outcome.rows if r is not reference]
     for exact, label in ((True, "exact"), (False, "approximate")):
-        found = [r.difference for r in others if r.exact is exact and r.difference is not None]
+        found = [r.difference for r in compared if r.exact is exact and r.difference is not None]
         if reference is not None and found:
             words = f"by {max(found):.1e} of its largest value"
-            said.append(f"Latents of {label} strategies differ from {reference.name}'s {words}.")
-    return said
+            lines.append(f"Latents of {label} strategies differ from {reference.name}'s {words}.")
+    return lines

@@ -177,5 +177,5 @@ def _usual_devices(gpus: int) -> tuple[str, ...]:
 
 def _cause(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kept = lines if len(lines) <= _CAUSE_LINES else [lines[0], "…", *lines[-_CAUSE_LINES + 1 :]]
-    return " ".join(kept)[:600]
+    shown = lines if len(lines) <= _CAUSE_LINES else [lines[0], "…", *lines[-_CAUSE_LINES + 1 :]]
+    return " ".join(shown)[:600]

@@ -64,9 +64,11 @@ def check_links(
     yield _latency(ranks, across)
     if across:
         return
-    own = [(f"your model of {blocks} blocks of width {width}", blocks, width) for blocks, width in models]
+    user_models = [
+        (f"your model of {blocks} blocks of width {width}", blocks, width) for blocks, width in models
+    ]
     for name, words, tokens, published in _PICTURES:
-        for model, blocks, width in own or [published]:
+        for model, blocks, width in user_models or [published]:
             yield _worth(ranks, name, words.format(model=model), tokens, blocks, width)
 
 

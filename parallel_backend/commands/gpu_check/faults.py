@@ -91,9 +91,9 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
             return [Finding("out of memory", "broken", "nothing failed, though all memory was taken", remedy)]
         result = ranks.sample(strategy)
         after = sidecar.pids
-    kept = "the same processes" if after == before else "new processes"
+    processes = "the same processes" if after == before else "new processes"
     ranks.close()  # these ranks still have the fault in their environment
-    return [compared("out of memory", result, expected, f"told ({words}); the next job on {kept}")]
+    return [compared("out of memory", result, expected, f"told ({words}); the next job on {processes}")]
 
 
 @contextmanager

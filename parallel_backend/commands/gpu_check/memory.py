@@ -43,7 +43,7 @@ def check_sleep(ranks: Ranks) -> Sequence[Finding]:
     """Gives the weights' memory back in both ways; the picture after each must be the same."""
     expected = ranks.sample()
     sidecar = ranks.group(1)
-    ways: dict[str, tuple[str, Callable[[], None]]] = {
+    actions: dict[str, tuple[str, Callable[[], None]]] = {
         "give back": (
             "left to the file and host memory",
             partial(sidecar.give_back, ranks.spec, sidecar.devices[0]),
@@ -51,7 +51,7 @@ def check_sleep(ranks: Ranks) -> Sequence[Finding]:
         "sleep": ("discarded", sidecar.sleep),
     }
     found = []
-    for name, (where, act) in ways.items():
+    for name, (where, act) in actions.items():
         before, started = ranks.memory(1)[0].weight_bytes, time.perf_counter()
         act()
         seconds, freed = time.perf_counter() - started, before - ranks.memory(1)[0].weight_bytes

@@ -11,6 +11,7 @@ from ...observability.gauges import read_free_bytes
 from ...options import ComputeOptions
 from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
+from ...planner.workload.memory import predict_memory
 from ...wire.checks.findings import NO_GPU, Finding
 from ..doctor.examine import DEVICES, SOFTWARE, look_at_installation
 from ..doctor.links import of_ranks
@@ -87,7 +88,7 @@ def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
     (rank,) = ranks.memory(1)
     on_cpu = is_cpu(ranks.subject.devices)
     job = job_from_request(CheckpointModel(ranks.file), ranks.request())
-    (predicted,) = job.model.memory(job, ALONE, on_cpu=on_cpu)
+    (predicted,) = predict_memory(job, ALONE, on_cpu=on_cpu)
     weights = predicted.mapped if on_cpu else predicted.weights
     allocated = rank.weight_bytes + (0 if on_cpu else rank.working_bytes)
     finding = f"allocated {gigabytes(allocated)}, predicted {gigabytes(weights)}"

@@ -129,13 +129,13 @@ def rounding(result: SampleResult) -> float:
 def compared(name: str, result: SampleResult, expected: SampleResult, words: str = "") -> Finding:
     """Compares the latent of `result` with the expected one. `words`: text before the difference in the finding."""
     found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
-    said = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
+    finding = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
     if found <= limit:
-        return Finding(name, "ok", said)
+        return Finding(name, "ok", finding)
     return Finding(
         name,
         "broken",
-        f"{said}, where {limit:.0e} is rounding: pictures would differ",
+        f"{finding}, where {limit:.0e} is rounding: pictures would differ",
         "report it with this text, and do without this way until then",
     )
 

@@ -78,6 +78,11 @@ class World:
                     "Bring it up (ip link set lo up), or start the container or sandbox with one."
                 ) from error
 
+    def synchronize(self) -> None:
+        """Waits for all that this rank's GPU was given to do; the CPU has done it already."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 def _open_store(path: str, world_size: int) -> Any:
     """Opens a file store, or a prefix in the store of torchrun's agents, which ranks on several machines can reach.

@@ -52,8 +52,8 @@ class SelectorInputs:
     def of(cls, settings: StrategySettings) -> SelectorInputs:
         """Returns the inputs that give `settings`, with the degrees as they were set."""
         given = {name: getattr(settings.strategy, name) for name in _OF_STRATEGY}
-        others = ("mode", "devices", "engine", "device_shares", "approximation")
-        return cls(**given, **{name: getattr(settings, name) for name in others})
+        other_inputs = ("mode", "devices", "engine", "device_shares", "approximation")
+        return cls(**given, **{name: getattr(settings, name) for name in other_inputs})
 
     def settings(self) -> StrategySettings:
         """Returns the settings. Raises StrategyError for an unknown choice."""
@@ -111,12 +111,12 @@ def check_inputs(
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
         pixels = _PIXELS.get(loader.node, PIXELS)
-        told = preview(inputs.settings(), file, dtype, pixels)
+        previewed = preview(inputs.settings(), file, dtype, pixels)
     except ParallelError as error:
         return _answer(inputs, problems=_problems(error, file), notes=notes)
     if file is None or file is ANY_MODEL:
-        told = replace(told, memory="")  # computed for a typical model, so meaningless for this one
-    return _answer(inputs, told, notes=notes)
+        previewed = replace(previewed, memory="")  # computed for a typical model, so meaningless for this one
+    return _answer(inputs, previewed, notes=notes)
 
 
 def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tuple[Problem, ...]:
@@ -143,24 +143,24 @@ def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ..
 
 def _answer(
     inputs: SelectorInputs,
-    told: Preview | None = None,
+    previewed: Preview | None = None,
     *,
     problems: Sequence[Problem] = (),
     notes: list[str],
 ) -> dict[str, object]:
-    cases = told.cases if told else ()
+    cases = previewed.cases if previewed else ()
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
         "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
         "nearest": dict(change for p in problems for change in p.nearest),
-        "why": told.why if told else "",
-        "basis": told.basis if told else "",
+        "why": previewed.why if previewed else "",
+        "basis": previewed.basis if previewed else "",
         "layout": [
             {"title": case.title, "seats": [device.as_dict() for device in case.assignments]}
             for case in cases
         ],
-        "notes": [*notes, *(told.notes if told else ())],
-        "memory": told.memory if told else "",
+        "notes": [*notes, *(previewed.notes if previewed else ())],
+        "memory": previewed.memory if previewed else "",
     }
 
 
@@ -175,8 +175,8 @@ def _known(value: object, names: tuple[str, ...], where: str) -> dict[str, Any]:
 def _read(value: object, kind: type[_Inputs], where: str) -> _Inputs:
     known = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]  # both kinds are dataclasses
     given = _known(value, tuple(known), where)
-    for name, own in given.items():
-        _check(f"{where}.{name}", name, own, type(known[name]))
+    for name, chosen in given.items():
+        _check(f"{where}.{name}", name, chosen, type(known[name]))
     return kind(**given)
 
 

@@ -13,6 +13,7 @@ from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck, check_capacity, fits
+from ...planner.workload.memory import predict_memory
 from ...planner.workload.rank_memory import fullest_rank
 from ...planner.workload.workload import Job
 from ...sidecar.group.device_health import left_out
@@ -93,11 +94,11 @@ def preview(
     machine = find_machine(settings.devices, in_order=settings.fixes_order)
     model = CheckpointModel(file or PUBLISHED_DEV, weight_dtype)
     subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
-    tell = _manual if settings.mode == "manual" else _auto
-    said = tell(settings, machine, subject)
+    preview_mode = _manual if settings.mode == "manual" else _auto
+    found = preview_mode(settings, machine, subject)
     if settings.devices.strip().lower() != ONE_CPU:
-        return said
-    return replace(said, notes=(CPU_COUNT, *said.notes))
+        return found
+    return replace(found, notes=(CPU_COUNT, *found.notes))
 
 
 def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:
@@ -106,8 +107,8 @@ def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject
     decision = resolve_strategy(settings, job, machine.devices)
     strategy, notes = decision.strategy, decision.notes
     memory = _memory(subject, strategy, machine)
-    said = f"{model.shape.describe(strategy)} on {', '.join(machine.devices)}, set by hand"
-    why = ". ".join([said, *(note.rstrip(".") for note in notes), *_lines(memory, subject)]) + "."
+    summary = f"{model.shape.describe(strategy)} on {', '.join(machine.devices)}, set by hand"
+    why = ". ".join([summary, *(note.rstrip(".") for note in notes), *_lines(memory, subject)]) + "."
     if subject.is_known:
         notes += _capacity(subject, strategy, machine)
     title = model.shape.describe(strategy)
@@ -125,12 +126,12 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
     memory = _memory(subject, plain.strategy, machine)
     name = model.file.name
     same_plan = plain.strategy == with_cfg.strategy
-    said = [f"auto on {', '.join(machine.devices)}"]
+    sentences = [f"auto on {', '.join(machine.devices)}"]
     if same_plan:
-        said.append(f"Plan for {name}: {plain.reason}")
+        sentences.append(f"Plan for {name}: {plain.reason}")
     else:
-        said.append(f"Plan for {name} without a negative prompt: {plain.reason}")
-        said.append(f"With one: {with_cfg.reason}")
+        sentences.append(f"Plan for {name} without a negative prompt: {plain.reason}")
+        sentences.append(f"With one: {with_cfg.reason}")
     left = [left_out(machine.failing)] if machine.failing else []
     notes = tuple(dict.fromkeys([*left, *plain.notes, *with_cfg.notes]))
     if subject.is_known and not fits(MemoryCheck(subject.job, plain.strategy, machine.devices)):
@@ -146,7 +147,7 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
             ("With a negative prompt", with_cfg.strategy, 2),
         ]
     return Preview(
-        ". ".join([*said, *_lines(memory, subject)]) + ".",
+        ". ".join([*sentences, *_lines(memory, subject)]) + ".",
         f"Plan for {name}. The first run measures and may pick a faster one.",
         tuple(
             PreviewCase(
@@ -166,7 +167,7 @@ def _lines(memory: str, subject: _Subject) -> list[str]:
 
 def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> str:
     model = subject.model
-    memories = model.memory(subject.job, strategy, on_cpu=machine.on_cpu)
+    memories = predict_memory(subject.job, strategy, on_cpu=machine.on_cpu)
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
     fullest = fullest_rank(memories)
     where = "process" if machine.on_cpu else "GPU"

@@ -73,13 +73,13 @@ def _roles(
     heads = "heads" if file.shape.splits_tokens else "queries"
     if bands := file.shape.band_rows > 0:
         heads = "band"
-    for axis, own, degree, what in (
+    for axis, index, degree, what in (
         ("ring", place.ring, strategy.ring_degree, heads if bands else "ring"),
         ("ulysses", place.ulysses, strategy.ulysses_degree, heads),
         ("tensor", place.tensor, strategy.tensor_degree, "tensor"),
     ):
         if degree > 1:
-            yield Role(axis, f"{what} {own + 1}/{degree}")
+            yield Role(axis, f"{what} {index + 1}/{degree}")
     if strategy.device_shares and strategy.sequence_degree > 1:
         tenths = place.split_tokens(strategy, 1000)[place.ring * strategy.ulysses_degree + place.ulysses]
         yield Role("share", f"{tenths / 10:.0f} % of the tokens")

@@ -10,10 +10,7 @@ from ...models.dtypes import BYTES_PER_VALUE, FP8
 from ...models.model_file import ModelFile
 from ...options import DEFAULT_COMPUTE, SAME, ComputeOptions
 from ...requests import FP8_FAST
-from ...strategy import ModelShape, ParallelStrategy
-from .memory import predict_memory
-from .rank_memory import RankMemory
-from .workload import Job
+from ...strategy import ModelShape
 
 
 @dataclass(frozen=True)
@@ -34,18 +31,22 @@ class CheckpointModel:
 
     @property
     def weight_bytes(self) -> float:
+        """The bytes of all weights in the dtype that ranks store."""
         stored = BYTES_PER_VALUE[self.file.dtype]
         return self.file.tensor_bytes * BYTES_PER_VALUE.get(self.weight_dtype, stored) / stored
 
     @property
     def uncompiled(self) -> CheckpointModel:
+        """The same model without compiled blocks."""
         return self.with_compile("off")
 
     def with_compile(self, mode: str) -> CheckpointModel:
+        """Returns the same model with `mode` (options.COMPILE_MODES) for its blocks."""
         return replace(self, compute_options=replace(self.compute_options, compile=mode))
 
     @property
     def in_fp8(self) -> CheckpointModel | None:
+        """The same model with weights in fp8, None if they already are."""
         in_fp8 = self.file.dtype == FP8 or self.weight_dtype in (FP8, FP8_FAST)
         return None if in_fp8 else replace(self, weight_dtype=FP8)
 
@@ -53,9 +54,6 @@ class CheckpointModel:
     def key(self) -> str:
         """The model's key in measurements, without the compute dtype: that follows from these values and the device."""
         return hashed(*self.file.fingerprint, self.weight_dtype, *_options(self.compute_options))
-
-    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
-        return predict_memory(self.file, strategy, job, weight_dtype=self.weight_dtype, on_cpu=on_cpu)
 
 
 def _options(compute_options: ComputeOptions) -> list[str]:

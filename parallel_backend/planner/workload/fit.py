@@ -12,6 +12,7 @@ from ...host_memory import host_memory
 from ...machine.device_shares import device_memory
 from ...strategy import ParallelStrategy
 from .in_use import used_by_other_programs
+from .memory import predict_memory
 from .rank_memory import RankMemory, fullest_rank, in_gib
 from .workload import Job
 
@@ -27,7 +28,7 @@ class MemoryCheck:
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """The predicted memory of each rank, in rank order."""
-        return self.job.model.memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
+        return predict_memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def _overfull(check: MemoryCheck, capacity: Capacity) -> str | None:
             f"Processes on the CPU ({len(memories)}) need about {in_gib(needed)} GiB beside the model's file, and this "
             f"computer has {in_gib(sizes[0])} GiB."
         )
-    others = capacity.used_elsewhere or (0,) * len(sizes)
-    for memory, device, size, held in zip(memories, check.devices, sizes, others, strict=False):
+    used_elsewhere = capacity.used_elsewhere or (0,) * len(sizes)
+    for memory, device, size, held in zip(memories, check.devices, sizes, used_elsewhere, strict=False):
         if 0 < size < memory.private_bytes + held:
             beside = (
                 f", of which {in_gib(held)} are used by other programs or reserved for them" if held else ""

@@ -21,11 +21,10 @@ from .workload import Job
 
 
 @functools.lru_cache(maxsize=256)  # the candidates of one prompt: its next run asks for them again
-def predict_memory(
-    file: ModelFile, strategy: ParallelStrategy, job: Job, *, weight_dtype: str = "auto", on_cpu: bool = False
-) -> tuple[RankMemory, ...]:
+def predict_memory(job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
     """Predicts the memory of every rank of `strategy`, in rank order."""
-    dtypes = Dtypes.of(weight_dtype, file.dtype, on_cpu)
+    file = job.model.file
+    dtypes = Dtypes.of(job.model.weight_dtype, file.dtype, on_cpu)
     return tuple(
         _Rank(file, dtypes, strategy, job, rank, on_cpu).predict() for rank in range(strategy.world_size)
     )
@@ -99,11 +98,11 @@ class _Rank:
         if self.strategy.pipefusion_degree > 1:
             yield from self._pipeline_runs()
         elif self.rows:
-            whole = self._call(self.rows, self.job.text_tokens, self.job.image_tokens)
+            call = self._call(self.rows, self.job.text_tokens, self.job.image_tokens)
             # The step cache stores two residuals of the image: the first block's and that of all others. While the
             # others compute, their input takes the place of the second residual.
-            cached = 2 * whole.width(whole.image) if self.job.step_cache else 0
-            yield _Run(whole, range(self.file.family.block_count), cached, "whole images")
+            cached = 2 * call.width(call.image) if self.job.step_cache else 0
+            yield _Run(call, range(self.file.family.block_count), cached, "whole images")
 
     def _call(self, rows: int, text: int, image: int, keys: tuple[int, ...] = ()) -> TokenLoad:
         """Returns the load of a row's `text` + `image` tokens on the sequence axis. `keys`: the tokens that each ring
@@ -133,10 +132,10 @@ class _Rank:
         if not self.rows:
             return
         blocks = self.place.blocks(strategy, self.file.shape.blocks)
-        whole = self._call(self.rows, job.text_tokens, job.image_tokens)
-        every = sum(whole.keys)
+        full_call = self._call(self.rows, job.text_tokens, job.image_tokens)
+        every = sum(full_call.keys)
         # A layer's keys and values of every token, for this rank's share of the heads; a ring's are gathered here.
-        layer = 2 * whole.width(every) // strategy.ulysses_degree
+        layer = 2 * full_call.width(every) // strategy.ulysses_degree
         gathered = layer * (strategy.ring_degree > 1)
         flows = strategy.warmup_steps < job.steps
         if flows:
@@ -144,18 +143,20 @@ class _Rank:
             text, image = (-(-total // patches) for total in (job.text_tokens, job.image_tokens))
             call = self._call(self.rows, text, image, keys=(every,))
             messages = self._most_messages(patches) * call.width(call.tokens)
-            output = self.rows * whole.image * self.file.token_channels * FP32  # the model's output
+            output = self.rows * full_call.image * self.file.token_channels * FP32  # the model's output
             at_an_end = self.place.stage in (0, strategy.pipefusion_degree - 1)
-            embedded = whole.width(whole.tokens)  # the embedded whole image, which patches are cut from
+            embedded = full_call.width(full_call.tokens)  # the whole image, which patches are cut from
             beside = layer * len(blocks) + output * at_an_end + gathered // patches + messages + embedded
             yield _Run(call, blocks, beside, "patches")
         if strategy.warmup_steps > 0:
             # The last whole image leaves its keys and values for the patches. The tokens from the previous stage are in
             # memory at the same time as the module's own tokens at that place.
             beside = (
-                layer * len(blocks) * flows + gathered + whole.width(whole.tokens) * (self.place.stage > 0)
+                layer * len(blocks) * flows
+                + gathered
+                + full_call.width(full_call.tokens) * (self.place.stage > 0)
             )
-            yield _Run(replace(whole, keys=(every,)), blocks, beside, "whole images")
+            yield _Run(replace(full_call, keys=(every,)), blocks, beside, "whole images")
 
     def _most_messages(self, patches: int) -> int:
         """Returns the most messages that a stage holds besides the one that it works on (engine/stages/p2p.py): those
@@ -177,6 +178,6 @@ class _Rank:
         one = self.job.frames * height * width * self.file.inputs.channels_out * FP32
         latent = one * self.job.batch
         joined = rows > 1
-        own = 2 * latent + rows * one * (1 + joined)
+        latents = 2 * latent + rows * one * (1 + joined)
         prompts = rows * self.job.text_tokens * self.file.inputs.context * FP32
-        return own + (prompts if joined or not self.on_cpu else 0) + (0 if self.on_cpu else 2 * latent)
+        return latents + (prompts if joined or not self.on_cpu else 0) + (0 if self.on_cpu else 2 * latent)

@@ -4,46 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
-from ...models.arithmetic import Family
-from ...options import ComputeOptions
-from ...strategy import ModelShape, ParallelStrategy
-from .rank_memory import RankMemory
-
-
-class JobModel(Protocol):
-    """The model of a job. `weight_bytes`: bytes of all weights in the dtype that ranks store."""
-
-    @property
-    def family(self) -> Family: ...
-
-    @property
-    def shape(self) -> ModelShape: ...
-
-    @property
-    def weight_bytes(self) -> float: ...
-
-    @property
-    def compute_options(self) -> ComputeOptions: ...
-
-    @property
-    def uncompiled(self) -> JobModel:
-        """The same model without compiled blocks."""
-
-    def with_compile(self, mode: str) -> JobModel:
-        """Returns the same model with `mode` (options.COMPILE_MODES) for its blocks."""
-
-    @property
-    def in_fp8(self) -> JobModel | None:
-        """The same model with weights in fp8, None if they already are."""
-
-    @property
-    def key(self) -> str:
-        """A key for the model in measurements, made of its sizes and how it is computed."""
-
-    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
-        """Predicts the memory of each rank of `strategy`, in rank order."""
+from .checkpoint_model import CheckpointModel
 
 
 @dataclass(frozen=True)
@@ -53,7 +15,7 @@ class Job:
     reference images that each image attends to; `model_calls`: per step; `step_cache`: True if a step cache stores
     residuals; `patch_bytes`: memory of the model's patches (a ControlNet's network) on each device."""
 
-    model: JobModel
+    model: CheckpointModel
     width: int = 1024
     height: int = 1024
     frames: int = 1
@@ -78,8 +40,8 @@ class Job:
     @property
     def image_tokens(self) -> int:
         """Tokens of one image and its references."""
-        own = self.model.family.image_tokens(self.width, self.height, self.frames)
-        return own + self.reference_tokens
+        tokens = self.model.family.image_tokens(self.width, self.height, self.frames)
+        return tokens + self.reference_tokens
 
     @property
     def text_tokens(self) -> int:

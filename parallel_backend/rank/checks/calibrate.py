@@ -108,9 +108,7 @@ class _Meter:
         count = self._agree(self._repetitions(once))
         return median(self._batch(reduce, count) for _ in range(BATCHES)) if count else once
 
-    def time_exchange(
-        self, kind: str, size: int, make: Callable[[], Prepared], peer: int = -1
-    ) -> list[Transfer]:
+    def time_exchange(self, kind: str, size: int, make: Callable[[], Prepared]) -> list[Transfer]:
         """Returns [the transfer], or [] if no time or no memory is left."""
         prepared: Prepared | None = None
         try:
@@ -131,7 +129,7 @@ class _Meter:
         self._last[kind] = (size, time.perf_counter() - began)
         count = self._agree(self._repetitions(self._last[kind][1]))
         seconds = median(self._batch(exchange, count) for _ in range(BATCHES)) if count else once
-        return [Transfer(kind, size, sent, seconds, peer, intact)]
+        return [Transfer(kind, size, sent, seconds, intact=intact)]
 
     def time_pairs(self) -> list[Transfer]:
         """Times each pair of ranks alone, while the others wait; reports half of the time there and back."""
@@ -153,7 +151,7 @@ class _Meter:
         began = time.perf_counter()
         for _ in range(count):
             exchange()
-        self._synchronize()
+        self._world.synchronize()
         return (time.perf_counter() - began) / max(1, count)
 
     def _repetitions(self, once: float) -> int:
@@ -173,12 +171,8 @@ class _Meter:
         return int(flag.item())
 
     def _meet(self) -> None:
-        self._synchronize()
+        self._world.synchronize()
         dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self._world.control)
-
-    def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
 
 def _to_next(size: int, axis: Axis, world: World) -> Prepared:
@@ -266,8 +260,10 @@ def _peers(world: World) -> tuple[bool, ...]:
     if world.control is None:
         return (True,)
     dist.all_gather(indices, torch.tensor([index], dtype=torch.int32), group=world.control)
-    others = [int(other.item()) for other in indices]
-    return tuple(index == other or torch.cuda.can_device_access_peer(index, other) for other in others)
+    device_indices = [int(device.item()) for device in indices]
+    return tuple(
+        index == device or torch.cuda.can_device_access_peer(index, device) for device in device_indices
+    )
 
 
 def _all_reduce_error(world: World) -> float:

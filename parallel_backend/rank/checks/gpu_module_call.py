@@ -65,11 +65,11 @@ class ModelCalls:
         on_gpu = self._world.device.type == "cuda"
         call = self._call(ComputeOptions(compile="blocks"))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        self._synchronize()
+        self._world.synchronize()
         with profile(activities=activities) as profiled:
             began = time.perf_counter()
             call()
-            self._synchronize()
+            self._world.synchronize()
             wall = time.perf_counter() - began
         if self._world.rank:
             return []
@@ -89,7 +89,7 @@ class ModelCalls:
 
         for _ in range(_WARM_UP):
             call()
-        self._synchronize()
+        self._world.synchronize()
         return call
 
     def _rows(self) -> Rows:
@@ -107,10 +107,6 @@ class ModelCalls:
         )
         x = draw(1, inputs.channels_in, side, side)
         return Rows(x, torch.tensor([0.5], device=device), prompt)
-
-    def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
 
 def count_reads(call: Callable[[], object]) -> Counter[str]:
@@ -196,8 +192,8 @@ def _shortened(name: str) -> str:
 def _place(error: BaseException) -> str:
     """Returns the innermost line of the pack in the traceback of `error`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _PACK in Path(frame.filename).parts] or list(frames)
-    return f"{_below_pack(own[-1].filename)}:{own[-1].lineno}"
+    pack_frames = [frame for frame in frames if _PACK in Path(frame.filename).parts] or list(frames)
+    return f"{_below_pack(pack_frames[-1].filename)}:{pack_frames[-1].lineno}"
 
 
 def _below_pack(filename: str) -> str:

@@ -82,8 +82,8 @@ def prove(name: str) -> SelfTest:
 
     worst, mode = 0.0, STAY
     # Each mode runs by itself: a failure with tokens that stay apart says nothing about blocks that gather.
-    ways = ((BANDS, ATTENTION),) if TABLE[name].bands else ((BLOCK, ROWS), (STAY, BLOCK))
-    for mode, otherwise in ways:
+    modes = ((BANDS, ATTENTION),) if TABLE[name].bands else ((BLOCK, ROWS), (STAY, BLOCK))
+    for mode, otherwise in modes:
         try:
             found = max(_on_ranks(functools.partial(_worst, cases, mode)))
         except _Raised as error:
@@ -100,8 +100,8 @@ def _worst(cases: Sequence[_Case], mode: str, world: World) -> float:
     worst = 0.0
     for case in cases:
         name = type(case.model.module).__name__
-        ways = (_STRATEGY, _TOKENS) if mode == STAY and sends_tokens(name) else (_STRATEGY,)
-        for strategy in ways if mode in case.modes else ():
+        strategies = (_STRATEGY, _TOKENS) if mode == STAY and sends_tokens(name) else (_STRATEGY,)
+        for strategy in strategies if mode in case.modes else ():
             forward = make_module_forward(case.model, layouts, Placement(strategy))
             args, kwargs = copy.deepcopy((case.args, case.kwargs))
             answer = _tensors(forward(ModuleCall(args, kwargs, case.rows, mode)))
@@ -120,8 +120,8 @@ def _worst_in_stages(case: _Case, layouts: Layouts) -> float:
 
     forward, keys = make_module_forward(case.model, layouts, Placement(_STAGES)), StaleKeyCache()
     assert forward.stages is not None, "it was asked for them"
-    whole = forward(call(), keys=keys)
-    worst, answer = _difference(_tensors(whole), case.answer), pack(whole)
+    full_answer = forward(call(), keys=keys)
+    worst, answer = _difference(_tensors(full_answer), case.answer), pack(full_answer)
     assert answer is not None, "stages have looked"
     if forward.stages.flow_blocked_by(call(), keys):
         return worst
@@ -150,8 +150,8 @@ def _cases(name: str) -> Iterator[_Case]:
 def _case(model: TinyModel, inputs: Inputs, rows: int) -> _Case:
     args, kwargs = inputs(rows, *SIZE)
     kwargs["transformer_options"] = {}
-    own_args, own_kwargs = copy.deepcopy((args, kwargs))  # a module may write to its arguments
-    return _Case(model, args, kwargs, rows, _tensors(model.module(*own_args, **own_kwargs)))
+    copied_args, copied_kwargs = copy.deepcopy((args, kwargs))  # a module may write to its arguments
+    return _Case(model, args, kwargs, rows, _tensors(model.module(*copied_args, **copied_kwargs)))
 
 
 def _tensors(answer: Any) -> list[Tensor]:

@@ -92,9 +92,9 @@ class JobReader:
         self._check_packs(self._facts, head)
         self._packages.import_packs(head.packs)
         if held is not None and head.prints is not None:
-            others = differing(held.originals, head.prints)
-            if others:
-                raise RequestError(OTHER_WEIGHTS + ",".join(others))
+            differing_weights = differing(held.originals, head.prints)
+            if differing_weights:
+                raise RequestError(OTHER_WEIGHTS + ",".join(differing_weights))
         job: PickledJob = unpickle_job(head.job, self._objects(held))
         self._mapped.forget_unused()
         changed = [one for one in job.changes if one.kind == "parameter"]

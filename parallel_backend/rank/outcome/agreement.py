@@ -21,16 +21,22 @@ class RanksApart(PeerFailed):
         self.differs = differs
 
 
+def worst_outcome(world: World, outcome: int, on: str) -> int:
+    """Returns the highest `outcome` of all ranks; `on`: what they agree on, in words. Collective."""
+    worst = torch.tensor([outcome], dtype=torch.int32)
+    if world.control is not None:
+        with heartbeat.inside(f"the agreement on a {on}", range(world.world_size)):
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=world.control)
+    return int(worst)
+
+
 def agree(world: World, error: BaseException | None) -> None:
     """Raises `error` on the rank that has one, and PeerFailed on the other ranks. Collective."""
-    if world.control is not None:
-        failed = torch.tensor([int(error is not None)], dtype=torch.int32)
-        with heartbeat.inside("the agreement on a job", range(world.world_size)):
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=world.control)
-        if int(failed) and error is None:
-            raise PeerFailed("another process could not run the job")
+    failed = worst_outcome(world, int(error is not None), "job")
     if error is not None:
         raise error
+    if failed:
+        raise PeerFailed("another process could not run the job")
 
 
 def agree_on_call(world: World, failed: bool, number: int, form: int, value: int = 0) -> int:

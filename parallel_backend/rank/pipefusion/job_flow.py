@@ -90,7 +90,7 @@ class JobFlow:
         options = {**self._options, "transformer_options": dict(self._options.get("transformer_options", {}))}
         return answer_prompts(self._guider.inner_model, sides, x, sigma, options)
 
-    def sample(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **others: Any) -> Tensor:
+    def sample(self, model: Any, x: Tensor, sigmas: Tensor, *, extra_args: Any, **unused: Any) -> Tensor:
         """Samples with the arithmetic of the ComfyUI sampler that the job names (sampling/samplers.py)."""
         options = {**extra_args["model_options"], _HOOK: self._ask}
         extra_args = {**extra_args, "model_options": options}

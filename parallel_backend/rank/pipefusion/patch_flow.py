@@ -168,8 +168,8 @@ class PatchFlow:
             if reason := self._stages.flow_blocked_by(call, self.keys):
                 return reason
         local = (self._forward.local_rows(call, self._layout.row)[0] for call in calls)
-        owners, *others = (self._stages.owners(call, self._patch_count, self.keys) for call in local)
-        if not all(torch.equal(owners, other) for other in others):
+        owners, *other_prompts = (self._stages.owners(call, self._patch_count, self.keys) for call in local)
+        if not all(torch.equal(owners, of_prompt) for of_prompt in other_prompts):
             return "the prompts have unlike tokens behind the image's (a reference, or text), so patches would differ"
         fits = self._stages.empty_answer(0).shape[1:] == noise.shape[1:] and int(owners.min()) >= 0
         return owners if fits else "which part of the latent a patch makes cannot be told"

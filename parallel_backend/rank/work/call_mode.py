@@ -117,7 +117,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     """Describes the foreign code in a call with these transformer_options. `code`: from foreign_code."""
     patches = {name: value for name, value in (options.get("patches") or {}).items() if value}
     replacing = {name: value for name, value in (options.get("patches_replace") or {}).items() if value}
-    others = [
+    other_functions = [
         value for name, value in options.items() if name not in ("wrappers", "callbacks") and callable(value)
     ]
     keeps_state = any(
@@ -129,11 +129,16 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     functions: list[Callable[..., Any]] = [
         *(one for value in patches.values() for one in value),
         *(one for value in replacing.values() for one in value.values()),
-        *others,
+        *other_functions,
         *(one for value in around.values() for one in value),
     ]
     changed, in_blocks = state.find_changes()
-    between = set(patches) <= _BETWEEN_BLOCKS and set(replacing) <= {"dit"} and not others and not in_blocks
+    between = (
+        set(patches) <= _BETWEEN_BLOCKS
+        and set(replacing) <= {"dit"}
+        and not other_functions
+        and not in_blocks
+    )
     return Foreign(
         takes_part=bool(functions) or changed or keeps_state or code.takes_part,
         between=between and code.between,

@@ -121,8 +121,8 @@ class HeldModels:
             return RankModels(tuple(self._models))
         free, total = torch.cuda.mem_get_info(self._device)
         # torch keeps freed memory for its next allocations.
-        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return RankModels(tuple(self._models), free + kept, total)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return RankModels(tuple(self._models), free + cached, total)
 
 
 def import_for(spec: ModelSpec, device: torch.device, *, holds_nothing: bool) -> None:

@@ -60,8 +60,7 @@ class Switching:
         if trials.is_settled:
             trials.took(time.perf_counter() - self._started)
             return
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)  # otherwise this would measure the host only
+        self._world.synchronize()  # otherwise this would measure the host only
         trials.took(time.perf_counter() - self._started)
         if self._world.control is not None:
             decided = torch.tensor([trials.current, int(trials.is_settled)], dtype=torch.int32)

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
@@ -38,6 +37,7 @@ from ...wire.protocol import (
     Sample,
     Setup,
 )
+from ..outcome.agreement import worst_outcome
 from ..outcome.errors import PeerFailed, is_out_of_memory
 from .device import MemoryMeter, device_of
 from .held_models import HeldModel, HeldModels, collect, import_for
@@ -291,18 +291,14 @@ class RankWorker:
 
     def _agree(self, error: Exception | None) -> int:
         mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
-        flag = torch.tensor([mine], dtype=torch.int32)
-        if self.world.control is not None:
-            with heartbeat.inside("the agreement on a load", range(self.world.world_size)):
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.world.control)
-        return int(flag.item())
+        return worst_outcome(self.world, mine, "load")
 
 
 def _seen_from(setup: Setup) -> tuple[str, ...]:
     """Returns the devices of all ranks. Those of other machines cannot be inspected from here, so they are assumed to
     be of the same kind as this rank's own."""
-    own = setup.devices[setup.rank]
-    return tuple(name if machine_of(name) == machine_of(own) else own for name in setup.devices)
+    local = setup.devices[setup.rank]
+    return tuple(name if machine_of(name) == machine_of(local) else local for name in setup.devices)
 
 
 def _watched(forward: ModuleForward, on_compile: OnCompile) -> ModuleForward:

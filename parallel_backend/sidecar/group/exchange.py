@@ -92,18 +92,15 @@ class Exchange:
         """Sends `message` to every rank, with `tensors` as the payload."""
         payload = () if tensors is None else (pack_tensors(tensors),)
         try:
-            self._send_to_all(message, payload)
+            data = encode(self._envelope(message))
+            for rank in range(self._group.world_size):
+                self._send(rank, data, payload)
         finally:
             close_all(payload)
 
-    def _send_to_all(self, message: Message, payload: tuple[int, ...]) -> None:
-        data = encode(self._envelope(message))
-        for rank in range(self._group.world_size):
-            self._send(rank, data, payload)
-
-    def send_to(self, rank: int, message: Message, payload: tuple[int, ...] = ()) -> None:
-        """Sends `message` to one rank; the caller closes the descriptors in `payload`."""
-        self._send(rank, encode(self._envelope(message)), payload)
+    def send_to(self, rank: int, message: Message) -> None:
+        """Sends `message` to one rank."""
+        self._send(rank, encode(self._envelope(message)), ())
 
     def _send(self, rank: int, data: bytes, payload: tuple[int, ...]) -> None:
         try:
@@ -281,8 +278,8 @@ class Exchange:
 
     def _first_failure(self) -> ParallelError:
         reported = list(self._failed.items())
-        own = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
-        rank, failed = own[0]
+        causes = [(rank, failed) for rank, failed in reported if failed.kind != PEER_FAILED] or reported
+        rank, failed = causes[0]
         detail = f"\n{failed.detail}" if failed.kind in ("RankFailed", RANK_CRASHED) and failed.detail else ""
         return from_wire(failed.kind, failed.message + detail, rank, failed.device)
 

@@ -84,17 +84,17 @@ def interpreter_flags() -> list[str]:
 
 def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, ...]) -> dict[str, str]:
     """Returns the part of `source` a rank may see and what ranks of `devices` need. `root`: first in PYTHONPATH."""
-    kept = {
+    passed = {
         name: value
         for name, value in source.items()
         if (name in _NAMES or name.startswith(_PREFIXES)) and not any(word in name for word in _SECRET)
     }
-    for name in kept.keys() & set(_ALLOCATOR):
-        kept[name] = _without_backend(kept[name])
+    for name in passed.keys() & set(_ALLOCATOR):
+        passed[name] = _without_backend(passed[name])
     # OpenMP takes one number per nesting level. It ignores other values, and each rank would then use all cores.
-    outermost = kept.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    outermost = passed.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not outermost.isdecimal() or not int(outermost):
-        kept.pop("OMP_NUM_THREADS", None)
+        passed.pop("OMP_NUM_THREADS", None)
         outermost = ""
     search = [str(root), *filter(None, [source.get("PYTHONPATH")])]
     cores = len(os.sched_getaffinity(0))
@@ -104,7 +104,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
     # torch's default is 32 compile processes per rank.
     compiling = 1 if is_cpu(devices) else min(4, threads)
     defaults = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(compiling)}
-    if is_cpu(devices) and "OMP_WAIT_POLICY" not in kept:
+    if is_cpu(devices) and "OMP_WAIT_POLICY" not in passed:
         # If other programs run, threads that spin while they wait for a thread without a core make a step 10 times as
         # long. libgomp itself uses this number of spins if it knows that there are more threads than cores.
         defaults["GOMP_SPINCOUNT"] = "1000"
@@ -117,7 +117,7 @@ def rank_environment(source: Mapping[str, str], root: Path, devices: tuple[str, 
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",  # weights come from ComfyUI's folders, never from the network
     }
-    return defaults | kept | fixed | (_NO_GPU if is_cpu(devices) else {})
+    return defaults | passed | fixed | (_NO_GPU if is_cpu(devices) else {})
 
 
 def _without_backend(settings: str) -> str:

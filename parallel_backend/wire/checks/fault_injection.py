@@ -71,20 +71,20 @@ def _fill_device() -> None:
     It stops at the GPU's size, in case the driver would continue in host memory (WSL2's does)."""
     import torch
 
-    kept = []
+    allocated = []
     if torch.cuda.is_initialized():
         _, total = torch.cuda.mem_get_info()
         for _ in range(total // _PIECE):
-            kept.append(torch.empty(_PIECE, dtype=torch.uint8, device="cuda"))
+            allocated.append(torch.empty(_PIECE, dtype=torch.uint8, device="cuda"))
     _no_memory()
 
 
 def _exhaust() -> None:
     """Allocates host memory until the system ends the process."""
-    kept = []
+    allocated = []
     with contextlib.suppress(MemoryError):
         while True:
-            kept.append(b"x" * 2**24)
+            allocated.append(b"x" * 2**24)
     time.sleep(HANG)
 
 

@@ -87,7 +87,7 @@ def test_a_file_without_weights_of_a_known_dtype_is_refused(tmp_path):
 
 
 def test_the_stand_in_for_no_file_has_every_size():
-    memory = predict_memory(TYPICAL, ParallelStrategy(), job(TYPICAL, (1, 16, 128, 128)))[0]
+    memory = predict_memory(job(TYPICAL, (1, 16, 128, 128)), ParallelStrategy())[0]
     assert memory.weights == TYPICAL.tensor_bytes and memory.activations > 0
 
 
@@ -139,8 +139,7 @@ def test_a_rank_that_slices_layers_holds_its_part_of_the_blocks_and_all_around(f
     both = file.held_weights(dtypes, sliced.replace(cfg_degree=2, shard_weights=True), 0, on_cpu=False)
     assert both.sharded and both.private == pytest.approx(half.private / 2, abs=8)
     alone, shared = (
-        predict_memory(file, s, job(file, (1, 16, 5, 64, 64)))[0].activations
-        for s in (ParallelStrategy(), sliced)
+        predict_memory(job(file, (1, 16, 5, 64, 64)), s)[0].activations for s in (ParallelStrategy(), sliced)
     )
     assert alone / 2 < shared < alone
 
@@ -168,7 +167,7 @@ def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
 
 def test_more_frames_and_fewer_ranks_need_more_memory(file):
     def activations(frames, strategy):
-        return predict_memory(file, strategy, job(file, (1, 16, frames, 64, 64)))[0].activations
+        return predict_memory(job(file, (1, 16, frames, 64, 64)), strategy)[0].activations
 
     alone = activations(5, ParallelStrategy())
     assert activations(10, ParallelStrategy()) == pytest.approx(2 * alone, rel=0.01)
@@ -228,7 +227,7 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
     assert compute_share(work, ulysses) == pytest.approx(1 - work.attention_share / 2)
     # Each device holds the activations of all tokens.
     whole, split = (
-        fullest_rank(work.model.memory(work, s)).private_bytes for s in (ParallelStrategy(), ulysses)
+        fullest_rank(predict_memory(work, s)).private_bytes for s in (ParallelStrategy(), ulysses)
     )
     assert split >= whole
 
@@ -254,7 +253,7 @@ def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
     )
     large = job(unet, (1, 4, 1024, 1024))
     one, two = (
-        fullest_rank(large.model.memory(large, s)).private_bytes
+        fullest_rank(predict_memory(large, s)).private_bytes
         for s in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2))
     )
     assert two < one
@@ -265,7 +264,7 @@ def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(fi
     work, tokens = job(file, (1, 16, 5, 8, 12), has_cfg=True), 5 * 4 * 6 + 7
 
     def activations(strategy, on_cpu, model=file):
-        return predict_memory(model, strategy, replace(work, model=CheckpointModel(model)), on_cpu=on_cpu)[0]
+        return predict_memory(replace(work, model=CheckpointModel(model)), strategy, on_cpu=on_cpu)[0]
 
     def scores(strategy):
         without = replace(file, heads=0)
@@ -322,7 +321,7 @@ def test_stages_hold_their_own_blocks(file):
     assert [part.block for part in first.parts] == [None, 0] and [p.block for p in last.parts] == [None, 1, 2]
     assert first.private + last.private == whole.private + first.around.private
     # Stages compute all rows at once, so a second row doubles the activations.
-    one, two = (predict_memory(staged, stages, replace(both, prompts=prompts))[0] for prompts in (1, 2))
+    one, two = (predict_memory(replace(both, prompts=prompts), stages)[0] for prompts in (1, 2))
     assert two.activations == 2 * one.activations
 
 
@@ -345,7 +344,7 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
         stages = ParallelStrategy(pipefusion_degree=2, warmup_steps=1, device_shares=shares)
         held = [flux.held_weights(dtypes, stages, rank, on_cpu=False).private for rank in range(2)]
         assert held == [7 + 2 * 11 + own for own in blocks]
-        one, other = predict_memory(flux, stages, job(flux, steps=4))
+        one, other = predict_memory(job(flux, steps=4), stages)
         assert one.weights - other.weights == blocks[0] - blocks[1]
     assert flux.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=False).private == flux.tensor_bytes
 
@@ -355,7 +354,7 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
 def test_the_ranking_takes_any_model_and_knows_no_other_way_to_split_it(file, changes, has_cfg):
     whole = job(replace(file, **changes), (1, 16, 5, 64, 64), has_cfg=has_cfg)
     ranking = rank_candidates(
-        Candidate(s, fullest_rank(whole.model.memory(whole, s)).private_bytes)
+        Candidate(s, fullest_rank(predict_memory(whole, s)).private_bytes)
         for s in enumerate_candidates(whole, 4)
     )
     best = ranking.best.strategy

@@ -40,9 +40,10 @@ GIB = 2**30
 DEV = file_of(FLUX_DEV, "bfloat16")
 
 
-def job_of(height: int, width: int, text: int = 512, file=DEV, **job) -> Job:
+def job_of(height: int, width: int, text: int = 512, file=DEV, weight_dtype="auto", **job) -> Job:
     """Returns a job. `height`, `width`: in latent pixels."""
-    return Job(CheckpointModel(file), **{"steps": 20} | job, text=text, height=8 * height, width=8 * width)
+    model = CheckpointModel(file, weight_dtype)
+    return Job(model, **{"steps": 20} | job, text=text, height=8 * height, width=8 * width)
 
 
 SQUARE = job_of(128, 128)  # 1024 x 1024
@@ -61,7 +62,7 @@ def weights_of(strategy: ParallelStrategy, dims: FluxDims = FLUX_DEV, **options)
 def test_flux_dev_is_as_large_as_its_model_card_says():
     assert numbers(FLUX_DEV) == pytest.approx(11.9e9, rel=0.005)
     assert weights_of(ParallelStrategy()) == [2 * numbers(FLUX_DEV)]
-    (alone,) = predict_memory(DEV, ParallelStrategy(), SQUARE)
+    (alone,) = predict_memory(SQUARE, ParallelStrategy())
     assert alone.weights == 2 * numbers(FLUX_DEV)
     assert alone.private_bytes / GIB == pytest.approx(24.2, abs=0.3)
     assert alone.mapped == alone.host == 0
@@ -70,8 +71,8 @@ def test_flux_dev_is_as_large_as_its_model_card_says():
 def test_what_patches_hold_lies_whole_on_each_rank():
     """A ControlNet's network takes 2 GiB on one device, and 2 GiB on each of two that split the work."""
     for strategy in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2, shard_weights=True)):
-        without = predict_memory(DEV, strategy, SQUARE)
-        patched = predict_memory(DEV, strategy, replace(SQUARE, patch_bytes=2 * GIB))
+        without = predict_memory(SQUARE, strategy)
+        patched = predict_memory(replace(SQUARE, patch_bytes=2 * GIB), strategy)
         assert [m.weights - w.weights for m, w in zip(patched, without, strict=True)] == [2 * GIB] * len(
             without
         )
@@ -94,7 +95,7 @@ def test_larger_shares_mean_more_blocks():
     assert large > 2 * small  # the first stage has the double blocks, each twice as large as a single one
     # A share of tokens changes activations, not weights.
     uneven = ParallelStrategy(ulysses_degree=2, device_shares=(2.0, 1.0))
-    first, second = predict_memory(DEV, uneven, SQUARE)
+    first, second = predict_memory(SQUARE, uneven)
     assert first.weights == second.weights and first.activations > 1.5 * second.activations
 
 
@@ -103,8 +104,8 @@ def test_shards_add_up_to_the_model_and_offloading_moves_them_to_the_host(degree
     strategy = ParallelStrategy(ulysses_degree=degree, shard_weights=True)
     whole = 2 * numbers(FLUX_DEV)
     assert whole <= sum(weights_of(strategy)) < 1.001 * whole
-    shard = predict_memory(DEV, strategy, SQUARE)[0]
-    offloaded = predict_memory(DEV, strategy.replace(offload_weights=True), SQUARE)[0]
+    shard = predict_memory(SQUARE, strategy)[0]
+    offloaded = predict_memory(SQUARE, strategy.replace(offload_weights=True))[0]
     assert offloaded.host == weights_of(strategy)[0]
     assert shard.weights - offloaded.weights == offloaded.host
     assert (
@@ -157,7 +158,7 @@ def test_dtypes_are_those_that_the_loader_keeps(wish, stored, on_cpu):
 @pytest.mark.parametrize("axis", ["ulysses_degree", "ring_degree", "tensor_degree", "pipefusion_degree"])
 def test_more_devices_never_take_more_memory_each(axis):
     peaks = [
-        fullest_rank(predict_memory(DEV, ParallelStrategy(**{axis: degree}), job_of(256, 256))).private_bytes
+        fullest_rank(predict_memory(job_of(256, 256), ParallelStrategy(**{axis: degree}))).private_bytes
         for degree in (1, 2, 4, 8)
     ]
     assert peaks == sorted(peaks, reverse=True)
@@ -166,7 +167,7 @@ def test_more_devices_never_take_more_memory_each(axis):
 def test_larger_jobs_take_more_memory_and_a_second_prompt_none_under_cfg_parallelism():
     def peak(strategy: ParallelStrategy | None = None, **job) -> int:
         job = job_of(**{"height": 128, "width": 128} | job)
-        return fullest_rank(predict_memory(DEV, strategy or ParallelStrategy(), job)).private_bytes
+        return fullest_rank(predict_memory(job, strategy or ParallelStrategy())).private_bytes
 
     assert peak() < peak(batch=2) < peak(batch=3)
     assert peak() < peak(height=256)
@@ -177,14 +178,16 @@ def test_larger_jobs_take_more_memory_and_a_second_prompt_none_under_cfg_paralle
 
 
 def test_fp8_halves_the_blocks_and_says_so_in_words():
-    (whole,) = predict_memory(DEV, ParallelStrategy(), SQUARE)
-    (half,) = predict_memory(DEV, ParallelStrategy(), SQUARE, weight_dtype="float8_e4m3fn")
+    (whole,) = predict_memory(SQUARE, ParallelStrategy())
+    (half,) = predict_memory(job_of(128, 128, weight_dtype="float8_e4m3fn"), ParallelStrategy())
     assert 0.5 < half.weights / whole.weights < 0.52
     assert "GiB (weights 11." in half.describe()
 
 
 def test_on_the_cpu_weights_stay_in_the_file_that_all_ranks_share():
-    (alone,) = predict_memory(file_of(FLUX_DEV, "float32"), ParallelStrategy(), SQUARE, on_cpu=True)
+    (alone,) = predict_memory(
+        job_of(128, 128, file=file_of(FLUX_DEV, "float32")), ParallelStrategy(), on_cpu=True
+    )
     assert alone.weights == 0
     assert alone.mapped == 4 * numbers(FLUX_DEV)
     assert "; once for all processes, " in alone.describe()
@@ -274,6 +277,6 @@ def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
     file, dtypes = inspect_flux(path), ("auto", "bfloat16")
     held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job, backend="gloo")
     for i, dtype in enumerate(dtypes):
-        predicted = predict_memory(file, strategy, job, weight_dtype=dtype, on_cpu=True)
+        predicted = predict_memory(replace(job, model=CheckpointModel(file, dtype)), strategy, on_cpu=True)
         for measured, rank in zip(held, predicted, strict=True):
             assert rank.activations + rank.buffers == pytest.approx(measured[i], rel=0.1), rank.fullest

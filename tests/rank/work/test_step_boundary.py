@@ -5,29 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loop_ranks import ParentOfRankZero
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.rank.outcome.progress import RequestLink
 from parallel_backend.rank.work import step_boundary
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.sampling.host_copy import NumbersCheck, most_lag
-from parallel_backend.wire.protocol import Cancel, Envelope
 from ranks import run_ranks
 
 STEPS = 6
-
-
-class Script:
-    """A link whose parent cancels when it is asked after step `cancel_at` (from 1); records the steps it is sent."""
-
-    def __init__(self, cancel_at=None):
-        self.asked, self.cancel_at, self.sent = 0, cancel_at, []
-
-    def receive(self, timeout):
-        self.asked += 1
-        return (Envelope(0, 0, Cancel()), ()) if self.asked == self.cancel_at else None
-
-    def send(self, envelope, descriptors):
-        self.sent.append(envelope.message.step)
 
 
 def boundary(link, lag, world=None, previews=False):
@@ -62,7 +48,7 @@ CANCELS = (
     (1, NEVER, 4, 4),  # steps so long that a cancel must not wait for another
     (1, ALWAYS, 1, 1),  # nor after the first step, which may compile
     (1, ALWAYS, STEPS, STEPS),
-    (1, ALWAYS, None, STEPS),
+    (1, ALWAYS, 0, STEPS),
 )
 
 
@@ -71,8 +57,8 @@ def on_ranks(world):
     found = []
     for lag, longest, cancel_at, _ in CANCELS:
         step_boundary.LONGEST_LAG = longest
-        link = Script(cancel_at)
-        found.append((*run_steps(boundary(link, lag, world)), link.sent))
+        link = ParentOfRankZero(cancel_at)
+        found.append((*run_steps(boundary(link, lag, world)), link.steps))
     return found
 
 
@@ -81,7 +67,7 @@ def test_all_ranks_stop_at_the_same_step_at_most_one_late():
         for (_, _, cancel_at, expected), (begun, said, sent) in zip(CANCELS, of_rank, strict=True):
             assert begun == expected
             assert said == (
-                "" if cancel_at is None else f"The request was cancelled after step {cancel_at} of {STEPS}."
+                "" if not cancel_at else f"The request was cancelled after step {cancel_at} of {STEPS}."
             )
             # Each step is reported once and in order, up to the last that counts.
             assert sent == ([] if rank else list(range(1, (cancel_at or STEPS) + 1)))
@@ -100,7 +86,7 @@ def test_the_host_waits_for_no_step_that_it_has_just_given_to_the_device(monkeyp
 
     monkeypatch.setattr(step_boundary, "_Moment", Moment)
     monkeypatch.setattr(step_boundary, "LONGEST_LAG", ALWAYS)
-    on_step = boundary(Script(), 1)
+    on_step = boundary(ParentOfRankZero(), 1)
     run_steps(on_step)
     # (step that the host waited for, newest step submitted to the device); from step 3 on, steps are known to be short
     assert waited == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6), (6, 6)]

@@ -1,5 +1,7 @@
 """The limit of failures within ten minutes, and the refusal to start ranks after it."""
 
+import pytest
+
 from parallel_backend.errors import RankFailed
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN, CrashHistory
 from parallel_backend.wire.deadlines import BROKEN_WINDOW
@@ -27,16 +29,6 @@ def test_three_failures_in_ten_minutes_are_too_many_and_three_in_eleven_are_not(
     assert not history.is_broken and history.count == 0
 
 
-def test_ranks_that_failed_together_are_named_together():
-    history = CrashHistory(Clock())
-    for _ in range(FAILURES_UNTIL_BROKEN):
-        history.add(RankFailed(None, "gave no sign of life"), None)
-    text = str(history.refusal())
-    assert (
-        "0 s ago, all processes: gave no sign of life" in text and "Leave the device that fails out" in text
-    )
-
-
 def test_the_refusal_has_the_history_and_what_to_do():
     clock = Clock()
     history = CrashHistory(clock)
@@ -51,17 +43,16 @@ def test_the_refusal_has_the_history_and_what_to_do():
     ]
 
 
-def test_a_history_that_is_cleared_allows_another_start():
-    history = CrashHistory(Clock())
-    for _ in range(FAILURES_UNTIL_BROKEN):
-        history.add(RankFailed(0, "crash"), "cuda:0")
-    history.clear()
-    assert not history.is_broken
-
-
-def test_failures_of_several_devices_blame_none_of_them():
+@pytest.mark.parametrize(
+    ("failures", "named"),
+    [
+        ([(RankFailed(None, "silent"), None)], "0 s ago, all processes: silent"),
+        ([(RankFailed(rank, "crash"), f"cuda:{rank}") for rank in (0, 1, 2)], "process 2 on cuda:2: crash"),
+    ],
+)
+def test_failures_of_no_one_device_blame_none(failures, named):
     history = CrashHistory(Clock())
     for number in range(FAILURES_UNTIL_BROKEN):
-        history.add(RankFailed(number, "crash"), f"cuda:{number}")
+        history.add(*failures[number % len(failures)])
     text = str(history.refusal())
-    assert "Leave the device that fails out" in text and "process 2 on cuda:2" in text
+    assert "Leave the device that fails out" in text and named in text
