@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import pkgutil
+import resource
 import runpy
 import signal
 import socket
@@ -40,6 +41,11 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     _prepare()
     control.send(b"ready")
+    serve(control)
+
+
+def serve(control: socket.socket) -> None:
+    """Forks a rank for each order, until the other end of `control` is closed."""
     while True:
         data, descriptors = _receive(control)
         if not data:
@@ -118,7 +124,8 @@ def _fork(control: socket.socket, order: dict, descriptors: list[int]) -> int:
 def _become(order: dict, descriptors: list[int]) -> int:
     """Runs `python -m MODULE …` in this process as a fresh process would. Returns the exit code."""
     wanted = [1, *order["pass_fds"]]
-    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_SPARE) for descriptor in descriptors]
+    first = min(_FIRST_SPARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
     for descriptor, number in zip(spare, wanted, strict=True):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,17 @@ class ForkedRank:
     returncode: int | None = None
 
 
+@dataclass
+class ForkedServer:
+    """A server that is a fork of this process, with what a ForkedSubprocess uses of subprocess.Popen."""
+
+    pid: int
+
+    def wait(self, timeout: float = 0) -> int | None:
+        with suppress(ChildProcessError):  # something else in this process has collected its exit code
+            return os.waitpid(self.pid, 0)[1]
+
+
 class ForkedSubprocess:
     """Replaces `subprocess` in `supervisor`: ranks are forks of one server, which starts with the first rank.
 
@@ -51,7 +63,7 @@ class ForkedSubprocess:
         environment = supervisor.rank_environment(os.environ, self._root, ("cpu:0",))
         # A process with threads cannot be forked safely.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", _NO_CUDA_CONTEXT: "1"}
-        self._server: subprocess.Popen | None = None
+        self._server: subprocess.Popen | ForkedServer | None = None
         self._control: socket.socket | None = None
         self._owner = 0
         self._lock = threading.Lock()
@@ -92,6 +104,20 @@ class ForkedSubprocess:
         with self._lock:
             if self._server is None or self._owner != os.getpid():
                 self._start()
+
+    def fork_server_here(self) -> None:
+        """Makes the server a fork of this process, which has imported the modules of ranks and has one thread."""
+        from tests.support import fork_server
+
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_START)
+        with theirs:
+            pid = os.fork()
+            if pid == 0:
+                self._control.close()
+                fork_server.serve(theirs)
+                os._exit(0)
+        self._server, self._owner = ForkedServer(pid), os.getpid()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
