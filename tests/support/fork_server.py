@@ -136,7 +136,7 @@ def _become(order: dict, descriptors: list[int]) -> int:
     os.environ.update(order["env"])
     _use_threads(int(order["env"]["OMP_NUM_THREADS"]))
     command = order["command"]
-    _show_as(command)
+    show_as(command)
     module, *arguments = command[command.index("-m") + 1 :]
     sys.argv = [module, *arguments]
     try:
@@ -159,11 +159,12 @@ def _use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _show_as(command: list[str]) -> None:
+def show_as(command: list[str]) -> None:
     """Makes ps and /proc show `command` in place of the fork server's command line, which is padded to be longer."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
     line = b"\0".join(word.encode() for word in command) + b"\0"
+    assert len(line) <= end - start
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 

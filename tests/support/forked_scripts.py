@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 _BEFORE, _SCRIPT = "before.py", "script.py"
@@ -31,7 +31,7 @@ class ForkedScript:
         (folder / _BEFORE).write_text(before)
         (folder / _SCRIPT).write_text(PROLOGUE.format(folder=str(folder)) + textwrap.dedent(script))
         forks = supervisor.subprocess
-        process = forks.Popen(
+        self._process = forks.Popen(
             [sys.executable, "-m", "tests.support.forked_scripts", str(folder)],
             cwd=supervisor.PACK_ROOT,
             env=rank_environment(os.environ, supervisor.PACK_ROOT, ("cpu:0",)),
@@ -40,11 +40,10 @@ class ForkedScript:
             pass_fds=(),
             start_new_session=True,
         )
-        self.pid, self.stdout = process.pid, io.TextIOWrapper(process.stdout)
+        self.pid, self.stdout = self._process.pid, io.TextIOWrapper(self._process.stdout)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self._process.send_signal(signal.SIGKILL)
 
     def said(self) -> str:
         """Returns what the script printed, once it has ended."""
@@ -58,7 +57,7 @@ class ForkedScript:
     def close(self) -> None:
         """Ends the script. It does not end its ranks."""
         self.kill()
-        os.waitpid(self.pid, 0)
+        self._process.wait()
         self.stdout.close()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_machines import Torchrun, free_port, make_cluster
+from cluster_machines import ForkedTorchrun, free_port, make_cluster
 from flux_requests import request
 from oracle import oracle_model, oracle_sample
 from parallel_backend import devices
@@ -54,7 +54,7 @@ def lab(tmp_path_factory):
             own = folder / name / "unet" / "tiny.safetensors"  # in a folder of another name
             own.parent.mkdir(parents=True)
             shutil.copy(model, own)
-            machines[name] = Torchrun(
+            machines[name] = ForkedTorchrun(
                 name,
                 secret,
                 f"127.0.0.1:{head.port}",
