@@ -114,26 +114,26 @@ def main() -> None:
 
     result = {"host_growth_bytes": {}, "private_bytes_per_rank": {}, "predicted_over_measured": {}}
     if args.full_size:
-        with tempfile.TemporaryDirectory() as folder, _environment(GIVE_BACK):
+        with tempfile.TemporaryDirectory() as folder, environment(GIVE_BACK):
             for name in wanted(FULL_SIZE):
                 result["predicted_over_measured"][name] = _full_size(name, Path(folder))
         finish(result, args.json)
         return
-    with random_flux(*MIDDLE) as middle, _environment({} if args.glibc else GIVE_BACK):
+    with random_flux(*MIDDLE) as middle, environment({} if args.glibc else GIVE_BACK):
         for name in wanted(PREDICTED):
             strategy, cfg = PREDICTED[name]
-            ratios = _predicted_over_measured(middle, strategy, sample_request(args.tokens, STEPS, cfg))
+            ratios = predicted_over_measured(middle, strategy, sample_request(args.tokens, STEPS, cfg))
             worst = max(ratios, key=lambda ratio: abs(ratio - 1))
             result["predicted_over_measured"][name] = round(worst, 3)
             _say(name, f"predicted / measured {worst:.3f}", abs(worst - 1) <= PREDICTION_GOAL)
-    with random_flux(LARGE_HEADS, LARGE_DOUBLES, _single_blocks(args.megabytes)) as large:
+    with random_flux(LARGE_HEADS, LARGE_DOUBLES, single_blocks(args.megabytes)) as large:
         size = result["file_bytes"] = Path(large.path).stat().st_size
         for ranks in args.host if wanted(["host"]) else ():
-            growth = result["host_growth_bytes"][str(ranks)] = _host_growth(large, ranks)
+            growth = result["host_growth_bytes"][str(ranks)] = host_growth(large, ranks)
             _say(f"host, {ranks} ranks", f"{growth / size:.3f} x the file", growth <= HOST_GOAL * size)
         for name in wanted(HELD):
             strategy = HELD[name]
-            held = result["private_bytes_per_rank"][name] = max(_held(large, strategy))
+            held = result["private_bytes_per_rank"][name] = max(held_bytes(large, strategy))
             goal = None if strategy.tensor_degree > 1 else 1 / strategy.world_size + PRIVATE_GOAL
             met = None if goal is None else held <= goal * size
             _say(name, f"{held / size:.3f} x the file on the fullest rank", met)
@@ -144,7 +144,7 @@ def _say(name: str, what: str, met: bool | None) -> None:
     print(f"{name:20s} {what:45s} {({True: 'goal met', False: 'GOAL MISSED', None: ''})[met]}", flush=True)
 
 
-def _predicted_over_measured(
+def predicted_over_measured(
     spec: ModelSpec, strategy: ParallelStrategy, request: SampleRequest
 ) -> list[float]:
     """Returns predicted over measured bytes that the job adds to each rank."""
@@ -187,7 +187,7 @@ def _added(rank: RankMemory) -> int:
     return rank.private_bytes - rank.base
 
 
-def _host_growth(spec: ModelSpec, ranks: int) -> int:
+def host_growth(spec: ModelSpec, ranks: int) -> int:
     strategy = ParallelStrategy(ring_degree=ranks)
     with _warm_ranks(strategy) as sidecar:
         before = sum(map(_proportional, sidecar.pids))
@@ -195,7 +195,7 @@ def _host_growth(spec: ModelSpec, ranks: int) -> int:
         return sum(_proportional(pid) + _mapped(pid, spec.path, "Pss:") for pid in sidecar.pids) - before
 
 
-def _held(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
+def held_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
     """Returns the bytes of weights that each rank holds."""
     with _warm_ranks(strategy) as sidecar:
         before = [_anonymous(pid) for pid in sidecar.pids]
@@ -205,7 +205,7 @@ def _held(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Iterator[None]:
     """Sets environment variables for the processes that are started in the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -244,7 +244,7 @@ def _short_request(cfg: float = 1.0) -> SampleRequest:
     )
 
 
-def _single_blocks(megabytes: int) -> int:
+def single_blocks(megabytes: int) -> int:
     """Returns how many single blocks make a file of this size. Double blocks have 36 x hidden² numbers, single 15 x."""
     square = 4 * (128 * LARGE_HEADS) ** 2  # bytes of float32
     return max(1, round((megabytes * 1e6 / square - 36 * LARGE_DOUBLES) / 15))

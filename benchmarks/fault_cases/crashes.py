@@ -81,7 +81,7 @@ def host_memory(subject: Subject) -> Iterator[Check]:
     with in_control_group(1500 * 2**20) as join:
         if join is None:
             return
-        out = run_script(join + OUT_OF_HOST_MEMORY, subject.folder)
+        out = run_script(OUT_OF_HOST_MEMORY, subject.folder, join)
     yield true(
         "says host memory and how much", "host memory ran out" in out and "of the 1.5 GiB there are" in out
     )

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -20,12 +20,11 @@ from fault_injection import (
     fault,
     full_temporary_folder,
     in_control_group,
-    run_script,
     start_in,
-    start_script,
     without_hostname,
 )
 from flux_requests import flux_request
+from forked_scripts import ForkedScript, run_forked
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.group import exchange, liveness
@@ -103,7 +102,7 @@ def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_
     with in_control_group(1500 * 2**20) as join:
         if join is None:
             pytest.skip("no right to make a control group")
-        out = run_script(join + OUT_OF_HOST_MEMORY, tmp_path)
+        out = run_forked(OUT_OF_HOST_MEMORY, tmp_path, join)
     assert "process 1 failed: killed by SIGKILL: host memory ran out" in out
     assert "of the 1.5 GiB there are" in out and "fine" in out
 
@@ -182,11 +181,10 @@ def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_pa
             print(*sidecar.pids, flush=True)
             sidecar.sample(weights, scripted_request(), two_ranks())
         """
-    with start_script(script, tmp_path) as parent:
+    with closing(ForkedScript(script, tmp_path)) as parent:
         pids = [int(word) for word in parent.stdout.readline().split()]
         wait_until(once.exists)
         parent.kill()
-        parent.wait()
     wait_until(lambda: not any(map(is_running, pids)) and not ranks_of(parent.pid))
 
 
@@ -258,7 +256,7 @@ def test_a_full_temporary_folder_and_a_tiny_shared_memory(no_leaks, tmp_path):
     before = full_temporary_folder(full)
     if before is None:
         pytest.skip("no right to mount")
-    out = run_script(ONE_JOB + start_in(full), tmp_path, before)
+    out = run_forked(ONE_JOB + start_in(full), tmp_path, before)
     assert "fine" in out and f"{full} takes no files (No space left on device)" in out
 
 
@@ -282,19 +280,17 @@ def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, 
 
 
 def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_nothing(no_leaks, tmp_path):
-    before, script = without_hostname(), FEW_DESCRIPTORS + BESIDE_OTHERS
+    before = without_hostname() + FEW_DESCRIPTORS
     folders = [
         tmp_path / "one",
         tmp_path / "other",
     ]  # each has its own model file, because a job ends if its file changes
     for folder in folders:
         folder.mkdir()
-    with (
-        start_script(script, folders[0], before) as one,
-        start_script(script, folders[1], before) as other,
-    ):
-        assert "fine" in one.communicate(timeout=120)[0]
-        assert "fine" in other.communicate(timeout=120)[0]
+    one, other = (ForkedScript(BESIDE_OTHERS, folder, before) for folder in folders)
+    with closing(one), closing(other):
+        assert "fine" in one.said()
+        assert "fine" in other.said()
 
 
 # 20: a device that is not there.

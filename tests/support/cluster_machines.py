@@ -15,6 +15,7 @@ from parallel_backend.cluster.handshake import Join, pack, receive_first, send_f
 from parallel_backend.cluster.tls import make_context, secure
 from parallel_backend.commands.cluster import make
 from parallel_backend.sidecar.cluster import head as clusters
+from parallel_backend.sidecar.group import supervisor
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 
 
@@ -72,27 +73,30 @@ class Torchrun:
         nodes: str = "2",
         ranks: int = 1,
         log: Path,
-        within: tuple[str, ...] = (),
         settings: str = "",
         comfyui: Path | None = None,
     ) -> None:
-        command = [*within, sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
+        command = ["--nnodes", nodes]
         command += ["--nproc-per-node", str(ranks), "--max-restarts", "1000", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", meeting, "--rdzv-id", "lab", "--local-addr", local]
         command += ["--rdzv-conf", settings] if settings else []
         command += ["-m", "parallel_backend.rank", "--join", head, "--secret-file", str(secret)]
         command += ["--models", str(models), "--machine", machine, "--device", "cpu"]
         command += ["--comfyui", str(comfyui)] if comfyui else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=PACK_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            self.process = self._start(command, environment, output)
+
+    def _start(self, arguments, environment, output):
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *arguments],
+            cwd=PACK_ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
     def ranks(self) -> list[int]:
         """Returns the process ids of its ranks."""
@@ -104,6 +108,18 @@ class Torchrun:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+
+class ForkedTorchrun(Torchrun):
+    """torchrun and its ranks as forks of the fork server. `namespace`: file of the network namespace to run in."""
+
+    def __init__(self, *names: str | Path, namespace: str = "", **options) -> None:
+        self._namespace = namespace
+        super().__init__(*names, **options)
+
+    def _start(self, arguments, environment, output):
+        command = [sys.executable, "-m", "tests.support.forked_torchrun", self._namespace, *arguments]
+        return supervisor.subprocess.fork(command, environment, output.fileno())
 
 
 def _command_line(pid: str) -> bytes:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 from parallel_backend.wire.checks.fault_injection import VARIABLE
+
+_CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def fault(kind: str, point: str, *, rank: int = 1, step: int = 0, once: Path | N
             os.environ[VARIABLE] = before
 
 
-_PROLOGUE = """
+PROLOGUE = """
 import os
 from pathlib import Path
 from fault_injection import fault
@@ -139,7 +141,7 @@ except PlatformError as error:
 
 @contextmanager
 def in_control_group(limit_bytes: int) -> Iterator[str | None]:
-    """Yields a line with which a script joins a control group with this memory limit, or None if not allowed."""
+    """Yields lines with which a process joins a control group with this memory limit, or None if not allowed."""
     group = Path(f"/sys/fs/cgroup/memory/parallel-faults-{os.getpid()}")
     try:
         group.mkdir()
@@ -148,42 +150,52 @@ def in_control_group(limit_bytes: int) -> Iterator[str | None]:
         return
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        yield f"Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
+        yield f"import os\nopen({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
     finally:
         group.rmdir()
 
 
-def full_temporary_folder(folder: Path) -> list[str] | None:
-    """Returns a command prefix under which `folder` is full and /dev/shm has 1 MB, or None if not allowed."""
+def full_temporary_folder(folder: Path) -> str | None:
+    """Returns lines after which `folder` is full and /dev/shm has 1 MB for the process that runs them and for its
+    children, or None if not allowed."""
     folder.mkdir()
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        return None
-    mounts = (
-        f"mount -t tmpfs -o size=1m none /dev/shm && mount -t tmpfs -o size=64k none {folder} && "
-        f'{{ head -c 200k /dev/zero > {folder}/ballast; exec "$@"; }}'
+    return _in_namespace(
+        _CLONE_NEWNS,
+        "mount --make-rprivate / && mount -t tmpfs -o size=1m none /dev/shm && "
+        f"mount -t tmpfs -o size=64k none {folder} && "
+        f"{{ head -c 200k /dev/zero > {folder}/ballast || true; }}",
     )
-    return ["unshare", "-m", "sh", "-c", mounts, "sh"]
 
 
-def without_hostname() -> list[str]:
-    """Returns a command prefix under which the host's name does not resolve, or [] if not allowed."""
-    before = ["unshare", "-u", "sh", "-c", 'hostname no.such.host.invalid && exec "$@"', "sh"]
-    return [] if subprocess.run([*before, "true"], capture_output=True).returncode else before
+def without_hostname() -> str:
+    """Returns lines after which the host's name does not resolve for the process that runs them and for its children,
+    or "" if not allowed."""
+    return _in_namespace(_CLONE_NEWUTS, "hostname no.such.host.invalid") or ""
 
 
-def start_script(script: str, folder: Path, before: Sequence[str] = ()) -> subprocess.Popen:
+def _in_namespace(kind: int, command: str) -> str | None:
+    """Returns lines that move a process to a namespace of its own and run `command` there, or None if not allowed."""
+    lines = f"""
+import ctypes, subprocess
+assert ctypes.CDLL(None).unshare({kind}) == 0
+subprocess.run(["sh", "-c", {command!r}], check=True)
+"""
+    return None if subprocess.run([sys.executable, "-c", lines], capture_output=True).returncode else lines
+
+
+def start_script(script: str, folder: Path, before: str = "") -> subprocess.Popen:
     """Starts a process with a separate supervisor. `weights` in `script` is a file in `folder` for scripted ranks;
-    `before`: a command prefix."""
+    `before`: lines that run first. forked_scripts.py does the same without an import."""
     search = os.pathsep.join([str(PACK_ROOT), str(PACK_ROOT / "tests" / "support")])
     return subprocess.Popen(
-        [*before, sys.executable, "-c", _PROLOGUE.format(folder=str(folder)) + textwrap.dedent(script)],
+        [sys.executable, "-c", before + PROLOGUE.format(folder=str(folder)) + textwrap.dedent(script)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": search},
         text=True,
     )
 
 
-def run_script(script: str, folder: Path, before: Sequence[str] = ()) -> str:
+def run_script(script: str, folder: Path, before: str = "") -> str:
     """Runs a script and returns what it prints."""
     with start_script(script, folder, before) as process:
         return process.communicate(timeout=120)[0]

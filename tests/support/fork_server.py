@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import pkgutil
+import resource
 import runpy
 import signal
 import socket
@@ -40,6 +41,11 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     _prepare()
     control.send(b"ready")
+    serve(control)
+
+
+def serve(control: socket.socket) -> None:
+    """Forks a rank for each order, until the other end of `control` is closed."""
     while True:
         data, descriptors = _receive(control)
         if not data:
@@ -118,7 +124,8 @@ def _fork(control: socket.socket, order: dict, descriptors: list[int]) -> int:
 def _become(order: dict, descriptors: list[int]) -> int:
     """Runs `python -m MODULE …` in this process as a fresh process would. Returns the exit code."""
     wanted = [1, *order["pass_fds"]]
-    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_SPARE) for descriptor in descriptors]
+    first = min(_FIRST_SPARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    spare = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
     for descriptor, number in zip(spare, wanted, strict=True):
@@ -129,7 +136,7 @@ def _become(order: dict, descriptors: list[int]) -> int:
     os.environ.update(order["env"])
     _use_threads(int(order["env"]["OMP_NUM_THREADS"]))
     command = order["command"]
-    _show_as(command)
+    show_as(command)
     module, *arguments = command[command.index("-m") + 1 :]
     sys.argv = [module, *arguments]
     try:
@@ -152,11 +159,12 @@ def _use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _show_as(command: list[str]) -> None:
+def show_as(command: list[str]) -> None:
     """Makes ps and /proc show `command` in place of the fork server's command line, which is padded to be longer."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
     line = b"\0".join(word.encode() for word in command) + b"\0"
+    assert len(line) <= end - start
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,39 @@ _START = 200.0  # s for the imports on a busy machine
 
 
 @dataclass
-class ForkedRank:
-    """A forked rank with those fields of subprocess.Popen that the supervisor uses."""
+class ForkedProcess:
+    """A forked child with those parts of subprocess.Popen that the supervisor, torchrun and tests use."""
 
     pid: int
-    stdout: BinaryIO
+    stdout: BinaryIO | None = None
     returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._collect(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if timeout is None:
+            return self._collect(0)
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _collect(self, options: int) -> int | None:
+        if self.returncode is None:
+            try:
+                ended, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # something else has collected the exit code
+                self.returncode = 0
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
 
 
 class ForkedSubprocess:
@@ -51,7 +79,7 @@ class ForkedSubprocess:
         environment = supervisor.rank_environment(os.environ, self._root, ("cpu:0",))
         # A process with threads cannot be forked safely.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", _NO_CUDA_CONTEXT: "1"}
-        self._server: subprocess.Popen | None = None
+        self._server: subprocess.Popen | ForkedProcess | None = None
         self._control: socket.socket | None = None
         self._owner = 0
         self._lock = threading.Lock()
@@ -66,7 +94,7 @@ class ForkedSubprocess:
         """The only descriptor that this process holds for the server, or None."""
         return None if self._control is None else self._control.fileno()
 
-    def Popen(self, command: Sequence[str], **options) -> ForkedRank | subprocess.Popen:
+    def Popen(self, command: Sequence[str], **options) -> ForkedProcess | subprocess.Popen:
         """Starts a rank as subprocess.Popen does, but by a fork. Raises RuntimeError if the environment differs."""
         if not self.enabled:
             return subprocess.Popen(command, **options)
@@ -76,9 +104,26 @@ class ForkedSubprocess:
             )
         assert (options["cwd"], options["start_new_session"]) == (self._root, True)
         assert (options["stdout"], options["stderr"]) == (self.PIPE, self.STDOUT)
+        reader, writer = os.pipe()
+        try:
+            pid = self.fork(command, options["env"], writer, options["pass_fds"]).pid
+            return ForkedProcess(pid, os.fdopen(reader, "rb"))
+        finally:
+            os.close(writer)
+
+    def fork(
+        self, command: Sequence[str], env: Mapping[str, str], stdout: int, pass_fds: Sequence[int] = ()
+    ) -> ForkedProcess:
+        """Starts `command` (`python … -m MODULE …`) with this environment and these descriptors."""
         self.prepare()
+        order = json.dumps({"command": command, "env": env, "pass_fds": pass_fds}).encode()
         with self._lock:
-            return self._fork(command, options["env"], options["pass_fds"])
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(self._control, [order], [stdout, *pass_fds])
+                return ForkedProcess(int(self._receive()))
+            finally:
+                _adopt_orphans(False)
 
     def close(self) -> None:
         """Ends the server. Its ranks keep running."""
@@ -92,6 +137,21 @@ class ForkedSubprocess:
         with self._lock:
             if self._server is None or self._owner != os.getpid():
                 self._start()
+
+    def fork_server_here(self) -> None:
+        """Makes the server a fork of this process, which has imported the modules of ranks and has one thread."""
+        from tests.support import fork_server
+
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_START)
+        with theirs:
+            pid = os.fork()
+            if pid == 0:
+                self._control.close()
+                fork_server.show_as(["python", "-m", "tests.support.fork_server"])
+                fork_server.serve(theirs)
+                os._exit(0)
+        self._server, self._owner = ForkedProcess(pid), os.getpid()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,17 +174,6 @@ class ForkedSubprocess:
             )
         self._owner = os.getpid()
         self._receive()
-
-    def _fork(self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> ForkedRank:
-        order = json.dumps({"command": command, "env": env, "pass_fds": pass_fds}).encode()
-        reader, writer = os.pipe()
-        _adopt_orphans(True)
-        try:
-            socket.send_fds(self._control, [order], [writer, *pass_fds])
-            return ForkedRank(int(self._receive()), os.fdopen(reader, "rb"))
-        finally:
-            _adopt_orphans(False)
-            os.close(writer)
 
     def _receive(self) -> bytes:
         answer = self._control.recv(64)

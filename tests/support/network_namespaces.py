@@ -57,6 +57,10 @@ class Hosts:
         """Returns the beginning of a command that runs on this host."""
         return ("ip", "netns", "exec", self._space(host))
 
+    def namespace(self, host: str) -> str:
+        """Returns the path of the file that stands for this host's network namespace."""
+        return f"/var/run/netns/{self._space(host)}"
+
     def cut_off(self, host: str) -> None:
         self.network.cut_off(self.address(host))
 

@@ -36,12 +36,13 @@ BY_NATIVE = {
     ),
     "a UNet": (UNETS["sdxl"], 2, "the blocks of UNetModel are not described"),
 }
-STRATEGIES = [
-    ParallelStrategy(ulysses_degree=2),
-    ParallelStrategy(ring_degree=2),
-    ParallelStrategy(ring_degree=2, ulysses_degree=2),
-    ParallelStrategy(cfg_degree=2, ulysses_degree=2),
-]
+STRATEGIES = {
+    2: [ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)],
+    4: [
+        ParallelStrategy(ring_degree=2, ulysses_degree=2),
+        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
+    ],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,24 +52,27 @@ def _comfyui():
     import_comfyui_here()
 
 
-def computed(world, strategy, references):
-    """Returns (difference, engine, notes) for each call on this rank."""
+def computed(world, strategies, references):
+    """Returns (difference, engine) for each call on this rank. The strategies take turns: xfuser has one set of groups
+    per process."""
     layouts, found = Layouts(world), []
     for reference in references:
-        forward = make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
-        for tokens in (
-            dict.fromkeys((reference.mode, BLOCK)) if reference.mode in (STAY, BLOCK) else [reference.mode]
-        ):
-            found.append((reference.difference(forward, tokens), forward.engine, forward.notes))
+        forwards = [
+            make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
+            for strategy in strategies
+        ]
+        for tokens in (STAY, BLOCK):
+            found += [(reference.difference(forward, tokens), forward.engine) for forward in forwards]
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.describe())
-def test_xfuser_gives_what_one_process_gives_in_each_family(strategy):
-    references = [Reference(*CASES[name], ODD) for name in BY_XFUSER]
-    for of_rank in run_ranks(computed, strategy.world_size, strategy, references, backend="gloo"):
-        assert [engine for _, engine, _ in of_rank] == ["xfuser"] * 2 * len(BY_XFUSER)
-        assert max(far for far, *_ in of_rank) <= EXACT
+@pytest.mark.parametrize("ranks", STRATEGIES)
+def test_xfuser_gives_what_one_process_gives_in_each_family_as_strategies_take_turns(ranks):
+    references, strategies = [Reference(*CASES[name], ODD) for name in BY_XFUSER], STRATEGIES[ranks]
+    assert {reference.mode for reference in references} == {STAY}
+    for of_rank in run_ranks(computed, ranks, strategies, references, backend="gloo"):
+        assert [engine for _, engine in of_rank] == ["xfuser"] * 2 * len(BY_XFUSER) * len(strategies)
+        assert max(far for far, _ in of_rank) <= EXACT
 
 
 @pytest.mark.parametrize("what", BY_NATIVE)
@@ -83,23 +87,3 @@ def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so(what):
 def run_unmodified(world, strategy, reference):
     forward = make_module_forward(reference.model, Layouts(world), Placement(strategy, "xfuser"))
     return [(reference.difference(forward, reference.mode), forward.engine, forward.notes)]
-
-
-def taking_turns(world, reference):
-    """Returns the differences of calls under two strategies in turn: xfuser has one set of groups per process."""
-    layouts = Layouts(world)
-    forwards = [
-        make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
-        for strategy in (ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2))
-    ]
-    return [reference.difference(forward, STAY) for forward in (*forwards, *forwards)]
-
-
-def test_strategies_take_turns():
-    assert (
-        max(
-            max(of_rank)
-            for of_rank in run_ranks(taking_turns, 2, Reference(*CASES["flux1"], ODD), backend="gloo")
-        )
-        <= EXACT
-    )

@@ -32,7 +32,7 @@ STRATEGIES = (
     ParallelStrategy(tensor_degree=2),
     ParallelStrategy(cfg_degree=2, shard_weights=True),
 )
-NAMES = ("dividing, cfg 4, batch 1", "text lengths differ")
+NAMES = ("not dividing, cfg 4, batch 1", "text lengths differ")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""A Flux.1 file of any layout and dtype becomes the same network, over the mapped file and without a copy per rank."""
+"""A Flux.1 file of any layout and dtype becomes the same network, over the mapped file."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,8 +21,6 @@ from parallel_backend.models.diffusers.model import DiffusersModel
 from parallel_backend.models.diffusers.packing import image_ids, pack, unpack
 from parallel_backend.requests import ModelSpec
 from tiny_flux import tiny_flux_config, tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
-
-ROOT = Path(__file__).resolve().parents[3]
 
 SIZES = {"heads": 2, "double_blocks": 2, "single_blocks": 2, "context_dim": 48, "pooled_dim": 24}
 PREFIX = "model.diffusion_model."
@@ -311,43 +308,3 @@ def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(tmp_path, layout,
         if ".norm_" not in name and not any(b <= parameter.data_ptr() < e for b, e in ranges)
     ]
     assert not copies
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_two_processes_hold_one_copy_of_the_file_between_them(tmp_path):
-    small = write_tiny_flux(tmp_path / "small.safetensors")
-    large = write_tiny_flux(tmp_path / "large.safetensors", heads=6)
-    size = large.stat().st_size
-    assert size > 100e6
-    holder = ROOT / "tests" / "support" / "weights_holder.py"
-    holders = [
-        subprocess.Popen(
-            [sys.executable, str(holder), str(small), str(large)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-
-    def together() -> list[str]:
-        """Returns the next line of each process once all have printed one, then lets them continue."""
-        words = [process.stdout.readline().strip() for process in holders]
-        for process in holders:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        return words
-
-    try:
-        for word in ("warm", "measured", "loaded"):
-            assert together() == [word] * 2
-        growth = sum(map(int, together()))
-        assert together() == ["copied"] * 2
-        copied = sum(map(int, together()))
-    finally:
-        for process in holders:
-            process.kill()
-            process.communicate()
-    print(f"growth {growth / 1e6:.1f} MB for a file of {size / 1e6:.1f} MB: {growth / size:.3f}")
-    assert 0.9 * size < growth <= 1.15 * size  # every weight was read
-    assert copied > 2.5 * size  # the control: a copy per rank

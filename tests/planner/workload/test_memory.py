@@ -250,31 +250,41 @@ def most_held(world, path, weight_dtypes, strategy, job) -> list[int]:
     return held
 
 
-# Cases with many patches or hops use wider layers, next to which their small buffers count less.
+FP32, BF16, BOTH = ("auto",), ("bfloat16",), ("auto", "bfloat16")
+
+
+# Cases with many patches or hops use wider layers, next to which their small buffers count less. The dtype changes the
+# bytes of a number and no formula, so one job of one device and one of stages run in both.
 @pytest.mark.parametrize(
-    ("strategy", "job", "heads"),
+    ("strategy", "job", "heads", "dtypes"),
     [
-        (ParallelStrategy(), job_of(32, 48, 64, steps=2), 2),
-        (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True), 2),
-        (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1), 2),
-        (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=2), 2),
-        (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=2), 2),
-        (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2),
-        (ParallelStrategy(pipefusion_degree=2, warmup_steps=2), job_of(32, 48, 64, batch=3, steps=2), 2),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=2), 2, BOTH),
+        (ParallelStrategy(), job_of(32, 48, 64, steps=3, step_cache=True), 2, BF16),
+        (ParallelStrategy(), job_of(24, 32, 300, batch=2, prompts=2, steps=1), 2, FP32),
+        (ParallelStrategy(cfg_degree=2), job_of(32, 48, 64, prompts=2, steps=1), 2, BF16),
+        (ParallelStrategy(ring_degree=3), job_of(32, 48, 64, steps=1), 2, BF16),
+        (ParallelStrategy(pipefusion_degree=2), job_of(32, 48, 64, steps=3), 2, BOTH),
         (
-            ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5),
-            job_of(32, 48, 300, steps=3),
-            4,
+            ParallelStrategy(pipefusion_degree=2, warmup_steps=2),
+            job_of(32, 48, 64, batch=3, steps=2),
+            2,
+            FP32,
         ),
-        (ParallelStrategy(cfg_degree=2, pipefusion_degree=2), job_of(32, 48, 64, prompts=2, steps=3), 3),
+        (ParallelStrategy(pipefusion_degree=2, num_pipeline_patch=5), job_of(32, 48, 300, steps=3), 4, FP32),
+        (
+            ParallelStrategy(cfg_degree=2, pipefusion_degree=2),
+            job_of(32, 48, 64, prompts=2, steps=3),
+            3,
+            BF16,
+        ),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else None,
 )
-def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads):
+def test_a_job_holds_what_is_predicted(tmp_path, strategy, job, heads, dtypes):
     """benchmarks/memory.py covers Ulysses, Ring within stages, sharded and sliced layers instead: with those, gloo's
     threads keep the tensors that they moved."""
     path = write_tiny_flux(tmp_path / "x.safetensors", heads=heads, double_blocks=2, single_blocks=4)
-    file, dtypes = inspect_flux(path), ("auto", "bfloat16")
+    file = inspect_flux(path)
     held = run_ranks(most_held, strategy.world_size, str(path), dtypes, strategy, job, backend="gloo")
     for i, dtype in enumerate(dtypes):
         predicted = predict_memory(replace(job, model=CheckpointModel(file, dtype)), strategy, on_cpu=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_machines import Torchrun, make_cluster
+from cluster_machines import ForkedTorchrun, make_cluster
 from comfyui_server import free_port
 from flux_requests import request
 from oracle import oracle_model, oracle_sample
@@ -55,7 +55,7 @@ def lab(tmp_path_factory):
             own = folder / name / "unet" / "tiny.safetensors"  # in a folder of another name
             own.parent.mkdir(parents=True)
             shutil.copy(model, own)
-            machines[name] = Torchrun(
+            machines[name] = ForkedTorchrun(
                 name,
                 secret,
                 f"127.0.0.1:{head.port}",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_machines import Torchrun, make_cluster
+from cluster_machines import ForkedTorchrun, make_cluster
 from flux_requests import request
 from network_namespaces import FIRST, Hosts
 from oracle import oracle_model, oracle_sample
@@ -90,7 +90,7 @@ def lab(hosts, tmp_path_factory):
         own = folder / name
         own.mkdir(exist_ok=True)
         shutil.copy(model, own)
-        machines[name] = Torchrun(
+        machines[name] = ForkedTorchrun(
             name,
             secret,
             f"{hosts.address(FIRST)}:{port}",
@@ -99,7 +99,7 @@ def lab(hosts, tmp_path_factory):
             local=hosts.address(name),
             nodes="2:3",
             log=folder / f"{name}.log",
-            within=hosts.within(name),
+            namespace=hosts.namespace(name),
             settings=f"is_host={int(name == 'a')},last_call_timeout=2,keep_alive_interval=1",
         )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fault_injection import A_RANK_DIES, CHILDREN_IGNORED, EVERYTHING_PAUSES, REAPING_THREAD, run_script
 from parallel_backend.errors import PlatformError, RankFailed
 from parallel_backend.sidecar.group import supervisor as supervisor_module
 from parallel_backend.sidecar.group.exchange import Exchange
@@ -91,17 +90,6 @@ def test_a_rank_that_cannot_import_shows_its_traceback():
     assert caught.value.reason == "exit"
     assert sidecar.state is State.FAILED
     sidecar.stop()
-
-
-@pytest.mark.parametrize("elsewhere", [REAPING_THREAD, CHILDREN_IGNORED], ids=["a thread", "the kernel"])
-def test_ranks_whose_end_something_else_collects_are_noticed_all_the_same(tmp_path, elsewhere):
-    out = run_script(elsewhere + A_RANK_DIES, tmp_path)
-    assert "process 1 failed: " in out
-    assert "stopped down" in out
-
-
-def test_a_pause_of_everything_together_is_no_hang(tmp_path):
-    assert "same ranks, paused" in run_script(EVERYTHING_PAUSES, tmp_path)
 
 
 def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -12,22 +11,14 @@ import torch
 
 from parallel_backend.errors import DeviceError
 from parallel_backend.sidecar import pool
+from parallel_backend.sidecar.group import supervisor
 from parallel_backend.sidecar.group.lease import State
-from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 from parallel_backend.sidecar.process import device_lock
 from parallel_backend.sidecar.process.device_lock import CPU_TOO, VARIABLE, holder_of, lock_devices
 from parallel_backend.sidecar.sidecar import Sidecar
 from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-_HOLDS = """
-import os, subprocess, sys
-from parallel_backend.sidecar.process.device_lock import lock_devices
-locks = lock_devices(sys.argv[1].split(","))
-rank = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, pass_fds=locks.of(sys.argv[1].split(",")[0]))
-print(rank.pid, flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -44,21 +35,19 @@ def other(folder):
     processes = []
 
     def hold(devices):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _HOLDS, devices],
-            cwd=PACK_ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        rank = int(process.stdout.readline())
+        command = [sys.executable, "-m", "tests.support.rank_programs.lock_holder", devices]
+        reader, writer = os.pipe()
+        process = supervisor.subprocess.fork(command, dict(os.environ), writer)
+        os.close(writer)
+        with os.fdopen(reader) as said:
+            rank = int(said.readline())
         processes.append((process, rank))
         return process, rank
 
     yield hold
     for process, rank in processes:
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
 
@@ -83,7 +72,7 @@ def test_the_second_process_learns_who_has_the_device_and_gets_the_others(folder
 
 def test_a_killed_process_keeps_the_device_as_long_as_its_ranks_live(other, monkeypatch):
     holder, rank = other("cpu:0")
-    holder.kill()
+    holder.send_signal(signal.SIGKILL)
     holder.wait()
     monkeypatch.setattr(device_lock.deadlines, "TERMINATE", 0.1)
     with pytest.raises(DeviceError, match=f"process {holder.pid}"):
