@@ -47,8 +47,7 @@ class HeadAttention:
             self._is_inside = False
         dim = 1 if call.skip_output_reshape else part.ndim - 1
         lengths = tuple(size * (part.shape[dim] // count) for size in sizes)
-        whole = all_gather(part.movedim(dim, 0).contiguous(), lengths, self._axis, self._traffic)
-        return whole.movedim(0, dim).contiguous()
+        return all_gather(part, lengths, self._axis, self._traffic, dim).contiguous()
 
     def _key_heads(self, call: AttentionCall) -> int:
         """Returns the number of heads of keys and values, or 0 if heads cannot be split: keys and values differ in

@@ -42,9 +42,7 @@ class QueryAttention:
             mask = mask[..., local, :]
         q = call.q.narrow(dim, local.start, local.stop - local.start)
         part = library(replace(call, q=q, mask=mask))
-        out_dim = call.output_token_dim
-        whole = all_gather(part.movedim(out_dim, 0).contiguous(), sizes, self._axis, self._traffic)
-        return whole.movedim(0, out_dim).contiguous()
+        return all_gather(part, sizes, self._axis, self._traffic, call.output_token_dim).contiguous()
 
 
 def _may_be_of_rows(mask: Tensor | None, q: Tensor, queries: int) -> bool:

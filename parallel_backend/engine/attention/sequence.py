@@ -125,8 +125,7 @@ class SequenceAttention:
             )()
             key, value = self._newest(key, value, call.mask, streams)
             out = self._of_heads(library, call.on(q[:, mine], *one_each(key, value, mine, group)), streams)
-            by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
-            return by_head.transpose(0, 1)
+            return all_gather(out, shares, self._ulysses, self._tokens.traffic, 1)
         if size == 1:
             k, v = self._newest(k, v, call.mask, streams)
             return self._of_heads(library, call.on(q, *one_each(k, v, mine, group)), streams)
@@ -365,8 +364,7 @@ class SequenceAttention:
             axis, traffic = self._tokens.axis, self._tokens.traffic
             flags = mask.dtype == torch.bool  # not every transport carries bool
             mask = self._tokens.local(mask, keys, mask.ndim - 1)
-            moved = (mask.to(torch.uint8) if flags else mask).movedim(-1, 0)
-            mask = all_gather(moved, lengths, axis, traffic).movedim(0, -1)
+            mask = all_gather(mask.to(torch.uint8) if flags else mask, lengths, axis, traffic, -1)
             mask = mask.bool() if flags else mask
         if queries is not None and mask.ndim > 1 and mask.shape[-2] == self._tokens.total(queries) > 1:
             mask = mask.index_select(-2, self._tokens.order(queries, mask.device))

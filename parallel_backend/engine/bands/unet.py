@@ -88,9 +88,9 @@ class BandAttention(nn.Module):
 
     def _attend(self, library: Attend, call: AttentionCall) -> Tensor:
         """Gathers keys and values [B, tokens of this band, H D] in one collective. An attention.Replacement."""
-        mine = torch.cat([call.k, call.v], dim=2).transpose(0, 1)
-        sizes = self.bands.sizes(len(mine))
-        everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic).transpose(0, 1)
+        mine = torch.cat([call.k, call.v], dim=2)
+        sizes = self.bands.sizes(mine.shape[1])
+        everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic, 1)
         keys, values = everyones.split([call.k.shape[2], call.v.shape[2]], dim=2)
         return library(replace(call, k=keys, v=values))
 

@@ -80,9 +80,12 @@ def test_without_the_exchange_the_answer_is_another(reference):
     one = reference("sdxl + controlnet")
 
     def apart(world):
-        queries.all_gather = lambda mine, sizes, axis, traffic: torch.cat(
-            [mine, mine.new_zeros(sum(sizes) - len(mine), *mine.shape[1:])]
-        )
+        def with_zeros(mine, sizes, axis, traffic, dim):
+            missing = list(mine.shape)
+            missing[dim] = sum(sizes) - mine.shape[dim]
+            return torch.cat([mine, mine.new_zeros(missing)], dim)
+
+        queries.all_gather = with_zeros
         return one.on_ranks(world, ATTENTION, Placement(ULYSSES_2))[0][0]
 
     assert min(run_ranks(apart, 2)) > 100 * EXACT
