@@ -1,21 +1,55 @@
-"""Adapts diffusers' Flux.1 to the signature of ComfyUI's Flux: it takes the same call and gives the same output."""
+"""Adapts diffusers' Flux.1 to the signature of ComfyUI's Flux: it takes the same call and gives the same output, from
+the timestep without rounding."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor, nn
 
-from .exact_timestep import PooledAtTime
 from .packing import image_ids, pack, text_ids, unpack
 
 
+class PooledAtTime(NamedTuple):
+    """The inputs of the time and text embedding in a call with r rows: pooled [r, pooled_dim], sigma [r] float32.
+
+    diffusers' forward passes `pooled_projections` on unchanged, but first rounds the timestep to the compute dtype.
+    """
+
+    pooled: Tensor
+    sigma: Tensor
+
+
+class ExactTimestep(nn.Module):
+    """A replacement of diffusers' time_text_embed that embeds the unrounded `sigma` of a PooledAtTime.
+
+    As in ComfyUI, a guidance-distilled model that gets no guidance (FluxDisableGuidance) embeds none.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rounded: Tensor, *rest: Tensor | PooledAtTime) -> Tensor:
+        *guidance, call = rest
+        assert isinstance(call, PooledAtTime), "diffusers hands on what DiffusersFlux gave it"
+        exact, inner = call.sigma * 1000, self.inner
+        if guidance or not hasattr(inner, "guidance_embedder"):
+            return inner(exact, *guidance, call.pooled)
+        time = inner.get_submodule("timestep_embedder")(
+            inner.get_submodule("time_proj")(exact).to(call.pooled.dtype)
+        )
+        return time + inner.get_submodule("text_embedder")(call.pooled)
+
+
 class DiffusersFlux(nn.Module):
-    """A module that calls `transformer` with the arguments of ComfyUI's Flux. `dtype`: compute dtype. The transformer's
-    time embedding must take a PooledAtTime."""
+    """A module that calls `transformer` with the arguments of ComfyUI's Flux. `dtype`: compute dtype."""
 
     def __init__(self, transformer: FluxTransformer2DModel, dtype: torch.dtype) -> None:
         super().__init__()
+        transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
         self.transformer = transformer
         self.dtype = dtype
 
