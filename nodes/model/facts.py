@@ -10,7 +10,8 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from torch import nn
 
-from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, UNetFacts, by_stages, inspect
+from ...parallel_backend.models.comfyui.formats.stored_weights import by_stages
+from ...parallel_backend.models.comfyui.model_file import ComfyUIModelFile, LatentSizes, UNetFacts, inspect
 from ...parallel_backend.models.dtypes import ITEMSIZE
 from ...parallel_backend.models.proof.states import ClassVerdict, trusted_mode
 from ...parallel_backend.models.tokens.table import stage_lists
@@ -61,28 +62,33 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerd
     module = model.diffusion_model
     mode = trusted_mode(type(module).__name__, {}, verdict)
     lists = stage_lists(type(module).__name__) if mode == STAY else ()
+    weights = header.weights
     return replace(
         header,
-        blocks=by_stages(header.blocks, {path: len(module.get_submodule(path)) for path in lists}),
+        weights=replace(
+            weights,
+            blocks=by_stages(weights.blocks, {path: len(module.get_submodule(path)) for path in lists}),
+            fp8_loaded_as=_fp8_loaded_as(weights.dtype, model),
+        ),
         model=type(model).__name__,
         module=type(module).__name__,
         heads=0 if mode == BANDS else _number(_candidates(module), _HEADS),  # each band computes all heads
         width=_number([module], _WIDTH) or header.width,
         context_width=prompt_width(module),
         pooled_width=int(model.adm_channels or 0),
-        channels=int(model.latent_format.latent_channels),
-        patch=_patch(module),
-        pixels=int(getattr(model.latent_format, "spacial_downscale_ratio", 8)),  # ComfyUI's spelling
+        latent=LatentSizes(
+            channels=int(model.latent_format.latent_channels),
+            patch=_patch(module),
+            pixels=int(getattr(model.latent_format, "spacial_downscale_ratio", 8)),  # ComfyUI's spelling
+        ),
         mode=mode,
         why_less=verdict.words,
         unet=_unet_facts(module, mode) if isinstance(module, UNetModel) else None,
-        has_stages=bool(lists),
-        fp8_loaded_as=_fp8_loaded_as(header.dtype, model),
     )
 
 
 def _fp8_loaded_as(stored: str, model: comfy.model_base.BaseModel) -> str:
-    """Returns the dtype that a plain fp8 file is loaded as, else "": see ComfyUIModelFile.fp8_loaded_as."""
+    """Returns the dtype that a plain fp8 file is loaded as, else "": see StoredWeights.fp8_loaded_as."""
     dtype = str(model.get_dtype()).removeprefix("torch.")
     is_plain = getattr(model.model_config, "quant_config", None) is None
     return dtype if is_plain and stored.startswith("float8") and dtype != stored and dtype in ITEMSIZE else ""

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from .tokens.regions import Region
 
 
-# An attention function with ComfyUI's signature behind its first argument: (original, q, k, v, heads, mask=None, …).
-AttentionCall = Callable[..., Tensor]
-
 # Rotates queries or keys by the positions of their tokens (RoPE): (apply, tensors, by, dim of the heads in a tensor) ->
 # rotated tensors. `by`: the frequencies; `apply(tensors, by)`: the library's own rotation.
 Rotate = Callable[[Callable[[list[Tensor], Any], list[Tensor]], list[Tensor], Any, int], list[Tensor]]

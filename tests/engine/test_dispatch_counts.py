@@ -11,6 +11,7 @@ from dispatch_counter import DEVICE, Counts, counted, world_of_one_process
 from parallel_backend.engine.attention.sequence import SequenceAttention
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
+from parallel_backend.models.attention import AttentionCall
 from parallel_backend.strategy import ParallelStrategy
 
 ULYSSES_2 = ParallelStrategy(ulysses_degree=2)
@@ -52,8 +53,8 @@ def test_no_call_of_a_size_that_was_met_waits_for_the_device(strategy):
 def test_attention_of_comfyuis_modules_copies_each_tensor_once(heads, operators):
     """Heads that do not divide evenly need a copy for each rank, but the copied bytes stay the same."""
 
-    def plain(q, k, v, heads, mask=None, **others):
-        return F.scaled_dot_product_attention(q, k, v)
+    def plain(call):
+        return F.scaled_dot_product_attention(call.q, call.k, call.v)
 
     with world_of_one_process(0, 2) as world:
         layouts = Layouts(world)
@@ -62,7 +63,7 @@ def test_attention_of_comfyuis_modules_copies_each_tensor_once(heads, operators)
         tensors = [torch.empty(1, heads, TOKENS, CHANNELS, device=DEVICE) for _ in range(3)]
         with torch.inference_mode(), counted() as counter:
             attention = SequenceAttention(layout, tokens, ("img",))
-            out = attention(plain, *tensors, heads, skip_reshape=True)
+            out = attention(plain, AttentionCall(*tensors, heads, skip_reshape=True))
     assert out.shape == (1, TOKENS, heads * CHANNELS)
     copied, counts = 4 * TOKENS * heads * CHANNELS * 4, counter.counts
     assert (counts.operators, counts.copied_bytes, counts.collectives) == (operators, copied, 2)

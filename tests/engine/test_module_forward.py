@@ -1,6 +1,7 @@
 """Calls of ComfyUI's own modules by several ranks give the answer of one process, for every family."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,9 +202,9 @@ def test_without_the_exchange_the_answer_is_another():
     """Proves that the tolerance is tight enough to show attention over the local tokens only."""
     calls = [(_reference(name, EVEN), BLOCK) for name in ONE_OF_EACH]
 
-    def own(self, original, q, k, v, *rest):
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return original(q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True)
+    def own(self, library, call, streams):
+        k, v = (t.repeat_interleave(call.heads // t.shape[1], 1) for t in (call.k, call.v))
+        return library(replace(call, k=k, v=v, mask=None))
 
     def apart(world):
         SequenceAttention._attend = own

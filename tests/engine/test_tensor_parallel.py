@@ -1,8 +1,10 @@
-"""Slices of layers: how they are read from a file, what a rank holds, and what is refused.
+"""Slices of layers: how they are read from a file, what a rank holds, what is refused, and their operators.
 
 test_adapted_flux.py tests that they give the answer of whole layers, and how much they send."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from adapted_flux import CALLS
 from differences import relative_difference
 from mapped_files import mapped_ranges
 from parallel_backend.engine import tensor_parallel
-from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.comm.groups import Axis, Layouts
+from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import StrategyError
@@ -136,3 +139,20 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(tmp_path):
     for message in run_ranks(refused, 2, path):
         assert "does not divide the 3 attention heads of tiny.safetensors" in message
         assert "nearest valid setting is tensor_degree 1" in message
+
+
+def test_operators_find_their_meeting_by_its_name_as_long_as_its_owner_keeps_it():
+    before = set(tensor_parallel._by_name)
+    meeting = tensor_parallel.SliceMeeting(Axis((7, 9), 0, None), Traffic(), torch.device("cpu"))
+    assert set(tensor_parallel._by_name) - before == {"processes (7, 9)"}
+    del meeting
+    gc.collect()
+    assert set(tensor_parallel._by_name) == before
+
+
+def test_a_compiled_sum_is_that_of_the_meeting(monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "all_reduce", lambda partial, axis, traffic: partial.mul_(3))
+    monkeypatch.setattr(tensor_parallel, "all_gather", lambda mine, *_: torch.cat([mine, mine], 1))
+    meeting = tensor_parallel.SliceMeeting(Axis((7, 9), 0, None), Traffic(), torch.device("cpu"))
+    compiled = torch.compile(lambda x: meeting.join(meeting.add_up(x + 1)), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2, 6), 6.0))

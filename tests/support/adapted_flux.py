@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel_backend.models.comfyui.tiny.cases import build_tiny
+from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux
@@ -41,18 +42,14 @@ def comfyui_flux(path, sizes=SIZES):
     return module.eval().requires_grad_(False)
 
 
-def _random(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 def call(batch, height, width, text=11):
     """Returns (args, kwargs) of a call. `text`: number of text tokens."""
     kwargs = {
-        "context": _random(batch, text, SIZES["context_dim"]),
-        "y": _random(batch, 32),
+        "context": random(batch, text, SIZES["context_dim"]),
+        "y": random(batch, 32),
         "guidance": torch.full((batch,), 3.5),
     }
-    return (_random(batch, 16, height, width), torch.linspace(0.9, 0.5, batch)), kwargs
+    return (random(batch, 16, height, width), torch.linspace(0.9, 0.5, batch)), kwargs
 
 
 def _without_guidance():

@@ -30,4 +30,5 @@ def flux_job(tensor_bytes=BF16, weight_dtype="auto", compute_options=None, **job
 
 def unet_job(**job):
     """Returns a job of a UNet, whose tokens cannot be split."""
-    return Job(CheckpointModel(replace(TYPICAL, blocks=(), mode=ROWS, unet=UNetFacts())), **job)
+    weights = replace(TYPICAL.weights, blocks=())
+    return Job(CheckpointModel(replace(TYPICAL, weights=weights, mode=ROWS, unet=UNetFacts())), **job)

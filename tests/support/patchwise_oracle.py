@@ -19,9 +19,9 @@ class _StaleKeys:
     def __init__(self, layers: int) -> None:
         self.layers, self.kept, self.layer, self.places = layers, {}, 0, None
 
-    def attend(self, original, query, key, value, heads, **form):
+    def attend(self, library, call):
         """Returns the attention [B, H, n, D] of inputs [B, H, n, D]."""
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
         kept = self.kept.setdefault(self.layer, {})
         for n, place in enumerate(self.places):
             kept[place] = key[:, n], value[:, n]

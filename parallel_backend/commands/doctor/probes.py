@@ -59,8 +59,9 @@ def probe_models() -> list[tuple[int, int]]:
             file = inspect(path)
         except (CheckpointError, OSError):
             continue
-        if file.is_transformer and file.blocks and file.width:
-            found[sum(kind.count for kind in file.blocks), file.width] = None
+        blocks = file.weights.blocks
+        if file.is_transformer and blocks and file.width:
+            found[sum(kind.count for kind in blocks), file.width] = None
         if len(found) == MAX_MODELS:
             break
     return list(found)

@@ -3,68 +3,61 @@ that computes head by head, such as another pack's attention override."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
 
 from ...layout import slice_of, split_sizes
+from ...models.attention import Attend, AttentionCall
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
 
 
 class HeadAttention:
-    """A base.AttentionCall for a whole call of a module. `least`: with fewer keys, heads are not split."""
+    """An attention.Replacement for a whole call of a module. `least`: with fewer keys, heads are not split."""
 
     def __init__(self, layout: Layout, traffic: Traffic, least: int) -> None:
-        self._axis, self._weights, self._traffic, self._least = (
-            layout.sequence,
-            layout.sequence_shares,
-            traffic,
-            least,
-        )
+        self._axis, self._weights = layout.sequence, layout.sequence_shares
+        self._traffic, self._least = traffic, least
         self._is_inside = False
 
-    def __call__(
-        self,
-        original: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        attn_precision: Any = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        others |= {
-            "attn_precision": attn_precision,
-            "skip_reshape": skip_reshape,
-            "skip_output_reshape": skip_output_reshape,
-        }
-        sizes = split_sizes(heads, self._axis.size, self._weights)
-        same = q.shape[1] == k.shape[1] if skip_reshape else q.shape[-1] == k.shape[-1] == v.shape[-1]
-        keys = k.shape[2 if skip_reshape else 1]
-        odd_mask = mask is not None and mask.ndim == 3 and mask.shape[0] not in (1, q.shape[0])
-        if self._is_inside or not same or keys < self._least or 0 in sizes or odd_mask:
-            return original(q, k, v, heads, mask=mask, **others)
-        local = slice_of(sizes, self._axis.index)
-        count = local.stop - local.start
-        if skip_reshape:
-            q, k, v = (t[:, local] for t in (q, k, v))
-        else:
-            width = q.shape[-1] // heads
-            q, k, v = (t[..., local.start * width : local.stop * width] for t in (q, k, v))
-        if mask is not None and mask.ndim == 4 and mask.shape[1] == heads > 1:
-            mask = mask[:, local]
+    def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
+        """Answers a call of attention, with the whole output on every rank. Collective if heads are split; the shapes
+        of q, k, v and mask decide that. Heads that share keys stay on one rank."""
+        key_heads = 0 if self._is_inside else self._key_heads(call)
+        sizes = split_sizes(key_heads, self._axis.size, self._weights)
+        if 0 in sizes:
+            return library(call)
+        first, count = slice_of(sizes, self._axis.index).start, sizes[self._axis.index]
+
+        def of_rank(tensor: Tensor, dim: int) -> Tensor:
+            unit = tensor.shape[dim] // key_heads
+            return tensor.narrow(dim, first * unit, count * unit)
+
+        q, k, v = (of_rank(t, 1 if call.skip_reshape else 2) for t in (call.q, call.k, call.v))
+        mask = call.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[1] == call.heads > 1:
+            mask = of_rank(mask, 1)
+        heads = call.heads // key_heads * count
         self._is_inside = True  # another pack's function may call ComfyUI's on the heads that it got
         try:
-            part = original(q, k, v, count, mask=mask, **others)
+            part = library(replace(call, q=q, k=k, v=v, heads=heads, mask=mask))
         finally:
             self._is_inside = False
-        dim, unit = (1, 1) if skip_output_reshape else (part.ndim - 1, part.shape[-1] // count)
-        moved = part.movedim(dim, 0).contiguous()
-        whole = all_gather(moved, tuple(size * unit for size in sizes), self._axis, self._traffic)
-        return whole.movedim(0, dim).contiguous()
+        dim = 1 if call.skip_output_reshape else part.ndim - 1
+        lengths = tuple(size * (part.shape[dim] // count) for size in sizes)
+        return all_gather(part, lengths, self._axis, self._traffic, dim).contiguous()
+
+    def _key_heads(self, call: AttentionCall) -> int:
+        """Returns the number of heads of keys and values, or 0 if heads cannot be split: keys and values differ in
+        their number, or do not divide the queries', there are few keys, or the mask may be of heads."""
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        dim = 1 if call.skip_reshape else 2
+        places = 1 if call.skip_reshape else q.shape[2] // call.heads  # of one head in `dim`
+        alike = q.ndim == k.ndim == v.ndim and k.shape[dim] == v.shape[dim] and k.shape[dim] % places == 0
+        odd_mask = mask is not None and mask.ndim == 3 and mask.shape[0] not in (1, q.shape[0])
+        if not alike or k.shape[call.token_dim] < self._least or odd_mask:
+            return 0
+        key_heads = k.shape[dim] // places
+        return key_heads if key_heads and call.heads % key_heads == 0 else 0

@@ -5,7 +5,7 @@ All tensors are [B, H, S, D]. A mask is additive or boolean and broadcasts to [B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 
+from ...models.attention import Attend, AttentionCall
 from ...options import APPROXIMATE_KERNELS
 
 HEAD_DIM = 128  # of most models; kernels are tested with it before they are chosen (kernel_choice.py)
@@ -174,37 +175,26 @@ def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
 
 
 class ChosenKernel:
-    """Attention by kernel `name` (options.ATTENTION_KERNELS, not "auto"); ComfyUI's function where that cannot run."""
+    """Attention by kernel `name` (options.ATTENTION_KERNELS, not "auto"); the library's where that cannot run. An
+    attention.Replacement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(
-        self,
-        original: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        """Answers a call with the signature of ComfyUI's attention functions."""
-        by_head: tuple[Tensor, ...] = (q, k, v)
-        if not skip_reshape and q.shape[-1] == k.shape[-1] == v.shape[-1] == heads * HEAD_DIM:
-            by_head = tuple(t.reshape(*t.shape[:2], heads, HEAD_DIM).transpose(1, 2) for t in (q, k, v))
-        is_plain = all(t.ndim == 4 and (t.shape[1], t.shape[3]) == (heads, HEAD_DIM) for t in by_head)
-        if mask is not None or not is_plain or not self._takes(q.dtype, others):
-            shapes = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return original(q, k, v, heads, mask=mask, **shapes, **others)
-        out = attend(by_head[0], by_head[1], by_head[2], None, self.name)
-        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+    def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
+        given = call.q, call.k, call.v
+        if call.skip_reshape:
+            is_plain = all((t.shape[1], t.shape[3]) == (call.heads, HEAD_DIM) for t in given)
+        else:
+            is_plain = all(t.shape[2:] == (call.heads * HEAD_DIM,) for t in given)
+        if call.mask is not None or not is_plain or not self._takes(call.q.dtype, call.options):
+            return library(call)
+        by_heads = call.by_heads()
+        return call.shaped(attend(by_heads.q, by_heads.k, by_heads.v, None, self.name))
 
-    def _takes(self, dtype: torch.dtype, others: dict[str, Any]) -> bool:
-        if others.get("scale") is not None or (others.get("transformer_options") or {}).get(_OVERRIDE):
+    def _takes(self, dtype: torch.dtype, options: Mapping[str, Any]) -> bool:
+        if options.get("scale") is not None or (options.get("transformer_options") or {}).get(_OVERRIDE):
             return False
-        needs_exact = others.get("low_precision_attention") is False
+        needs_exact = options.get("low_precision_attention") is False
         is_fit = self.name == TORCH or dtype in HALVES
         return is_fit and not (needs_exact and self.name in APPROXIMATE_KERNELS)

@@ -12,13 +12,14 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import RequestError
 from ...layout import slice_of, split_sizes
+from ...models.attention import Attend, AttentionCall
 from ...models.tokens.regions import Attends, Guided, Window
 from ...options import ROUNDED, SAME
 from ..comm.collectives import all_gather, all_to_all, ring_shares, start_all_to_all
@@ -31,19 +32,15 @@ from .kernel_choice import kernel_for
 from .kernels import HALVES, HEAD_DIM, additive, attend_with_lse, merge
 from .projections import PairedProjections
 
-Attend = Callable[..., Tensor]
-
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments of one call of attention except its tensors. `queries`, `keys`: the streams of their tokens, None
-    for queries that every rank has whole; `options`: arguments passed unchanged to the attention function."""
+class Streams:
+    """The streams of one call's tokens. `queries`: None for queries that every rank has whole; `guides`: LTX's, which
+    replace the mask."""
 
     queries: str | None
     keys: str
-    mask: Tensor | None
     guides: Guides | None
-    options: dict[str, Any]
 
 
 class StaleKeys(Protocol):
@@ -54,11 +51,11 @@ class StaleKeys(Protocol):
 
 
 class SequenceAttention:
-    """A base.AttentionCall for one call of a block. `attends`: one entry per attention call inside, in order; `block`:
-    has the attribute that a Window names; `guides`: the value of the argument that a Guided names; `wish`: the kernel
-    over a ring, one of options.ATTENTION_KERNELS that works here; `exchange_dtype`: one of options.EXCHANGE_DTYPES;
-    `stale_keys`: for a PipeFusion stage. That has the keys of all tokens, so a ring gathers the keys of the call's own
-    tokens and merges no partial results: for a patch this sends least."""
+    """The attention.Replacement in one call of a block. `attends`: one entry per attention call inside, in order;
+    `block`: has the attribute that a Window names; `guides`: the value of the argument that a Guided names; `wish`: the
+    kernel over a ring, one of options.ATTENTION_KERNELS that works here; `exchange_dtype`: one of
+    options.EXCHANGE_DTYPES; `stale_keys`: for a PipeFusion stage. That has the keys of all tokens, so a ring gathers
+    the keys of the call's own tokens and merges no partial results: for a patch this sends least."""
 
     def __init__(
         self,
@@ -82,67 +79,62 @@ class SequenceAttention:
         self.calls = 0
         self.projections: PairedProjections | None = None  # for the block's first attention; None after that
 
-    def __call__(
-        self,
-        original: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        attn_precision: torch.dtype | None = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **others: Any,
-    ) -> Tensor:
-        """Answers ComfyUI's attention for this rank's tokens: [B, s, H D], or [B, H, s, D] with `skip_reshape`."""
+    def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
+        """Answers a call of attention for this rank's tokens."""
         attends = next(self._attends, None)
         self.calls += 1
         if isinstance(attends, Window):
-            mask, attends = self._band(attends, q), attends.stream
+            call, attends = replace(call, mask=self._band(attends, call.q)), attends.stream
         guides = None
         if isinstance(attends, Guided):
             guides, attends = self._guides, attends.stream
         queries, keys = _streams(attends)
-        others |= {"attn_precision": attn_precision}
         if keys is None:
-            whole = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return original(q, k, v, heads, mask=mask, **whole, **others)
-        if not skip_reshape:
-            channels = q.shape[-1] // heads
-            q, k, v = (t.reshape(*t.shape[:2], -1, channels).transpose(1, 2) for t in (q, k, v))
-        others.pop("enable_gqa", None)  # every head gets its own keys below
-        q, k, v = self._local(q, queries), self._local(k, keys), self._local(v, keys)
-        out = self._attend(original, q, k, v, Asked(queries, keys, mask, guides, others))
+            return library(call)
+        by_heads = call.by_heads()
+        if by_heads.k.shape[1] != by_heads.v.shape[1]:
+            raise RequestError(
+                f"Attention has {by_heads.k.shape[1]} heads of keys and {by_heads.v.shape[1]} of values, which devices "
+                f"cannot share out. Set ulysses_degree and ring_degree to 1."
+            )
+        q, k, v = (
+            self._local(t, stream)
+            for t, stream in ((by_heads.q, queries), (by_heads.k, keys), (by_heads.v, keys))
+        )
+        # Every head gets its own keys below.
+        options = {name: value for name, value in call.options.items() if name != "enable_gqa"}
+        out = self._attend(library, by_heads.on(q, k, v, options=options), Streams(queries, keys, guides))
         if queries is not None:
             out = self._tokens.with_stand_ins(out, queries, 2)
-        return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+        return call.shaped(out)
 
-    def _attend(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-        """Returns attention [B, H, s, D] for this rank's tokens, or for all tokens if queries are whole."""
-        size, heads = self._ulysses.size, q.shape[1]
+    def _attend(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
+        """Returns attention [B, H, s, D] for this rank's tokens, or for all tokens if queries are whole. `call`: by
+        heads."""
+        q, k, v, heads = call.q, call.k, call.v, call.heads
+        size = self._ulysses.size
         shares = split_sizes(heads, size)
         q_heads = [slice_of(shares, rank) for rank in range(size)]
         group = heads // k.shape[1]  # number of heads that share keys
         mine = q_heads[self._ulysses.index]
-        asked = replace(asked, mask=self._full_mask(asked, q_heads))
-        if asked.queries is None:
+        if call.mask is not None:
+            call = replace(call, mask=self._full_mask(call.mask, streams, q_heads))
+        if streams.queries is None:
             key, value = self.to_heads(
-                (k, v), (sharing_heads(q_heads, group),) * 2, self.group_lengths(asked.keys)
+                (k, v), (sharing_heads(q_heads, group),) * 2, self.group_lengths(streams.keys)
             )()
-            key, value = self._newest(key, value, asked)
-            out = self._of_heads(original, q[:, mine], *one_each(key, value, mine, group), asked)
-            by_head = all_gather(out.transpose(0, 1), shares, self._ulysses, self._tokens.traffic)
-            return by_head.transpose(0, 1)
+            key, value = self._newest(key, value, call.mask, streams)
+            out = self._of_heads(library, call.on(q[:, mine], *one_each(key, value, mine, group)), streams)
+            return all_gather(out, shares, self._ulysses, self._tokens.traffic, 1)
         if size == 1:
-            k, v = self._newest(k, v, asked)
-            return self._of_heads(original, q, *one_each(k, v, mine, group), asked)
+            k, v = self._newest(k, v, call.mask, streams)
+            return self._of_heads(library, call.on(q, *one_each(k, v, mine, group)), streams)
         # While one group of heads is computed, the next one is on its way here and the one before on its way back.
         groups = head_groups(shares, self._groups, group)
-        lengths = self.group_lengths(asked.queries)
-        send = partial(self._send, q, k, v, group, asked.queries, asked.keys)
+        lengths = self.group_lengths(streams.queries)
+        send = partial(self._send, q, k, v, group, streams.queries, streams.keys)
         if self.projections is not None:
-            send = partial(self._here, self.projections.arrive((q, k, v), asked.keys), mine.start)
+            send = partial(self._here, self.projections.arrive((q, k, v), streams.keys), mine.start)
             self.projections = None
         arriving = send(groups[0])
         leaving = []
@@ -151,50 +143,50 @@ class SequenceAttention:
             if number < len(groups):
                 arriving = send(groups[number])
             query, key, value = arrived()
-            key, value = self._newest(key, value, asked)
-            of_group, mask = asked, asked.mask
+            key, value = self._newest(key, value, call.mask, streams)
+            mask = call.mask
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
-                of_group = replace(asked, mask=mask[:, local.start - mine.start : local.stop - mine.start])
-            out = self._of_heads(original, query, *one_each(key, value, local, group), of_group)
+                mask = mask[:, local.start - mine.start : local.stop - mine.start]
+            of_group = call.on(query, *one_each(key, value, local, group), mask=mask)
+            out = self._of_heads(library, of_group, streams)
             leaving.append(self._to_tokens(out, of_ranks, lengths))
         whole = out.new_empty(out.shape[0], lengths[self._ulysses.index], heads, out.shape[3])
         for arrive in leaving:
             arrive(whole)
         return whole.transpose(1, 2)
 
-    def _newest(self, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    def _newest(self, k: Tensor, v: Tensor, mask: Tensor | None, streams: Streams) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of all tokens in a PipeFusion stage; elsewhere k and v unchanged."""
         if self._stale_keys is None:
             return k, v
-        if asked.mask is not None or asked.guides is not None:
+        if mask is not None or streams.guides is not None:
             self._stale_keys.meet_mask()
         if self._ring.size > 1 and k.shape[1]:
-            lengths, traffic = self._ring_lengths(asked.keys), self._tokens.traffic
+            lengths, traffic = self._ring_lengths(streams.keys), self._tokens.traffic
             k, v = self._received(all_gather(self._to_send(k, v), lengths, self._ring, traffic), k.dtype)
-        return self._stale_keys.newest(k, v, asked.keys)
+        return self._stale_keys.newest(k, v, streams.keys)
 
-    def _of_heads(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
+    def _of_heads(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
         """Returns attention [B, h, S, D] for some heads and all tokens of this rank's Ulysses group."""
         is_passed_on = self._ring.size > 1 and self._stale_keys is None
-        if is_passed_on and q.shape[1]:  # even without tokens: the other ranks wait in the ring
-            return self._over_ring(q, k, v, asked)
+        q = call.q
+        if is_passed_on and call.heads:  # even without tokens: the other ranks wait in the ring
+            return self._over_ring(call, streams)
         if not q.numel():
-            return q.new_empty(*q.shape[:3], v.shape[3])
-        whole = asked.options | {"skip_reshape": True, "skip_output_reshape": True}
-        mask, first = self._of_queries(asked)
-        if asked.guides is None:
-            return original(q, k, v, q.shape[1], mask=mask, **whole)
-        whole["low_precision_attention"] = False  # ComfyUI sets it for these masks
-        parts = asked.guides.of_queries(first, q.shape[2])
-        return torch.cat(
-            [original(q[:, :, local], k, v, q.shape[1], mask=part, **whole) for local, part in parts], 2
-        )
+            return q.new_empty(*q.shape[:3], call.v.shape[3])
+        mask, first = self._of_queries(call.mask, streams)
+        if streams.guides is None:
+            return library(call if mask is None else replace(call, mask=mask))
+        # ComfyUI sets it for these masks.
+        exact = replace(call, options={**call.options, "low_precision_attention": False})
+        parts = streams.guides.of_queries(first, q.shape[2])
+        return torch.cat([library(replace(exact, q=q[:, :, local], mask=part)) for local, part in parts], 2)
 
-    def _of_queries(self, asked: Asked) -> tuple[Tensor | None, int]:
+    def _of_queries(self, mask: Tensor | None, streams: Streams) -> tuple[Tensor | None, int]:
         """Returns (the mask for the queries of this Ulysses group, the number of its first query)."""
-        mask, local = asked.mask, slice(0, None)
-        if asked.queries is not None:
-            local = slice_of(self._ring_lengths(asked.queries), self._ring.index)
+        local = slice(0, None)
+        if streams.queries is not None:
+            local = slice_of(self._ring_lengths(streams.queries), self._ring.index)
             if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
                 mask = mask[..., local, :]
         return mask, local.start
@@ -316,16 +308,16 @@ class SequenceAttention:
         received = all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
         return lambda: received
 
-    def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
+    def _over_ring(self, call: AttentionCall, streams: Streams) -> Tensor:
         """Returns attention [B, h, s, D] of this group's tokens over the keys and values of all groups."""
-        scale, guides = asked.options.get("scale"), asked.guides
+        q, scale, guides = call.q, call.options.get("scale"), streams.guides
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)
-        sizes, index = self._ring_lengths(asked.keys), self._ring.index
-        mask, first = self._of_queries(asked)
+        sizes, index = self._ring_lengths(streams.keys), self._ring.index
+        mask, first = self._of_queries(call.mask, streams)
         if mask is not None:
             mask = additive(mask, q.dtype).expand(-1, -1, q.shape[2], -1)
-        shares = ring_shares(self._to_send(k, v), sizes, self._ring, self._tokens.traffic)
+        shares = ring_shares(self._to_send(call.k, call.v), sizes, self._ring, self._tokens.traffic)
         wish = self._wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
         kernel = kernel_for(q.device, q.dtype, wish, ring=True, head_dim=q.shape[-1]).name
 
@@ -353,14 +345,12 @@ class SequenceAttention:
         known = pairs if pairs.dtype == dtype else unpack(pairs, dtype)
         return known[:, 0].permute(1, 2, 0, 3), known[:, 1].permute(1, 2, 0, 3)
 
-    def _full_mask(self, asked: Asked, heads: list[slice]) -> Tensor | None:
+    def _full_mask(self, mask: Tensor, streams: Streams, heads: list[slice]) -> Tensor:
         """Returns the mask for this rank's heads over all keys, in the order in which an exchange brings them.
 
         A mask over this rank's keys only, made from tokens already cut, is gathered first.
         """
-        mask, queries, keys = asked.mask, asked.queries, asked.keys
-        if mask is None:
-            return None
+        queries, keys = streams.queries, streams.keys
         lengths, total = self._tokens.lengths(keys), self._tokens.total(keys)
         if max(lengths) == total and len(lengths) > 1:  # a part and the whole then have the same length
             raise RequestError(
@@ -374,8 +364,7 @@ class SequenceAttention:
             axis, traffic = self._tokens.axis, self._tokens.traffic
             flags = mask.dtype == torch.bool  # not every transport carries bool
             mask = self._tokens.local(mask, keys, mask.ndim - 1)
-            moved = (mask.to(torch.uint8) if flags else mask).movedim(-1, 0)
-            mask = all_gather(moved, lengths, axis, traffic).movedim(0, -1)
+            mask = all_gather(mask.to(torch.uint8) if flags else mask, lengths, axis, traffic, -1)
             mask = mask.bool() if flags else mask
         if queries is not None and mask.ndim > 1 and mask.shape[-2] == self._tokens.total(queries) > 1:
             mask = mask.index_select(-2, self._tokens.order(queries, mask.device))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layout import slice_of
+from ...models.attention import Attend, AttentionCall
 from ...models.tokens.regions import Attends
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
@@ -24,7 +25,7 @@ from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from .guides import Guides
 from .kernel_choice import kernel_for
-from .sequence import Asked, Attend, SequenceAttention, StaleKeys
+from .sequence import SequenceAttention, StaleKeys, Streams
 
 if TYPE_CHECKING:
     from .compat_xfuser import Xfuser
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 # The most tokens that one rank may have more than another: all ranks compute all surplus tokens.
 _MAX_SURPLUS = 4
 # Arguments of ComfyUI's attention that do not change the result here.
-_HARMLESS = {"attn_precision", "transformer_options", "low_precision_attention"}
+_HARMLESS = {"transformer_options", "low_precision_attention"}
 # xfuser's names for the kernels that kernel_choice.kernel_for picks.
 _BACKENDS = {"flash_3": "FLASH_3", "flash": "FLASH", "cudnn": "CUDNN"}
 
@@ -136,22 +137,24 @@ class _UspAttention(SequenceAttention):
         super().__init__(*of_call)
         self._engine = engine
 
-    def _attend(self, original: Attend, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
-        lengths = self._tokens.lengths(asked.keys)
-        reason = "" if asked.queries == asked.keys else "it knows attention of tokens to themselves only"
-        reason = reason or self._refusal(q, k, asked, lengths)
+    def _attend(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
+        lengths = self._tokens.lengths(streams.keys)
+        reason = self._refusal(call, streams, lengths)
         if reason:
             self._engine.leave_to_native(reason)
-            return super()._attend(original, q, k, v, asked)
-        return self._engine.attend(q, k, v, lengths)
+            return super()._attend(library, call, streams)
+        return self._engine.attend(call.q, call.k, call.v, lengths)
 
-    def _refusal(self, q: Tensor, k: Tensor, asked: Asked, lengths: tuple[int, ...]) -> str:
+    def _refusal(self, call: AttentionCall, streams: Streams, lengths: tuple[int, ...]) -> str:
         """Returns why native must compute this call, worded for users, or "" for xfuser. The same on all ranks."""
-        if asked.mask is not None or asked.guides is not None:
+        heads, key_heads = call.heads, call.k.shape[1]
+        if streams.queries != streams.keys:
+            return "it knows attention of tokens to themselves only"
+        if call.mask is not None or streams.guides is not None:
             return "it computes no attention masks"
-        if k.shape[1] != q.shape[1] or q.shape[1] % self._ulysses.size:
-            return f"its Ulysses needs heads that divide, and here are {q.shape[1]} heads with {k.shape[1]} of keys"
-        unknown = sorted(name for name, value in asked.options.items() if value and name not in _HARMLESS)
+        if key_heads != heads or heads % self._ulysses.size:
+            return f"its Ulysses needs heads that divide, and here are {heads} heads with {key_heads} of keys"
+        unknown = sorted(name for name, value in call.options.items() if value and name not in _HARMLESS)
         if unknown:
             return f"it takes no {', '.join(unknown)}"
         if not min(lengths):

@@ -96,10 +96,7 @@ class Bands:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Gathers [..., rows, W] of each rank into [..., all rows, W] on every rank."""
-        if self.axis.size == 1:
-            return mine
-        rows = mine.movedim(-2, 0)
-        return all_gather(rows, self.sizes(len(rows)), self.axis, self.traffic).movedim(0, -2)
+        return all_gather(mine, self.sizes(mine.shape[-2]), self.axis, self.traffic, -2)
 
 
 class BandConv(_ConvNd):

@@ -6,8 +6,9 @@ resolution, so they halve and double without remainder. The last band takes any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ...layout import slice_of, split_sizes
-from ...models.attention import attention_by
+from ...models.attention import Attend, AttentionCall, attention_by
 from ...models.base import ModuleModel
 from ...models.comfyui.rows.unet_layers import UNetLayers, unet_layers
 from ...requests import ModuleCall
@@ -85,15 +86,13 @@ class BandAttention(nn.Module):
         with attention_by(self._attend):
             return super().forward(x, context, *args, **kwargs)
 
-    def _attend(
-        self, original: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **others: Any
-    ) -> Tensor:
-        """Gathers keys and values [B, tokens of this band, H D] in one collective. A base.AttentionCall."""
-        mine = torch.cat([k, v], dim=2).transpose(0, 1)
-        sizes = self.bands.sizes(len(mine))
-        everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic).transpose(0, 1)
-        keys, values = everyones.split([k.shape[2], v.shape[2]], dim=2)
-        return original(q, keys, values, *args, **others)
+    def _attend(self, library: Attend, call: AttentionCall) -> Tensor:
+        """Gathers keys and values [B, tokens of this band, H D] in one collective. An attention.Replacement."""
+        mine = torch.cat([call.k, call.v], dim=2)
+        sizes = self.bands.sizes(mine.shape[1])
+        everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic, 1)
+        keys, values = everyones.split([call.k.shape[2], call.v.shape[2]], dim=2)
+        return library(replace(call, k=keys, v=values))
 
 
 class BandSelfAttention(BandAttention):

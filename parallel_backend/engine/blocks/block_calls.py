@@ -253,13 +253,8 @@ def cut_arguments(
     block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a block's arguments with this rank's tokens only."""
-    listed, named = list(args), dict(kwargs)
-    for name, argument in block.kind.arguments.items():
-        carried = name in block.kind.gives
-        if name in named:
-            named[str(name)] = tokens.cut(named[str(name)], argument, carried)
-            continue
-        place = block.place(name)
-        if place is not None and place < len(listed):
-            listed[place] = tokens.cut(listed[place], argument, carried)
-    return tuple(listed), named
+    cut = {
+        name: tokens.cut(block.argument(name, args, kwargs), argument, name in block.kind.gives)
+        for name, argument in block.kind.arguments.items()
+    }
+    return block.with_arguments(cut, args, kwargs)

@@ -1,6 +1,6 @@
 """Collectives over shares of different sizes. Each takes its group and the counter of its traffic as arguments.
 
-Tensors are split along their first dimension, so the received data is one contiguous tensor.
+Tensors travel split along their first dimension, so the received data is one contiguous tensor.
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ def _all_to_all(
     return received, partial(dist.all_to_all_single, received, send, *sizes, group=axis.group)
 
 
-def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Tensor:
-    """Gathers [sizes[index], …] of each rank into [sum(sizes), …] on every rank. Sends shares padded to the largest."""
+def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic, dim: int = 0) -> Tensor:
+    """Gathers [sizes[index], …] of each rank into [sum(sizes), …] on every rank, or the same of another `dim`. Sends
+    shares padded to the largest."""
     if axis.group is None:
         return mine
+    if dim:
+        return all_gather(mine.movedim(dim, 0), sizes, axis, traffic).movedim(0, dim)
     largest = max(sizes)
     padded = mine.contiguous()
     if len(mine) < largest:

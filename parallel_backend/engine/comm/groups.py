@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from ...errors import PlatformError, RequestError
 from ...layout import AXES, REPLICA_AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
+from ...models.base import Slices
 from ...strategy import ParallelStrategy
 from ...wire.heartbeat import heartbeat
 from ...wire.protocol import SHARED_STORE
 from .numa import stay_near
-from .operators import SliceMeeting
 from .traffic_counter import Traffic
 
 _NO_INTERFACE = "Unable to find address for"  # in gloo's error message
@@ -159,13 +159,13 @@ class Layout:
 class Layouts:
     """The layouts over a world, made once per strategy. All ranks must get the same strategies in the same order.
 
-    `traffic`: counts what this rank sends over any of them; `meetings`: the operators of tensor axes, by their ranks.
+    `traffic`: counts what this rank sends over any of them; `slices`: this rank's, by the ranks of a tensor axis.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.traffic = Traffic()
-        self.meetings: dict[tuple[int, ...], SliceMeeting] = {}
+        self.slices: dict[tuple[int, ...], Slices] = {}
         self._layouts: dict[ParallelStrategy, Layout] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 

@@ -61,17 +61,11 @@ class Block:
         self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with `values` in place of those that `carried` returns."""
-        listed, named, rest = list(args), dict(kwargs), iter(values)
+        rest, replaced = iter(values), {}
         for name in self._carried_names():
             old = self.argument(name, args, kwargs)
-            value = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
-            if name in named:
-                named[str(name)] = value
-                continue
-            place = self.place(name)
-            assert place is not None, "blocks_of has looked"
-            listed[place] = value
-        return tuple(listed), named
+            replaced[name] = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
+        return self.with_arguments(replaced, args, kwargs)
 
     def _carried_names(self) -> list[str | int]:
         return list(dict.fromkeys(name for name in self.kind.gives if name is not None))
@@ -83,18 +77,10 @@ class Block:
         would apply its token numbers to a share. `guides`: the removed value, None for a tensor (which stays) or none.
         """
         for attends in self.kind.attends:
-            if not isinstance(attends, Guided):
-                continue
-            place = self.place(attends.argument)
-            if attends.argument in kwargs:
-                found = kwargs[attends.argument]
-                kwargs = kwargs if isinstance(found, Tensor) else kwargs | {attends.argument: None}
-            elif place is not None and place < len(args):
-                found = args[place]
-                args = args if isinstance(found, Tensor) else (*args[:place], None, *args[place + 1 :])
-            else:
-                continue
-            return args, kwargs, None if isinstance(found, Tensor) else found
+            if isinstance(attends, Guided):
+                found = self.argument(attends.argument, args, kwargs)
+                if found is not None and not isinstance(found, Tensor):
+                    return *self.with_arguments({attends.argument: None}, args, kwargs), found
         return args, kwargs, None
 
     def argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -102,8 +88,20 @@ class Block:
         if name in kwargs:
             return kwargs[str(name)]
         place = self.place(name)
-        assert place is not None, "blocks_of has looked"
-        return args[place] if place < len(args) else None
+        return args[place] if place is not None and place < len(args) else None
+
+    def with_arguments(
+        self, values: Mapping[str | int, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call's arguments with these values, by name. An argument that the call leaves out stays so."""
+        listed, named = list(args), dict(kwargs)
+        for name, value in values.items():
+            place = self.place(name)
+            if name in named:
+                named[str(name)] = value
+            elif place is not None and place < len(listed):
+                listed[place] = value
+        return tuple(listed), named
 
 
 def blocks_of(module: nn.Module, region: Region) -> list[Block]:

@@ -14,6 +14,19 @@ from torch import Tensor
 
 from ..attention import order_of
 
+# The arguments that ComfyUI's models pass to attention after q, k, v and heads: name, type in the operator's schema,
+# default.
+_ARGUMENTS: tuple[tuple[str, str, Any], ...] = (
+    ("mask", "Tensor?", None),
+    ("attn_precision", "ScalarType?", None),
+    ("skip_reshape", "bool", False),
+    ("skip_output_reshape", "bool", False),
+    ("scale", "float?", None),
+    ("enable_gqa", "bool", False),
+    ("low_precision_attention", "bool", True),
+)
+_NAMES = tuple(name for name, _, _ in _ARGUMENTS)
+
 
 def attend(
     name: str,
@@ -21,87 +34,47 @@ def attend(
     k: Tensor,
     v: Tensor,
     heads: int,
-    mask: Tensor | None = None,
-    attn_precision: torch.dtype | None = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    low_precision_attention: bool = True,
+    *args: Any,
     transformer_options: object = None,
     preferred_attention: Any = None,
     _inside_attn_wrapper: bool = False,
+    **kwargs: Any,
 ) -> Tensor:
-    """Returns what ComfyUI's attention function `name` gives. The arguments are all that ComfyUI's models pass to it; a
-    call with another one cannot be compiled. `transformer_options` is ignored: blocks are not compiled if it overrides
-    attention (ModuleCall.eager), and inside an override ComfyUI's own function is meant. `preferred_attention`: since
-    ComfyUI 0.38, a module that holds the attention function which the file asks for, and its name."""
+    """Returns what ComfyUI's attention function `name` gives. Raises TypeError for an argument that is none of
+    _ARGUMENTS: such a call cannot be compiled. `transformer_options` is ignored: blocks are not compiled if it
+    overrides attention (ModuleCall.eager), and inside an override ComfyUI's own function is meant.
+    `preferred_attention`: since ComfyUI 0.38, a module that holds the attention function which the file asks for, and
+    its name."""
     has_preferred = preferred_attention is not None and preferred_attention.function is not None
     preferred = preferred_attention.config["attention"] if has_preferred else ""
-    return _attend(
-        q,
-        k,
-        v,
-        heads,
-        mask,
-        attn_precision,
-        skip_reshape,
-        skip_output_reshape,
-        scale,
-        enable_gqa,
-        low_precision_attention,
-        name,
-        preferred,
-        order_of(q),
-    )
+    given = dict(zip(_NAMES[: len(args)], args, strict=True)) | kwargs
+    values = [given.pop(name, default) for name, _, default in _ARGUMENTS]
+    if given:
+        raise TypeError(f"attention with {', '.join(given)} cannot be compiled")
+    return _attend(q, k, v, heads, name, preferred, order_of(q), *values)
 
 
 @torch.library.custom_op(
     "parallel_backend::comfyui_attention",
     mutates_args=("order",),
-    schema="(Tensor q, Tensor k, Tensor v, SymInt heads, Tensor? mask, ScalarType? attn_precision, bool skip_reshape, "
-    "bool skip_output_reshape, float? scale, bool enable_gqa, bool low_precision_attention, str name, str preferred, "
-    "Tensor(a!) order) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, SymInt heads, str name, str preferred, Tensor(a!) order, "
+    f"{', '.join(f'{kind} {name}' for name, kind, _ in _ARGUMENTS)}) -> Tensor",
 )
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    mask: Tensor | None,
-    attn_precision: torch.dtype | None,
-    skip_reshape: bool,
-    skip_output_reshape: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    low_precision_attention: bool,
-    name: str,
-    preferred: str,
-    order: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, heads: int, name: str, preferred: str, order: Tensor, *values: Any
 ) -> Tensor:
     from comfy.ldm.modules import attention
 
-    others: dict[str, object] = {}  # no defaults: ComfyUI's functions check which are there
-    if scale is not None:
-        others["scale"] = scale
-    if enable_gqa:
-        others["enable_gqa"] = True
-    if not low_precision_attention:
-        others["low_precision_attention"] = False
+    # No defaults: ComfyUI's functions check which arguments are there.
+    options = {
+        argument: value
+        for (argument, _, default), value in zip(_ARGUMENTS, values, strict=True)
+        if value is not default
+    }
     if preferred:
         function = attention.get_attention_function(preferred)
-        others["preferred_attention"] = SimpleNamespace(function=function)
-    out = getattr(attention, name)(
-        q,
-        k,
-        v,
-        heads,
-        mask=mask,
-        attn_precision=attn_precision,
-        skip_reshape=skip_reshape,
-        skip_output_reshape=skip_output_reshape,
-        **others,
-    )
+        options["preferred_attention"] = SimpleNamespace(function=function)
+    out = getattr(attention, name)(q, k, v, heads, **options)
     out = out.contiguous()  # the fake implementation below describes contiguous outputs
     # An operator may not return one of its inputs.
     return out.clone() if any(out.data_ptr() == given.data_ptr() for given in (q, k, v)) else out
@@ -109,21 +82,15 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    mask: Tensor | None,
-    attn_precision: torch.dtype | None,
-    skip_reshape: bool,
-    skip_output_reshape: bool,
-    *others: Any,
+    q: Tensor, k: Tensor, v: Tensor, heads: int, name: str, preferred: str, order: Tensor, *values: Any
 ) -> Tensor:
-    batch, tokens = q.shape[0], q.shape[2] if skip_reshape else q.shape[1]
-    if skip_reshape or v.ndim == 4:  # SD3's keys and values are split into heads already
+    given = dict(zip(_NAMES, values, strict=True))
+    by_heads = given["skip_reshape"]
+    batch, tokens = q.shape[0], q.shape[2] if by_heads else q.shape[1]
+    if by_heads or v.ndim == 4:  # SD3's keys and values are split into heads already
         channels = v.shape[3]
     else:  # several heads may share keys
         channels = v.shape[2] // (k.shape[2] // (q.shape[2] // heads))
-    if skip_output_reshape:
+    if given["skip_output_reshape"]:
         return q.new_empty(batch, heads, tokens, channels)
     return q.new_empty(batch, tokens, heads * channels)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..attention import prepare_order, standing_around
+from ..attention import AttentionCall, prepare_order, replaced
 from . import attention_operator
 
 if TYPE_CHECKING:
@@ -39,12 +40,16 @@ def _routed(
     """Wraps `stock` in the router. `container`: the class in which models may pass tensors to attention, or ();
     `replaceable`: True if `stock` is ComfyUI's, which a chosen kernel may replace."""
 
+    library = methodcaller("by", stock)
+
     @functools.wraps(stock)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return attention_operator.attend(name, *_opened(args, container), **kwargs)
-        call = standing_around(stock, replaceable=replaceable)
-        return call(*(args if call is stock else _opened(args, container)), **kwargs)
+        attend = replaced(library, replaceable=replaceable)
+        if attend is None:
+            return stock(*args, **kwargs)
+        return attend(AttentionCall.of(*_opened(args, container), **kwargs))
 
     return routed
 

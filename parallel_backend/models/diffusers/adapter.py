@@ -34,7 +34,7 @@ class ExactTimestep(nn.Module):
 
     def forward(self, rounded: Tensor, *rest: Tensor | PooledAtTime) -> Tensor:
         *guidance, call = rest
-        assert isinstance(call, PooledAtTime), "diffusers hands on what FluxModel gave it"
+        assert isinstance(call, PooledAtTime), "diffusers hands on what DiffusersFlux gave it"
         exact, inner = call.sigma * 1000, self.inner
         if guidance or not hasattr(inner, "guidance_embedder"):
             return inner(exact, *guidance, call.pooled)
@@ -45,11 +45,11 @@ class ExactTimestep(nn.Module):
 
 
 class DiffusersFlux(nn.Module):
-    """A module that calls `transformer` with the arguments of ComfyUI's Flux. `dtype`: compute dtype. The transformer's
-    time embedding must take a PooledAtTime."""
+    """A module that calls `transformer` with the arguments of ComfyUI's Flux. `dtype`: compute dtype."""
 
     def __init__(self, transformer: FluxTransformer2DModel, dtype: torch.dtype) -> None:
         super().__init__()
+        transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
         self.transformer = transformer
         self.dtype = dtype
 

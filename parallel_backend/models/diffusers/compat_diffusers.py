@@ -19,7 +19,7 @@ import torch
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor
 
-from ..attention import inside, order_of, prepare_order, standing_around
+from ..attention import AttentionCall, inside, order_of, prepare_order, replaced
 from ..base import Rotate
 
 _rotate: ContextVar[Rotate | None] = ContextVar("rotate", default=None)
@@ -45,12 +45,12 @@ def _routed(
     """Replaces dispatch_attention_fn: [B, S, H, D] in and out."""
     if torch.compiler.is_compiling():
         return _attend_unseen(query, key, value, attn_mask, order_of(query))
-    call = standing_around(_heads_first)
-    if call is _heads_first:
+    attend = replaced(_heads_first)
+    if attend is None:
         return _original(query, key, value, attn_mask, *args, **kwargs)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    form = {"skip_reshape": True, "skip_output_reshape": True}
-    return call(q, k, v, query.shape[2], mask=attn_mask, **form).transpose(1, 2)
+    call = AttentionCall(q, k, v, query.shape[2], attn_mask, skip_reshape=True, skip_output_reshape=True)
+    return attend(call).transpose(1, 2)
 
 
 @torch.library.custom_op(
@@ -68,12 +68,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, order: Ten
     return query.new_empty(query.shape)
 
 
-def _heads_first(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None = None, **form: Any
-) -> Tensor:
-    """Calls diffusers' attention with ComfyUI's signature: [B, H, S, D] in and out."""
-    tokens_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return _original(*tokens_first, attn_mask=mask).transpose(1, 2)
+def _heads_first(call: AttentionCall) -> Tensor:
+    """Calls diffusers' attention for [B, H, S, D] in and out."""
+    tokens_first = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
+    return _original(*tokens_first, attn_mask=call.mask).transpose(1, 2)
 
 
 def rotary_by(rotate: Rotate) -> AbstractContextManager[None]:

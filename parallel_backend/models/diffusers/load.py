@@ -23,7 +23,7 @@ from ..comfyui.placing import absent_parameters, place
 from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
 from ..tokens.block_kinds import DIFFUSERS_FLUX
-from .adapter import DiffusersFlux, ExactTimestep
+from .adapter import DiffusersFlux
 from .casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
@@ -57,8 +57,7 @@ def load(
         p: loaded_dtype(n, p.dtype, dtypes, as_stored) for p, n in names.items()
     }
     cast_on_use(transformer, compute, kept.__getitem__, in_fp8=in_fp8)
-    transformer.time_text_embed = ExactTimestep(transformer.time_text_embed)
-    module = DiffusersFlux(transformer.requires_grad_(False).eval(), compute)
+    module = DiffusersFlux(transformer, compute).requires_grad_(False).eval()
     dtypes_by_path = {path: kept[parameter] for path, parameter in module.named_parameters()}
     if part.slices is not None:
         slice_blocks(module, [DIFFUSERS_FLUX], part.slices)

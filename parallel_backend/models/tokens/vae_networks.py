@@ -31,7 +31,6 @@ class VaeNetwork:
     at_once: bool = False
 
 
-_SOUND = "sound is decoded on one device"
 _KL = "comfy.ldm.modules.diffusionmodules.model"
 _HUNYUAN_IMAGE, _HUNYUAN_VIDEO = "comfy.ldm.hunyuan_video.vae", "comfy.ldm.hunyuan_video.vae_refiner"
 _WAN21, _WAN22 = "comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2"
@@ -44,6 +43,14 @@ _TAESD = "comfy.taesd.taesd"
 
 def _banded(models: str, decoder: str, encoder: str = "", at_once: bool = False) -> VaeNetwork:
     return VaeNetwork(models, VaeMode.BANDS, decoder, encoder, at_once=at_once)
+
+
+def _one_device(models: str, reason: str = "sound is decoded on one device") -> VaeNetwork:
+    return VaeNetwork(models, VaeMode.ONE_DEVICE, reason=reason)
+
+
+def _refused(models: str, reason: str) -> VaeNetwork:
+    return VaeNetwork(models, VaeMode.REFUSED, reason=reason)
 
 
 # All networks of which comfy/sd.py makes a VAE (tests/models/tokens/test_vae_classes.py compares them). In networks for
@@ -79,62 +86,38 @@ NETWORKS: dict[str, tuple[VaeNetwork, ...]] = {
     "comfy.taesd.taehv.TAEHV": (_banded("TAEHV, TAEW, LightTAE", "torch.nn.modules.container.Sequential"),),
     "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE": (VaeNetwork("MiniMax H3", VaeMode.TILES),),
     "comfy.ldm.lightricks.vae.na_diffusion_decoder.CausalDiffusionVAE": (
-        VaeNetwork(
-            "LTX 2.4", VaeMode.ONE_DEVICE, reason="its attention looks at windows that bands would cut"
-        ),
+        _one_device("LTX 2.4", "its attention looks at windows that bands would cut"),
     ),
     "comfy.ldm.mage_flow.vae.MageVAE": (
-        VaeNetwork(
-            "MageFlow", VaeMode.ONE_DEVICE, reason="its attention looks at windows that bands would cut"
-        ),
+        _one_device("MageFlow", "its attention looks at windows that bands would cut"),
     ),
     "comfy.ldm.cascade.stage_a.StageA": (
-        VaeNetwork(
-            "Stable Cascade, stage A", VaeMode.ONE_DEVICE, reason="its upsampling is not known in bands"
-        ),
+        _one_device("Stable Cascade, stage A", "its upsampling is not known in bands"),
     ),
     "comfy.ldm.cascade.stage_c_coder.StageC_coder": (
-        VaeNetwork("Stable Cascade, stage C", VaeMode.ONE_DEVICE, reason="it makes previews of a few pixels"),
+        _one_device("Stable Cascade, stage C", "it makes previews of a few pixels"),
     ),
     "comfy.pixel_space_convert.PixelspaceConversionVAE": (
-        VaeNetwork(
-            "pixel space", VaeMode.ONE_DEVICE, reason="its latents are pixels: there is nothing to decode"
-        ),
+        _one_device("pixel space", "its latents are pixels: there is nothing to decode"),
     ),
-    "comfy.ldm.lightricks.vae.audio_vae.AudioVAE": (
-        VaeNetwork("LTX-2, sound", VaeMode.ONE_DEVICE, reason=_SOUND),
-    ),
-    "comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE": (
-        VaeNetwork("MiniMax H3, sound", VaeMode.ONE_DEVICE, reason=_SOUND),
-    ),
-    "comfy.ldm.minimax_music.dav.MiniMaxMusic3DAV": (
-        VaeNetwork("MiniMax Music 3", VaeMode.ONE_DEVICE, reason=_SOUND),
-    ),
-    "comfy.ldm.audio.autoencoder.AudioOobleckVAE": (
-        VaeNetwork("Stable Audio 1, ACE-Step 1.5", VaeMode.ONE_DEVICE, reason=_SOUND),
-    ),
-    "comfy.ldm.audio.vae_sa3.SA3AudioVAE": (VaeNetwork("Stable Audio 3", VaeMode.ONE_DEVICE, reason=_SOUND),),
-    "comfy.ldm.ace.vae.music_dcae_pipeline.MusicDCAE": (
-        VaeNetwork("ACE-Step", VaeMode.ONE_DEVICE, reason=_SOUND),
-    ),
-    "comfy.ldm.mmaudio.vae.autoencoder.AudioAutoencoder": (
-        VaeNetwork("MMAudio", VaeMode.ONE_DEVICE, reason=_SOUND),
-    ),
+    "comfy.ldm.lightricks.vae.audio_vae.AudioVAE": (_one_device("LTX-2, sound"),),
+    "comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE": (_one_device("MiniMax H3, sound"),),
+    "comfy.ldm.minimax_music.dav.MiniMaxMusic3DAV": (_one_device("MiniMax Music 3"),),
+    "comfy.ldm.audio.autoencoder.AudioOobleckVAE": (_one_device("Stable Audio 1, ACE-Step 1.5"),),
+    "comfy.ldm.audio.vae_sa3.SA3AudioVAE": (_one_device("Stable Audio 3"),),
+    "comfy.ldm.ace.vae.music_dcae_pipeline.MusicDCAE": (_one_device("ACE-Step"),),
+    "comfy.ldm.mmaudio.vae.autoencoder.AudioAutoencoder": (_one_device("MMAudio"),),
     "comfy.ldm.hunyuan3d.vae.ShapeVAE": (
-        VaeNetwork("Hunyuan3D", VaeMode.REFUSED, reason="it makes 3D shapes; use VAE Decode Hunyuan3D."),
+        _refused("Hunyuan3D", "it makes 3D shapes; use VAE Decode Hunyuan3D."),
     ),
     "comfy.ldm.trellis2.vae.ShapeVae": (
-        VaeNetwork(
-            "Trellis 2, shapes", VaeMode.REFUSED, reason="it makes 3D shapes; use VaeDecodeShapeTrellis."
-        ),
+        _refused("Trellis 2, shapes", "it makes 3D shapes; use VaeDecodeShapeTrellis."),
     ),
     "comfy.ldm.trellis2.vae.TextureVae": (
-        VaeNetwork(
-            "Trellis 2, textures", VaeMode.REFUSED, reason="it makes textures; use VaeDecodeTextureTrellis."
-        ),
+        _refused("Trellis 2, textures", "it makes textures; use VaeDecodeTextureTrellis."),
     ),
     "comfy.ldm.triposplat.vae.OctreeGaussianDecoder": (
-        VaeNetwork("TripoSplat", VaeMode.REFUSED, reason="it makes 3D splats; use TripoSplat Decode."),
+        _refused("TripoSplat", "it makes 3D splats; use TripoSplat Decode."),
     ),
 }
 # Decoders that take the frames of a video as images of one batch, and whose layers mix them.

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from parallel_backend.engine.attention import kernels
 from parallel_backend.engine.attention.kernels import HEAD_DIM, ChosenKernel
+from parallel_backend.models.attention import AttentionCall
 
 HEADS = 2
 
@@ -31,7 +32,8 @@ def test_it_answers_as_comfyuis_functions_do(skip_reshape, skip_output_reshape):
     expected = F.scaled_dot_product_attention(*by_heads(q, k, v))
     given = by_heads(q, k, v) if skip_reshape else (q, k, v)
     shapes = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-    found = ChosenKernel("torch")(refused, *given, HEADS, **shapes, transformer_options={})
+    call = AttentionCall(*given, HEADS, **shapes, options={"transformer_options": {}})
+    found = ChosenKernel("torch")(refused, call)
     assert torch.equal(found, expected if skip_output_reshape else expected.transpose(1, 2).flatten(2))
 
 
@@ -39,28 +41,27 @@ def test_it_answers_as_comfyuis_functions_do(skip_reshape, skip_output_reshape):
     ("name", "dtype", "changes"),
     [
         ("torch", torch.float32, {"mask": torch.zeros(5, 7)}),
-        ("torch", torch.float32, {"scale": 0.5}),
-        ("torch", torch.float32, {"transformer_options": {"optimized_attention_override": refused}}),
+        ("torch", torch.float32, {"options": {"scale": 0.5}}),
+        (
+            "torch",
+            torch.float32,
+            {"options": {"transformer_options": {"optimized_attention_override": refused}}},
+        ),
         ("sage", torch.float32, {}),
-        ("sage", torch.bfloat16, {"low_precision_attention": False}),
+        ("sage", torch.bfloat16, {"options": {"low_precision_attention": False}}),
     ],
 )
 def test_calls_that_a_kernel_cannot_answer_stay_comfyuis(monkeypatch, name, dtype, changes):
     monkeypatch.setattr(kernels, "attend", refused)
-    seen = []
-
-    def original(q, k, v, heads, **others):
-        seen.append(others)
-        return "ComfyUI's"
-
-    assert ChosenKernel(name)(original, *tensors(dtype), HEADS, **changes) == "ComfyUI's"
-    assert seen[0] == {"mask": None, "skip_reshape": False, "skip_output_reshape": False} | changes
+    call = AttentionCall(*tensors(dtype), HEADS, **changes)
+    assert ChosenKernel(name)(lambda given: given, call) is call
 
 
 @pytest.mark.parametrize("sizes", [{"dim": 64}, {"heads": 3}])
 def test_other_heads_than_it_was_tried_with_stay_comfyuis(monkeypatch, sizes):
     monkeypatch.setattr(kernels, "attend", refused)
-    assert ChosenKernel("torch")(lambda *args, **others: "ComfyUI's", *tensors(**sizes), HEADS) == "ComfyUI's"
+    call = AttentionCall(*tensors(**sizes), HEADS)
+    assert ChosenKernel("torch")(lambda given: given, call) is call
 
 
 def test_a_kernel_is_asked_by_its_name(monkeypatch):
@@ -71,5 +72,6 @@ def test_a_kernel_is_asked_by_its_name(monkeypatch):
         return q
 
     monkeypatch.setattr(kernels, "attend", attend)
-    ChosenKernel("sage")(refused, *tensors(torch.bfloat16), HEADS, low_precision_attention=True)
+    call = AttentionCall(*tensors(torch.bfloat16), HEADS, options={"low_precision_attention": True})
+    ChosenKernel("sage")(refused, call)
     assert asked == [("sage", (1, HEADS, 5, HEAD_DIM))]

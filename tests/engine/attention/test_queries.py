@@ -12,6 +12,7 @@ from comfy_modules import CASES, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.attention import queries
 from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.models.attention import AttentionCall
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import ATTENTION, Placement
@@ -79,9 +80,12 @@ def test_without_the_exchange_the_answer_is_another(reference):
     one = reference("sdxl + controlnet")
 
     def apart(world):
-        queries.all_gather = lambda mine, sizes, axis, traffic: torch.cat(
-            [mine, mine.new_zeros(sum(sizes) - len(mine), *mine.shape[1:])]
-        )
+        def with_zeros(mine, sizes, axis, traffic, dim):
+            missing = list(mine.shape)
+            missing[dim] = sum(sizes) - mine.shape[dim]
+            return torch.cat([mine, mine.new_zeros(missing)], dim)
+
+        queries.all_gather = with_zeros
         return one.on_ranks(world, ATTENTION, Placement(ULYSSES_2))[0][0]
 
     assert min(run_ranks(apart, 2)) > 100 * EXACT
@@ -124,14 +128,14 @@ def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(reference, rows):
     reference("sd1.5")
     seen = []
 
-    def original(q, k, v, heads, mask, **others):
-        seen.append((q.shape[1], mask.shape[0]))
-        return q
+    def library(call):
+        seen.append((call.q.shape[1], call.mask.shape[0]))
+        return call.q
 
     def calls(world):
         attend = queries.QueryAttention(Layouts(world).get(ULYSSES_2), Layouts(world).traffic)
         q = random(rows, 5, 8)
-        attend(original, q, q, q, 2, mask=torch.ones(5, 5))
+        attend(library, AttentionCall(q, q, q, 2, mask=torch.ones(5, 5)))
         return [list(one) for one in seen]
 
     expected = [[5, 5], [5, 5]] if rows == 5 else [[2, 2], [3, 3]]

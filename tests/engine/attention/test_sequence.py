@@ -1,10 +1,10 @@
 """Attention over the tokens of all ranks equals attention in one process, for every form of mask that models give."""
 
 import functools
+from operator import methodcaller
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.engine.attention import sequence
@@ -13,10 +13,13 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.comm.rounded import LEAST_CHANNELS, SCALE_BYTES
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.errors import RequestError
+from parallel_backend.models.attention import AttentionCall
+from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.regions import Tokens, Window
 from parallel_backend.options import EXCHANGE_DTYPES
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
+from stock_attention import optimized
 
 EXACT = 1e-5
 BATCH, HEADS, CHANNELS, TEXT, IMAGE = 2, 6, 8, 3, 10
@@ -32,35 +35,20 @@ LAYOUTS = {
 }
 
 
-def _random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def optimized(
-    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **others
-):
-    """Computes attention with the signature and the shapes of ComfyUI's attention functions."""
-    if not skip_reshape:
-        channels = q.shape[-1] // heads
-        q, k, v = (t.unflatten(-1, (-1, channels)).transpose(1, 2) for t in (q, k, v))
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim != 3 else mask[:, None]
-    scale = others.get("scale")
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
-    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+def answer(attention, *args, **kwargs):
+    """Returns how `attention` answers a call of `optimized` with these arguments."""
+    return attention(methodcaller("by", optimized), AttentionCall.of(*args, **kwargs))
 
 
 def _masks():
     hidden = torch.rand(BATCH, TOTAL, generator=torch.Generator().manual_seed(1)) < 0.4
     hidden[:, -1] = False
-    scores = _random(BATCH, 1, TOTAL, TOTAL)
+    scores = random(BATCH, 1, TOTAL, TOTAL)
     return {
         "none": None,
         "of all pairs": scores[0, 0],
         "of all pairs by row": scores[:, 0],
-        "of all pairs by head": _random(BATCH, HEADS, TOTAL, TOTAL),
+        "of all pairs by head": random(BATCH, HEADS, TOTAL, TOTAL),
         "of keys": torch.zeros(BATCH, 1, 1, TOTAL).masked_fill(hidden[:, None, None], -torch.inf),
         "of keys, as flags": ~hidden[:, None, None],
     }
@@ -70,7 +58,7 @@ def _differences(world, strategy, heads, kv_heads):
     """Returns the difference for each form of call, relative to the largest value."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
-    q, k, v = (_random(BATCH, n, TOTAL, CHANNELS, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    q, k, v = (random(BATCH, n, TOTAL, CHANNELS, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     found = {}
     for name, mask in _masks().items():
         if mask is not None and mask.ndim == 4 and mask.shape[1] not in (1, heads):
@@ -91,7 +79,7 @@ def _differences(world, strategy, heads, kv_heads):
                 form = {"skip_reshape": not flat, "skip_output_reshape": not flat}
                 given = own(mask, -1) if local_mask else mask
                 attention = SequenceAttention(layout, tokens, ("txt+img",))
-                out = attention(optimized, *mine, heads, mask=given, **form, **others)
+                out = answer(attention, *mine, heads, mask=given, **form, **others)
                 expected = own(optimized(*whole, heads, mask=mask, **form, **others), 1 if flat else 2)
                 out, expected = (tokens.local(t, "txt+img", 1 if flat else 2) for t in (out, expected))
                 difference = (out - expected).abs().max() / expected.abs().max()
@@ -131,14 +119,14 @@ def _across(world, strategy):
     """Returns the errors for whole text queries over split image keys, and split image queries over whole text keys."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
-    text, image = _random(1, HEADS, TEXT, CHANNELS), _random(1, HEADS, IMAGE, CHANNELS)
+    text, image = random(1, HEADS, TEXT, CHANNELS), random(1, HEADS, IMAGE, CHANNELS)
     tokens = BlockTokens(layout.sequence, (), layouts.traffic)
     mine = tokens.cut(image, Tokens("img", 2))
     attention = SequenceAttention(layout, tokens, ((None, "img"), None))
     form = {"skip_reshape": True, "skip_output_reshape": True}
-    to_image = attention(optimized, text, mine, mine, HEADS, **form)
-    to_text = attention(optimized, mine, text, text, HEADS, **form)
-    beyond = attention(optimized, mine, text, text, HEADS, **form)
+    to_image = answer(attention, text, mine, mine, HEADS, **form)
+    to_text = answer(attention, mine, text, text, HEADS, **form)
+    beyond = answer(attention, mine, text, text, HEADS, **form)
     expected = tokens.cut(optimized(image, text, text, HEADS, **form), Tokens("img", 2))
     return [
         (to_image - optimized(text, image, image, HEADS, **form)).abs().max().item(),
@@ -162,9 +150,9 @@ def test_keys_that_heads_share_travel_once():
         for kv_heads in (6, 2):
             tokens = BlockTokens(layout.sequence, (), layouts.traffic)
             tokens.cut(torch.empty(1, 8), Tokens("x"))
-            q, k = _random(1, 6, 4, CHANNELS), _random(1, kv_heads, 4, CHANNELS)
+            q, k = random(1, 6, 4, CHANNELS), random(1, kv_heads, 4, CHANNELS)
             before = layouts.traffic.bytes_sent
-            SequenceAttention(layout, tokens, ("x",))(optimized, q, k, k, 6, skip_reshape=True)
+            answer(SequenceAttention(layout, tokens, ("x",)), q, k, k, 6, skip_reshape=True)
             found.append(layouts.traffic.bytes_sent - before)
         return found
 
@@ -178,7 +166,7 @@ def _events_by_groups(world, groups):
     layouts = Layouts(world)
     layout = layouts.get(ParallelStrategy(ulysses_degree=2, head_groups=groups))
     tokens = BlockTokens(layout.sequence, (), layouts.traffic)
-    q, k, v = (tokens.cut(_random(BATCH, HEADS, TOTAL, CHANNELS, seed=i), Tokens("x", 2)) for i in range(3))
+    q, k, v = (tokens.cut(random(BATCH, HEADS, TOTAL, CHANNELS, seed=i), Tokens("x", 2)) for i in range(3))
     events = []
     begin = sequence.start_all_to_all
 
@@ -193,9 +181,9 @@ def _events_by_groups(world, groups):
 
         return arrive
 
-    def attend(*args, **options):
+    def attend(call):
         events.append("attended")
-        return optimized(*args, **options)
+        return call.by(optimized)
 
     def blocking(*args):
         arrived = begin(*args)()
@@ -208,7 +196,7 @@ def _events_by_groups(world, groups):
             patch.setattr(sequence, "start_all_to_all", way)
             attention = SequenceAttention(layout, tokens, ("x",))
             before = layouts.traffic.bytes_sent
-            answers.append(attention(attend, q, k, v, HEADS, **form))
+            answers.append(attention(attend, AttentionCall(q, k, v, HEADS, **form)))
     return torch.equal(*answers), layouts.traffic.bytes_sent - before, events[: events.index("awaited 6") + 1]
 
 
@@ -226,15 +214,18 @@ def test_one_group_of_heads_is_attended_to_while_others_travel():
     assert sent == ((3 * 7 + 6) * heads, (3 * 6 + 7) * heads)
 
 
-def test_other_tokens_than_the_table_says_are_refused_before_anything_is_sent():
+def test_other_tokens_than_the_table_says_and_odd_heads_are_refused_before_anything_is_sent():
     def refused(world):
         layouts = Layouts(world)
         layout = layouts.get(ParallelStrategy(ulysses_degree=2))
         tokens = BlockTokens(layout.sequence, (), layouts.traffic)
         tokens.cut(torch.empty(1, 8), Tokens("x"))
-        q = _random(1, HEADS, 7, CHANNELS)
+        q = random(1, HEADS, 7, CHANNELS)
         with pytest.raises(RequestError, match="7 tokens of x where 4 belong"):
-            SequenceAttention(layout, tokens, ("x",))(optimized, q, q, q, HEADS, skip_reshape=True)
+            answer(SequenceAttention(layout, tokens, ("x",)), q, q, q, HEADS, skip_reshape=True)
+        q, k, v = (random(1, heads, 4, CHANNELS) for heads in (HEADS, 3, 2))
+        with pytest.raises(RequestError, match="3 heads of keys and 2 of values"):
+            answer(SequenceAttention(layout, tokens, ("x",)), q, k, v, HEADS, skip_reshape=True)
         return layouts.traffic.bytes_sent
 
     assert run_ranks(refused, 2) == [0, 0]
@@ -245,15 +236,14 @@ def _in_a_window(world, strategy, reach):
     layouts = Layouts(world)
     layout = layouts.get(strategy)
     tokens = BlockTokens(layout.sequence, (), layouts.traffic)
-    q = _random(1, HEADS, IMAGE, CHANNELS)
+    q = random(1, HEADS, IMAGE, CHANNELS)
     mine = tokens.cut(q, Tokens("x", 2))
     block = nn.Module()
     block.reach = reach
     form = {"skip_reshape": True, "skip_output_reshape": True}
     of_share = torch.zeros(mine.shape[2], mine.shape[2])
-    out = SequenceAttention(layout, tokens, (Window("x", "reach"),), block)(
-        optimized, mine, mine, mine, HEADS, mask=None if reach is None else of_share, **form
-    )
+    attention = SequenceAttention(layout, tokens, (Window("x", "reach"),), block)
+    out = answer(attention, mine, mine, mine, HEADS, mask=None if reach is None else of_share, **form)
     places = torch.arange(IMAGE)
     far = (places[:, None] - places).abs() > (IMAGE if reach is None else reach)
     mask = torch.zeros(IMAGE, IMAGE).masked_fill(far, torch.finfo(torch.float32).min)
@@ -276,7 +266,7 @@ def _exact_and_rounded(world, strategy, kv_heads, channels):
     """Returns (largest difference relative to the largest value, bytes sent without rounding, bytes sent with it)."""
     layouts = Layouts(world)
     layout = layouts.get(strategy)
-    q, k, v = (_random(BATCH, n, TOTAL, channels, seed=i) for i, n in enumerate((HEADS, kv_heads, kv_heads)))
+    q, k, v = (random(BATCH, n, TOTAL, channels, seed=i) for i, n in enumerate((HEADS, kv_heads, kv_heads)))
     found, sent = [], []
     for exchange_dtype in EXCHANGE_DTYPES:
         tokens = BlockTokens(layout.sequence, layout.sequence_shares, layouts.traffic)
@@ -285,7 +275,7 @@ def _exact_and_rounded(world, strategy, kv_heads, channels):
         mine = [tokens.cut(t, Tokens("txt+img", 2)) for t in (q, k, v)]
         before = layouts.traffic.bytes_sent
         attention = SequenceAttention(layout, tokens, ("txt+img",), exchange_dtype=exchange_dtype)
-        out = attention(optimized, *mine, HEADS, skip_reshape=True, skip_output_reshape=True)
+        out = answer(attention, *mine, HEADS, skip_reshape=True, skip_output_reshape=True)
         found.append(tokens.local(out, "txt+img", 2))
         sent.append(layouts.traffic.bytes_sent - before)
     exact, rounded = found

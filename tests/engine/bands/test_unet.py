@@ -85,17 +85,17 @@ def test_other_layouts_of_the_sequence_axis(reference, strategy, rows):
 
 NEIGHBOURS = {
     "moments and rows beside": lambda original: (
-        lambda mine, sizes, axis, traffic: (
-            original(mine, sizes, axis, traffic)
+        lambda mine, sizes, axis, traffic, *dim: (
+            original(mine, sizes, axis, traffic, *dim)
             if mine.dtype != torch.uint8
             else mine.expand(axis.size, -1).contiguous()
         )
     ),
     "keys and values": lambda original: (
-        lambda mine, sizes, axis, traffic: (
+        lambda mine, sizes, axis, traffic, *dim: (
             original(mine, sizes, axis, traffic)
             if mine.dtype == torch.uint8
-            else torch.cat([mine[:1].expand(size, *mine.shape[1:]) for size in sizes])
+            else torch.cat([mine[:, :1].expand(-1, size, -1) for size in sizes], *dim)
         )
     ),
 }

@@ -120,11 +120,11 @@ def test_only_a_current_call_answers_for_attention(name):
     q = torch.randn(1, 3, 8)
     stock = getattr(attention, name)(q, q, q, 2)
 
-    def doubled(original, *args, **kwargs):
-        return 2 * original(*args, **kwargs)
+    def doubled(library, call):
+        return 2 * library(call)
 
-    def tripled(original, *args, **kwargs):
-        return 3 * original(*args, **kwargs)
+    def tripled(library, call):
+        return 3 * library(call)
 
     with attention_by(doubled):
         with attention_by(tripled):
@@ -149,11 +149,11 @@ def test_a_chosen_kernel_stands_in_place_of_comfyuis_attention_and_of_no_packs()
     stock = attention.optimized_attention(q, q, q, 2)
     packs = reroute("optimized_attention", lambda q, k, v, heads: -q)
 
-    def doubled(original, *args, **kwargs):
-        return 2 * original(*args, **kwargs)
+    def doubled(library, call):
+        return 2 * library(call)
 
-    def tripled(original, *args, **kwargs):
-        return 3 * original(*args, **kwargs)
+    def tripled(library, call):
+        return 3 * library(call)
 
     with attention_kernel(doubled):
         assert torch.equal(attention.optimized_attention(q, q, q, 2), 2 * stock)
@@ -193,8 +193,8 @@ def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(m
         monkeypatch.setattr(attention, name, lambda *tensors, heads: received.append(tensors))
     attention_router.install_router(torch.device("cpu"))
 
-    def answers(original, q, k, v, *, heads):
-        return torch.stack([q, k, v]).sum() * heads
+    def answers(library, call):
+        return torch.stack([call.q, call.k, call.v]).sum() * call.heads
 
     def held():
         return [container(torch.ones(2)) for _ in range(3)]

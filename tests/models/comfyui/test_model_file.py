@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.models.comfyui.model_file import TYPICAL, CountedBlocks, UNetFacts, by_stages, inspect
+from parallel_backend.models.comfyui.formats.stored_weights import CountedBlocks, by_stages
+from parallel_backend.models.comfyui.model_file import TYPICAL, LatentSizes, UNetFacts, inspect
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.candidates import Candidate, enumerate_candidates, rank_candidates
@@ -20,10 +21,11 @@ from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.rank_memory import fullest_rank
 from parallel_backend.planner.workload.workload import Job
-from parallel_backend.requests import ATTENTION, BANDS, ROWS
+from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS
 from parallel_backend.strategy import ParallelStrategy
 
-BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
+IN_BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
+CELLS = LatentSizes(channels=16, patch=(1, 1, 1))  # of a UNet, whose tokens are cells
 
 
 @pytest.fixture
@@ -47,7 +49,12 @@ def path(tmp_path):
 @pytest.fixture
 def file(path):
     """The facts of `path` once its class is known: a video model of 4 heads."""
-    return replace(inspect(path), model="WAN21", module="WanModel", heads=4, channels=16, patch=(1, 2, 2))
+    latent = LatentSizes(channels=16, patch=(1, 2, 2))
+    return replace(inspect(path), model="WAN21", module="WanModel", heads=4, latent=latent)
+
+
+def with_weights(file, **changes):
+    return replace(file, weights=replace(file.weights, **changes))
 
 
 def job(file, shape=(1, 16, 5, 8, 12), **options):
@@ -56,8 +63,8 @@ def job(file, shape=(1, 16, 5, 8, 12), **options):
 
 def test_the_header_tells_blocks_bytes_and_dtype(path):
     found = inspect_model(str(path), "comfyui")
-    assert found.blocks == (CountedBlocks("blocks", 3, 2 * BLOCK, 2 * 64 * 256),)
-    assert found.tensor_bytes == 2 * (3 * BLOCK + AROUND), "what lies beside the model does not count"
+    assert found.weights.blocks == (CountedBlocks("blocks", 3, 2 * IN_BLOCK, 2 * 64 * 256),)
+    assert found.tensor_bytes == 2 * (3 * IN_BLOCK + AROUND), "what lies beside the model does not count"
     assert (found.dtype, found.width, found.name) == ("bfloat16", 64, "model.safetensors")
 
 
@@ -68,11 +75,11 @@ def test_a_model_whose_blocks_lie_deeper_or_that_has_none_has_a_size_too(tmp_pat
         for i in range(4)
     }
     save_file(deep, tmp_path / "deep.safetensors")
-    assert inspect(tmp_path / "deep.safetensors").blocks == (
+    assert inspect(tmp_path / "deep.safetensors").weights.blocks == (
         CountedBlocks("transformer.layers", 2, 1024, 256),
     )
     save_file({"conv.weight": torch.zeros(8, 8)}, tmp_path / "flat.safetensors")
-    assert inspect(tmp_path / "flat.safetensors").blocks == (CountedBlocks("the model", 1, 256, 256),)
+    assert inspect(tmp_path / "flat.safetensors").weights.blocks == (CountedBlocks("the model", 1, 256, 256),)
 
 
 def test_a_number_that_the_header_lacks_refuses_nothing(path):
@@ -109,7 +116,7 @@ def test_latents_of_images_videos_and_sound_have_their_tokens(file, shape, token
 @pytest.mark.parametrize("pixels", [8, 16, 32])
 def test_a_picture_is_as_large_as_its_latents_cells(file, pixels):
     """A latent cell has 8 pixels a side in most models, 16 in Flux.2, 32 in LTX. The work does not depend on that."""
-    found = job(replace(file, pixels=pixels), (1, 16, 8, 12))
+    found = job(replace(file, latent=replace(file.latent, pixels=pixels)), (1, 16, 8, 12))
     assert (found.height, found.width) == (8 * pixels, 12 * pixels)
     assert (found.latent_size, found.image_tokens) == ((8, 12), 4 * 6)
     assert found.flop == job(file, (1, 16, 8, 12)).flop
@@ -148,16 +155,17 @@ def test_classes_that_are_not_described_and_packed_files_have_no_slices(file):
     names = ("", "Flux", "LTXVModel", "UNetModel")
     assert [replace(file, module=name).shape.splits_layers for name in names] == [True, True, False, False]
     assert not replace(file, module="Flux", mode=ROWS).shape.splits_layers
-    assert not replace(file, module="Flux", dtype="Q8_0").shape.splits_layers
+    assert not with_weights(replace(file, module="Flux"), dtype="Q8_0").shape.splits_layers
 
 
 def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
     """ComfyUI does that if the card cannot multiply fp8 and 16-bit weights fit."""
-    stored = replace(file, dtype="float8_e4m3fn")
+    stored = with_weights(file, dtype="float8_e4m3fn")
     on_gpu, on_cpu = (Dtypes.of("auto", stored.dtype, on_cpu=on_cpu) for on_cpu in (False, True))
 
     def parts(kept, dtypes, **where):
-        return replace(stored, fp8_loaded_as=kept).held_weights(dtypes, ParallelStrategy(), 0, **where).parts
+        loaded = with_weights(stored, fp8_loaded_as=kept)
+        return loaded.held_weights(dtypes, ParallelStrategy(), 0, **where).parts
 
     one, twice = parts("", on_gpu, on_cpu=False), parts("bfloat16", on_gpu, on_cpu=False)
     assert [part.private for part in twice] == [2 * part.private for part in one]
@@ -234,7 +242,7 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
 
 def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
     """Four rows of the latent are one row at the UNet's lowest resolution."""
-    unet = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=4), patch=(1, 1, 1))
+    unet = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=4), latent=CELLS)
     devices = tuple(f"cpu:{n}" for n in range(4))
     for shape, has_cfg, wanted in (
         ((1, 4, 64, 64), False, ParallelStrategy(ulysses_degree=4)),
@@ -282,7 +290,7 @@ def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(fi
 
 def test_the_cpu_reorders_the_weights_of_a_convolution_beside_casting_them(file):
     """The largest layer has 64 x 256 numbers, in bfloat16 in the file, and is cast to float32 to compute."""
-    unet = replace(file, heads=0, unet=UNetFacts(), patch=(1, 1, 1))
+    unet = replace(file, heads=0, unet=UNetFacts(), latent=CELLS)
     dtypes = Dtypes.of("auto", "bfloat16", True)
     for model, copies in ((file, 1), (unet, 2)):
         parts = model.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True).parts
@@ -309,13 +317,14 @@ def test_candidates_are_those_that_the_model_has(file):
 
 
 def test_stages_hold_their_own_blocks(file):
-    staged, stages = replace(file, has_stages=True), ParallelStrategy(pipefusion_degree=2, warmup_steps=1)
-    assert stages.violations(staged.shape, 2) == []
-    assert stages.violations(replace(file, has_stages=False).shape, 2)
-    both = job(staged, (1, 16, 5, 8, 12), has_cfg=True, steps=4)
+    stages = ParallelStrategy(pipefusion_degree=2, warmup_steps=1)
+    assert stages.violations(file.shape, 2) == []
+    for without in ({"module": "VaceWanModel"}, {"mode": BLOCK}, {"mode": ROWS}):
+        assert stages.violations(replace(file, **without).shape, 2)
+    both = job(file, (1, 16, 5, 8, 12), has_cfg=True, steps=4)
     assert stages in enumerate_candidates(both, 4)
     whole, first, last = (
-        staged.held_weights(Dtypes("bfloat16", "bfloat16", "bfloat16"), strategy, rank, on_cpu=False)
+        file.held_weights(Dtypes("bfloat16", "bfloat16", "bfloat16"), strategy, rank, on_cpu=False)
         for strategy, rank in ((ParallelStrategy(), 0), (stages, 0), (stages, 1))
     )
     assert [part.block for part in first.parts] == [None, 0] and [p.block for p in last.parts] == [None, 1, 2]
@@ -337,7 +346,7 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
     assert lists == (double, single, replace(refiner, everywhere=True))
     assert by_stages((refiner, single), {"double_blocks": 3, "single_blocks": 4}) == (refiner, single)
     assert by_stages((refiner, single), {}) == (refiner, single)
-    flux = replace(file, blocks=lists, around_bytes=7, has_stages=True)
+    flux = with_weights(file, blocks=lists, around_bytes=7)
     assert flux.shape.blocks == 6 and flux.tensor_bytes == 7 + 2 * 11 + 4 * 100 + 2 * 240
     dtypes = Dtypes("bfloat16", "bfloat16", "bfloat16")
     for shares, blocks in (((), (2 * 240 + 100, 3 * 100)), ((1.0, 3.0), (2 * 240, 4 * 100))):

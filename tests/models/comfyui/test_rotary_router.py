@@ -6,6 +6,7 @@ import torch
 from comfy_modules import import_comfyui_here
 from parallel_backend.models.comfyui import rotary_router
 from parallel_backend.models.comfyui.rotary_router import can_route, rotary_by
+from parallel_backend.models.comfyui.tiny.weights import random
 
 HEADS, TOKENS, CHANNELS = 2, 5, 8
 HEADS_FIRST, TOKENS_FIRST = (1, HEADS, TOKENS, CHANNELS), (1, TOKENS, HEADS, CHANNELS)
@@ -16,13 +17,9 @@ def _comfyui():
     import_comfyui_here()
 
 
-def _random(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 def _frequencies(shape):
     heads = shape.index(HEADS)
-    return _random(*(1 if dim == heads else size for dim, size in enumerate(shape[:3])), CHANNELS // 2, 2, 2)
+    return random(*(1 if dim == heads else size for dim, size in enumerate(shape[:3])), CHANNELS // 2, 2, 2)
 
 
 def _swapped(apply, tensors, by, dim):
@@ -40,7 +37,7 @@ def test_each_kind_of_function_is_answered_with_where_its_heads_lie(name, shape)
     scales = (torch.ones(CHANNELS), torch.ones(CHANNELS)) if "rms" in name else ()
 
     def call():
-        tensors = [_random(*shape) for _ in range(count)]
+        tensors = [random(*shape) for _ in range(count)]
         out = getattr(ck, name)(*tensors, _frequencies(shape), *scales)
         return [out] if count == 1 else list(out)
 

@@ -110,7 +110,7 @@ def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
 def test_the_rules_of_every_model_that_is_decided_for_count():
     pipelined = SelectorInputs("manual", "cpu:2", pipefusion_degree=2)
     assert find_problems(pipelined) == find_problems(pipelined, [PUBLISHED_DEV, ANY_MODEL]) == ()
-    in_one_piece = replace(ANY_MODEL, has_stages=False)
+    in_one_piece = replace(ANY_MODEL, module="HunYuanDiT")
     (problem,) = find_problems(pipelined, [PUBLISHED_DEV, in_one_piece, in_one_piece])
     assert problem.inputs == ("pipefusion_degree",) and "the blocks of this model" in problem.message
     assert problem.nearest == (("pipefusion_degree", 1),)

@@ -17,7 +17,8 @@ from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled
-from parallel_backend.models.comfyui.model_file import by_stages, inspect
+from parallel_backend.models.comfyui.formats.stored_weights import by_stages
+from parallel_backend.models.comfyui.model_file import inspect
 from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.models.dtypes import Dtypes
@@ -293,7 +294,8 @@ def test_stages_of_two_kinds_of_blocks_hold_unequal_bytes_which_the_prediction_c
     spec = two_kinds(folder)
     header = inspect(spec.path)
     lists = {"double_blocks": KINDS, "single_blocks": KINDS}
-    file = replace(header, blocks=by_stages(header.blocks, lists), has_stages=True)
+    weights = replace(header.weights, blocks=by_stages(header.weights.blocks, lists))
+    file = replace(header, weights=weights)
     dtypes = Dtypes.of("auto", file.dtype, on_cpu=True)
     for stages in (2, 3):
         strategy, found = PIPE.replace(pipefusion_degree=stages), run_ranks(held_bytes, stages, spec)

@@ -1,0 +1,47 @@
+"""The operator by which compiled blocks call ComfyUI's attention."""
+
+import pytest
+import torch
+
+from comfy_modules import import_comfyui_here
+
+
+@pytest.fixture
+def attention():
+    import_comfyui_here()
+    from comfy.ldm.modules import attention
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("form", "positional"),
+    [
+        ({"transformer_options": {}}, ()),
+        ({"skip_reshape": True, "scale": 0.3}, ()),
+        ({"enable_gqa": True, "low_precision_attention": False}, (None, None, True, True)),
+    ],
+)
+@torch.inference_mode()
+def test_a_compiled_call_gives_what_comfyuis_function_gives(attention, form, positional):
+    by_heads = form.get("skip_reshape") or bool(positional)
+    q = torch.randn(2, 2, 6, 4) if by_heads else torch.randn(2, 6, 8)
+    k = q[:, :1] if form.get("enable_gqa") else q
+
+    def call(q, k):
+        return attention.optimized_attention(q, k, k, 2, *positional, **form) + 1
+
+    expected = call(q, k)
+    found = torch.compile(call, backend="eager", fullgraph=True)(q, k)
+    assert found.shape == expected.shape and torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_a_call_with_an_argument_that_is_not_known_cannot_be_compiled(attention):
+    def call(q):
+        return attention.optimized_attention(q, q, q, 2, other=1)
+
+    q = torch.randn(2, 6, 8)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):  # Compiler runs such blocks uncompiled
+        torch.compile(call, backend="eager", fullgraph=True)(q)
+    assert call(q).shape == q.shape
