@@ -1,6 +1,6 @@
 """Nodes that change a network's code or weights, before or behind Parallel Model, give the stock latent.
 
-Each of the 23 ways of `inject_ways/ways.py` is tried on Flux and a UNet with two devices, some on Wan as well.
+Each of the 23 ways of `inject_ways/ways.py` is tried on Flux, Wan and a UNet with two devices.
 """
 
 from __future__ import annotations
@@ -62,21 +62,8 @@ def test_there_are_23_ways():
     assert len(WAYS) == 23
 
 
-# Wan differs from Flux for these: other kernels and keys of its blocks, a latent with frames, two rows.
-ON_WAN = [
-    "attention_of_a_module",
-    "attention_override",
-    "patch_of_a_block",
-    "number_of_a_module",
-    "method_of_the_network",
-    "wrapper_of_the_network",
-    "wrapper_of_sampling",
-    "patched_while_it_computes",
-]
-
-
 # Grouped by model, because loading one takes longer than sampling with it.
-@pytest.mark.parametrize(("kind", "way"), [*product(("flux", "unet"), WAYS), *product(("wan_t2v",), ON_WAN)])
+@pytest.mark.parametrize(("kind", "way"), product(SAMPLING, WAYS))
 def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, known, kind, way):
     settings = SAMPLING[kind]
     if (kind, "") not in known:
@@ -142,7 +129,9 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize(("kind", "way"), [*product(("flux",), WAYS), ("wan_t2v", "attention_of_a_module")])
+@pytest.mark.parametrize(
+    ("kind", "way"), [*(("flux", way) for way in WAYS), ("wan_t2v", "attention_of_a_module")]
+)
 def test_a_way_into_sliced_layers_counts_or_is_refused(packs, known, kind, way):
     is_refused = way in WITHIN or (way, kind) == ("attention_of_a_module", "flux")
     graph = AnyGraph(packs, kind)
