@@ -72,7 +72,3 @@ class CatalogModel:
     @property
     def key(self) -> str:
         return hashed(self.family.name, str(self.storage), *map(str, asdict(self.compute_options).items()))
-
-    def memory(self, job: Job, strategy: ParallelStrategy, *, on_cpu: bool = False) -> tuple[RankMemory, ...]:
-        """Returns the closed-form estimate of the rank that needs the most memory."""
-        return (estimate_memory(job, strategy),)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from catalog_model import estimate_memory
 from published import DATA, Group, Row, find_groups, read_rows, time_of
 
 from parallel_backend.planner.candidates import Candidate, rank_candidates, rule_key
-from parallel_backend.planner.workload.memory import predict_memory
-from parallel_backend.planner.workload.rank_memory import fullest_rank
 
 # Regret of choosing a strategy that ran out of memory: the run must be repeated at least once.
 FAILED = 1.0
@@ -51,7 +50,7 @@ def choose(group: Group) -> Outcome:
     memory = max(row.memory for row in group.rows)
     entries = {}
     for row in group.rows:
-        needed = fullest_rank(predict_memory(row.job, row.strategy)).private_bytes
+        needed = estimate_memory(row.job, row.strategy).private_bytes
         entries[id(row)] = Candidate(row.strategy, needed, needed <= memory)
     ranking = rank_candidates(entries.values(), approximation="if_needed")
     chosen = next(row for row in group.rows if entries[id(row)] is ranking.best)

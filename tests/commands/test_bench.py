@@ -26,6 +26,7 @@ from parallel_backend.planner.records import measured
 from parallel_backend.planner.store import MeasurementStore
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.fit import Capacity
+from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.cache_folder import VARIABLE
@@ -227,7 +228,7 @@ def test_strategies_take_turns_only_where_they_are_predicted_to_fit_side_by_side
     job, two = flux_job(), ("cuda:0", "cuda:1")
 
     def peak(strategy):
-        return max(memory.private_bytes for memory in job.model.memory(job, strategy))
+        return max(memory.private_bytes for memory in predict_memory(job, strategy))
 
     def fit(strategies, size, used=0, devices=two):
         size = int(size / USABLE_MEMORY) + 1
@@ -246,7 +247,7 @@ def test_strategies_take_turns_only_where_they_are_predicted_to_fit_side_by_side
 
 def test_groups_of_cpu_processes_share_the_computers_memory():
     job = flux_job()
-    each = [memory.private_bytes for s in (ONE, ULYSSES) for memory in job.model.memory(job, s, on_cpu=True)]
+    each = [memory.private_bytes for s in (ONE, ULYSSES) for memory in predict_memory(job, s, on_cpu=True)]
     enough = int(sum(each) / USABLE_MEMORY) + 1
     assert fit_side_by_side((ONE, ULYSSES), job, CPUS[:2], Capacity((enough,)))
     assert not fit_side_by_side((ONE, ULYSSES), job, CPUS[:2], Capacity((enough - 2**20,)))

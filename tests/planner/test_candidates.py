@@ -25,9 +25,9 @@ def test_every_enumerated_strategy_divides_as_it_must():
     for candidate in found:
         s = candidate
         assert s.world_size <= 8 and s.cfg_degree <= 2 and s.data_degree <= 2
-        assert 24 % (s.ulysses_degree * s.tensor_degree) == 0
+        assert 24 % s.tensor_degree == 0 and s.ulysses_degree * s.tensor_degree <= 24
     assert {c.world_size for c in found} == {1, 2, 3, 4, 5, 6, 7, 8}
-    assert not any(c.ulysses_degree == 5 for c in found)
+    assert any(c.ulysses_degree == 5 for c in found) and not any(c.tensor_degree == 5 for c in found)
 
 
 def test_without_cfg_nothing_is_split_by_prompt():
@@ -48,7 +48,7 @@ def test_the_rule_is_cfg_then_ulysses_then_ring_on_all_devices():
     ordered = sorted(enumerate_candidates(flux_job(prompts=2), 8), key=rule_key, reverse=True)
     assert ordered[0] == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
     five = max(enumerate_candidates(FLUX, 5), key=rule_key)
-    assert five == ParallelStrategy(ring_degree=5)
+    assert five == ParallelStrategy(ulysses_degree=5)
 
 
 def entries(*strategies, seconds=None, unfit=()):

@@ -33,9 +33,10 @@ def _devices(count):
         (3, 2, 24, ParallelStrategy(ulysses_degree=3)),
         (4, 2, 24, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
         (4, 1, 24, ParallelStrategy(ulysses_degree=4)),
-        (2, 1, 3, ParallelStrategy(ring_degree=2)),
+        (2, 1, 3, ParallelStrategy(ulysses_degree=2)),
+        (2, 1, 1, ParallelStrategy(ring_degree=2)),
         (4, 1, 2, ParallelStrategy(ulysses_degree=2, ring_degree=2)),
-        (5, 1, 24, ParallelStrategy(ring_degree=5)),
+        (5, 1, 24, ParallelStrategy(ulysses_degree=5)),
         (8, 1, 24, ParallelStrategy(ulysses_degree=8)),
     ],
 )
@@ -43,12 +44,12 @@ def test_auto_follows_the_rule(count, prompts, heads, expected):
     decision = resolve_strategy(StrategySettings(), _job(prompts, heads), _devices(count))
     assert decision.strategy == expected
     assert decision.reason
-    assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2), count)
+    assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2, uneven_heads=True), count)
 
 
 def test_the_reason_says_why_ring_was_needed():
-    decision = resolve_strategy(StrategySettings(), _job(heads=3), _devices(2))
-    assert "3 attention heads" in decision.reason
+    decision = resolve_strategy(StrategySettings(), _job(heads=1), _devices(2))
+    assert "1 attention head" in decision.reason
 
 
 def test_a_manual_strategy_is_taken_as_it_is():
@@ -74,7 +75,7 @@ def test_cfg_degree_without_cfg_moves_to_the_sequence_and_says_so():
 
 def test_data_degree_beyond_the_batch_moves_to_the_sequence():
     settings = StrategySettings("manual", "all", ParallelStrategy(data_degree=2))
-    decision = resolve_strategy(settings, _job(heads=3), _devices(2))
+    decision = resolve_strategy(settings, _job(heads=1), _devices(2))
     assert decision.strategy == ParallelStrategy(ring_degree=2)
     assert "1 image" in decision.notes[0]
 

@@ -48,6 +48,9 @@ class ScriptedForward:
     compiles: bool = False
     traffic: object = None
 
+    def begin(self) -> None:
+        self.notes.clear()
+
     @property
     def model(self):
         return SimpleNamespace(module=self, device=self.world.device)
