@@ -346,9 +346,9 @@ def _attributes_of(func: types.FunctionType) -> tuple[dict[str, Any], dict[str, 
     cloudpickle searches all imported modules for those, in milliseconds."""
     # As there: a copy of each name, since an interned string would make equal functions differ as bytes.
     names = {name: "".join(getattr(func, name)) for name in ("__name__", "__qualname__")}
-    others = {name: getattr(func, name) for name in _FUNCTION_SLOTS}
+    slots = {name: getattr(func, name) for name in _FUNCTION_SLOTS}
     state = {"".join(name): value for name, value in func.__dict__.items()}
-    return state, {**names, **others, "__globals__": {}, "_cloudpickle_submodules": []}
+    return state, {**names, **slots, "__globals__": {}, "_cloudpickle_submodules": []}
 
 
 def _is_opaque(tensor: Tensor) -> bool:
