@@ -43,13 +43,14 @@ class _AttentionOfGpus:
     def __init__(self, variable: ContextVar[Any]) -> None:
         self._variable = variable
 
-    def get(self) -> Callable[..., Tensor]:
+    def get(self) -> attention.Replacement:
         from comfy.ldm.modules.attention import attention_pytorch
 
+        def on_gpu(call: attention.AttentionCall) -> Tensor:
+            return call.by(attention_pytorch)
+
         attend = self._variable.get()
-        if attend is None:
-            return lambda original, *args, **kwargs: attention_pytorch(*args, **kwargs)
-        return lambda original, *args, **kwargs: attend(attention_pytorch, *args, **kwargs)
+        return lambda library, call: on_gpu(call) if attend is None else attend(on_gpu, call)
 
     def set(self, value: Any) -> Token[Any]:
         return self._variable.set(value)
