@@ -63,7 +63,7 @@ def test_there_are_23_ways():
 
 
 # Grouped by model, because loading one takes longer than sampling with it.
-@pytest.mark.parametrize(("kind", "way"), product(SAMPLING, WAYS))
+@pytest.mark.parametrize(("kind", "way"), [*product(SAMPLING, WAYS)])
 def test_a_way_into_the_network_counts_on_both_sides_of_parallel_model(packs, known, kind, way):
     settings = SAMPLING[kind]
     if (kind, "") not in known:
