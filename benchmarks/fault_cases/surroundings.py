@@ -78,9 +78,12 @@ def versions(subject: Subject) -> Iterator[Check]:
 @case("18", "a stale folder, port 29500 taken, two ComfyUIs at once, a hostname that does not resolve")
 def beside_others(subject: Subject) -> Iterator[Check]:
     before = without_hostname()
+    folders = [subject.folder / name for name in ("one", "other")]  # a job ends if its model file changes
+    for folder in folders:
+        folder.mkdir()
     with (
-        start_script(BESIDE_OTHERS, subject.folder, before) as one,
-        start_script(BESIDE_OTHERS, subject.folder, before) as other,
+        start_script(BESIDE_OTHERS, folders[0], before) as one,
+        start_script(BESIDE_OTHERS, folders[1], before) as other,
     ):
         outs = [process.communicate(timeout=120)[0] for process in (one, other)]
     yield true("no effect", all("fine" in out for out in outs))
