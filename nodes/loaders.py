@@ -25,7 +25,7 @@ from .links import (
     parallel_model_output,
     strategy_input,
 )
-from .model.files import PARTS, model_names, model_path
+from .model.files import GGUF_FOLDER, PARTS, model_names, model_path
 from .model.header_model import open_model
 from .model.named_file import FILE_LOADERS, NamedFile
 from .parallel_model import over_devices
@@ -105,7 +105,7 @@ class ParallelFluxLoader(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=model_names("diffusion_models"),
+                    options=model_names("diffusion_models", GGUF_FOLDER),
                     tooltip="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models or "
                     "models/unet.",
                 ),

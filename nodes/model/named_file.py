@@ -15,14 +15,14 @@ import torch
 from ...parallel_backend.errors import CheckpointError, ParallelError, RequestError
 from ...parallel_backend.models.comfyui.model_file import ANY_MODEL
 from ...parallel_backend.models.model_file import ModelFile
-from ...parallel_backend.models.registry import inspect_model
+from ...parallel_backend.models.registry import check_family
 from ...parallel_backend.requests import FP8_FAST, ModelSpec
 from ..host.comfyui_flags import comfyui_root
 from ..host.prompt_graph import Prompt, source_of, value_of
 from ..host.prompt_links import loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
-from .files import DEMO_MODEL, PARTS, model_path
+from .files import DEMO_MODEL, GGUF_FOLDER, PARTS, model_path
 from .header_model import open_model
 from .source import make_spec
 
@@ -44,7 +44,7 @@ class NamedFile:
     def spec(self) -> ModelSpec:
         """Returns what names it to the ranks. Raises CheckpointError or RequestError for a file that is refused."""
         if self.family:
-            inspect_model(self.path, self.family)
+            check_family(self.path, self.family)
         return make_spec(self.path, self.part, dict(self.options))
 
     def facts(self) -> ModelFile:
@@ -111,7 +111,9 @@ _OTHER_OPTIONS: dict[str, Options] = {
     FP8_FAST: _FP8_FAST,
 }
 FILE_LOADERS = {
-    "ParallelFluxLoader": FileLoader("unet_name", ("diffusion_models",), _OTHER_OPTIONS, family="flux"),
+    "ParallelFluxLoader": FileLoader(
+        "unet_name", ("diffusion_models", GGUF_FOLDER), _OTHER_OPTIONS, family="flux"
+    ),
     "ParallelModelLoader": FileLoader("model_name", tuple(PARTS), _STOCK_OPTIONS),
     "UNETLoader": FileLoader("unet_name", ("diffusion_models",), _STOCK_OPTIONS),
     "CheckpointLoaderSimple": FileLoader("ckpt_name", ("checkpoints",), _STOCK_OPTIONS),

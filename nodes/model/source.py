@@ -47,8 +47,8 @@ def make_spec(path: str, part: str, options: dict) -> ModelSpec:
         )
     if is_gguf(path) and options:
         raise RequestError(
-            f"{Path(path).name} has formats of its own (GGUF); set weight_dtype to default, or choose a .safetensors "
-            f"file."
+            f"{Path(path).name} has formats of its own (GGUF); set weight_dtype to default or auto, or choose a "
+            f".safetensors file."
         )
     if options.get("custom_operations") is not None:
         raise RequestError(

@@ -21,18 +21,30 @@ if TYPE_CHECKING:  # commands that only plan need no torch
 
 @dataclass(frozen=True)
 class Provider:
-    """A way to run models: two functions, named "module:function" below this package. `inspect`: turns a path into a
+    """A way to run models: functions, named "module:function" below this package. `inspect`: turns a path into a
     ModelFile without reading tensors or importing the computing library; `load`: turns a ModelSpec, a device, a
-    ModelPart and the devices of all ranks into a model, in a rank."""
+    ModelPart and the devices of all ranks into a model, in a rank; `check`: refuses a path of another family, in any
+    format that ComfyUI's modules read."""
 
     name: str
     inspect: str
     load: str
+    check: str
 
 
 PROVIDERS = (
-    Provider("flux", inspect="diffusers.checkpoint:inspect_flux", load="diffusers.load:load"),
-    Provider("comfyui", inspect="comfyui.model_file:inspect", load="comfyui.load:load"),
+    Provider(
+        "flux",
+        inspect="diffusers.checkpoint:inspect_flux",
+        load="diffusers.load:load",
+        check="diffusers.checkpoint:check_is_flux",
+    ),
+    Provider(
+        "comfyui",
+        inspect="comfyui.model_file:inspect",
+        load="comfyui.load:load",
+        check="comfyui.model_file:inspect",
+    ),
 )
 
 
@@ -48,6 +60,11 @@ def provider_of(family: str) -> Provider:
 def inspect_model(path: str, family: str = "") -> ModelFile:
     """Returns the facts of the model at `path`, from its header. Raises CheckpointError for a file that is refused."""
     return imported(provider_of(family).inspect)(path)
+
+
+def check_family(path: str, family: str) -> None:
+    """Raises CheckpointError for a file of another family than `family`, in any format that ComfyUI's modules read."""
+    imported(provider_of(family).check)(path)
 
 
 def import_for(spec: ModelSpec, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""GGUF files in Parallel Model Loader give the stock latent of their unpacked weights, also with LoRAs. Bad files are
-refused by name."""
+"""GGUF files in Parallel Model Loader give the stock latent of their unpacked weights, also with LoRAs, and Parallel
+Flux Loader reads them and other quantised files. Bad files are refused by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from any_runs import latents
+from comfy_weight_files import OLD
+from comfy_weight_files import write as write_quantised
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from gguf_files import write, write_unpacked
@@ -49,6 +51,25 @@ def test_a_file_gives_the_latent_of_what_it_unpacks_to(comfy, files, choice):
     for way in ("KSampler", "Parallel Sampler"):
         assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
     assert relative_difference(found["whole"], found["stock"]) > 5 * TOLERANCE, "packing takes something away"
+
+
+@pytest.mark.parametrize("form", ["GGUF", "float8_e4m3fn", OLD, "fp8 e5m2"])
+def test_parallel_flux_loader_reads_packed_and_scaled_files(comfy, files, form):
+    name, stock_name, whole = files
+    if form != "GGUF":
+        folder = comfy.server.base_directory / "models" / "diffusion_models"
+        name = stock_name = f"tiny_{form.replace(', ', '_').replace(' ', '_')}.safetensors"
+        write_quantised(folder / name, form, tensors=load_file(folder / whole))
+    graph = Graph()
+    strategy = graph.strategy("cpu:2", ulysses=2)
+    ours = graph.add("ParallelFluxLoader", unet_name=name, weight_dtype="auto", strategy=strategy)
+    request = (graph.text(1), graph.text(2), graph.latent())
+    ways = {
+        "stock": graph.ksampler(graph.model(STOCK, stock_name), *request, **SAMPLING),
+        "ours": graph.ksampler([ours, 1], *request, **SAMPLING),
+    }
+    found = latents(comfy, graph, ways)
+    assert relative_difference(found["ours"], found["stock"]) <= (TOLERANCE if form == "GGUF" else 2e-6)
 
 
 @pytest.mark.parametrize("way", ["whole", "shared out", "by hooks"])

@@ -29,18 +29,27 @@ FORMATS = {
     "convrot w4a4": ("convrot_w4a4", {}),
 }
 OLD = "float8_e4m3fn, old names"  # format before ComfyUI 0.4: one scale per layer, and one mark for the whole file
-_PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_PLAIN = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8 e5m2": torch.float8_e5m2,
+}
 
 
 def spec(path: Path | str, **options) -> ModelSpec:
     return ModelSpec(str(path), family="comfyui", comfyui=import_comfyui_here(), **options)
 
 
-def write(path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN) -> Path:
-    """Writes a file. `form`: one of FORMATS, OLD, or "fp32", "bf16", "fp8" (plain); `blocks`: of each of two kinds."""
+def write(
+    path: Path, form: str, blocks: int = 2, hidden: int = HIDDEN, tensors: dict[str, Tensor] | None = None
+) -> Path:
+    """Writes a file. `form`: one of FORMATS, OLD, or one of _PLAIN; `blocks`: of each of two kinds;
+    `tensors`: of a Flux; default: random ones."""
     import_comfyui_here()
     tensors = {
-        name: p.to(_PLAIN.get(form, torch.bfloat16)) for name, p in random_tensors(blocks, hidden).items()
+        name: p.to(_PLAIN.get(form, torch.bfloat16))
+        for name, p in (tensors or random_tensors(blocks, hidden)).items()
     }
     kind, options = FORMATS["float8_e4m3fn" if form == OLD else form] if form not in _PLAIN else ("", {})
     for name in [name for name in tensors if kind and "_blocks." in name and tensors[name].ndim == 2]:

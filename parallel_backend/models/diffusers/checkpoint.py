@@ -12,6 +12,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...requests import InputShapes
 from ...strategy import ModelShape, ParallelStrategy
+from .. import gguf_file
 from ..arithmetic import BlockCounts, Family
 from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
@@ -166,7 +167,7 @@ def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
     header = read_header(path)
     layout, norm_ending, prefix = _find_model(header)
     own = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
-    _check_dtypes(header.name, {key: e.dtype for key, e in own.items() if not key.startswith(_BESIDE)})
+    _check_dtypes(header.name, _dtypes(header, prefix))
     entries = {key.removeprefix(prefix): entry for key, entry in own.items()}
     if layout == "original" and norm_ending != "scale":
         entries = {_canonical(key, norm_ending): entry for key, entry in entries.items()}
@@ -191,6 +192,27 @@ def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
 
 def _refused(name: str, reason: str, remedy: str = "choose a Flux.1 checkpoint") -> CheckpointError:
     return CheckpointError(f"{name} is refused: {reason}; {remedy}.")
+
+
+def check_is_flux(path: str | os.PathLike[str]) -> None:
+    """Raises CheckpointError, as inspect_flux does, for a file that is not Flux.1. Of formats that only ComfyUI's
+    modules compute (GGUF, scaled and other quantised weights), it checks the names of tensors alone."""
+    is_packed = gguf_file.is_gguf(path)
+    header = gguf_file.read_header(path) if is_packed else read_header(path)
+    _, _, prefix = _find_model(header)
+    if not is_packed and all(
+        dtype in DTYPES and not key.endswith(_SCALED_FP8) for key, dtype in _dtypes(header, prefix).items()
+    ):
+        inspect_flux(path)
+
+
+def _dtypes(header: Header, prefix: str) -> dict[str, str]:
+    """Returns the dtypes of the model's tensors by key, without the other parts of a checkpoint."""
+    return {
+        key: entry.dtype
+        for key, entry in header.tensors.items()
+        if key.startswith(prefix) and not key.startswith(_BESIDE)
+    }
 
 
 def _canonical(key: str, norm_ending: str) -> str:
@@ -230,7 +252,7 @@ def _check_dtypes(name: str, dtypes: dict[str, str]) -> None:
         if key.endswith(_SCALED_FP8):
             raise _refused(
                 name,
-                f"it stores scaled weights ({_shown(key)}), which is not supported yet",
+                f"it stores scaled weights ({_shown(key)}), which diffusers' Flux.1 does not compute",
                 "use a plain fp8_e4m3fn or a bf16 file",
             )
     for key, dtype in dtypes.items():

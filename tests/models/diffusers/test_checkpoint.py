@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from parallel_backend.errors import CheckpointError
-from parallel_backend.models.diffusers.checkpoint import PREFIXES, inspect_flux
+from parallel_backend.models.diffusers.checkpoint import PREFIXES, check_is_flux, inspect_flux
 from parallel_backend.models.diffusers.keys import FluxDims, diffusers_shapes, original_shapes
 from parallel_backend.strategy import ModelShape
 from sparse_checkpoint import write_sparse
@@ -210,6 +210,32 @@ def test_scaled_fp8_is_refused_by_name(tmp_path, key):
     message = refusal(write_sparse(tmp_path / "x.safetensors", {**ORIGINAL, key: (1,)}, "F8_E4M3"))
     assert key in message
     assert "plain fp8_e4m3fn" in message
+
+
+SCALED = {"single_blocks.0.linear1.scale_weight": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [({**ORIGINAL, **SCALED}, "F8_E4M3"), (ORIGINAL, "F8_E5M2"), (ORIGINAL, "BF16")],
+    ids=["scaled", "fp8_e5m2", "plain"],
+)
+def test_comfyuis_modules_take_flux_in_further_formats(tmp_path, shapes, dtype):
+    path = write_sparse(tmp_path / "x.safetensors", shapes, dtype)
+    check_is_flux(path)
+    missing = {key: shape for key, shape in shapes.items() if not key.startswith("double_blocks.0.img_attn")}
+    with pytest.raises(CheckpointError, match=r"looks like Flux\.1 but has no double_blocks"):
+        check_is_flux(write_sparse(tmp_path / "torn.safetensors", missing, dtype))
+    with pytest.raises(CheckpointError, match="it is a Chroma model"):
+        other = {**shapes, "distilled_guidance_layer.in_proj.weight": (8, 8)}
+        check_is_flux(write_sparse(tmp_path / "chroma.safetensors", other, dtype))
+
+
+def test_a_plain_file_with_a_missing_key_is_refused_beside_a_scaled_text_encoder(tmp_path):
+    shapes = {key: shape for key, shape in ORIGINAL.items() if key != "txt_in.weight"}
+    shapes |= {"text_encoders.t5xxl.scaled_fp8": (0,)}
+    with pytest.raises(CheckpointError, match=r"txt_in\.weight"):
+        check_is_flux(write_sparse(tmp_path / "full.safetensors", shapes))
 
 
 def test_heads_of_another_width_are_refused(tmp_path):
