@@ -9,6 +9,7 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
@@ -150,6 +151,7 @@ class ParallelFluxLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
         file = FILE_LOADERS["ParallelFluxLoader"].find(unet_name, weight_dtype)
+        devices_of_a_run((strategy or default_settings()).devices)
         parallel = over_file(file, strategy, ComputeOptions(compile, attention, exchange_dtype))
         return io.NodeOutput(parallel, parallel)
 

@@ -110,13 +110,17 @@ _OTHER_OPTIONS: dict[str, Options] = {
     "float8_e4m3fn": _FP8,
     FP8_FAST: _FP8_FAST,
 }
+# ComfyUI's own loaders, before Parallel Model.
+STOCK_LOADERS = {
+    "UNETLoader": FileLoader("unet_name", ("diffusion_models",), _STOCK_OPTIONS),
+    "CheckpointLoaderSimple": FileLoader("ckpt_name", ("checkpoints",), _STOCK_OPTIONS),
+}
 FILE_LOADERS = {
     "ParallelFluxLoader": FileLoader(
         "unet_name", ("diffusion_models", GGUF_FOLDER), _OTHER_OPTIONS, family="flux"
     ),
     "ParallelModelLoader": FileLoader("model_name", tuple(PARTS), _STOCK_OPTIONS),
-    "UNETLoader": FileLoader("unet_name", ("diffusion_models",), _STOCK_OPTIONS),
-    "CheckpointLoaderSimple": FileLoader("ckpt_name", ("checkpoints",), _STOCK_OPTIONS),
+    **STOCK_LOADERS,
 }
 
 

@@ -22,7 +22,7 @@ from ..host.prompt_graph import Prompt, links, source_of
 from ..host.settings import default_settings
 from ..job.model import JobPatcher, ShippedModel
 from ..loaders import over_file
-from ..model.named_file import DEMO, FILE_LOADERS
+from ..model.named_file import DEMO, FILE_LOADERS, STOCK_LOADERS
 
 _SELECTOR = tuple(field.name for field in fields(SelectorInputs))
 
@@ -47,16 +47,17 @@ def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings
         raise RequestError(f"The prompt has no node {node}.")
     kind, inputs = prompt[node]["class_type"], prompt[node]["inputs"]
     settings = _settings_of(prompt, inputs.get("strategy")) or default_settings()
-    if kind == "ParallelModel":  # without LoRAs: those come with the first prompt
+    is_behind = kind == "ParallelModel"
+    if is_behind:  # without LoRAs: those come with the first prompt
         kind, inputs = source_of(prompt, node)
-        if kind not in FILE_LOADERS:
+        if kind not in STOCK_LOADERS:
             raise RequestError(
                 "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or "
                 "Load Checkpoint leads to it directly. Its first prompt loads it."
             )
     if kind == "ParallelDemoLoader":  # running the node would also make a text encoder and a VAE
         file = DEMO
-    elif kind in FILE_LOADERS:
+    elif kind in FILE_LOADERS and (is_behind or kind not in STOCK_LOADERS):
         loader = FILE_LOADERS[kind]
         dtype = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else next(iter(loader.options))
         file = loader.find(str(_literal(inputs, loader.input)), dtype)

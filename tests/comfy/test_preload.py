@@ -114,6 +114,8 @@ def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(idle):
     assert "no node 99" in refused(lambda prompt: None, node="99")
     assert "names no model" in refused(lambda prompt: None, node=latent[0])
     behind, _ = _sampled("ParallelModel", other, seed=41)
+    stock = {"prompt": behind.prompt, "node": _node(behind, "UNETLoader")}
+    assert "UNETLoader names no model for the devices" in idle.ask(ROUTE, stock)[1]["error"]
     behind.prompt[_node(behind, "UNETLoader")]["class_type"] = "LoaderOfSomePack"
     status, told = idle.ask(ROUTE, {"prompt": behind.prompt, "node": _node(behind, "ParallelModel")})
     assert status == 409 and "Its first prompt loads it" in told["error"]

@@ -1,4 +1,4 @@
-"""Which strategies are predicted to fit in memory, one at a time and as warm groups side by side."""
+"""Selects the strategies that are predicted to fit in memory, one at a time or as warm groups side by side."""
 
 from __future__ import annotations
 

@@ -55,9 +55,11 @@ class HeadAttention:
         q, k, v, mask = call.q, call.k, call.v, call.mask
         dim = 1 if call.skip_reshape else 2
         places = 1 if call.skip_reshape else q.shape[2] // call.heads  # of one head in `dim`
-        alike = q.ndim == k.ndim == v.ndim and k.shape[dim] == v.shape[dim] and k.shape[dim] % places == 0
+        same_heads = (
+            q.ndim == k.ndim == v.ndim and k.shape[dim] == v.shape[dim] and k.shape[dim] % places == 0
+        )
         odd_mask = mask is not None and mask.ndim == 3 and mask.shape[0] not in (1, q.shape[0])
-        if not alike or k.shape[call.token_dim] < self._least or odd_mask:
+        if not same_heads or k.shape[call.token_dim] < self._least or odd_mask:
             return 0
         key_heads = k.shape[dim] // places
         return key_heads if key_heads and call.heads % key_heads == 0 else 0

@@ -1,4 +1,5 @@
-"""What else happens to ComfyUI's process: something else collects its ended children, or all processes are paused."""
+"""Ranks are looked after as usual where other code of ComfyUI's process collects its ended children, and where all
+processes are paused together."""
 
 import pytest
 
