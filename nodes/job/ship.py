@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RankFailed, RequestError
+from ...parallel_backend.job.changes import NetworkChange
 from ...parallel_backend.job.payload import (
     EncoderCall,
     HalfVae,
@@ -129,7 +130,7 @@ class Shipment:
         device: torch.device,
         cache_threshold: float = 0.0,
     ) -> None:
-        self._known: Known = {} if outline is None else outline.known
+        self._known, changes = ({}, []) if outline is None else _held_and_changed(outline)
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # packs that the ranks have not imported yet, in words
@@ -138,7 +139,7 @@ class Shipment:
         self._job = PickledJob(
             work=work,
             replaced=replaced_by(self._loaded_packs, comfyui_root(), _PACK),
-            changes=() if outline is None else outline.changes(),
+            changes=changes,
             random_states=_random_states(device),
             cache_threshold=cache_threshold,
         )
@@ -253,7 +254,8 @@ class ShippedJob(Shipment):
                 raise
             # A node before Parallel Model has changed these in place: send the ranks the values of this process.
             self._outline.note_other_weights(names.split(","))
-            self._job = replace(self._job, changes=self._outline.changes())
+            self._known, changes = _held_and_changed(self._outline)
+            self._job = replace(self._job, changes=changes)
             result = self._send(plan, sampled, steps, on_step)
         words = self._model.verdict.words
         info: RunInfo = replace(result.info, notes=(*result.info.notes, *((words,) if words else ())))
@@ -298,6 +300,15 @@ class ShippedJob(Shipment):
 
     def _refused(self, error: CannotBeSent, known: Known) -> RequestError:
         return with_culprit(error, self._patcher, known)
+
+
+def _held_and_changed(outline: Outline) -> tuple[Known, list[NetworkChange]]:
+    """Returns (the names of what the ranks hold, the changes to it). A weight that a node has changed is not named, so
+    that the ranks get its values where a merge refers to it."""
+    changes = outline.changes()
+    changed = {("param", f"{one.path}.{one.name}") for one in changes if one.kind == "parameter"}
+    known = outline.known
+    return {key: name for key, name in known.items() if name not in changed} if changed else known, changes
 
 
 _digest = functools.cache(digest_of_code)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from any_graphs import AnyGraph
+from any_runs import latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from gguf_files import write, write_unpacked
@@ -57,6 +59,49 @@ def test_a_merge_of_a_merge_is_shared_out_too(comfy, files, choice):
         difference = merge(graph, [two, one], "ModelMergeSubtract", multiplier=0.7)
         graphs[kind] = graph, merge(graph, [one, difference], "ModelMergeAdd")
     found = sampled(comfy, graphs)
+    assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        ("flux", {"ulysses": 2}),
+        ("flux", {"ulysses": 2, "shard_weights": True}),
+        ("flux", {"tensor": 2}),
+        ("wan_t2v", {"tensor": 2}),
+        ("qwen_image", {"ulysses": 2, "shard_weights": True}),
+    ],
+)
+def test_a_merge_with_the_same_model_takes_whole_weights_without_the_last_jobs_lora(
+    comfy, loras, kind, choice
+):
+    """The ranks hold the second model's weights, as parts or with an earlier job's LoRA in them."""
+    graph = AnyGraph(comfy, kind)
+    found, request, stock = {}, graph.request(), graph.stock()
+    for name, model in {"ours": [graph.parallel(stock, **choice), 0], "stock": stock}.items():
+        first = graph.lora(model, loras["kohya"]) if kind == "flux" else model
+        merged = merge(graph, [first, model], ratio=0.4)
+        found[f"{name} before"] = graph.ksampler(first, *request, **SAMPLING)
+        found[f"{name} merged"] = graph.ksampler(merged, *request, **SAMPLING)
+    found = latents(comfy, graph, found)
+    for job in ("before", "merged"):
+        assert relative_difference(found[f"ours {job}"], found[f"stock {job}"]) <= TOLERANCE, job
+
+
+def test_a_merge_takes_the_weights_that_a_node_has_changed_in_place(packs):
+    found = {}
+    for kind in (OURS, STOCK):
+        graph = AnyGraph(packs, "wan_t2v")
+        changed = [graph.add("TestReach", model=graph.stock(), way="weight_in_place"), 0]
+        model = [graph.parallel(changed, ulysses=2), 0] if kind == OURS else changed
+        sampled = graph.ksampler(merge(graph, [model, model], ratio=0.4), *graph.request(), **SAMPLING)
+        undo = graph.add("TestUndo", model=changed, after=sampled)
+        found |= latents(
+            packs,
+            graph,
+            {kind: sampled, f"{kind} plain": graph.ksampler([undo, 0], *graph.request(), **SAMPLING)},
+        )
+    assert relative_difference(found[STOCK], found[f"{STOCK} plain"]) > 1e-3
     assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
 
 

@@ -18,8 +18,7 @@ from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
-from ...models.comfyui.jobs.mapped import find_in
-from ...models.comfyui.jobs.patchers import encoder_patcher, loaded_patchers
+from ...models.comfyui.jobs.patchers import encoder_patcher, find_unpatched, loaded_patchers
 from ...models.comfyui.jobs.samplers import call_encoder
 from ...requests import ComfyUISource, LoadInfo
 from ...wire.heartbeat import heartbeat
@@ -56,7 +55,7 @@ class HeldEncoder:
         self._loaded = loaded_patchers(self.module)
 
     def find(self, word: tuple[Any, ...]) -> Any:
-        return self.module if word[0] == "base" else find_in(self.module, *word)
+        return self.module if word[0] == "base" else find_unpatched(self.patcher, *word)
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
         """Returns the record of its load, which took `seconds`. Its bytes are the weights that this rank computes with;

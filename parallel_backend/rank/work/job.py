@@ -19,10 +19,10 @@ from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer
 from ...job.restore import Original, make_changes, set_replaced
 from ...job.unpickling import unpack_payload
-from ...models.comfyui.jobs.mapped import find_in
 from ...models.comfyui.jobs.packages import Packages
-from ...models.comfyui.jobs.patchers import loaded_patchers, root_patcher
+from ...models.comfyui.jobs.patchers import find_unpatched, loaded_patchers, root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
+from ...models.comfyui.placing import moved
 from ...requests import InputShapes
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...strategy import ParallelStrategy
@@ -77,8 +77,19 @@ class ModelOfJobs:
         self._loaded = loaded_patchers(self.base)
 
     def find(self, word: tuple[Any, ...]) -> Any:
-        """Returns the module or weight that a pickle names."""
-        return self.base if word[0] == "base" else find_in(self.base, *word)
+        """Returns the module or weight that a pickle names. A weight is whole and without patches, as nodes that merge
+        models have it; the file has it where the rank holds a part."""
+        if word[0] == "base":
+            return self.base
+        kind, path = word
+        held = find_unpatched(self.patcher, kind, path)
+        if kind != "param" or path not in self.originals:
+            return held
+        original = self.originals[path]
+        if not self.is_shared_out and held.shape == original.shape:
+            return held
+        dtype = None if held is None else held.dtype  # another rank has this bias
+        return moved(cast("nn.Parameter", original), torch.device("cpu"), dtype, None)
 
 
 def _refusing_state(network: nn.Module) -> Callable[..., Any]:

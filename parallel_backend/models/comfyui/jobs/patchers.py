@@ -13,6 +13,7 @@ from torch import nn
 from ....errors import RequestError
 from ..formats.gguf import is_packed, unpacked
 from ..placing import moved
+from .mapped import find_in
 
 if TYPE_CHECKING:
     from ..file_weights import FileWeights
@@ -90,6 +91,12 @@ def loaded_patchers(base: Any) -> list[object]:
 
     patchers = [loaded.model for loaded in model_management.current_loaded_models]
     return [patcher for patcher in patchers if patcher is not None and patcher.model is base]
+
+
+def find_unpatched(patcher: Any, kind: str, path: str) -> Any:
+    """Returns what mapped.find_in returns; a weight that an earlier job's patches are in as it was before them."""
+    backup = patcher.backup.get(path) if kind == "param" else None
+    return find_in(patcher.model, kind, path) if backup is None else backup.weight
 
 
 def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None = None) -> type:
