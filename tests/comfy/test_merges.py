@@ -69,6 +69,7 @@ def test_a_merge_of_a_merge_is_shared_out_too(comfy, files, choice):
         ("flux", {"ulysses": 2, "shard_weights": True}),
         ("flux", {"tensor": 2}),
         ("wan_t2v", {"tensor": 2}),
+        ("wan_t2v", {"ulysses": 2, "shard_weights": True}),
         ("qwen_image", {"ulysses": 2, "shard_weights": True}),
     ],
 )

@@ -243,7 +243,9 @@ def _load_sharded(
     """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
     from comfy.model_patcher import ModelPatcher
 
-    for key in self.patches:
+    # ComfyUI lists the modules whose weights it patches: those without others inside.
+    listed = {f"{name}.{own}" for *_, name, _, parameters in self._load_list() for own in parameters}
+    for key in listed & self.patches.keys():
         _functions_of(self, key)
     ModelPatcher.load(self, device_to, 0, False, False)
 
@@ -275,6 +277,8 @@ def _functions_of(patcher: Any, key: str) -> list[Any]:
     path, _, name = key.rpartition(".")
     layer = patcher.model.get_submodule(path)
     if name not in _OWNED or not hasattr(layer, "comfy_cast_weights"):
-        raise RequestError(f"a LoRA changes {key}, which shard_weights cannot; set shard_weights to off")
+        raise RequestError(
+            f"a LoRA or a merge changes {key}, which shard_weights cannot; set shard_weights to off"
+        )
     found: list[Any] = getattr(layer, f"{name}_function")
     return found
