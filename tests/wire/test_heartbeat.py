@@ -6,14 +6,7 @@ import time
 
 import pytest
 
-from parallel_backend.wire.heartbeat import (
-    COLLECTIVES,
-    Heartbeat,
-    Page,
-    RankBeat,
-    find_laggard,
-    in_words,
-)
+from parallel_backend.wire.heartbeat import COLLECTIVES, Heartbeat, Page, RankBeat, find_laggard, in_words
 from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
