@@ -62,6 +62,16 @@ def held(sidecar, scaled):
     return both
 
 
+@pytest.fixture
+def heavy(sidecar, scaled, sent, monkeypatch):
+    """A model of scale 2 that has 1000 bytes on each rank of the pool's only sidecar."""
+    spec = scaled(2.0, "weighs 1000")
+    sidecar.load(spec)
+    sent.clear()
+    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    return spec
+
+
 def scale_of(sidecar, spec, behaviour=0):
     """Returns the factor that the ranks multiply by, and the LoadInfo of the call."""
     velocity, info = call_model(sidecar, spec, X, behaviour)
@@ -254,13 +264,8 @@ def test_two_modules_of_comfyuis_share_the_ranks(two_real_ranks, tmp_path, shard
             assert info.load.switched == info.load.cached == bool(turn)
 
 
-def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
-    sidecar, scaled, loaded, sent, monkeypatch
-):
-    spec = scaled(2.0, "weighs 1000")
-    sidecar.load(spec)
-    sent.clear()
-    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sidecar, loaded, sent, heavy):
+    spec = heavy
     pool.give_back(spec, "cpu:7")
     assert sent == [] and pool.bytes_on(spec, "cpu:7") == 0
     pool.give_back(spec, "cpu:0")
@@ -276,12 +281,9 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
 
 
 def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
-    sidecar, scaled, loaded, sent, monkeypatch
+    sidecar, scaled, loaded, sent, heavy, monkeypatch
 ):
-    spec = scaled(2.0, "weighs 1000")
-    sidecar.load(spec)
-    sent.clear()
-    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    spec = heavy
     pool.release_cache(spec)
     assert sent == []  # ranks on the CPU keep nothing
     monkeypatch.setattr(pool, "is_cpu", lambda devices: False)
@@ -292,9 +294,8 @@ def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
     assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 1
 
 
-def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, scaled, loaded, monkeypatch):
-    spec = scaled(2.0, "weighs 1000")
-    sidecar.load(spec)
+def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, loaded, heavy, monkeypatch):
+    spec = heavy
     monkeypatch.setattr(model_room, "available_memory", lambda total: 0)
     sidecar.give_back(spec, "cpu:0")
     assert sidecar.models == () and sidecar.bytes_on(spec, "cpu:1") == 0
