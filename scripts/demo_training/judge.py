@@ -83,7 +83,7 @@ def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
     scores = {}
     for shape in SHAPES:
         # Area grows with the square of the radius; the template's centre of mass is moved onto (x, y).
-        area, shift_y = _of_radius_20(shape)
+        area, shift_y = _area_and_shift(shape)
         radius = 20.0 * (pixels / area) ** 0.5
         template = signed_distance(shape, x, y - shift_y * radius / 20.0, radius) < 0
         both = (template & (mask > 0)).sum().item()
@@ -94,8 +94,8 @@ def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
 
 
 @cache
-def _of_radius_20(shape: str) -> tuple[float, float]:
-    """Returns (area, how far the centre of mass lies below the centre) of a shape, in pixels."""
+def _area_and_shift(shape: str) -> tuple[float, float]:
+    """Returns (area, how far the centre of mass lies below the centre) of a shape of radius 20, in pixels."""
     unit = (signed_distance(shape, SIZE / 2, SIZE / 2, 20.0) < 0).float()
     axis = torch.arange(SIZE) + 0.5
     return unit.sum().item(), ((unit.sum(1) * axis).sum() / unit.sum()).item() - SIZE / 2

@@ -41,7 +41,7 @@ def test_a_rank_has_torchs_own_allocator_with_the_users_other_settings(name, set
         *("LIBRARY_PATH", "CPATH"),  # name what compiled blocks are linked to
     ],
 )
-def test_what_chooses_kernels_in_comfyuis_process_does_in_ranks(name):
+def test_what_chooses_or_links_kernels_in_comfyuis_process_does_in_ranks(name):
     assert rank_environment({name: "1"}, Path("/"), ("cuda:0",))[name] == "1"
 
 
