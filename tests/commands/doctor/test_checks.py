@@ -337,13 +337,7 @@ def test_rounding_is_no_difference():
 KERNEL = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
 OLD_AND_SMALL = changed(box(fake_nvml.h100_nvswitch, 2), {"capability": (7, 5)}, {"memory": 8 * 10**9})
 WORDS = [
-    (
-        versions(torch_problem="OSError: libcudart.so.12"),
-        "torch import",
-        "broken",
-        "libcudart",
-        "install torch",
-    ),
+    (versions(torch_problem="OSError: libcudart"), "torch import", "broken", "libcudart", "install torch"),
     (versions(diffusers="0.50.0"), "diffusers", "ok", f"tested with {TESTED['diffusers']}", ""),
     ([check_leftovers(Leftovers((), 0))], "leftovers", "ok", "none", ""),
     ([check_leftovers(Leftovers((), 3))], "leftovers", "ok", "3 empty", "none: the next"),

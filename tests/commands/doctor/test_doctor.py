@@ -135,10 +135,8 @@ def test_classes_of_models_whose_code_is_new_are_named_until_they_are_tested(mon
         (root / name).write_text("import torch\n")
     new = check_classes(*probe_classes())
     assert new.details == ("LTXVModel",) and new.status == "ok"
-    assert (
-        ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
-        in new.finding
-    )
+    once = ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
+    assert once in new.finding
     SelfTestStore().keep(entry_digest(str(root), "LTXVModel"), SelfTest("LTXVModel", BLOCK, 0.3))
     assert check_classes(*probe_classes()).details == ()
 
