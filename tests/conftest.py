@@ -154,6 +154,14 @@ def sidecar(no_leaks):
 
 
 @pytest.fixture
+def resuming_sidecar(no_leaks):
+    """A sidecar of two scripted ranks that makes a job again after a crash, stopped after the test."""
+    with_ranks = scripted_sidecar(resumes=True)
+    yield with_ranks
+    with_ranks.stop()
+
+
+@pytest.fixture
 def events():
     """The events that the sidecars of this process send while the test runs."""
     found = []

@@ -253,6 +253,12 @@ def test_one_place_owns_the_import_of_xfuser():
     assert _wrong(lambda module: IMPORTS[module][0] & {"xfuser", "yunchang"}, others) == {}
 
 
+def test_one_place_owns_the_import_of_prometheus_client():
+    owner = "parallel_backend.observability.prometheus.metrics"
+    assert [name for name in MODULES if "prometheus_client" in IMPORTS[name][0]] == [owner]
+    assert "prometheus_client" not in _imports(ROOT / "__init__.py")[0]
+
+
 def test_few_places_import_diffusers():
     found = {name for name in MODULES if "diffusers" in IMPORTS[name][0]}
     assert {

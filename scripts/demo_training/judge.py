@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -82,16 +83,22 @@ def _best_shape(mask: Tensor, x: float, y: float, pixels: float) -> str:
     scores = {}
     for shape in SHAPES:
         # Area grows with the square of the radius; the template's centre of mass is moved onto (x, y).
-        unit = (signed_distance(shape, SIZE / 2, SIZE / 2, 20.0) < 0).float()
-        axis = torch.arange(SIZE) + 0.5
-        shift_y = ((unit.sum(1) * axis).sum() / unit.sum()).item() - SIZE / 2
-        radius = 20.0 * (pixels / unit.sum().item()) ** 0.5
+        area, shift_y = _area_and_shift(shape)
+        radius = 20.0 * (pixels / area) ** 0.5
         template = signed_distance(shape, x, y - shift_y * radius / 20.0, radius) < 0
         both = (template & (mask > 0)).sum().item()
         either = (template | (mask > 0)).sum().item()
         scores[shape] = both / either
     best = max(scores, key=scores.__getitem__)
     return best if scores[best] >= _LEAST_OVERLAP else "?"
+
+
+@cache
+def _area_and_shift(shape: str) -> tuple[float, float]:
+    """Returns (area, how far the centre of mass lies below the centre) of a shape of radius 20, in pixels."""
+    unit = (signed_distance(shape, SIZE / 2, SIZE / 2, 20.0) < 0).float()
+    axis = torch.arange(SIZE) + 0.5
+    return unit.sum().item(), ((unit.sum(1) * axis).sum() / unit.sum()).item() - SIZE / 2
 
 
 def describe(image: Tensor) -> list[Thing]:

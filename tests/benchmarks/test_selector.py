@@ -12,13 +12,7 @@ import selector as benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 
-KEYS = {
-    "groups",
-    "within_5pct",
-    "mean_regret",
-    "worst_regret",
-    "rule_mean_regret",
-}
+KEYS = {"groups", "within_5pct", "mean_regret", "worst_regret", "rule_mean_regret"}
 
 
 @pytest.fixture(scope="module")

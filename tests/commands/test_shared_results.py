@@ -116,12 +116,10 @@ def test_the_results_that_lie_here_are_on_the_page_and_name_no_path_and_nobody()
 def test_bench_shares_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "measure", lambda **asked: OUTCOME)
     model = write_tiny_flux(tmp_path / "tiny.safetensors")
-    out, path = str(tmp_path / "out"), tmp_path / "result.json"
-    assert main(["bench", "--model", str(model), "--out", out, "--share", str(path)]) == 0
+    path, bench = tmp_path / "result.json", ["bench", "--model", str(model), "--out", str(tmp_path / "out")]
+    assert main([*bench, "--share", str(path)]) == 0
     assert read_shared(path.read_text()).model == OUTCOME.model
-    assert (
-        main(["bench", "--model", str(model), "--out", out, "--share", str(tmp_path / "no" / "x.json")]) == 2
-    )
+    assert main([*bench, "--share", str(tmp_path / "no" / "x.json")]) == 2
     assert "names no file in a folder that exists" in capsys.readouterr().err
 
 

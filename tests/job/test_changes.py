@@ -92,9 +92,8 @@ def pair() -> tuple[Network, Network]:
     return here, there
 
 
-def translated(changes: list[NetworkChange], here: Network, there: Network) -> list[NetworkChange]:
-    """Replaces modules of `here` by those of `there`, as pickling does."""
-    paths = {module: path for path, module in WAYS_PRISTINE.items()}
+def translated(changes: list[NetworkChange], paths: dict[nn.Module, str], there: Network):
+    """Replaces modules that were at `paths` by those of `there`, as pickling does."""
 
     def over(value):
         if isinstance(value, nn.Sequential):
@@ -104,16 +103,11 @@ def translated(changes: list[NetworkChange], here: Network, there: Network) -> l
     return [NetworkChange(one.kind, one.path, one.name, over(one.value)) for one in changes]
 
 
-WAYS_PRISTINE: dict[str, nn.Module] = {}
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network], None]):
     here, there = pair()
     pristine, known, x = Network().to("meta"), known_of(here), torch.randn(2, 4)
-    WAYS_PRISTINE.clear()
-    WAYS_PRISTINE.update(dict(here.named_modules()))
-    before = there(x)
+    before, paths = there(x), {module: path for path, module in here.named_modules()}
     assert list(changes_of(here, pristine, known)) == []
     way(here)
     changes = list(changes_of(here, pristine, known))
@@ -126,7 +120,7 @@ def test_a_change_is_found_made_in_a_rank_and_taken_back(way: Callable[[Network]
             changes = [
                 NetworkChange("attribute", "blocks.0", "forward", lambda x: Block.forward(block, x) * 3)
             ]
-        make_changes(there, translated(changes, here, there), undo, made.append)
+        make_changes(there, translated(changes, paths, there), undo, made.append)
         torch.testing.assert_close(there(x), here(x))
         assert not torch.equal(there(x), before)
     assert torch.equal(there(x), before)

@@ -266,17 +266,8 @@ def test_a_tensor_of_a_packs_own_class_keeps_it_and_its_values_are_sent_beside(r
 
 
 def test_a_payload_is_plain_values_and_copies():
-    head = Head(
-        b"job",
-        True,
-        (1,),
-        None,
-        ("pack",),
-        "stay",
-        ("a model", 8),
-        {"a": ("torch.float32", (1,), b"1234")},
-        {},
-    )
+    prints = {"a": ("torch.float32", (1,), b"1234")}
+    head = Head(b"job", True, (1,), None, ("pack",), "stay", ("a model", 8), prints, {})
     payload = pack_payload(head, {"7": torch.ones(2)})
     found, tensors = unpack_payload(payload)
     assert found == head

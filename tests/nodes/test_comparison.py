@@ -51,10 +51,8 @@ def test_each_side_the_difference_and_whether_it_is_exact_have_a_line(compare):
 
 
 def test_a_split_that_loses_says_so(compare):
-    assert (
-        "note: splitting this job costs more than it gains; one device is the faster"
-        in compare(SPLIT, ONE).lines()
-    )
+    note = "note: splitting this job costs more than it gains; one device is the faster"
+    assert note in compare(SPLIT, ONE).lines()
 
 
 def test_where_a_cache_answered_steps_the_mean_counts_on_both_sides(compare):

@@ -15,17 +15,15 @@ from parallel_backend.models.comfyui.tiny.weights import fill
 # Modules that prepare the prompt by layers of their own, take several prompts, or one made of several layers' outputs.
 UNCHECKED = {
     "ltx-2 (video + sound)",
-    "ltx-2, 2 guides",
-    "ltx-2, guides of strengths",
     "anima",
     "minimax-h3",
-    "minimax-h3, first frame",
-    "minimax-h3, references",
     "hidream",
     "krea2 + reference, gqa",
 }
-MODULES = {**CASES, "sdxl": (tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet"))}
-del MODULES["ideogram 4, no text"]  # it takes no prompt; the model's other case does
+# The first case of each model: the widths that it takes do not depend on the other inputs of a call.
+FIRST = {CASES[name][0]: name for name in reversed(CASES)}
+MODULES = {name: CASES[name] for name in reversed(FIRST.values())}
+MODULES["sdxl"] = tiny_builder("sdxl"), tiny_inputs("sdxl + controlnet")
 
 
 facts = module_fixture("nodes.model.facts")

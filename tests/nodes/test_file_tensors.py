@@ -75,14 +75,13 @@ def test_nothing_of_a_file_is_read_for_a_tensor_of_another_form(found_in, weight
 def test_of_two_tensors_of_the_same_values_the_second_is_sent(found_in, weights):
     """In the ranks a node may write to one of them, and must not change the other."""
     module = import_node_module("nodes.job.file_tensors")
-    search = module.FileTensors({"1": {"inputs": {"file": "control.safetensors"}}}, "")
+    prompt = {"1": {"inputs": {"file": "control.safetensors"}}}
+    search = module.FileTensors(prompt, "")
     mine, copy = weights["first"].clone(), weights["first"].clone()
     assert search.find(mine).name == "first" and search.find(copy) is None
     assert search.find(mine) == module.FileTensors({}, "").find(mine), "for as long as it lives, in any job"
     number = search.find(mine).number
-    assert (
-        module.FileTensors({"1": {"inputs": {"file": "control.safetensors"}}}, "").find(copy).number != number
-    )
+    assert module.FileTensors(prompt, "").find(copy).number != number
 
 
 def test_what_was_found_is_known_in_prompts_that_do_not_name_the_file(found_in, weights):

@@ -12,6 +12,11 @@ from tiny_flux import write_tiny_flux
 header_model = module_fixture("nodes.model.header_model")
 
 
+def outlines(model):
+    parameters = model.diffusion_model.named_parameters()
+    return {name: (p.dtype, tuple(p.shape), p.device.type) for name, p in parameters}
+
+
 @pytest.mark.parametrize("form", ["bfloat16", "nvfp4"])
 def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path, monkeypatch, form):
     """With dynamic VRAM ComfyUI makes linear layers without parameters, and LoRAs would find nothing to change."""
@@ -26,9 +31,7 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path
 
     def found():
         model = header_model.open_model(path, "diffusion_model", {}).model
-        parameters = model.diffusion_model.named_parameters()
-        outlines = {name: (p.dtype, tuple(p.shape), p.device.type) for name, p in parameters}
-        return outlines, comfy.lora.model_lora_keys_unet(model, {})
+        return outlines(model), comfy.lora.model_lora_keys_unet(model, {})
 
     expected = found()
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
@@ -36,33 +39,29 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path
     assert {device for *_, device in expected[0].values()} == {"meta"}
 
 
+PREFIXES = ("transformer.", "diffusion_model.", "model.diffusion_model.")
+
+
 @pytest.mark.parametrize(
-    ("prefix", "dtype"),
+    ("layout", "prefix", "dtype"),
     [
-        ("", torch.float32),
-        ("", torch.float8_e4m3fn),
-        *(
-            (prefix, torch.bfloat16)
-            for prefix in ("", "transformer.", "diffusion_model.", "model.diffusion_model.")
-        ),
+        *(("bfl", prefix, torch.bfloat16) for prefix in PREFIXES),
+        *(("diffusers", prefix, torch.bfloat16) for prefix in ("", *PREFIXES)),
+        ("diffusers", "", torch.float32),
+        ("diffusers", "", torch.float8_e4m3fn),
     ],
 )
-@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
 def test_every_spelling_of_flux_gives_the_same_outlines(header_model, tmp_path, layout, prefix, dtype):
     """The oracle is the model of a file in the original key layout, without a prefix and in the same dtype."""
     sizes = {"single_blocks": 2, "dtype": dtype}
     original = write_tiny_flux(tmp_path / "original.safetensors", **sizes)
     file = write_tiny_flux(tmp_path / "flux.safetensors", layout=layout, prefix=prefix, **sizes)
 
-    def outlines(path):
+    def found(path):
         model = header_model.open_model(str(path), "diffusion_model", {}).model
-        found = {
-            name: (p.dtype, tuple(p.shape), p.device.type)
-            for name, p in model.diffusion_model.named_parameters()
-        }
-        return type(model), found, model.get_dtype(), model.manual_cast_dtype
+        return type(model), outlines(model), model.get_dtype(), model.manual_cast_dtype
 
-    assert outlines(file) == outlines(original)
+    assert found(file) == found(original)
 
 
 def test_scaled_weights_in_diffusers_layout_are_refused_by_name(header_model, tmp_path):

@@ -146,10 +146,11 @@ def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_
     assert host.emptied == 1
 
 
-def plan_of(size, *devices):
-    """Returns a plan whose ranks each take `size` bytes at their peak."""
-    strategy = ParallelStrategy(ulysses_degree=len(devices))
-    return SimpleNamespace(devices=devices, memory=SimpleNamespace(private_bytes=size), strategy=strategy)
+def notes_of(host, gib, *devices):
+    """Makes room for a plan whose ranks each take so many GiB at their peak; returns the notes."""
+    strategy, memory = ParallelStrategy(ulysses_degree=len(devices)), SimpleNamespace(private_bytes=gib * GIB)
+    plan = SimpleNamespace(devices=devices, memory=memory, strategy=strategy)
+    return host.offload.offload_comfyui_models(plan)
 
 
 def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host, monkeypatch):
@@ -158,19 +159,25 @@ def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host
     encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
     control = Loaded(ControlNet, OTHER, 2 * GIB)
     host.loaded += [encoder, vae, control]
-    notes = host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0", "cuda:1"))
+    notes = notes_of(host, 20, "cuda:0", "cuda:1")
     assert notes == ("TextEncoder made room on cuda:1: 9.00 GiB of it went to host memory",)
     assert host.loaded == [vae, control] and host.freed == [(20 * GIB, OTHER)]
 
 
-def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, monkeypatch):
-    encoder = Loaded(TextEncoder, GPU, 9 * GIB)
-    host.loaded.append(encoder)
+@pytest.fixture
+def encoder(host):
+    """A text encoder of 9 GiB that ComfyUI has on its GPU."""
+    host.loaded.append(Loaded(TextEncoder, GPU, 9 * GIB))
+    return host.loaded[0]
+
+
+def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, encoder, monkeypatch):
     holding(monkeypatch)
-    assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == ()
+    assert notes_of(host, 12, "cuda:0") == ()
+    assert notes_of(host, 20, "cuda:0@box/one", "cuda:0@box/two") == (), "the GPUs of another machine"
     holding(monkeypatch, cuda_0=20 * GIB)
-    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == ()
-    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cpu:0", "cpu:1")) == ()
+    assert notes_of(host, 20, "cuda:0") == ()
+    assert notes_of(host, 20, "cpu:0", "cpu:1") == ()
     assert host.loaded == [encoder]
 
 
@@ -181,11 +188,9 @@ def test_text_encoders_and_vaes_of_the_ranks_go_where_the_plan_has_no_room_besid
         Capacity, "of", staticmethod(lambda d: Capacity((24 * GIB,) * len(d), tuple(map(others.get, d))))
     )
     host.modules[("cuda:1", None)] = 5 * GIB
-    assert (
-        host.offload.offload_comfyui_models(plan_of(16 * GIB, "cuda:0", "cuda:1")) == () and host.asked == []
-    )
-    assert host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0")) == ()  # the ranks have none there
-    (note,) = host.offload.offload_comfyui_models(plan_of(17 * GIB, "cuda:0", "cuda:1"))
+    assert notes_of(host, 16, "cuda:0", "cuda:1") == () and host.asked == []
+    assert notes_of(host, 17, "cuda:0") == ()  # the ranks have none there
+    (note,) = notes_of(host, 17, "cuda:0", "cuda:1")
     assert note.startswith("text encoders and VAEs made room on cuda:1: 5.00 GiB of them left it in ")
     assert host.asked == ["modules"]
 
@@ -200,16 +205,8 @@ def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_mo
     """The plan counts this cache as free memory for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     holding(monkeypatch, cuda_0=12 * GIB)
-    assert host.offload.offload_comfyui_models(plan_of(12 * GIB, "cuda:0")) == () and host.emptied == 0
-    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0")) == () and host.emptied == 1
-
-
-def test_the_gpus_of_another_machine_are_not_this_processs_to_make_room_on(host, monkeypatch):
-    holding(monkeypatch)
-    encoder = Loaded(TextEncoder, GPU, 9 * GIB)
-    host.loaded.append(encoder)
-    assert host.offload.offload_comfyui_models(plan_of(20 * GIB, "cuda:0@box/one", "cuda:0@box/two")) == ()
-    assert host.loaded == [encoder]
+    assert notes_of(host, 12, "cuda:0") == () and host.emptied == 0
+    assert notes_of(host, 20, "cuda:0") == () and host.emptied == 1
 
 
 def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks_own(host, monkeypatch):
@@ -224,7 +221,7 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 14 * GIB)
     assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == (2 + 3 + 9) * GIB
-    assert len(host.offload.offload_comfyui_models(plan_of(23 * GIB, "cuda:0"))) == 2
+    assert len(notes_of(host, 23, "cuda:0")) == 2
     assert host.loaded == [ours, used]
 
 
@@ -237,13 +234,11 @@ def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch
     assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == 0.5 * GIB
 
 
-def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, monkeypatch):
+def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, encoder, monkeypatch):
     holding(monkeypatch)
-    encoder = Loaded(TextEncoder, GPU, 9 * GIB)
-    host.loaded.append(encoder)
-    assert host.offload.offload_comfyui_models(plan_of(14 * GIB, "cuda:0")) == ()
+    assert notes_of(host, 14, "cuda:0") == ()
     host.flags.reserve_vram = 1.5
-    assert len(host.offload.offload_comfyui_models(plan_of(14 * GIB, "cuda:0"))) == 1
+    assert len(notes_of(host, 14, "cuda:0")) == 1
     assert host.freed[-1] == (15.5 * GIB, GPU)
 
 

@@ -37,9 +37,8 @@ def test_the_machines_that_join_until_nobody_else_does(secret, monkeypatch):
     monkeypatch.setattr(deadlines, "GATHER", 1.0)
     said, machines, say = joined(secret)
     assert resolve_for_command(" cluster:LAB ", say) == ("cpu:0@lab/a", "cpu:0@lab/b")
-    assert (
-        re.fullmatch(r"waiting on port \d+ for the machines of the cluster lab", said[0]) and len(said) == 1
-    )
+    (line,) = said
+    assert re.fullmatch(r"waiting on port \d+ for the machines of the cluster lab", line)
     for machine in machines:
         machine.close()
 

@@ -30,9 +30,6 @@ class Board:
     def messages_of(self, client):
         return [message for name, message in self.got if name == client]
 
-    def until(self, condition):
-        wait_until(condition)
-
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "parallel-live"]
@@ -53,10 +50,10 @@ def test_nothing_is_made_and_no_thread_runs_while_nobody_looks(board):
     board.sender.changed()
     assert (board.composed, threads()) == (0, [])
     assert board.sender.watch("a", 60)
-    board.until(lambda: board.messages_of("a") == [0])
+    wait_until(lambda: board.messages_of("a") == [0])
     board.sender.leave("a")
     assert board.idle.wait(PATIENCE)
-    board.until(lambda: not threads())
+    wait_until(lambda: not threads())
     composed = board.composed
     board.sender.changed()
     assert board.composed == composed
@@ -65,26 +62,26 @@ def test_nothing_is_made_and_no_thread_runs_while_nobody_looks(board):
 def test_a_message_goes_out_when_it_differs_and_no_faster_than_the_gap(board):
     begun = time.monotonic()
     board.sender.watch("a", 60)
-    board.until(lambda: board.messages_of("a") == [0])
+    wait_until(lambda: board.messages_of("a") == [0])
     for value in range(1, 101):
         board.value = value
         board.sender.changed()
         time.sleep(0.002)
-    board.until(lambda: board.messages_of("a")[-1] == 100)
+    wait_until(lambda: board.messages_of("a")[-1] == 100)
     composed = board.composed
     assert composed <= 1 + (time.monotonic() - begun) / 0.05
-    board.until(lambda: board.composed >= composed + 2)  # it still composes once a period
+    wait_until(lambda: board.composed >= composed + 2)  # it still composes once a period
     assert board.messages_of("a")[-2:] != [100, 100]
 
 
 def test_a_newcomer_gets_what_others_have_already(board):
     board.sender.watch("a", 60)
-    board.until(lambda: board.messages_of("a") == [0])
+    wait_until(lambda: board.messages_of("a") == [0])
     board.sender.watch("b", 60)
-    board.until(lambda: board.messages_of("b") == [0])
+    wait_until(lambda: board.messages_of("b") == [0])
     assert board.messages_of("a") == [0]
     board.sender.watch("a", 60, anew=True)  # its page was loaded again
-    board.until(lambda: board.messages_of("a") == [0, 0])
+    wait_until(lambda: board.messages_of("a") == [0, 0])
     assert board.messages_of("b") == [0]
 
 
@@ -92,20 +89,20 @@ def test_a_lease_that_nobody_renews_ends_and_so_does_that_of_a_client_that_went_
     board.gone.add("closed")
     board.sender.watch("closed", 60)
     board.sender.watch("short", 60)
-    board.until(lambda: board.messages_of("closed") == board.messages_of("short") == [0])
+    wait_until(lambda: board.messages_of("closed") == board.messages_of("short") == [0])
     board.sender.watch("short", 0.1)
-    board.until(lambda: not threads())
+    wait_until(lambda: not threads())
     assert board.messages_of("closed") == board.messages_of("short") == [0]
     assert board.sender.watch("short", 60)  # a new watch gets the same message again
-    board.until(lambda: board.messages_of("short") == [0, 0])
+    wait_until(lambda: board.messages_of("short") == [0, 0])
 
 
 def test_a_picture_that_fails_once_is_made_the_next_time(board):
     board.value = "impossible"
     board.sender.watch("a", 60)
-    board.until(lambda: board.composed >= 2)
+    wait_until(lambda: board.composed >= 2)
     board.value = 1
-    board.until(lambda: board.messages_of("a") == [1])
+    wait_until(lambda: board.messages_of("a") == [1])
 
 
 def test_more_than_so_many_are_refused(board):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_backend.observability.timeline import (
-    SHOWN,
-    Spent,
-    in_words,
-    rows_of_timeline,
-    timeline,
-)
+from parallel_backend.observability.timeline import SHOWN, Spent, in_words, rows_of_timeline, timeline
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 

@@ -35,9 +35,8 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
     assert shown_after(failed(), DONE, DONE) == [("warn", "A device is left out", False)]
     assert "cuda:1 left out" in toasts[0].detail
     assert shown_after(failed(broken=True), DONE) == [("error", "The processes failed too often", True)]
-    assert (
-        "Allow restarts" in toasts[0].detail and "process 1 on cuda:1: killed by signal 9" in toasts[0].detail
-    )
+    assert "Allow restarts" in toasts[0].detail
+    assert "process 1 on cuda:1: killed by signal 9" in toasts[0].detail
     failing.clear()
     assert shown_after(DONE) == []
     failing.add("cuda:1", 2)

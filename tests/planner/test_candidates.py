@@ -22,8 +22,7 @@ PIPE = ParallelStrategy(pipefusion_degree=2)
 def test_every_enumerated_strategy_divides_as_it_must():
     found = enumerate_candidates(flux_job(prompts=2, batch=2), 8)
     assert len(set(found)) == len(found) and ONE in found
-    for candidate in found:
-        s = candidate
+    for s in found:
         assert s.world_size <= 8 and s.cfg_degree <= 2 and s.data_degree <= 2
         assert 24 % s.tensor_degree == 0 and s.ulysses_degree * s.tensor_degree <= 24
     assert {c.world_size for c in found} == {1, 2, 3, 4, 5, 6, 7, 8}
@@ -36,12 +35,8 @@ def test_without_cfg_nothing_is_split_by_prompt():
 
 def test_a_unet_is_split_by_rows_only():
     job = unet_job(prompts=2, batch=2)
-    assert {c.describe() for c in enumerate_candidates(job, 4)} == {
-        "one device",
-        "CFG 2",
-        "data 2",
-        "data 2 × CFG 2",
-    }
+    found = {c.describe() for c in enumerate_candidates(job, 4)}
+    assert found == {"one device", "CFG 2", "data 2", "data 2 × CFG 2"}
 
 
 def test_the_rule_is_cfg_then_ulysses_then_ring_on_all_devices():

@@ -39,6 +39,12 @@ def _mode(job):
     return job.model.compute_options.compile
 
 
+def _settle(job, pair, *history):
+    """Returns (the mode that `auto` settles on, what is told) for a job before which no other ran."""
+    settled, told = CompileChoice().settle(job, PAIR, pair, *history)
+    return _mode(settled), told
+
+
 def test_what_a_person_chose_stays(pair):
     for mode in ("off", "blocks"):
         job = _job(mode)
@@ -53,18 +59,17 @@ def test_on_a_cpu_nothing_is_compiled():
 def test_below_ampere_and_where_nobody_knows_nothing_is_compiled(pair):
     older, newer = pair.devices
     mixed = replace(pair, devices=(replace(older, capability=(7, 5)), newer))
-    job, told = CompileChoice().settle(_job(steps=100_000), PAIR, mixed)
-    assert _mode(job) == "off" and "compute capability 7.5, and it takes 8.0" in told
-    rocm = replace(pair, source="torch")
-    job, told = CompileChoice().settle(_job(steps=100_000), PAIR, rocm)
-    assert _mode(job) == "off" and "ROCm" in told
+    mode, told = _settle(_job(steps=100_000), mixed)
+    assert mode == "off" and "compute capability 7.5, and it takes 8.0" in told
+    mode, told = _settle(_job(steps=100_000), replace(pair, source="torch"))
+    assert mode == "off" and "ROCm" in told
 
 
 def test_a_long_job_is_compiled_and_a_short_one_is_not(pair):
-    long, told = CompileChoice().settle(_job(steps=2_000, side=256), PAIR, pair)
-    assert _mode(long) == "blocks" and told.startswith("compile: auto compiles: compiling takes about 60 s")
-    short, told = CompileChoice().settle(_job(steps=4), PAIR, pair)
-    assert _mode(short) == "off" and "left the blocks as they are" in told
+    mode, told = _settle(_job(steps=2_000, side=256), pair)
+    assert mode == "blocks" and told.startswith("compile: auto compiles: compiling takes about 60 s")
+    mode, told = _settle(_job(steps=4), pair)
+    assert mode == "off" and "left the blocks as they are" in told
 
 
 def test_short_jobs_are_compiled_once_those_before_would_have_paid_for_it(pair):
@@ -80,15 +85,9 @@ def test_short_jobs_are_compiled_once_those_before_would_have_paid_for_it(pair):
 
 
 def test_blocks_that_nobody_described_are_not_compiled(pair):
-    job = job_from_latent(
-        CheckpointModel(replace(TYPICAL, mode=ROWS), compute_options=ComputeOptions("auto")),
-        (1, 16, 256, 256),
-        text=512,
-        has_cfg=False,
-        steps=2_000,
-    )
-    settled, told = CompileChoice().settle(job, PAIR, pair)
-    assert (_mode(settled), told) == ("off", "")
+    job = _job(steps=2_000, side=256)
+    undescribed = replace(job.model, file=replace(TYPICAL, mode=ROWS))
+    assert _settle(replace(job, model=undescribed), pair) == ("off", "")
 
 
 @pytest.fixture
@@ -106,27 +105,26 @@ def _seen(history, job, step_s, *, compiled):
 def test_a_step_that_was_measured_takes_the_place_of_the_least_one(pair, history):
     steps = 30
     job = _job(steps=steps)
-    assert _mode(CompileChoice().settle(job, PAIR, pair, history)[0]) == "off"
+    assert _settle(job, pair, history)[0] == "off"
     slow = 1.01 * COMPILE_SECONDS / (SAVED_SHARE * steps)
     _seen(history, _job("off", steps), slow, compiled=False)
-    settled, told = CompileChoice().settle(job, PAIR, pair, history)
-    assert _mode(settled) == "blocks" and "should save about 60.6 s of this job" in told
-    other_size = _job(steps=steps, side=64)
-    assert _mode(CompileChoice().settle(other_size, PAIR, pair, history)[0]) == "off"
+    mode, told = _settle(job, pair, history)
+    assert mode == "blocks" and "should save about 60.6 s of this job" in told
+    assert _settle(_job(steps=steps, side=64), pair, history)[0] == "off", "of another size"
 
 
 def test_what_compiled_blocks_saved_here_takes_the_place_of_the_assumption(pair, history):
     job = _job(steps=100)
     _seen(history, _job("off"), 2.0, compiled=False)
     _seen(history, _job("blocks"), 1.3, compiled=True)
-    settled, told = CompileChoice().settle(job, PAIR, pair, history)
-    assert _mode(settled) == "blocks" and "saves about 70.0 s of this job" in told
+    mode, told = _settle(job, pair, history)
+    assert mode == "blocks" and "saves about 70.0 s of this job" in told
 
 
 def test_blocks_that_were_no_faster_compiled_stay_as_they_are(pair, history):
     job = _job(steps=100_000)
-    assert _mode(CompileChoice().settle(job, PAIR, pair, history)[0]) == "blocks"
+    assert _settle(job, pair, history)[0] == "blocks"
     _seen(history, _job("off"), 1.0, compiled=False)
     _seen(history, _job("blocks"), 1.1, compiled=True)
-    settled, told = CompileChoice().settle(job, PAIR, pair, history)
-    assert _mode(settled) == "off" and "no faster here" in told
+    mode, told = _settle(job, pair, history)
+    assert mode == "off" and "no faster here" in told

@@ -15,12 +15,7 @@ from parallel_backend.machine.probe import read_topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.planner import history as measurement_history
 from parallel_backend.planner.history import MeasurementHistory, open_history
-from parallel_backend.planner.plan import (
-    find_machine,
-    job_from_latent,
-    job_from_request,
-    plan_execution,
-)
+from parallel_backend.planner.plan import find_machine, job_from_latent, job_from_request, plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ROWS, RunInfo
@@ -40,6 +35,13 @@ def work(tensor_bytes=BF16, has_cfg=False, side=128, batch=1):
 def plan(settings, job, memory_flag=""):
     machine = find_machine(settings.devices, in_order=settings.fixes_order, memory_flag=memory_flag)
     return plan_execution(settings, job, machine, open_history(machine.devices), tries=True)
+
+
+def seen(devices, job, *measured, topology=None):
+    """Records runs of `job`. `measured`: (strategy, seconds of a step)."""
+    history = MeasurementHistory(devices, topology)
+    for strategy, seconds in measured:
+        history.record(job, RunInfo("native", strategy, step_seconds=(9.0, seconds, seconds)))
 
 
 @pytest.fixture
@@ -87,9 +89,7 @@ def test_what_the_doctor_measured_of_the_links_comes_along_for_just_these_device
 
 def test_what_was_measured_overrules_and_is_expected_again(box):
     topology = box(fake_nvml.two_4090())
-    seen = MeasurementHistory(("cuda:0", "cuda:1"), topology)
-    for strategy, seconds in ((ONE, 1.0), (ULYSSES, 1.5)):
-        seen.record(work(FP8), RunInfo("native", strategy, step_seconds=(9.0, seconds, seconds)))
+    seen(("cuda:0", "cuda:1"), work(FP8), (ONE, 1.0), (ULYSSES, 1.5), topology=topology)
     decided = plan(StrategySettings(), work(FP8))
     assert decided.strategy == ONE and decided.devices == ("cuda:0",)
     assert decided.reason == "one device: measured before, a step takes one device 1 s, Ulysses 2 1.5 s"
@@ -114,8 +114,7 @@ def test_weights_that_do_not_fit_are_sharded_exactly(box):
 
 def test_what_was_seen_without_patches_does_not_say_that_they_fit(box):
     topology = box(fake_nvml.two_4090())
-    seen = MeasurementHistory(("cuda:0", "cuda:1"), topology)
-    seen.record(work(FP8), RunInfo("native", ONE, step_seconds=(9.0, 1.0, 1.0)))
+    seen(("cuda:0", "cuda:1"), work(FP8), (ONE, 1.0), topology=topology)
     assert plan(StrategySettings(devices="0"), work(FP8)).candidates[0].fits
     patched = replace(work(FP8), patch_bytes=14 * 2**30)
     assert not {c.strategy: c.fits for c in plan(StrategySettings(), patched).candidates}[ONE]
@@ -170,16 +169,13 @@ def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
 
 
 def test_a_first_job_tries_and_the_next_one_knows(store):
-    settings = StrategySettings(devices="cpu:2")
-    decided = plan(settings, work(FP8, has_cfg=True, side=8))
+    settings, job = StrategySettings(devices="cpu:2"), work(FP8, has_cfg=True, side=8)
+    decided = plan(settings, job)
     assert decided.strategy == CFG  # the rule's choice, as long as nothing is measured
     assert decided.trials.strategies == (ONE, ULYSSES, ParallelStrategy(ring_degree=2))
     assert {other.switch_s for other in decided.trials.candidates} == {SWITCH_CPU}
-    seen = MeasurementHistory(("cpu:0", "cpu:1"))
-    for strategy, seconds in ((CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6)):
-        info = RunInfo("native", strategy, step_seconds=(9.0, seconds))
-        seen.record(work(FP8, has_cfg=True, side=8), info)
-    after = plan(settings, work(FP8, has_cfg=True, side=8))
+    seen(("cpu:0", "cpu:1"), job, (CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6))
+    after = plan(settings, job)
     assert after.strategy == ONE and after.devices == ("cpu:0",) and not after.trials
     assert {c.strategy: c.step_s for c in after.candidates}[CFG] == 0.5
     # These measurements do not count for another size.
@@ -188,9 +184,7 @@ def test_a_first_job_tries_and_the_next_one_knows(store):
 
 def test_for_a_comparison_auto_splits_and_one_device_keeps_the_group(store):
     job = work(FP8, side=8)
-    seen = MeasurementHistory(("cpu:0", "cpu:1"))
-    for strategy, seconds in ((ULYSSES, 0.5), (ONE, 0.4)):
-        seen.record(job, RunInfo("native", strategy, step_seconds=(9.0, seconds)))
+    seen(("cpu:0", "cpu:1"), job, (ULYSSES, 0.5), (ONE, 0.4))
     assert plan(StrategySettings(devices="cpu:2"), job).strategy == ONE
     split = plan(StrategySettings(devices="cpu:2", compared=True), job)
     assert split.strategy == ULYSSES and not split.trials
@@ -247,15 +241,8 @@ def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
         model.file.inputs, width=512, height=768, batch=3, text=16, steps=20, with_cfg=True
     )
     job = job_from_request(model, request)
-    assert (job.width, job.height, job.batch, job.prompts, job.text_tokens, job.steps) == (
-        512,
-        768,
-        3,
-        2,
-        16,
-        20,
-    )
-    assert (job.model_calls, job.step_cache) == (1, False)
+    assert (job.width, job.height, job.batch, job.prompts) == (512, 768, 3, 2)
+    assert (job.text_tokens, job.steps, job.model_calls, job.step_cache) == (16, 20, 1, False)
     assert job_from_request(model, replace(request, cfg=1.0)).prompts == 1
     bf16 = flux_job(FP8, weight_dtype="bfloat16").model
     assert bf16.weight_bytes == 2 * model.weight_bytes

@@ -29,6 +29,11 @@ TOKENS = GROUPS_2.replace(sends_tokens=True)
 CFG, DATA = ParallelStrategy(cfg_degree=2), ParallelStrategy(data_degree=2)
 
 
+@pytest.fixture
+def gpus(tmp_path):
+    return MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+
+
 @pytest.fixture(autouse=True)
 def kept(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kept"))
@@ -73,9 +78,8 @@ def test_at_most_three_are_tried_and_one_device_is_always_among_them():
     )
 
 
-def test_a_job_begins_with_tokens_together_where_that_is_no_more_work(tmp_path):
+def test_a_job_begins_with_tokens_together_where_that_is_no_more_work(gpus):
     """On a CPU, whose cores the ranks share, one device is no more work; on GPUs, whole images that divide evenly."""
-    gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
     assert begun(ULYSSES, flux_job(FP8), gpus)[0] == ULYSSES
     for history in (gpus, cpus()):
         assert begun(ULYSSES, flux_job(FP8, batch=2), history)[0] == DATA
@@ -118,8 +122,7 @@ def test_what_came_to_nothing_is_not_tried_again_by_this_process():
     assert planned(ULYSSES, flux_job(width=512), cpus()).strategies == (ULYSSES, RING)
 
 
-def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(tmp_path):
-    gpus = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+def test_a_trial_s_price_is_what_one_device_computes_and_whether_it_sends_more(gpus):
 
     def prices(first, job, history):
         return {other.strategy: other.slower for other in planned(first, job, history).candidates}
@@ -142,34 +145,29 @@ def test_trials_may_lose_a_share_of_the_job_and_of_those_like_it_since_the_last_
     assert planned(ULYSSES, job, history).budget == pytest.approx(BUDGET * 20)
 
 
-def test_on_gpus_bounds_and_the_price_of_a_change_come_along(tmp_path):
-    history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+def test_on_gpus_bounds_and_the_price_of_a_change_come_along(gpus):
     job = flux_job(FP8)
-    found = planned(ULYSSES, job, history)
+    found = planned(ULYSSES, job, gpus)
     assert found.strategies == (TOKENS, GROUPS_2, ONE)
-    assert [o.switch_s for o in found.candidates] == [
-        0.0,
-        0.0,
-        SWITCH_GPU,
-    ]  # groups need no new communicators
+    # Groups need no new communicators.
+    assert [o.switch_s for o in found.candidates] == [0.0, 0.0, SWITCH_GPU]
     bounds = [lower_bound(job, s, CARDS["rtx4090"]) for s in (TOKENS, GROUPS_2, ONE)]
     assert [o.at_least_s for o in found.candidates] == bounds and bounds[0] > 0
     compiled = flux_job(FP8, compute_options=ComputeOptions("blocks"))
-    assert [o.switch_s for o in planned(ULYSSES, compiled, history).candidates] == [0.0, 0.0, SWITCH_COMPILED]
+    assert [o.switch_s for o in planned(ULYSSES, compiled, gpus).candidates] == [0.0, 0.0, SWITCH_COMPILED]
 
 
-def test_other_exchanges_are_tried_before_a_ring_on_gpus_and_none_that_a_rank_has_no_heads_for(tmp_path):
-    history = MeasurementHistory(("cuda:0", "cuda:1"), read_topology(fake_nvml.two_4090(), sys_root=tmp_path))
+def test_other_exchanges_are_tried_before_a_ring_on_gpus_and_none_that_a_rank_has_no_heads_for(gpus):
     job = flux_job(FP8)
     seen = [replace(c, step_s=1.0) if c.strategy in (ULYSSES, ONE) else c for c in known(job, 2)]
     by_groups = [replace(seen[0], strategy=s, step_s=1.0) for s in (TOKENS, GROUPS_2, GROUPS_4)]
-    assert planned(ULYSSES, job, history, seen).strategies == (TOKENS, GROUPS_2, GROUPS_4)
-    assert planned(ULYSSES, job, history, seen + by_groups).strategies == (RING,)
-    assert planned(GROUPS_4, job, history, seen + by_groups).strategies == (RING,)
+    assert planned(ULYSSES, job, gpus, seen).strategies == (TOKENS, GROUPS_2, GROUPS_4)
+    assert planned(ULYSSES, job, gpus, seen + by_groups).strategies == (RING,)
+    assert planned(GROUPS_4, job, gpus, seen + by_groups).strategies == (RING,)
     full = [replace(c, fits=c.strategy != ULYSSES) for c in known(job, 2)]
-    assert planned(ULYSSES, job, history, full).strategies == (RING, ONE)
+    assert planned(ULYSSES, job, gpus, full).strategies == (RING, ONE)
     eight = ParallelStrategy(ulysses_degree=8)  # three heads on each device
-    many = MeasurementHistory(tuple(f"cuda:{i}" for i in range(8)), history.topology)
+    many = MeasurementHistory(tuple(f"cuda:{i}" for i in range(8)), gpus.topology)
     assert planned(eight, job, many, [Candidate(eight, 1.0)]).strategies == (eight.replace(head_groups=2),)
 
 

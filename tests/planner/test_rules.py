@@ -52,52 +52,43 @@ def test_the_reason_says_why_ring_was_needed():
     assert "1 attention head" in decision.reason
 
 
+def _manual(count, shares="", job=None, **degrees):
+    settings = StrategySettings("manual", "all", ParallelStrategy(**degrees), device_shares=shares)
+    return resolve_strategy(settings, job or flux_job(), _devices(count))
+
+
 def test_a_manual_strategy_is_taken_as_it_is():
     settings = StrategySettings("manual", "all", ParallelStrategy(ring_degree=2, ulysses_degree=2), "native")
     decision = resolve_strategy(settings, flux_job(), _devices(4))
-    assert decision.strategy == settings.strategy
-    assert decision.engine == "native"
-    assert decision.notes == ()
+    assert (decision.strategy, decision.engine, decision.notes) == (settings.strategy, "native", ())
 
 
 def test_a_manual_strategy_that_breaks_a_rule_is_refused():
-    settings = StrategySettings("manual", "all", ParallelStrategy(ulysses_degree=4))
     with pytest.raises(StrategyError, match="needs 4 devices; 1 is selected"):
-        resolve_strategy(settings, flux_job(), _devices(1))
+        _manual(1, ulysses_degree=4)
 
 
-def test_cfg_degree_without_cfg_moves_to_the_sequence_and_says_so():
-    settings = StrategySettings("manual", "all", ParallelStrategy(cfg_degree=2, ulysses_degree=2))
-    decision = resolve_strategy(settings, flux_job(), _devices(4))
-    assert decision.strategy == ParallelStrategy(ulysses_degree=4)
-    assert "cfg 1.0" in decision.notes[0]
-
-
-def test_data_degree_beyond_the_batch_moves_to_the_sequence():
-    settings = StrategySettings("manual", "all", ParallelStrategy(data_degree=2))
-    decision = resolve_strategy(settings, _job(heads=1), _devices(2))
-    assert decision.strategy == ParallelStrategy(ring_degree=2)
-    assert "1 image" in decision.notes[0]
-
-
-@pytest.mark.parametrize("useless", ["cfg_degree", "data_degree"])
-def test_a_degree_without_work_moves_to_the_sequence_within_stages_too(useless):
-    strategy = ParallelStrategy(pipefusion_degree=2, **{useless: 2})
-    decision = resolve_strategy(StrategySettings("manual", "all", strategy), flux_job(), _devices(4))
-    assert decision.strategy == ParallelStrategy(pipefusion_degree=2, ulysses_degree=2)
+@pytest.mark.parametrize(
+    ("useless", "beside", "expected"),
+    [
+        ("cfg_degree", {"ulysses_degree": 2}, {"ulysses_degree": 4}),
+        ("cfg_degree", {"pipefusion_degree": 2}, {"pipefusion_degree": 2, "ulysses_degree": 2}),
+        ("data_degree", {"pipefusion_degree": 2}, {"pipefusion_degree": 2, "ulysses_degree": 2}),
+    ],
+)
+def test_a_degree_without_work_moves_to_the_sequence_and_says_so(useless, beside, expected):
+    decision = _manual(4, **{useless: 2}, **beside)
+    assert decision.strategy == ParallelStrategy(**expected)
     assert f"so {useless} 2 would idle" in decision.notes[0]
+    assert {"cfg_degree": "cfg 1.0", "data_degree": "1 image"}[useless] in decision.notes[0]
+
+
+def test_a_degree_without_work_moves_to_the_ring_where_heads_are_too_few():
+    assert _manual(2, job=_job(heads=1), data_degree=2).strategy == ParallelStrategy(ring_degree=2)
 
 
 def test_idle_devices_are_mentioned():
-    decision = resolve_strategy(
-        StrategySettings("manual", "all", ParallelStrategy()), flux_job(), _devices(3)
-    )
-    assert "2 of the 3 selected devices have nothing to do" in decision.notes[0]
-
-
-def _manual(count, shares="", **degrees):
-    settings = StrategySettings("manual", "all", ParallelStrategy(**degrees), device_shares=shares)
-    return resolve_strategy(settings, flux_job(), _devices(count))
+    assert "2 of the 3 selected devices have nothing to do" in _manual(3).notes[0]
 
 
 def test_fewer_patches_than_stages_are_remarked_on():

@@ -23,7 +23,6 @@ def copy(tmp_path):
 
 
 def test_a_new_import_is_noticed_and_drawn(copy):
-    assert main(["--check"], copy) == 0
     file = copy / "parallel_backend" / "job" / "__init__.py"
     file.write_text(file.read_text("utf-8") + "\nfrom ..rank import work\n", "utf-8")
     assert main(["--check"], copy) == 1

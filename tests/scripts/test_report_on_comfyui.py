@@ -23,29 +23,12 @@ JOB = ROOT / ".github" / "workflows" / "newer-comfyui.yml"
 
 
 def test_the_proven_release_holds_and_a_library_of_graphs_is_judged(tmp_path, monkeypatch, capsys):
-    graph = {
-        "nodes": [
-            {
-                "type": "UNETLoader",
-                "outputs": [{"type": "MODEL"}],
-                "widgets_values": ["flux1-dev.safetensors"],
-            },
-            {"type": "KSampler", "inputs": [{"type": "MODEL"}]},
-        ]
-    }
+    model, out = [{"type": "MODEL"}], tmp_path / "out"
+    loader = {"type": "UNETLoader", "outputs": model, "widgets_values": ["flux1-dev.safetensors"]}
+    graph = {"nodes": [loader, {"type": "KSampler", "inputs": model}]}
     (tmp_path / "one.json").write_text(json.dumps(graph))
-    out = tmp_path / "out"
-    given = [
-        "",
-        str(require_comfyui()),
-        "--out",
-        str(out),
-        "--templates",
-        str(tmp_path),
-        "--without",
-        "parity",
-    ]
-    monkeypatch.setattr(sys, "argv", given)
+    options = ["--out", str(out), "--templates", str(tmp_path), "--without", "parity"]
+    monkeypatch.setattr(sys, "argv", ["", str(require_comfyui()), *options])
     assert report_on_comfyui.main() == 0
     said = (out / "report.md").read_text()
     assert said in capsys.readouterr().out
@@ -66,15 +49,9 @@ def test_what_does_not_hold_is_named(tmp_path, monkeypatch):
         (tmp_path / name).write_text("# unet_model=comfy.ldm.prism.Prism and unet_model=HunyuanVideo\n")
     part = report_on_comfyui.self_tests(tmp_path)
     assert asked == [(str(tmp_path), ["HunyuanVideo", "LTXVModel"])]
-    assert (
-        not part.passed
-        and "2 of them in sources that" in part.summary
-        and "Not described: Prism.\n" in part.summary
-    )
-    assert (
-        "| HunyuanVideo | rows | this version of ComfyUI computes" in part.summary
-        and "| LTXV" not in part.summary
-    )
+    assert not part.passed and "2 of them in sources that" in part.summary
+    assert "Not described: Prism.\n" in part.summary and "| LTXV" not in part.summary
+    assert "| HunyuanVideo | rows | this version of ComfyUI computes" in part.summary
     assert "| Flux | rows | its sources are not where the pack knows them |" in part.summary
     ended = RankFailed(0, "the self-test was killed", crashed=True)
     monkeypatch.setattr(report_on_comfyui, "run_self_tests", Mock(side_effect=ended))
@@ -135,10 +112,6 @@ def test_an_issue_is_opened_once_and_then_added_to(tmp_path):
     gh.chmod(0o755)
     for found, wanted in (("", "issue create"), ("12", "issue comment 12")):
         calls.write_text("")
-        environment = {
-            "PATH": f"{tmp_path}:/usr/bin:/bin",
-            "REPORT": str(tmp_path / "report"),
-            "FOUND": found,
-        }
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REPORT": f"{tmp_path}/report", "FOUND": found}
         subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], env=environment, check=True)
         assert wanted in calls.read_text() and f"{tmp_path}/report/report.md" in calls.read_text()

@@ -6,26 +6,30 @@ import threading
 
 import pytest
 
-from parallel_backend.errors import (
-    Cancelled,
-    RequestError,
-)
+from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.wire import deadlines
-from scripted import (
-    SLOW,
-    is_running,
-    scripted_request,
-    two_ranks,
-)
+from scripted import SLOW, is_running, scripted_request, two_ranks
 
 
 class Stopped(BaseException):
     """Stands in for ComfyUI's InterruptProcessingException, which is a BaseException."""
 
 
+@pytest.fixture
+def stays_warm(sidecar, weights):
+    """Loads the model; after the test the same ranks serve the next request."""
+    sidecar.load(weights)
+    pids = sidecar.pids
+    yield
+    sidecar.sample(weights, scripted_request(), two_ranks())
+    assert sidecar.pids == pids
+
+
 @pytest.mark.parametrize("after", [1, 3, 6], ids=["first", "middle", "last"])
-def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(sidecar, weights, after):
+def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(
+    stays_warm, sidecar, weights, after
+):
     steps = []
 
     def on_step(step, of, denoised):
@@ -34,27 +38,19 @@ def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(side
             sidecar.cancel()
             sidecar.cancel()  # a second cancel changes nothing
 
-    sidecar.load(weights)
-    pids = sidecar.pids
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
     assert len(steps) == after  # steps that still run are not reported
     assert sidecar.state is State.READY
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == pids
 
 
 def test_a_cancel_while_nothing_runs_is_forgotten_and_one_before_a_request_is_sent_reaches_no_rank(
-    sidecar, weights
+    stays_warm, sidecar, weights
 ):
-    sidecar.load(weights)
-    pids = sidecar.pids
     sidecar.cancel()
     sidecar.sample(weights, scripted_request(), two_ranks())
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=lambda: True)
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == pids
 
 
 def test_a_start_that_is_cancelled_leaves_no_rank(sidecar, weights):
@@ -81,23 +77,18 @@ def test_cancel_from_another_thread_takes_one_step(sidecar, weights):
     timer.join()
 
 
-def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(sidecar, weights):
+def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(stays_warm, sidecar, weights):
     def on_step(step, of, denoised):
         if step == 2:
             raise Stopped
 
-    sidecar.load(weights)
-    pids = sidecar.pids
     with pytest.raises(Stopped):  # ranks that continued to the last step would be killed
         sidecar.sample(weights, scripted_request(SLOW, steps=2000), two_ranks(), on_step=on_step)
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == pids
 
 
-def test_a_callback_may_not_send_another_request(sidecar, weights):
+def test_a_callback_may_not_send_another_request(stays_warm, sidecar, weights):
     with pytest.raises(RequestError, match="callback"):
         sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *step: sidecar.load(weights))
-    sidecar.sample(weights, scripted_request(), two_ranks())
 
 
 def test_a_cancel_that_the_ranks_do_not_follow_ends_them(sidecar, weights, monkeypatch):

@@ -8,19 +8,12 @@ import pytest
 
 from parallel_backend.errors import CheckpointError
 from parallel_backend.wire.file_identity import read_identity
-from scripted import SLOW, scripted_request, scripted_sidecar, scripted_weights, two_ranks
+from scripted import SLOW, scripted_request, scripted_weights, two_ranks
 
 
 @pytest.fixture
 def spec(tmp_path):
     return scripted_weights(tmp_path / "module.safetensors", "loads 2.0")
-
-
-@pytest.fixture
-def sidecar(no_leaks):
-    made = scripted_sidecar(resumes=True)
-    yield made
-    made.stop()
 
 
 def replace_file(spec, script="loads 3.0"):
@@ -39,16 +32,16 @@ def replace_file(spec, script="loads 3.0"):
     ],
     ids=["replaced", "in place", "deleted"],
 )
-def test_a_job_whose_ranks_crash_is_not_made_again_with_another_file(sidecar, spec, change, words):
+def test_a_job_whose_ranks_crash_is_not_made_again_with_another_file(resuming_sidecar, spec, change, words):
     def on_step(step, steps, denoised):
         if step == 2:
             change(spec)
-            os.kill(sidecar.pids[1], signal.SIGKILL)
+            os.kill(resuming_sidecar.pids[1], signal.SIGKILL)
 
     with pytest.raises(CheckpointError, match=rf"module\.safetensors {words} while the job ran"):
-        sidecar.sample(spec, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
+        resuming_sidecar.sample(spec, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
     replace_file(spec)
-    assert sidecar.sample(spec, scripted_request(), two_ranks()).info.notes == ()
+    assert resuming_sidecar.sample(spec, scripted_request(), two_ranks()).info.notes == ()
 
 
 def test_a_file_changed_with_its_old_size_and_time_is_another_one(tmp_path):

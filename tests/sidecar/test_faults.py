@@ -111,18 +111,14 @@ def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_
 
 
 def test_memory_that_ends_on_one_rank_is_raised_as_such_and_not_tried_again(
-    no_leaks, weights, expected, tmp_path
+    resuming_sidecar, weights, expected, tmp_path
 ):
-    sidecar, once = scripted_sidecar(resumes=True), tmp_path / "fired"
-    try:
-        with (
-            fault("oom", "an all-reduce", step=2, once=once),
-            pytest.raises(OutOfMemory, match=r"Process 1 ran out of memory on cpu .*smaller image"),
-        ):
-            sidecar.sample(weights, scripted_request(), two_ranks())
-        assert torch.equal(sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
-    finally:
-        sidecar.stop()
+    with (
+        fault("oom", "an all-reduce", step=2, once=tmp_path / "fired"),
+        pytest.raises(OutOfMemory, match=r"Process 1 ran out of memory on cpu .*smaller image"),
+    ):
+        resuming_sidecar.sample(weights, scripted_request(), two_ranks())
+    assert torch.equal(resuming_sidecar.sample(weights, scripted_request(), two_ranks()).latent, expected)
 
 
 # 6 to 8: a rank hangs.
@@ -191,22 +187,18 @@ def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_pa
 # 11: a rank does not start.
 
 
-def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(no_leaks, weights, monkeypatch):
+def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(resuming_sidecar, weights, monkeypatch):
     monkeypatch.setattr(deadlines, "START", 5.0)  # s; the other rank, a fork, has said hello by then
-    sidecar = scripted_sidecar(resumes=True)
     with fault("stop", "start"), pytest.raises(RankFailed, match="process 1 failed: was stopped by a signal"):
-        sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == ()
-    sidecar.stop()
+        resuming_sidecar.sample(weights, scripted_request(), two_ranks())
+    assert resuming_sidecar.pids == ()
 
 
-def test_a_rank_killed_while_ranks_start_is_named_and_the_next_prompt_works(no_leaks, weights):
-    sidecar = scripted_sidecar(resumes=True)
+def test_a_rank_killed_while_ranks_start_is_named_and_the_next_prompt_works(resuming_sidecar, weights):
     with fault("kill", "start"), pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
-        sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.pids == ()
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    sidecar.stop()
+        resuming_sidecar.sample(weights, scripted_request(), two_ranks())
+    assert resuming_sidecar.pids == ()
+    resuming_sidecar.sample(weights, scripted_request(), two_ranks())
 
 
 def test_two_ranks_on_one_device_are_refused():
@@ -281,10 +273,8 @@ def test_many_jobs_of_changing_sizes_and_models_leave_nothing(sidecar, weights, 
 
 def test_stale_folders_a_taken_port_few_descriptors_and_another_comfyui_change_nothing(no_leaks, tmp_path):
     before = without_hostname() + FEW_DESCRIPTORS
-    folders = [
-        tmp_path / "one",
-        tmp_path / "other",
-    ]  # each has its own model file, because a job ends if its file changes
+    # Each has its own model file, because a job ends if its file changes.
+    folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
     one, other = (ForkedScript(BESIDE_OTHERS, folder, before) for folder in folders)
@@ -344,36 +334,27 @@ def test_a_job_is_made_again_after_a_rank_died_in_a_collective(
     assert torch.equal(result.latent, again.latent)
 
 
-def test_a_job_made_again_gives_the_same_bits(no_leaks, weights, tmp_path):
+def test_a_job_made_again_gives_the_same_bits(resuming_sidecar, weights, tmp_path):
     request = scripted_request(SLOW, steps=6)
-    sidecar = scripted_sidecar(resumes=True)
-    try:
-        with fault("kill", "step", rank=0, step=4, once=tmp_path / "fired"):
-            result = sidecar.sample(weights, request, two_ranks())
-        assert torch.equal(sidecar.sample(weights, request, two_ranks()).latent, result.latent)
-    finally:
-        sidecar.stop()
+    with fault("kill", "step", rank=0, step=4, once=tmp_path / "fired"):
+        result = resuming_sidecar.sample(weights, request, two_ranks())
+    assert torch.equal(resuming_sidecar.sample(weights, request, two_ranks()).latent, result.latent)
     (note,) = result.info.notes
     assert "process 0 on cpu:0 failed (killed by SIGKILL" in note and "begins again" in note
     assert not result.info.load.cached  # new ranks loaded the weights again
 
 
-def test_a_second_crash_is_raised_and_a_third_breaks_the_group(no_leaks, weights, monkeypatch):
-    sidecar = scripted_sidecar(resumes=True)
-    try:
-        with fault("kill", "an all-reduce", step=1):
+def test_a_second_crash_is_raised_and_a_third_breaks_the_group(resuming_sidecar, weights, monkeypatch):
+    sidecar = resuming_sidecar
+    with fault("kill", "an all-reduce", step=1):
+        for state in (State.FAILED, State.BROKEN):
             with pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
                 sidecar.sample(weights, scripted_request(), two_ranks())
-            assert sidecar.state is State.FAILED
-            with pytest.raises(RankFailed, match="process 1 failed: killed by SIGKILL"):
-                sidecar.sample(weights, scripted_request(), two_ranks())
-        assert sidecar.state is State.BROKEN
-        words = r"(?s)3 times within 10 minutes.*doctor.*s ago, process 1 on cpu:1: killed by SIGKILL"
-        with monkeypatch.context() as patched, pytest.raises(RankFailed, match=words):
-            patched.setattr(Supervisor, "spawn", lambda *arguments: pytest.fail("processes were started"))
-            sidecar.sample(weights, scripted_request(), two_ranks())
-        sidecar.stop()
-        assert sidecar.state is State.DOWN
+            assert sidecar.state is state
+    words = r"(?s)3 times within 10 minutes.*doctor.*s ago, process 1 on cpu:1: killed by SIGKILL"
+    with monkeypatch.context() as patched, pytest.raises(RankFailed, match=words):
+        patched.setattr(Supervisor, "spawn", lambda *arguments: pytest.fail("processes were started"))
         sidecar.sample(weights, scripted_request(), two_ranks())
-    finally:
-        sidecar.stop()
+    sidecar.stop()
+    assert sidecar.state is State.DOWN
+    sidecar.sample(weights, scripted_request(), two_ranks())

@@ -13,13 +13,12 @@ from parallel_backend.sidecar import holdings, model_room, pool
 from parallel_backend.sidecar.group.events import Loaded, RequestEnded
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
-from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from scripted import SLOW, call_model, scripted_request, two_ranks
+from scripted import SLOW, call_model, scripted_request, scripted_sidecar, two_ranks
 from waiting import wait_until
 
 X = torch.ones(1, 4, 6, 6)
-WHOLE = ParallelStrategy()
 
 
 def scale_of(sidecar, spec):
@@ -132,18 +131,12 @@ def test_ranks_that_failed_too_often_are_not_started(sidecar, scaled):
 
 
 def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, scaled, monkeypatch):
-    monkeypatch.setattr(
-        pool,
-        "Sidecar",
-        lambda devices, exclusive: Sidecar(
-            devices, rank_module="tests.support.rank_programs.scripted_rank", resumes=False
-        ),
-    )
+    monkeypatch.setattr(pool, "Sidecar", lambda devices, exclusive: scripted_sidecar(devices))
     try:
         first = scaled(1.0)
-        pool.preload(("cpu:0", "cpu:1"), first, WHOLE)
+        pool.preload(("cpu:0", "cpu:1"), first, ParallelStrategy())
         with pytest.raises(RequestError, match="processes on cpu:0, cpu:1 would end"):
-            pool.preload(("cpu:1", "cpu:2"), first, WHOLE)
+            pool.preload(("cpu:1", "cpu:2"), first, ParallelStrategy())
         assert [sidecar.models for sidecar in pool.all_sidecars()] == [(first,)]
     finally:
         pool.stop_all()

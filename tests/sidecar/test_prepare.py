@@ -10,17 +10,13 @@ from parallel_backend.requests import ComfyUISource, ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.events import RequestEnded
 from parallel_backend.sidecar.sidecar import Sidecar, State
-from scripted import call_model, scripted_sidecar, scripted_weights
+from scripted import call_model, scripted_sidecar
 
 X = torch.ones(1, 4, 6, 6)
 
 
-@pytest.fixture
-def model(tmp_path):
-    return scripted_weights(tmp_path / "model.safetensors", "good 2.0")
-
-
-def test_the_first_request_finds_them_started_with_nothing_loaded(sidecar, model, events):
+def test_the_first_request_finds_them_started_with_nothing_loaded(sidecar, scaled, events):
+    model = scaled(2.0)
     sidecar.prepare(model)
     assert sidecar.state is State.READY and sidecar.models == ()
     pids = sidecar.pids
@@ -29,7 +25,8 @@ def test_the_first_request_finds_them_started_with_nothing_loaded(sidecar, model
     assert [event.request for event in events if isinstance(event, RequestEnded)] == ["start", "sample"]
 
 
-def test_ranks_that_run_keep_what_they_have(sidecar, model):
+def test_ranks_that_run_keep_what_they_have(sidecar, scaled):
+    model = scaled(2.0)
     call_model(sidecar, model, X)
     sidecar.prepare(model)
     assert sidecar.models == (model,)
@@ -48,7 +45,8 @@ def test_they_import_the_models_comfyui(no_leaks, tmp_path):
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_on_devices_where_ranks_run_nothing_starts(no_leaks, model, monkeypatch, busy):
+def test_on_devices_where_ranks_run_nothing_starts(no_leaks, scaled, monkeypatch, busy):
+    model = scaled(2.0)
     monkeypatch.setattr(pool, "Sidecar", lambda devices, exclusive: scripted_sidecar(devices))
     try:
         if busy:

@@ -26,10 +26,8 @@ def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps()
     job.take(Progress(2, 4, 0.2), state_tensors(state))
     job.take(Progress(3, 4, 0.3), None)
     text = job.survive(RankFailed(1, "killed by SIGKILL\nwith output"), "cuda:1")
-    assert (
-        text
-        == "process 1 on cuda:1 failed (killed by SIGKILL); the job goes on after step 2 on processes started anew"
-    )
+    cause, goes_on = "killed by SIGKILL", "the job goes on after step 2 on processes started anew"
+    assert text == f"process 1 on cuda:1 failed ({cause}); {goes_on}"
     assert torch.equal(job.begin()["state.answers"], state.answers)
     result = job.merged(info(notes=("a note",)))
     assert result.step_seconds == (0.1, 0.2, 0.5, 0.5)

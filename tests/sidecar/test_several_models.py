@@ -27,7 +27,6 @@ from shipped_jobs import ship_call
 from waiting import wait_until
 
 X = torch.ones(1, 4, 6, 6)
-TWO = Placement(ParallelStrategy(ulysses_degree=2))
 
 
 @pytest.fixture
@@ -52,6 +51,25 @@ def sent(monkeypatch):
 
     monkeypatch.setattr(Exchange, "send", noted)
     return messages
+
+
+@pytest.fixture
+def held(sidecar, scaled):
+    """Two models that ranks have loaded one after the other; their scales are 2 and 3."""
+    both = scaled(2.0), scaled(3.0)
+    for spec in both:
+        sidecar.load(spec)
+    return both
+
+
+@pytest.fixture
+def heavy(sidecar, scaled, sent, monkeypatch):
+    """A model of scale 2 that has 1000 bytes on each rank of the pool's only sidecar."""
+    spec = scaled(2.0, "weighs 1000")
+    sidecar.load(spec)
+    sent.clear()
+    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    return spec
 
 
 def scale_of(sidecar, spec, behaviour=0):
@@ -93,18 +111,16 @@ def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(side
     assert len(loaded) == MOST_MAPPED + 2
 
 
-def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, scaled, loaded):
-    first, second, third = scaled(1.0), scaled(2.0), scaled(3.0, "no-memory 1")
-    sidecar.load(first)
-    sidecar.load(second)
+def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, scaled, loaded, held):
+    (first, second), third = held, scaled(4.0, "no-memory 1")
     pids, phases = sidecar.pids, []
     info = sidecar.load(third, on_phase=phases.append)
-    assert info.notes == ("dropped 1.safetensors: for lack of memory",)
-    assert "dropped 1.safetensors: for lack of memory" in phases
+    assert info.notes == ("dropped 2.safetensors: for lack of memory",)
+    assert "dropped 2.safetensors: for lack of memory" in phases
     assert sidecar.models == (third, second)
-    assert scale_of(sidecar, second)[0] == 2.0 and scale_of(sidecar, third)[0] == 3.0
+    assert scale_of(sidecar, second)[0] == 3.0 and scale_of(sidecar, third)[0] == 4.0
     assert not sidecar.load(first).cached  # the third stays loaded
-    assert sidecar.pids == pids and loaded == [f"{name}.safetensors" for name in (1, 2, 3, 1)]
+    assert sidecar.pids == pids and loaded == [f"{name}.safetensors" for name in (2, 3, 4, 2)]
 
 
 def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sidecar, scaled, monkeypatch):
@@ -124,46 +140,38 @@ def test_on_gpus_what_is_free_decides_and_what_a_model_took_is_remembered(sideca
     assert sidecar.models == (third,)
 
 
-def test_a_model_that_does_not_fit_alone_costs_all_others_and_leaves_the_ranks(sidecar, scaled):
-    first, second = scaled(1.0), scaled(2.0)
-    sidecar.load(first)
-    sidecar.load(second)
+def test_a_model_that_does_not_fit_alone_costs_all_others_and_leaves_the_ranks(sidecar, scaled, held):
+    first, second = held
     pids = sidecar.pids
     with pytest.raises(OutOfMemory, match=r"cpu.*tried to load a lot.*Use"):
-        sidecar.load(scaled(3.0, "no-memory always"))
+        sidecar.load(scaled(4.0, "no-memory always"))
     assert sidecar.models == ()
-    assert not sidecar.load(second).cached and scale_of(sidecar, first)[0] == 1.0
+    assert not sidecar.load(second).cached and scale_of(sidecar, first)[0] == 2.0
     assert sidecar.pids == pids
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_that_one_rank_refuses_costs_none_of_the_others(sidecar, scaled, rank):
-    first, second = scaled(1.0), scaled(2.0)
-    sidecar.load(first)
-    sidecar.load(second)
+def test_a_file_that_one_rank_refuses_costs_none_of_the_others(sidecar, scaled, held, rank):
+    first, second = held
     pids = sidecar.pids
     with pytest.raises(CheckpointError, match=f"refused by process {rank}"):
-        sidecar.load(scaled(3.0, f"refused {rank}"))
+        sidecar.load(scaled(4.0, f"refused {rank}"))
     assert sidecar.load(first).cached and sidecar.load(second).cached
     assert sidecar.models == (second, first)
-    assert scale_of(sidecar, second)[0] == 2.0 and sidecar.pids == pids
+    assert scale_of(sidecar, second)[0] == 3.0 and sidecar.pids == pids
 
 
-def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, scaled):
+def test_what_was_dropped_before_a_refusal_is_not_taken_for_held(sidecar, scaled, held):
     """Rank 1 lacks memory for the file, then refuses it once models were dropped for it: these are gone."""
-    first, second = scaled(1.0), scaled(2.0)
-    sidecar.load(first)
-    sidecar.load(second)
+    first, second = held
     with pytest.raises(CheckpointError, match="refused by process 1"):
-        sidecar.load(scaled(3.0, "no-memory-then-refused 1"))
+        sidecar.load(scaled(4.0, "no-memory-then-refused 1"))
     assert not sidecar.load(first).cached
-    assert scale_of(sidecar, first)[0] == 1.0 and scale_of(sidecar, second)[0] == 2.0
+    assert scale_of(sidecar, first)[0] == 2.0 and scale_of(sidecar, second)[0] == 3.0
 
 
-def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, scaled, tmp_path):
-    high, low = scaled(2.0), scaled(3.0)
-    scale_of(sidecar, high)
-    scale_of(sidecar, low)
+def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, held, tmp_path):
+    high, low = held
     (tmp_path / "2.safetensors").write_text("good 7.25")
     found, load = scale_of(sidecar, high)
     assert found == 7.25 and load.notes == ("dropped 2.safetensors: its file has changed",)
@@ -171,10 +179,8 @@ def test_a_file_that_changed_is_loaded_anew_and_its_old_copy_dropped(sidecar, sc
     assert scale_of(sidecar, low)[1].switched
 
 
-def test_two_models_sleep_and_wake_together(sidecar, scaled, loaded):
-    high, low = scaled(2.0), scaled(3.0)
-    sidecar.load(high)
-    sidecar.load(low)
+def test_two_models_sleep_and_wake_together(sidecar, loaded, held):
+    high, low = held
     sidecar.sleep()
     assert sidecar.models == () and sidecar.state is State.ASLEEP and not is_held(low)
     sidecar.wake()
@@ -186,10 +192,8 @@ def test_two_models_sleep_and_wake_together(sidecar, scaled, loaded):
     assert sidecar.models == (high,)
 
 
-def test_one_of_two_gives_its_memory_back_alone(sidecar, scaled, monkeypatch):
-    high, low = scaled(2.0), scaled(3.0)
-    sidecar.load(high)
-    sidecar.load(low)
+def test_one_of_two_gives_its_memory_back_alone(sidecar, held, monkeypatch):
+    high, low = held
     monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
     pool.put_to_sleep(high)
     assert sidecar.state is State.READY and sidecar.models == (low,)
@@ -200,10 +204,8 @@ def test_one_of_two_gives_its_memory_back_alone(sidecar, scaled, monkeypatch):
     assert sidecar.state is State.ASLEEP and not is_held(low)
 
 
-def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, scaled):
-    high, low = scaled(2.0), scaled(3.0)
-    sidecar.load(high)
-    sidecar.load(low)
+def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, held):
+    high, low = held
     victim, survivor = sidecar.pids
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: sidecar.state is State.FAILED and not is_running(survivor))
@@ -212,9 +214,8 @@ def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, scaled):
     assert not sidecar.load(low).cached
 
 
-def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, scaled):
-    high, low = scaled(2.0), scaled(3.0)
-    sidecar.load(high)
+def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, held):
+    high, low = held
     assert scale_of(sidecar, low)[0] == 3.0
     found, load = scale_of(sidecar, low, NO_MEMORY)
     assert found == 3.0
@@ -223,10 +224,8 @@ def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, 
     assert "one at a time" in sidecar.load(high).notes[0] and sidecar.models == (high,)
 
 
-def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, scaled):
-    high, low = scaled(2.0), scaled(3.0)
-    sidecar.load(high)
-    sidecar.load(low)
+def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, held):
+    high, low = held
     with pytest.raises(OutOfMemory):
         sidecar.sample(low, scripted_request(NO_MEMORY), two_ranks())
     sidecar.load(high)
@@ -265,13 +264,8 @@ def test_two_modules_of_comfyuis_share_the_ranks(two_real_ranks, tmp_path, shard
             assert info.load.switched == info.load.cached == bool(turn)
 
 
-def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
-    sidecar, scaled, loaded, sent, monkeypatch
-):
-    spec = scaled(2.0, "weighs 1000")
-    sidecar.load(spec)
-    sent.clear()
-    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sidecar, loaded, sent, heavy):
+    spec = heavy
     pool.give_back(spec, "cpu:7")
     assert sent == [] and pool.bytes_on(spec, "cpu:7") == 0
     pool.give_back(spec, "cpu:0")
@@ -287,12 +281,9 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(
 
 
 def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
-    sidecar, scaled, loaded, sent, monkeypatch
+    sidecar, scaled, loaded, sent, heavy, monkeypatch
 ):
-    spec = scaled(2.0, "weighs 1000")
-    sidecar.load(spec)
-    sent.clear()
-    monkeypatch.setattr(pool, "_sidecars", {sidecar.devices: sidecar})
+    spec = heavy
     pool.release_cache(spec)
     assert sent == []  # ranks on the CPU keep nothing
     monkeypatch.setattr(pool, "is_cpu", lambda devices: False)
@@ -303,9 +294,8 @@ def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
     assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 1
 
 
-def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, scaled, loaded, monkeypatch):
-    spec = scaled(2.0, "weighs 1000")
-    sidecar.load(spec)
+def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, loaded, heavy, monkeypatch):
+    spec = heavy
     monkeypatch.setattr(model_room, "available_memory", lambda total: 0)
     sidecar.give_back(spec, "cpu:0")
     assert sidecar.models == () and sidecar.bytes_on(spec, "cpu:1") == 0

@@ -10,22 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.errors import (
-    CheckpointError,
-    RequestError,
-    StrategyError,
-)
+from parallel_backend.errors import CheckpointError, RequestError, StrategyError
 from parallel_backend.requests import Placement
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from scripted import (
-    call_model,
-    is_running,
-    scripted_request,
-    scripted_sidecar,
-    scripted_weights,
-    two_ranks,
-)
+from scripted import call_model, is_running, scripted_request, scripted_sidecar, scripted_weights, two_ranks
 
 
 def test_a_sample_comes_back_with_how_it_ran(sidecar, weights):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-SAME, PIX, PXB, PHB, NODE, SYS = 0, 10, 20, 30, 40, 50
+PIX, PHB, NODE, SYS = 10, 30, 40, 50  # NVML_TOPOLOGY_*
 GPU, SWITCH = 0, 2
 GIB = 1024**3
 

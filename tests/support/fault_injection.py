@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 from parallel_backend.wire.checks.fault_injection import VARIABLE
@@ -22,15 +23,8 @@ def fault(kind: str, point: str, *, rank: int = 1, step: int = 0, once: Path | N
     """Gives ranks that start inside the block a fault, which they keep. `once`: a file that the fault creates when it
     fires; if the file exists, the fault does nothing."""
     words = {"rank": rank, "step": step, "kind": kind, "point": point, "once": once and str(once)}
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = json.dumps(words)
-    try:
+    with patch.dict(os.environ, {VARIABLE: json.dumps(words)}):
         yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
 
 
 PROLOGUE = """

@@ -20,12 +20,7 @@ from parallel_backend.models.checkpoint import read_header
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.requests import LoopState
 from parallel_backend.wire.heartbeat import MOST_RANKS, PAGE_BYTES, Page, find_laggard, in_words
-from parallel_backend.wire.payloads import (
-    sample_request,
-    sample_tensors,
-    state_tensors,
-    take_state,
-)
+from parallel_backend.wire.payloads import sample_request, sample_tensors, state_tensors, take_state
 from parallel_backend.wire.protocol import Envelope, Failed, Progress, Sample, decode, encode
 from parallel_backend.wire.transport import unpack_tensors
 from scripted import scripted_request, two_ranks

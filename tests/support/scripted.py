@@ -6,18 +6,13 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.requests import (
-    Conditioning,
-    ModelSpec,
-    Placement,
-    SampleRequest,
-)
+from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 # The first number of the prompt's pooled vector: it tells the forward of the ranks what to do.
-QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW, STUCK = range(8)
+QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW = range(7)
 
 
 def scripted_sidecar(devices=("cpu:0", "cpu:1"), resumes=False) -> Sidecar:

@@ -5,15 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from hostile_bytes import (
-    FRAMES,
-    PAYLOADS,
-    damaged,
-    parse_file,
-    parse_frame,
-    parse_heartbeat,
-    parse_payload,
-)
+from hostile_bytes import FRAMES, PAYLOADS, damaged, parse_file, parse_frame, parse_heartbeat, parse_payload
 from tiny_flux import tiny_flux_tensors
 
 pytest.importorskip("fcntl")

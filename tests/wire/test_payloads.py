@@ -11,10 +11,6 @@ from parallel_backend.errors import RequestError
 from parallel_backend.requests import InputShapes
 from parallel_backend.wire.payloads import check_module_inputs
 
-TEXT, IMAGE, REFERENCE = 3, 6, 4  # tokens
-SIZE = TEXT + IMAGE + REFERENCE
-
-
 TAKES = InputShapes("m.safetensors", 8, 4, 16, 16, "t5xxl", "Empty Latent")
 
 

@@ -47,33 +47,18 @@ CALIBRATION = Calibration(
     facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
 )
 # (message, number of payloads that it comes with)
+FILE = ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16")
 SAMPLING = Sample(placement=PLACEMENT, cfg=3.5, previews=True)
 MESSAGES = [
     (Hello(protocol=1, python="3.11.7", torch="2.13.0"), 0),
-    (
-        Setup(
-            rank=1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b/store", backend="nccl"
-        ),
-        0,
-    ),
+    (Setup(1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b", backend="nccl"), 0),
     (Done(), 0),
-    (
-        Load(
-            ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16"),
-            ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)),
-            model=3,
-            keep=(2, 1),
-        ),
-        0,
-    ),
+    (Load(FILE, ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)), model=3, keep=(2, 1)), 0),
     (SAMPLING, 1),
     (Cancel(), 0),
     (Progress(step=1, steps=20, seconds=0.25), 0),
     (Progress(step=1, steps=20, seconds=0.25), 1),
-    (
-        Done(load=LoadInfo(seconds=1.0, bytes=4, cached=False, dtype="bfloat16", compute_dtype="bfloat16")),
-        0,
-    ),
+    (Done(load=LoadInfo(1.0, bytes=4, cached=False, dtype="bfloat16", compute_dtype="bfloat16")), 0),
     (Compiling(), 0),
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
     (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
@@ -158,12 +143,6 @@ def test_a_message_over_the_limit_is_not_sent():
 def test_a_number_that_is_none_is_not_sent():
     with pytest.raises(ValueError):
         encode(Envelope(1, 1, replace(MESSAGES[7][0], seconds=float("nan"))))
-
-
-@given(st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
-def test_noise_never_gets_through(data):
-    with pytest.raises(TransportError):
-        decode(data)
 
 
 @given(

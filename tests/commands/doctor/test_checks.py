@@ -296,9 +296,7 @@ def test_the_models_that_a_person_has_stand_in_place_of_published_ones():
     assert published.partition(": ")[2] == found[2].finding.partition(": ")[2], "Wan 2.1 14B has these"
 
 
-def test_what_links_gain_is_not_said_where_they_were_not_measured_or_lie_between_machines():
-    unmeasured = [dataclasses.replace(c, transfers=()) for c in calibrations()]
-    assert named(check_links(unmeasured, None), "worth a video").status == "skipped"
+def test_what_links_gain_is_not_said_where_they_lie_between_machines():
     names = {v.name for v in check_links(calibrations(), None, across=True)}
     assert not names & {"worth an image", "worth a video"}
 
@@ -339,13 +337,7 @@ def test_rounding_is_no_difference():
 KERNEL = dataclasses.replace(FACTS, kernel_problem="ImportError: undefined symbol")
 OLD_AND_SMALL = changed(box(fake_nvml.h100_nvswitch, 2), {"capability": (7, 5)}, {"memory": 8 * 10**9})
 WORDS = [
-    (
-        versions(torch_problem="OSError: libcudart.so.12"),
-        "torch import",
-        "broken",
-        "libcudart",
-        "install torch",
-    ),
+    (versions(torch_problem="OSError: libcudart"), "torch import", "broken", "libcudart", "install torch"),
     (versions(diffusers="0.50.0"), "diffusers", "ok", f"tested with {TESTED['diffusers']}", ""),
     ([check_leftovers(Leftovers((), 0))], "leftovers", "ok", "none", ""),
     ([check_leftovers(Leftovers((), 3))], "leftovers", "ok", "3 empty", "none: the next"),

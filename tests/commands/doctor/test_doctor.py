@@ -135,10 +135,8 @@ def test_classes_of_models_whose_code_is_new_are_named_until_they_are_tested(mon
         (root / name).write_text("import torch\n")
     new = check_classes(*probe_classes())
     assert new.details == ("LTXVModel",) and new.status == "ok"
-    assert (
-        ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
-        in new.finding
-    )
+    once = ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
+    assert once in new.finding
     SelfTestStore().keep(entry_digest(str(root), "LTXVModel"), SelfTest("LTXVModel", BLOCK, 0.3))
     assert check_classes(*probe_classes()).details == ()
 
@@ -176,19 +174,9 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_p
     report = json.loads(said)
     statuses = {v["name"]: v["status"] for v in report["verdicts"]}
     assert status == report["exit_status"] == 0, said
-    for name in (
-        "torch",
-        "diffusers",
-        "temp folder",
-        "all-reduce",
-        "data",
-        "bandwidth",
-        "worth an image",
-        "worth a video",
-        "in use",
-        "same latent",
-    ):
-        assert statuses[name] in ("ok", "slow"), name
+    examined = {"torch", "diffusers", "temp folder", "in use", "same latent"}
+    examined |= {"all-reduce", "data", "bandwidth", "worth an image", "worth a video"}  # of the links
+    assert {statuses[name] for name in examined} <= {"ok", "slow"}, statuses
     parity = next(v["finding"] for v in report["verdicts"] if v["name"] == "same latent")
     assert "Ulysses 2, Ring 2, CFG 2" in parity and "float32" in parity
     matrix = next(v["details"] for v in report["verdicts"] if v["name"] == "bandwidth")

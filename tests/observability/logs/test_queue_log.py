@@ -99,10 +99,8 @@ def test_a_new_comfyui_keeps_what_the_old_one_left_and_says_how_to_send_it(make,
         second = make()
     (kept,) = [path for path in tmp_path.iterdir() if path != second.path]
     assert _open(kept) == ["b"] and _open(second.path) == []
-    assert (
-        f"1 prompts had not ended when ComfyUI did. Send them again with: python -m parallel_backend resend {kept}"
-        in (caplog.text)
-    )
+    command = f"python -m parallel_backend resend {kept}"
+    assert f"1 prompts had not ended when ComfyUI did. Send them again with: {command}" in caplog.text
 
 
 def test_it_stays_short_and_loses_nothing(make, queued):

@@ -117,10 +117,8 @@ def test_the_rules_of_every_model_that_is_decided_for_count():
     heads = SelectorInputs("manual", "cpu:16", tensor_degree=16)
     assert find_problems(heads, [ANY_MODEL]) == ()  # its number of heads is unknown
     (problem,) = find_problems(heads, [PUBLISHED_DEV])
-    assert (
-        problem.inputs == ("tensor_degree",)
-        and "nearest valid setting is tensor_degree 12" in problem.message
-    )
+    assert problem.inputs == ("tensor_degree",)
+    assert "nearest valid setting is tensor_degree 12" in problem.message
 
 
 def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():

@@ -83,9 +83,8 @@ def test_a_device_in_a_line():
         "cuda:0 · prompt · ring 1/2 · heads 1/2",
         "cuda:4 · negative prompt · ring 1/2 · heads 1/2",
     ]
-    assert (
-        _assigned(HYBRIDS[1])[2].describe() == "cuda:2 · prompt · stage 2 of 2, 29 of 57 blocks · heads 1/2"
-    )
+    third = _assigned(HYBRIDS[1])[2]
+    assert third.describe() == "cuda:2 · prompt · stage 2 of 2, 29 of 57 blocks · heads 1/2"
 
 
 def test_devices_beyond_the_strategy_are_idle():

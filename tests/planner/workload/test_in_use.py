@@ -26,11 +26,8 @@ def test_ours_does_not_count_and_nvml_is_closed_again(two_cards):
     nvml, topology = two_cards
     ours = {"cuda:0": 12 * GIB, "cuda:1": 9 * GIB}
     devices = ("cuda:1", "cuda:0", "cuda:7")
-    assert used_by_other_programs(devices, nvml, topology, lambda device: ours.get(device, 0)) == (
-        0,
-        8 * GIB,
-        0,
-    )
+    others = used_by_other_programs(devices, nvml, topology, lambda device: ours.get(device, 0))
+    assert others == (0, 8 * GIB, 0)
     assert nvml.open == 0
 
 

@@ -108,9 +108,8 @@ def test_shards_add_up_to_the_model_and_offloading_moves_them_to_the_host(degree
     offloaded = predict_memory(SQUARE, strategy.replace(offload_weights=True))[0]
     assert offloaded.host == weights_of(strategy)[0]
     assert shard.weights - offloaded.weights == offloaded.host
-    assert (
-        0 < offloaded.weights < 2 * GIB
-    )  # the layers around the blocks, a block that computes and the next one
+    # The layers around the blocks, a block that computes and the next one.
+    assert 0 < offloaded.weights < 2 * GIB
 
 
 @pytest.mark.parametrize("degree", [2, 4])

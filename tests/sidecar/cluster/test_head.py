@@ -5,6 +5,7 @@ import socket
 import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def head(secret, no_leaks, monkeypatch):
     clusters.close_all()
 
 
+@pytest.fixture
+def join(head, secret):
+    """A function that joins a machine to the cluster; its connection ends with the test."""
+    with ExitStack() as joined:
+        yield lambda **machine: joined.enter_context(closing(BareMachine(head, secret, **machine)))
+
+
 def frame(kind, text=b"", rank=0, size=0):
     return HEADER.pack(kind, rank, len(text), size) + text
 
@@ -46,9 +54,9 @@ def is_at_peace(head):
     return not head._door
 
 
-def test_a_machine_that_joined_is_a_device_set_by_name(head, secret):
-    machine = BareMachine(head, secret, machine="b", devices=("cpu:0", "cpu:1"), memory=(0, 0))
-    other = BareMachine(head, secret, machine="a")
+def test_a_machine_that_joined_is_a_device_set_by_name(head, join):
+    machine = join(machine="b", devices=("cpu:0", "cpu:1"), memory=(0, 0))
+    other = join(machine="a")
     assert machine.welcomed and other.welcomed
     wait_until(lambda: len(head.devices()) == 3)
     found = devices.resolve_devices("cluster:lab")
@@ -56,8 +64,6 @@ def test_a_machine_that_joined_is_a_device_set_by_name(head, secret):
     assert devices.resolve_devices(devices.name_devices(found[1:])) == found[1:]
     with pytest.raises(DeviceError, match="cluster:lab has no cpu:4@lab/a"):
         devices.resolve_devices("cpu:4@lab/a")
-    machine.close()
-    other.close()
 
 
 def test_a_cluster_without_machines_and_one_that_nobody_made_are_refused_by_name(head):
@@ -67,7 +73,7 @@ def test_a_cluster_without_machines_and_one_that_nobody_made_are_refused_by_name
         devices.resolve_devices("cluster:other")
 
 
-def test_an_intruder_with_another_certificate_never_joins(head, secret, tmp_path):
+def test_an_intruder_with_another_certificate_never_joins(head, join, tmp_path, secret):
     key, certificate = make_certificate("lab machines")  # the right name, but not made for this cluster
     own = endpoints.read_endpoint(secret, endpoints.MACHINE)
     for stranger in (
@@ -90,9 +96,7 @@ def test_an_intruder_with_another_certificate_never_joins(head, secret, tmp_path
         context.wrap_socket(connect(head))
     wait_until(lambda: is_at_peace(head))
     assert head.devices() == ()
-    machine = BareMachine(head, secret)  # control: the right certificate is admitted
-    assert machine.welcomed
-    machine.close()
+    assert join().welcomed  # control: the right certificate is admitted
 
 
 def test_a_recorded_handshake_opens_nothing(head, secret):
@@ -147,7 +151,7 @@ def _pass_on(source, target, copy):
         pass
 
 
-def test_slow_clients_keep_nobody_out_and_are_sent_away(head, secret, monkeypatch):
+def test_slow_clients_keep_nobody_out_and_are_sent_away(head, join, monkeypatch):
     monkeypatch.setattr(deadlines, "ADMIT", 5.0)
     slow = [connect(head, "127.0.0.9") for _ in range(clusters.MOST_FROM_ONE)]
     for sock in slow:
@@ -156,15 +160,13 @@ def test_slow_clients_keep_nobody_out_and_are_sent_away(head, secret, monkeypatc
     with connect(head, "127.0.0.9") as one_more:
         one_more.settimeout(20)
         assert one_more.recv(1) == b""  # closed at once; the others still have ADMIT seconds
-    machine = BareMachine(head, secret)
-    assert machine.welcomed
+    assert join().welcomed
     assert head._door["127.0.0.9"] == clusters.MOST_FROM_ONE
     for sock in slow:
         sock.settimeout(20)
         assert sock.recv(1) == b""
         sock.close()
     wait_until(lambda: is_at_peace(head))
-    machine.close()
 
 
 BAD = {
@@ -183,10 +185,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_ten_thousand_bad_frames_end_the_machine_that_sent_them_and_no_other(what, head, secret, caplog):
+def test_ten_thousand_bad_frames_end_the_machine_that_sent_them_and_no_other(what, head, join, caplog):
     caplog.set_level(logging.INFO)
-    good = BareMachine(head, secret, machine="good")
-    bad = BareMachine(head, secret, machine="bad")
+    good, bad = join(machine="good"), join(machine="bad")
     try:
         for _ in range(100):
             bad.socket.sendall(BAD[what] * 100)
@@ -195,36 +196,28 @@ def test_ten_thousand_bad_frames_end_the_machine_that_sent_them_and_no_other(wha
     assert bad.is_ended()
     wait_until(lambda: set(head._machines) == {"good"})
     good.socket.sendall(frame(Kind.BEAT))
-    again = BareMachine(head, secret, machine="bad")
-    assert again.welcomed
+    assert join(machine="bad").welcomed
     assert len(caplog.records) < 20
-    for machine in (good, bad, again):
-        machine.close()
 
 
-def test_a_machine_that_says_nothing_is_cut_off_named_and_left_out_until_it_is_back(
-    head, secret, monkeypatch
-):
+def test_a_machine_that_says_nothing_is_cut_off_named_and_left_out_until_it_is_back(head, join, monkeypatch):
     monkeypatch.setattr(deadlines, "SILENCE", 1.0)
-    silent = BareMachine(head, secret, machine="silent")
+    silent = join(machine="silent")
     wait_until(lambda: head.departure_reason("silent"))
     monkeypatch.undo()
     assert silent.is_ended()
-    other = BareMachine(head, secret, machine="other")
+    join(machine="other")
     wait_until(lambda: len(head.devices()) == 2)
     both = ("cpu:0@lab/other", "cpu:0@lab/silent")
     assert head.devices() == both
     assert FailingDevices().among(both) == both[1:]
     assert "machine lab/silent left out until it is back: no word for 1 s" in left_out(both[1:])
-    back = BareMachine(head, secret, machine="silent")
-    assert back.welcomed
+    assert join(machine="silent").welcomed
     wait_until(lambda: FailingDevices().among(both) == ())
-    for machine in (silent, other, back):
-        machine.close()
 
 
-def test_a_machine_that_ended_is_waited_for_and_then_named(head, secret, monkeypatch):
-    BareMachine(head, secret, machine="a").close()
+def test_a_machine_that_ended_is_waited_for_and_then_named(head, join, monkeypatch):
+    join(machine="a").close()
     wait_until(lambda: not head._machines and head._gone)
     assert FailingDevices().among(("cpu:0@lab/a", "cpu:0")) == ()  # torchrun may restart it
     monkeypatch.setattr(deadlines, "MACHINES", 0.2)
@@ -235,8 +228,8 @@ def test_a_machine_that_ended_is_waited_for_and_then_named(head, secret, monkeyp
     assert head.devices() == ()
 
 
-def test_the_machine_that_closed_first_is_named_not_one_that_ended_with_its_group(head, secret, monkeypatch):
-    a, b = (BareMachine(head, secret, machine=name) for name in "ab")
+def test_the_machine_that_closed_first_is_named_not_one_that_ended_with_its_group(head, join, monkeypatch):
+    a, b = (join(machine=name) for name in "ab")
     b.close()
     wait_until(lambda: "b" in head._gone)
     a.close()
@@ -246,26 +239,21 @@ def test_the_machine_that_closed_first_is_named_not_one_that_ended_with_its_grou
         clusters.wait_for(("cpu:0@lab/a", "cpu:0@lab/b"), lambda: False)
 
 
-def test_machines_that_do_not_fit_are_told_why(head, secret):
-    first = BareMachine(head, secret, machine="one")
+def test_machines_that_do_not_fit_are_told_why(head, join):
+    join(machine="one")
     cases = [
-        (BareMachine(head, secret, machine="two", torch="1.0"), "torch 1.0, and ComfyUI runs"),
-        (BareMachine(head, secret, machine="Not A Name"), "its name"),
-        (BareMachine(head, secret, machine="two", devices=("tpu:0",)), "its devices"),
-        (BareMachine(head, secret, machine="two", devices=("cpu:\u0663",)), "its devices"),
-        (
-            BareMachine(head, secret, machine="two", devices=("cpu:0", "cpu:0"), memory=(0, 0)),
-            "it names a device twice",
-        ),
-        (BareMachine(head, secret, machine="two", memory=(-1,)), "a device's memory lies between 0 and"),
-        (BareMachine(head, secret, machine="two", memory=(2**80,)), "a device's memory lies between 0 and"),
-        (BareMachine(head, secret, machine="one"), "called one is there already"),
+        (join(machine="two", torch="1.0"), "torch 1.0, and ComfyUI runs"),
+        (join(machine="Not A Name"), "its name"),
+        (join(machine="two", devices=("tpu:0",)), "its devices"),
+        (join(machine="two", devices=("cpu:\u0663",)), "its devices"),
+        (join(machine="two", devices=("cpu:0", "cpu:0"), memory=(0, 0)), "it names a device twice"),
+        (join(machine="two", memory=(-1,)), "a device's memory lies between 0 and"),
+        (join(machine="two", memory=(2**80,)), "a device's memory lies between 0 and"),
+        (join(machine="one"), "called one is there already"),
     ]
     for machine, words in cases:
         assert not machine.welcomed and words in machine.words
-        machine.close()
     assert set(head._machines) == {"one"}
-    first.close()
 
 
 class InStep:

@@ -28,8 +28,12 @@ def clock():
     return Clock()
 
 
-def test_one_failure_is_forgiven_and_two_are_not(clock):
-    failing = FailingDevices(clock)
+@pytest.fixture
+def failing(clock):
+    return FailingDevices(clock)
+
+
+def test_one_failure_is_forgiven_and_two_are_not(failing, clock):
     failing.add("cuda:1")
     assert failing.among(GPUS) == ()
     clock.now += BROKEN_WINDOW - 1
@@ -39,23 +43,20 @@ def test_one_failure_is_forgiven_and_two_are_not(clock):
     assert failing.among(GPUS) == ()
 
 
-def test_a_device_that_is_not_there_counts_at_once(clock):
-    failing = FailingDevices(clock)
+def test_a_device_that_is_not_there_counts_at_once(failing):
     failing.add("cuda:0", 2)
     assert failing.among(GPUS) == ("cuda:0",)
     assert failing.among(("cuda:1", "cuda:2")) == ()
 
 
-def test_where_all_fail_none_is_left_out(clock):
-    failing = FailingDevices(clock)
+def test_where_all_fail_none_is_left_out(failing):
     for device in GPUS:
         failing.add(device, 2)
     assert failing.among(GPUS) == ()
     assert failing.among((*GPUS, "cuda:3")) == GPUS
 
 
-def test_ranks_on_the_cpu_share_it(clock):
-    failing = FailingDevices(clock)
+def test_ranks_on_the_cpu_share_it(failing):
     failing.add("cpu:1", 5)
     assert failing.among(("cpu:0", "cpu:1")) == ()
 

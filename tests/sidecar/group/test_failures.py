@@ -6,26 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from parallel_backend.errors import (
-    CheckpointError,
-    RankFailed,
-    TransportError,
-)
+from parallel_backend.errors import CheckpointError, RankFailed, TransportError
 from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.resume import ResumableJob
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.wire import deadlines
-from scripted import (
-    FLOOD,
-    RAISE,
-    RAISE_ALL,
-    SLOW,
-    call_model,
-    is_running,
-    scripted_request,
-    two_ranks,
-)
+from scripted import FLOOD, RAISE, RAISE_ALL, SLOW, call_model, is_running, scripted_request, two_ranks
 
 
 def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(

@@ -37,7 +37,7 @@ def other(folder):
     def hold(devices):
         command = [sys.executable, "-m", "tests.support.rank_programs.lock_holder", devices]
         reader, writer = os.pipe()
-        process = supervisor.subprocess.fork(command, dict(os.environ), writer)
+        process = supervisor.subprocess.fork(command, {**os.environ, "OMP_NUM_THREADS": "1"}, writer)
         os.close(writer)
         with os.fdopen(reader) as said:
             rank = int(said.readline())

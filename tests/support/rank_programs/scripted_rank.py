@@ -19,15 +19,7 @@ from parallel_backend.errors import CheckpointError
 from parallel_backend.rank.__main__ import main
 from parallel_backend.rank.work.worker import RankWorker
 from parallel_backend.wire.heartbeat import heartbeat
-from tests.support.scripted import (
-    CRASH,
-    FLOOD,
-    NO_MEMORY,
-    RAISE,
-    RAISE_ALL,
-    SLOW,
-    STUCK,
-)
+from tests.support.scripted import CRASH, FLOOD, NO_MEMORY, RAISE, RAISE_ALL, SLOW
 
 
 @dataclass
@@ -87,8 +79,6 @@ def behave(code, rank, calls):
         raise ValueError("the tensor is upside down")
     if code == NO_MEMORY:
         raise torch.OutOfMemoryError("tried to allocate a lot")
-    if code == STUCK:
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class ScriptedJobs(RankWorker):
@@ -104,10 +94,9 @@ class ScriptedJobs(RankWorker):
             if len(self.models) > 1:
                 raise MemoryError("tried to load a lot")
             raise CheckpointError(f"{spec.path} is refused by process {script[1]}.")
-        if script[0] == "no-memory":  # "always", "beside" another model, or a number: beside more models
-            most = {"always": -1, "beside": 0}.get(script[1], script[1])
-            if len(self.models) > int(most):
-                raise MemoryError("tried to load a lot")
+        # "always", or the number of models beside which there is none
+        if script[0] == "no-memory" and (script[1] == "always" or len(self.models) > int(script[1])):
+            raise MemoryError("tried to load a lot")
         scale = float(script[-1])
         return SimpleNamespace(
             scale=scale,
