@@ -26,7 +26,6 @@ from tests.closed_forms.traffic import expected_bytes
 from tests.closed_forms.weights_traffic import tensor_bytes
 
 EXACT = 1e-5  # relative to the largest value
-TOGETHER = 4  # strategies for each start of ranks
 STRATEGIES = {
     2: [
         ParallelStrategy(ulysses_degree=2),
@@ -85,18 +84,8 @@ def _subject(tmp_path_factory, sizes, names):
 
 @pytest.fixture(scope="module")
 def results_of(subject):
-    """Returns a function that gives each rank's `answers` for a strategy. Ranks start once for TOGETHER strategies."""
-
-    @functools.cache
-    def get(ranks, first):
-        return run_ranks(answers, ranks, subject[0], STRATEGIES[ranks][first : first + TOGETHER])
-
-    def of(strategy):
-        ranks = strategy.world_size
-        number = STRATEGIES[ranks].index(strategy)
-        return [found[name_of(strategy)] for found in get(ranks, number // TOGETHER * TOGETHER)]
-
-    return of
+    """Returns a function that gives each rank's `answers` under all strategies of a number of ranks."""
+    return functools.cache(lambda ranks: run_ranks(answers, ranks, subject[0], STRATEGIES[ranks]))
 
 
 def loaded(path, layouts, strategy):
@@ -147,7 +136,7 @@ def test_every_strategy_gives_the_answer_of_comfyuis_module_on_each_rank_and_eac
     results_of, subject, strategy
 ):
     path, expected = subject
-    of_ranks = results_of(strategy)
+    of_ranks = [found[name_of(strategy)] for found in results_of(strategy.world_size)]
     for rank, found in enumerate(of_ranks):
         assert list(found) == calls_of(strategy)
         for (name, mode), (answer, sent, is_same) in found.items():

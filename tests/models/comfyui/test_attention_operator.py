@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
+from parallel_backend.models.attention import order_of
+from parallel_backend.models.comfyui import attention_operator
 
 
 @pytest.fixture
@@ -19,11 +21,13 @@ def attention():
     [
         ({"transformer_options": {}}, ()),
         ({"skip_reshape": True, "scale": 0.3}, ()),
+        ({"skip_reshape": True, "skip_output_reshape": True}, ()),
         ({"enable_gqa": True, "low_precision_attention": False}, (None, None, True, True)),
     ],
 )
 @torch.inference_mode()
 def test_a_compiled_call_gives_what_comfyuis_function_gives(attention, form, positional):
+    """Kernels of inductor trust the operator's description of its output and of what it shares with its inputs."""
     by_heads = form.get("skip_reshape") or bool(positional)
     q = torch.randn(2, 2, 6, 4) if by_heads else torch.randn(2, 6, 8)
     k = q[:, :1] if form.get("enable_gqa") else q
@@ -34,6 +38,13 @@ def test_a_compiled_call_gives_what_comfyuis_function_gives(attention, form, pos
     expected = call(q, k)
     found = torch.compile(call, backend="eager", fullgraph=True)(q, k)
     assert found.shape == expected.shape and torch.equal(found, expected)
+    given = dict(zip(attention_operator._NAMES, positional, strict=False)) | form
+    values = [given.get(name, default) for name, _, default in attention_operator._ARGUMENTS]
+    torch.library.opcheck(
+        attention_operator._attend,
+        (q, k, k, 2, "optimized_attention", "", order_of(q), *values),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 @torch.inference_mode()

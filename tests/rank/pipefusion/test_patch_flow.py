@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import spec as comfy_spec
 from comfy_weight_files import write
+from differences import relative_difference as far
 from loop_jobs import loop_job
 from loop_ranks import LoopRanks, ParentOfRankZero
 from nccl_semantics import NCCL_SEMANTICS
@@ -68,10 +69,6 @@ def spec(folder):
 
 def two_kinds(folder):
     return comfy_spec(write(folder / "flux.safetensors", "fp32", blocks=KINDS))
-
-
-def far(one, other):
-    return ((one - other).abs().max() / other.abs().max()).item()
 
 
 def test_warm_up_steps_and_one_patch_alone_give_stocks_latent(spec):

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from differences import relative_difference
 from flux_requests import CASES as ALL_CASES
 from flux_requests import CASES_OF_TWO_STEPS, TOLERANCE
 from nccl_semantics import NCCL_STREAMS
@@ -58,16 +59,10 @@ def name_of(strategy):
     return f"{strategy.describe()}, {strategy.pipeline_patches} patches, warm-up {strategy.warmup_steps}"
 
 
+# Other axes and more stages also compute a whole image in their warm-up step of FLOWING, without CFG.
 STRATEGIES = {
-    2: [pipe(2), pipe(2, num_pipeline_patch=5), pipe(2, device_shares=(2, 1))],
-    3: [pipe(3), pipe(3, num_pipeline_patch=2)],
-    4: [
-        pipe(4),
-        pipe(2, cfg_degree=2),
-        pipe(2, data_degree=2),
-        pipe(2, ulysses_degree=2),
-        pipe(2, ring_degree=2),
-    ],
+    2: [pipe(2), pipe(2, device_shares=(2, 1))],
+    4: [pipe(2, cfg_degree=2), pipe(2, data_degree=2)],
 }
 ALL = [s for group in STRATEGIES.values() for s in group]
 
@@ -100,7 +95,7 @@ def exact_results(subject):
 def test_with_warm_up_for_all_steps_it_equals_one_process(exact_results, subject, strategy, case):
     expected = subject[1][case]
     for rank, results in enumerate(exact_results(strategy.world_size)):
-        difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
+        difference = relative_difference(results[f"{name_of(strategy)}: {case}"], expected)
         assert difference <= TOLERANCE, f"rank {rank}: {difference:.2e}"
 
 
@@ -109,23 +104,18 @@ FLOWING = {
     2: [
         pipe(2, warmup_steps=1),
         pipe(2, warmup_steps=1, num_pipeline_patch=5),
-        pipe(2, warmup_steps=1, num_pipeline_patch=3),
         pipe(2, warmup_steps=2, num_pipeline_patch=7),
         pipe(2, warmup_steps=1, device_shares=(1, 3)),
     ],
-    3: [pipe(3, warmup_steps=1, num_pipeline_patch=2), pipe(3, warmup_steps=1, num_pipeline_patch=4)],
+    3: [pipe(3, warmup_steps=1, num_pipeline_patch=2)],
     4: [
         pipe(4, warmup_steps=1),
         pipe(2, cfg_degree=2, warmup_steps=1),
         pipe(2, data_degree=2, warmup_steps=1),
         pipe(2, ulysses_degree=2, warmup_steps=1),
-        pipe(2, ulysses_degree=2, warmup_steps=1, num_pipeline_patch=3),
         pipe(2, ring_degree=2, warmup_steps=1),
     ],
-    8: [
-        pipe(2, cfg_degree=2, ulysses_degree=2, warmup_steps=1),
-        pipe(2, ring_degree=2, ulysses_degree=2, warmup_steps=1),
-    ],
+    8: [pipe(2, ring_degree=2, ulysses_degree=2, warmup_steps=1)],
 }
 
 
@@ -162,10 +152,10 @@ def test_flowing_patches_equal_the_papers_algorithm_in_one_process(
     patches = split_sizes(tokens, min(tokens, strategy.pipeline_patches))
     expected = papers(case, strategy.warmup_steps, tuple(patches))
     for results in flowing_results(strategy.world_size):
-        difference = (results[f"{name_of(strategy)}: {case}"] - expected).abs().max() / expected.abs().max()
-        assert difference <= TOLERANCE
-    exact = (expected - whole[case]).abs().max() / expected.abs().max()
-    assert exact > 1e-3 or len(patches) == 1  # patches must make a difference
+        assert relative_difference(results[f"{name_of(strategy)}: {case}"], expected) <= TOLERANCE
+    assert (
+        relative_difference(whole[case], expected) > 1e-3 or len(patches) == 1
+    )  # patches must make a difference
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -225,7 +215,6 @@ def stop_and_go_on(world, path, strategy, questions):
     [
         pipe(2, warmup_steps=1, num_pipeline_patch=3),
         pipe(2, cfg_degree=2, warmup_steps=1),
-        pipe(2, ulysses_degree=2, warmup_steps=1),
         pipe(3, warmup_steps=1),
     ],
     ids=name_of,
