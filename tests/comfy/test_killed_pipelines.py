@@ -9,7 +9,7 @@ from any_graphs import AnyGraph
 from any_runs import latents
 from differences import relative_difference
 
-STEPS = 40
+STEPS = 20
 
 
 def _pipeline(graph: AnyGraph, stock: list, warmup_steps: int) -> list:

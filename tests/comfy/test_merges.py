@@ -27,39 +27,34 @@ def merge(graph: Graph, models: list, node: str = "ModelMergeSimple", **inputs) 
     return [graph.add(node, model1=models[0], model2=models[1], **inputs), 0]
 
 
-def sampled(comfy, merged: dict[str, tuple[Graph, list]]) -> dict[str, torch.Tensor]:
-    """Samples each model in its graph and returns the latents under the same keys."""
-    found = {}
-    for kind, (graph, model) in merged.items():
-        request = (graph.text(1), graph.text(2), graph.latent())
-        found[kind] = comfy.sample(graph.prompt, graph.ksampler(model, *request, **SAMPLING))
-    return found
+def assert_same(comfy, graph: Graph, merged: dict[str, list], tolerance: float = TOLERANCE) -> None:
+    """Samples the models OURS and STOCK of the graph in one prompt and compares their latents."""
+    request = (graph.text(1), graph.text(2), graph.latent())
+    ways = {kind: graph.ksampler(model, *request, **SAMPLING) for kind, model in merged.items()}
+    found = latents(comfy, graph, ways)
+    assert relative_difference(found[OURS], found[STOCK]) <= tolerance
 
 
 @pytest.mark.parametrize(("first", "second"), [(OURS, OURS), (OURS, STOCK), (STOCK, OURS)])
 def test_a_merge_of_two_models_gives_the_stock_latent(comfy, files, first, second):
     """Either model may be stock: ranks map the second model's file, and a stock model gets views of the mapped file."""
-    graphs = {}
-    for name, kinds in {"ours": (first, second), "stock": (STOCK, STOCK)}.items():
-        graph = Graph()
+    graph, merged = Graph(), {}
+    for name, kinds in {OURS: (first, second), STOCK: (STOCK, STOCK)}.items():
         models = [graph.model(kind, file) for kind, file in zip(kinds, files, strict=True)]
-        graphs[name] = graph, merge(graph, models, ratio=0.5)
-    found = sampled(comfy, graphs)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+        merged[name] = merge(graph, models, ratio=0.5)
+    assert_same(comfy, graph, merged)
 
 
 @pytest.mark.parametrize(
     "choice", [{"ulysses": 2, "shard_weights": True}, {"pipefusion": 2, "warmup_steps": 2}]
 )
 def test_a_merge_of_a_merge_is_shared_out_too(comfy, files, choice):
-    graphs = {}
+    graph, merged = Graph(), {}
     for kind in (OURS, STOCK):
-        graph = Graph()
-        one, two = (graph.model(kind, file, **(choice if kind == OURS else {})) for file in files)
+        one, two = (graph.model(kind, file, **choice) for file in files)  # stock takes no choice
         difference = merge(graph, [two, one], "ModelMergeSubtract", multiplier=0.7)
-        graphs[kind] = graph, merge(graph, [one, difference], "ModelMergeAdd")
-    found = sampled(comfy, graphs)
-    assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
+        merged[kind] = merge(graph, [one, difference], "ModelMergeAdd")
+    assert_same(comfy, graph, merged)
 
 
 @pytest.mark.parametrize(
@@ -111,18 +106,17 @@ def test_a_packed_second_model_is_unpacked_as_it_is_merged(comfy, files):
     tensors = load_file(folder / files[1])
     write(folder / "tiny_packed_merge.gguf", "Q8_0", tensors=tensors)
     write_unpacked(folder / "tiny_unpacked_merge.safetensors", "Q8_0", tensors=tensors)
-    graphs = {}
-    for kind in (OURS, STOCK):
-        graph = Graph()
-        one = graph.model(kind, files[0])
-        two = graph.model(STOCK, "tiny_unpacked_merge.safetensors")
-        if kind == OURS:
-            strategy = graph.strategy("cpu:2", ulysses=2)
-            inputs = {"model_name": "tiny_packed_merge.gguf", "weight_dtype": "default", "strategy": strategy}
-            two = [graph.add("ParallelModelLoader", **inputs), 0]
-        graphs[kind] = graph, merge(graph, [one, two], ratio=0.5)
-    found = sampled(comfy, graphs)
-    assert relative_difference(found[OURS], found[STOCK]) <= 3e-3, "weights unpack in float16"
+    graph = Graph()
+    strategy = graph.strategy("cpu:2", ulysses=2)
+    inputs = {"model_name": "tiny_packed_merge.gguf", "weight_dtype": "default", "strategy": strategy}
+    seconds = {
+        OURS: [graph.add("ParallelModelLoader", **inputs), 0],
+        STOCK: graph.model(STOCK, "tiny_unpacked_merge.safetensors"),
+    }
+    merged = {
+        kind: merge(graph, [graph.model(kind, files[0]), two], ratio=0.5) for kind, two in seconds.items()
+    }
+    assert_same(comfy, graph, merged, 3e-3)  # weights unpack in float16
 
 
 def saved(comfy, prefix: str) -> dict[str, torch.Tensor]:

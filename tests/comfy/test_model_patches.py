@@ -113,14 +113,6 @@ CASES: dict[str, tuple[Change, str, dict, dict]] = {
         {"cfg": 3.0, "sampler_name": "dpmpp_2m_sde"},
         {"cfg": 2},
     ),
-    "patches in bands of rows": (
-        in_a_row(
-            node("FreeU_V2", b1=1.3, b2=1.4, s1=0.9, s2=0.2), node("PerturbedAttentionGuidance", scale=3.0)
-        ),
-        "unet",
-        {"cfg": 1.0},
-        {"ulysses": 3},
-    ),
 }
 # The node leaves 32 rows and columns at each edge unchanged, so the latent must be larger than twice that.
 LARGER = {"HiDreamO1PatchSeamSmoothing": "{b},16,96,96"}

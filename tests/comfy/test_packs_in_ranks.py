@@ -20,7 +20,7 @@ from lora_files import write_loras
 
 TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
 TELLING = 1e-3  # least relative change of the stock latent by a pack
-PATIENCE = 10.0  # seconds for which ranks may stay silent
+PATIENCE = 5.0  # seconds for which ranks may stay silent
 LIMIT = 90.0  # seconds within which a prompt must end, even on a busy machine
 
 

@@ -102,17 +102,17 @@ def test_a_request_for_another_sampler_gives_the_stock_latent(comfy, files, samp
         assert part in found["report"]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # grouped by the number of devices, so that each group of ranks starts once
     "settings",
     [
         {"ulysses": 2},
-        {"ulysses": 2, "ring": 2},
         {"ulysses": 2, "shard_weights": True},
         {"cfg": 2, "offload_weights": True},
-        {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
         {"pipefusion": 2, "warmup_steps": 3, "device_shares": "3,1"},
-        {"pipefusion": 2, "ulysses": 2, "warmup_steps": 3},
         {"ring": 2, "device_shares": "3,1"},
+        {"ulysses": 2, "ring": 2},
+        {"pipefusion": 2, "cfg": 2, "warmup_steps": 99},
+        {"pipefusion": 2, "ulysses": 2, "warmup_steps": 3},
     ],
     ids=lambda settings: " ".join(f"{name}{value}" for name, value in settings.items()),
 )
@@ -148,20 +148,15 @@ def test_the_xfuser_engine_gives_the_stock_latent(comfy, files, degrees):
 
 def test_guidance_really_reaches_the_ranks(comfy, files):
     """The negative control: if the comparison were blind, these two latents would be equal."""
-    found = {}
+    graph, ways = Graph(), {}
+    ours = graph.model(OURS, files["dev"], "cpu:2")
     for guidance in (3.0, 3.5):
-        graph = Graph()
-        texts = graph.text(1, guidance=guidance), graph.text(2)
-        ours = graph.model(OURS, files["dev"], "cpu:2")
-        found[guidance] = [
-            comfy.sample(graph.prompt, result)
-            for result in (
-                graph.parallel_sampler(ours[0], *texts, graph.latent()),
-                graph.ksampler(ours, *texts, graph.latent()),
-            )
-        ]
-    for low, high in zip(found[3.0], found[3.5], strict=True):
-        assert (low - high).abs().max() > 100 * TOLERANCE * high.abs().max()
+        request = graph.text(1, guidance=guidance), graph.text(2), graph.latent()
+        ways[f"parallel sampler {guidance}"] = graph.parallel_sampler(ours[0], *request)
+        ways[f"KSampler {guidance}"] = graph.ksampler(ours, *request)
+    found = latents(comfy, graph, ways)
+    for way in WAYS[1:]:
+        assert relative_difference(found[f"{way} 3.0"], found[f"{way} 3.5"]) > 100 * TOLERANCE
 
 
 def test_the_same_request_gives_the_same_bits_again(comfy, files):

@@ -13,24 +13,13 @@ from graphs import OURS, STOCK, Graph
 TOLERANCE = 1e-4  # relative to the largest value of the stock latent, in fp32
 
 
-@pytest.fixture(scope="module")
-def lists(comfy):
-    """The lists (samplers, schedulers) of KSampler's inputs."""
-    required = comfy.client.object_info()["KSampler"]["input"]["required"]
-    return tuple(_options(required[name]) for name in ("sampler_name", "scheduler"))
-
-
-def _options(entry) -> list[str]:
-    """Returns the options of a combo, which is [[options], …] or ["COMBO", {"options": […]}]."""
-    return entry[1]["options"] if entry[0] == "COMBO" else entry[0]
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.slow
-def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, lists, subtests):
+def test_every_sampler_and_scheduler_gives_the_stock_latent(comfy, unet, subtests):
     """Each sampler runs with one scheduler in turn, because sigmas reach it as numbers; Euler runs with all. The model
-    is behind Parallel Flux Loader and behind Parallel Model."""
-    samplers, all_schedulers = lists
+    is behind Parallel Flux Loader and behind Parallel Model. test_nodes.py compares our lists with KSampler's."""
+    inputs = comfy.registry["ParallelSampler"]["input"]["required"]
+    samplers, all_schedulers = (inputs[name][1]["options"] for name in ("sampler_name", "scheduler"))
     assert len(samplers) >= 30 and len(all_schedulers) >= 8
     worst = {}
     for number, sampler in enumerate(samplers):

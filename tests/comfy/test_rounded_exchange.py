@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from any_graphs import AnyGraph
+from any_runs import latents
+from differences import relative_difference
 
 ROUNDED = "result: approximate (exchange_dtype fp8 rounds what devices send each other; same is exact)"
 
@@ -10,12 +12,13 @@ ROUNDED = "result: approximate (exchange_dtype fp8 rounds what devices send each
 def _both(comfy, kind, **choice):
     """Returns (the largest difference from the stock latent, relative to its largest value; the report)."""
     graph = AnyGraph(comfy, kind)
-    ours = [graph.parallel(graph.stock(), exchange_dtype="fp8", **choice), 1]
-    options = {"steps": 3, "cfg": 1.0}
-    stock = comfy.sample(graph.prompt, graph.ksampler(graph.stock(), *graph.request(), **options))
-    latent = graph.parallel_sampler(ours, *graph.request(), **options)
-    found, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1], timeout=300)
-    return float((found - stock).abs().max() / stock.abs().max()), report
+    stock, request, options = graph.stock(), graph.request(), {"steps": 3, "cfg": 1.0}
+    sampler = graph.parallel_sampler(
+        [graph.parallel(stock, exchange_dtype="fp8", **choice), 1], *request, **options
+    )
+    ways = {"stock": graph.ksampler(stock, *request, **options), "ours": sampler}
+    found = latents(comfy, graph, ways, {"report": [sampler[0], 1]})
+    return relative_difference(found["ours"], found["stock"]), found["report"]
 
 
 def test_the_latent_is_near_stocks_and_the_report_says_that_it_is_not_the_same(comfy):

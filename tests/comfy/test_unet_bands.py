@@ -52,6 +52,7 @@ def _patched(comfy, change) -> str:
     report = found.pop("report")
     assert_same(found)
     assert (found["without"] - found["stock"]).abs().max() > 0.01 * found["stock"].std()
+    assert "result: exact" in report
     return report
 
 
