@@ -9,10 +9,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from parallel_backend.wire.cache_folder import user_cache
 from steps import SetupError, run_logged, step
 
 REPOSITORY = "https://github.com/comfyanonymous/ComfyUI.git"
@@ -28,12 +32,6 @@ ARCHIVE_FOLDER = "vendor/ComfyUI/"
 # Seconds. The first is how long a machine without a route to the repository waits before the archive is used.
 REACH_TIMEOUT = 12
 CLONE_TIMEOUT = 600
-
-
-def cache_folder() -> Path:
-    """Returns the folder for downloads: our own folder in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "comfyui-parallel-sampling"
 
 
 def comfyui_version(folder: Path) -> str | None:
@@ -93,7 +91,10 @@ def get_comfyui(python: Path, log: Path) -> Path:
 
 
 def _cached_comfyui() -> Path:
-    return cache_folder() / f"ComfyUI-{PINNED_VERSION}"
+    folder = user_cache()
+    if folder is None:
+        raise SetupError("There is no cache folder: set HOME or XDG_CACHE_HOME.")
+    return folder / f"ComfyUI-{PINNED_VERSION}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 // every input that the node checks; the node's message has a line `inputs: words` for each problem.
 import { app } from "../../scripts/app.js";
 import { watchQueue } from "./lib/queue.js";
+import { translate } from "./lib/said.js";
 
 const SELECTOR = "StrategySelector";
 const KIND = "custom_validation_failed";
@@ -18,7 +19,7 @@ function sift(nodeErrors) {
     node.refused = true; // until the settings can run: web/strategy_panel.js
     node.errors = node.errors.flatMap((error) => {
       if (error.type !== KIND) return [error];
-      const lines = linesOf(error).map((line) => line.slice(line.indexOf(": ") + 2));
+      const lines = linesOf(error).map((line) => translate(line.slice(line.indexOf(": ") + 2)));
       return lines.length ? [{ ...error, message: lines.join(" "), details: error.extra_info.input_name }] : [];
     });
   }

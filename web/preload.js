@@ -2,23 +2,24 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { LOADERS, nodeOf } from "./lib/graph.js";
+import { translate } from "./lib/said.js";
 import { tell } from "./lib/tell.js";
 import { say } from "./lib/words.js";
 
 const told = (severity, words) => tell(severity, words, { summary: say("preload"), life: 8000 });
 
 async function preload(node) {
-  const { output: prompt } = await app.graphToPrompt();
-  const id = Object.keys(prompt).find((key) => nodeOf(key) === node);
-  if (!id) return told("warn", say("preload_off"));
   try {
+    const { output: prompt } = await app.graphToPrompt();
+    const id = Object.keys(prompt).find((key) => nodeOf(key) === node);
+    if (!id) return told("warn", say("preload_off"));
     const body = JSON.stringify({ prompt, node: id });
     const answer = await api.fetchApi("/parallel_sampling/preload", { method: "POST", body });
     const { error, model, devices, was_there: wasThere } = await answer.json();
-    if (error) return told("warn", error);
+    if (error) return told("warn", translate(error));
     told("success", say(wasThere ? "preload_held" : "preloaded", { model, devices: devices.join(", ") }));
   } catch (error) {
-    told("error", error.message);
+    told("error", translate(`ComfyUI did not answer: ${error.message}`));
   }
 }
 

@@ -137,7 +137,7 @@ class Panel {
     this.picker = new DevicePicker({
       text: () => (unknownInputs(node).includes(DEVICES) ? undefined : inputsOf(node)[DEVICES]),
       isLinked: () => isLinked(node, DEVICES),
-      isThere: () => Boolean(node.graph),
+      isThere: () => nodesOf(SELECTOR).includes(node), // a node keeps its graph when the graph is cleared
       write: (text) => this.apply({ [DEVICES]: text }),
     });
     this.root = element("div", "parallel-strategy", this.problems, this.picker.root, this.basis, this.layout, this.notes);

@@ -39,6 +39,7 @@ from ..host.prompt_links import clip_before, current_node, running_prompt
 from ..host.vae_ranks import choose_ranks
 from .file_tensors import FileTensors
 from .mapped import mapped_words
+from .model import RankPatcher, SharedByClones
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 
@@ -85,7 +86,7 @@ class EarlyAnswers:
             return self._answers.pop(shipment.key(self._tensors), None) if self._answers else None
 
 
-class Encoder(HeldByRanks):
+class Encoder(HeldByRanks, SharedByClones):
     """The encoder of `source`, shared by all clones of its patcher. `placement`: one of module_requests.PLACEMENTS."""
 
     def __init__(
@@ -107,17 +108,13 @@ class Encoder(HeldByRanks):
         is_stock = type(source).__module__ == comfy.model_patcher.__name__
         self._kind = comfy.model_patcher.ModelPatcher if is_stock else type(source)
         self._bytes = sum(parameter.nbytes for parameter in self.outline.base.parameters())
-        self._loaded: Callable[[], EncoderPatcher | None] = lambda: None
-        self._clones: weakref.WeakSet[EncoderPatcher] = weakref.WeakSet()
+        SharedByClones.__init__(self)
         self._catch_calls()
 
     def _unload_stock(self) -> None:
         """Has ComfyUI unload the encoder if it has loaded it: hooks of prompts write LoRAs into its weights, and the
         stand-in shares them."""
         unload(self._source)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
-        return self
 
     def _catch_calls(self) -> None:
         me = weakref.ref(self)
@@ -131,24 +128,15 @@ class Encoder(HeldByRanks):
         """Returns a patcher with everything that nodes have put on `source`. It moves no weights."""
         made: Any = source.clone()
         made.__class__ = EncoderPatcher
-        made.model, made.encoder, made.parent, made.size = self.outline.base, self, None, 0
-        made.backup, made.backup_buffers, made.object_patches_backup = {}, {}, {}
-        made.pinned, made.hook_backup = set(), {}
-        made.load_device = comfy.model_management.get_torch_device()
+        made.become(self.outline.base)
+        made.encoder, made.size = self, 0
         found: EncoderPatcher = made
         self.add(found)
         return found
 
-    def add(self, patcher: EncoderPatcher) -> None:
-        self._clones.add(patcher)
-
-    def load(self, patcher: EncoderPatcher) -> None:
-        """Notes the clone that ComfyUI loaded last: calls are made with its patches."""
-        self._loaded = weakref.ref(patcher)
-
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `method` (if "", the module itself) of the ranks' module at `path`, and returns the answer."""
-        patcher = self._loaded() or next(iter(self._clones), None)
+        patcher = self.loaded
         assert patcher is not None, "its modules live no longer than a patcher"
         self._unload_stock()
         shipment = _EncoderShipment(self, EncoderCall(patcher, path, method, args, kwargs))
@@ -199,7 +187,7 @@ def stand_in_of(clip: Any, encoder: Encoder) -> Any:
     return found
 
 
-class EncoderPatcher(comfy.model_patcher.ModelPatcher):
+class EncoderPatcher(RankPatcher):
     """A patcher that reports to ComfyUI's memory manager what the ranks hold of the encoder on ComfyUI's device. It is
     unloaded only as a whole. The rest is ComfyUI's own patcher."""
 
@@ -213,9 +201,6 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
         found.encoder = self.encoder
         self.encoder.add(found)
         return found
-
-    def is_dynamic(self) -> bool:
-        return False
 
     def partially_load(self, *args: Any, **kwargs: Any) -> int:
         _note_place(self)
@@ -232,12 +217,6 @@ class EncoderPatcher(comfy.model_patcher.ModelPatcher):
 
     def loaded_size(self) -> int:
         return modules_on(self.load_device, self.encoder.number)
-
-    def lowvram_patch_counter(self) -> int:
-        return 0
-
-    def current_loaded_device(self) -> torch.device:
-        return self.load_device
 
     def detach(self, unpatch_all: bool = True) -> Any:
         if unpatch_all:

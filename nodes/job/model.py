@@ -39,44 +39,71 @@ _KEY = "parallel"
 _COMPILE = "torch.compile"  # wrapper key of nodes that compile a model
 
 
-class ShippedModel:
-    """The state of a MODEL that all clones of its patcher share. `plan`: of its latest job; `known_by`: the record
+class SharedByClones:
+    """The state that all clones of a patcher share."""
+
+    def __init__(self) -> None:
+        self._clones: weakref.WeakSet[RankPatcher] = weakref.WeakSet()
+        self._loaded: Callable[[], RankPatcher | None] = lambda: None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+    def add(self, patcher: RankPatcher) -> None:
+        self._clones.add(patcher)
+
+    def load(self, patcher: RankPatcher) -> None:
+        """Notes the clone that ComfyUI loaded last: calls outside of samplers use its patches."""
+        self._loaded = weakref.ref(patcher)
+
+    @property
+    def loaded(self) -> Any:
+        return self._loaded() or next(iter(self._clones), None)
+
+
+class RankPatcher(comfy.model_patcher.ModelPatcher):
+    """A patcher of weights that ranks hold: to ComfyUI's memory manager it is always loaded as a whole."""
+
+    def become(self, model: nn.Module) -> None:
+        """Makes this patcher, the clone of a stock one, a patcher of `model`, which ComfyUI has not loaded."""
+        self.model, self.parent = model, None
+        self.backup, self.backup_buffers, self.object_patches_backup = {}, {}, {}
+        self.pinned, self.hook_backup = set(), {}
+        self.load_device = comfy.model_management.get_torch_device()
+
+    def is_dynamic(self) -> bool:
+        return False
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.load_device
+
+
+class ShippedModel(SharedByClones):
+    """The state of a MODEL. `plan`: of its latest job; `known_by`: the record
     (ship.py) of what was sent to the ranks that have compared their weights with its prints; `patches_here`: False
     while ComfyUI loads it for a job, whose patches are applied only in the ranks."""
 
     def __init__(
         self, spec: ModelSpec, verdict: ClassVerdict, file: ComfyUIModelFile, outline: Outline
     ) -> None:
+        super().__init__()
         self.spec, self.verdict, self.file, self.outline = spec, verdict, file, outline
         self.plan: Plan | None = None
         self.known_by: object = None
         self.patches_here = True
-        self._clones: weakref.WeakSet[JobPatcher] = weakref.WeakSet()
-        self._loaded: Callable[[], JobPatcher | None] = lambda: None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShippedModel:
-        return self
-
-    def add(self, patcher: JobPatcher) -> None:
-        self._clones.add(patcher)
-
-    def load(self, patcher: JobPatcher) -> None:
-        """Notes the clone that ComfyUI loaded last: calls outside of samplers use its patches."""
-        self._loaded = weakref.ref(patcher)
 
     @cached_property
     def mapped(self) -> Any:
         """ComfyUI's model over the mapped file, for nodes that ask for weights."""
         return map_weights(self.spec)
 
-    @property
-    def loaded(self) -> JobPatcher | None:
-        return self._loaded() or next(iter(self._clones), None)
 
-
-class JobPatcher(comfy.model_patcher.ModelPatcher):
-    """A patcher that looks loaded to ComfyUI's memory manager while ranks hold its weights, always as a whole. Loading
-    moves no weights. The rest is ComfyUI's own patcher."""
+class JobPatcher(RankPatcher):
+    """A patcher that looks loaded to ComfyUI's memory manager while ranks hold its weights. Loading moves none of them.
+    The rest is ComfyUI's own patcher."""
 
     job_model: ShippedModel
     catch: Callable[..., Any]  # the wrapper that sends jobs to the ranks
@@ -91,9 +118,6 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
         found.made_by = running_node()
         found.job_model.add(found)
         return found
-
-    def is_dynamic(self) -> bool:
-        return False
 
     def register_all_hook_patches(
         self,
@@ -132,12 +156,6 @@ class JobPatcher(comfy.model_patcher.ModelPatcher):
 
     def loaded_size(self) -> int:
         return held_on(self.load_device, self.job_model.spec)
-
-    def lowvram_patch_counter(self) -> int:
-        return 0
-
-    def current_loaded_device(self) -> torch.device:
-        return self.load_device
 
     def detach(self, unpatch_all: bool = True) -> Any:
         # Clones share their object patches: one that is garbage-collected must not remove them from one that samples.
@@ -270,14 +288,11 @@ def make_job_patcher(
     check_by_hand(settings, file, verdict)
     patcher: Any = source.clone(disable_dynamic=False) if source.is_dynamic() else source.clone()
     patcher.__class__ = JobPatcher
-    patcher.model = outline.base
+    patcher.become(outline.base)
     patcher.job_model = ShippedModel(spec, verdict, file, outline)
     patcher.catch, patcher.made_from, patcher.made_by = catch, weakref.ref(source), running_node()
     patcher.job_model.add(patcher)
     watch(outline.base.diffusion_model, spec)
-    patcher.backup, patcher.backup_buffers, patcher.object_patches_backup = {}, {}, {}
-    patcher.pinned, patcher.hook_backup, patcher.parent = set(), {}, None
-    patcher.load_device = comfy.model_management.get_torch_device()
     options = patcher.model_options.setdefault("transformer_options", {})
     options |= {SETTINGS: settings, COMPUTE_OPTIONS: computing}
     compiling = [by_key.pop(_COMPILE, None) for by_key in patcher.wrappers.values()]

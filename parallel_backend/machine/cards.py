@@ -21,12 +21,8 @@ class Card:
     bandwidth: float
 
 
-def _cards(*rows: Card) -> dict[str, Card]:
-    return {row.name: row for row in rows}
-
-
 # Sources: NVIDIA data sheets and architecture white papers (Ampere, Ada, Hopper, Blackwell), AMD's MI300X data sheet.
-CARDS = _cards(
+_CARDS = (
     Card("b200", 2250, 180, 8000),
     Card("h200", 989, 141, 4800),
     Card("h100", 989, 80, 3350),
@@ -56,6 +52,7 @@ CARDS = _cards(
     Card("rtx3090", 71, 24, 936),
     Card("mi300x", 1307, 192, 5300),
 )
+CARDS = {card.name: card for card in _CARDS}
 # Words that the driver or a person puts before or after the card's own name.
 _MAKERS = {"nvidia", "amd", "geforce", "quadro", "tesla", "instinct"}
 # Cards that are sold in two variants under one name: (the name, a word that marks the other variant) -> that variant.

@@ -139,3 +139,11 @@ class ModuleModel(Protocol):
 
     def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
         """Returns True for a linear layer that only multiplies `x` by its weight and adds its bias."""
+
+
+class WeightChunks:
+    """A base of models that gives `chunks`. If weights are sharded, the buffers remain in the module."""
+
+    @property
+    def chunks(self: ModuleModel) -> tuple[nn.Module, ...]:
+        return (self.module,) if self.byte_sharding is None else (self.module, self.byte_sharding.shares)

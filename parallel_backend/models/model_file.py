@@ -49,6 +49,10 @@ class ModelFile(Protocol):
     @property
     def token_channels(self) -> int: ...
 
+    @property
+    def why_less(self) -> str:
+        """Why this model is split in fewer ways than others of its class, in words, else ""."""
+
     def describe(self) -> str:
         """Describes the model by its sizes alone, since a file's name may be private."""
 

@@ -1,15 +1,18 @@
 """In a real browser: a click on a row of the candidates sets its strategy. One click measures all rows without a time
-and leaves the graph, its report and its seed unchanged."""
+and leaves the graph, its report and its seed unchanged; a run ends that."""
 
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 from graphs import Graph
 from pages import REPORT, command, run, show_prompt, words_of
+from waiting import wait_until
 
 UNET = "tiny_candidates.safetensors"
-MODELS = {UNET: 8}
+STOPPED = "tiny_stopped.safetensors"  # measured separately
+MODELS = {UNET: 8, STOPPED: 10}
 ROWS = """() => [...document.querySelectorAll('.parallel-candidates tr')].map(row => ({
   name: row.querySelector('button').textContent.replace('→ ', ''), time: row.cells[1].innerText.trim(),
   possible: !row.classList.contains('impossible') }))"""
@@ -18,6 +21,24 @@ VALUES = """() => Object.fromEntries(app.graph.nodes.filter(
   n => n.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value])))"""
 STEPS = """async () => Object.values(await (await app.api.fetchApi('/history')).json()).flatMap(
   ({ prompt }) => Object.entries(prompt[2])).filter(([id]) => id === 'measured').map(([, node]) => node.inputs.steps)"""
+
+KINDS = """async () => {
+  const { queue_running: running, queue_pending: pending } = await (await app.api.fetchApi('/queue')).json();
+  const ended = Object.values(await (await app.api.fetchApi('/history')).json()).map(({ prompt }) => prompt);
+  return [ended, [...running, ...pending]].map(prompts => prompts.sort((a, b) => a[0] - b[0]).map(
+    ([, , nodes]) => 'measured' in nodes ? 'measured' : 'run'));
+}"""
+# Waits with lib/branch.js for a prompt that ComfyUI's queue does not have, and returns its end.
+GONE = """async () => {
+  const { run } = await import('/extensions/comfyui-parallel-sampling/lib/branch.js');
+  const { queuePrompt } = app.api;
+  app.api.queuePrompt = async () => ({ prompt_id: 'taken out' });
+  const waiting = run({}, {});
+  app.api.queuePrompt = queuePrompt;
+  await new Promise(setTimeout);
+  app.api.dispatchCustomEvent('status', null);
+  return Promise.race([waiting, new Promise(resolve => setTimeout(resolve, 20_000, { end: 'none' }))]);
+}"""
 
 # Draws rows {name: [seconds, possible, chosen]} and returns the names as the table orders them.
 ORDER = """async (rows) => {
@@ -43,9 +64,10 @@ def test_what_ran_comes_first_then_the_others_by_time_then_those_without_one_and
         assert page.evaluate(ORDER, {**rows, "ran": ran}) == ["→ ran", *rest]
 
 
-def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
+def _run(page, unet: str = UNET) -> list[dict]:
+    """Runs a sampler with a selector on auto and returns the candidates' rows."""
     graph = Graph()
-    loader = graph.parallel_loader(UNET, "cpu:2")
+    loader = graph.parallel_loader(unet, "cpu:2")
     inputs = (graph.text(1), graph.text(2), graph.latent())
     latent = graph.parallel_sampler(loader, *inputs, steps=6, cfg=3.0)
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
@@ -54,14 +76,25 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     page.wait_for_selector(".parallel-strategy")
     run(page)
     page.wait_for_selector(".parallel-candidates tr[aria-current]")
-    rows = page.evaluate(ROWS)
-    rest = [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
+    return page.evaluate(ROWS)
+
+
+def _untimed(rows: list[dict]) -> list[str]:
+    return [row["name"] for row in rows if row["possible"] and row["time"] == "not tried"]
+
+
+def _measure(page, rest: list[str]) -> None:
+    name = words_of()["measure_rest"].replace("{count}", str(len(rest)))
+    page.get_by_role("button", name=name).dispatch_event("click")
+
+
+def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
+    rows = _run(page)
+    rest = _untimed(rows)
     assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "CFG 2"
     report, before = page.evaluate(REPORT), page.evaluate(VALUES)
 
-    page.get_by_role(
-        "button", name=words_of()["measure_rest"].replace("{count}", str(len(rest)))
-    ).dispatch_event("click")
+    _measure(page, rest)
     known = f"() => ({ROWS})().every(r => !r.possible || r.time.includes('measured'))"
     page.wait_for_function(known, timeout=180_000)
     assert {row["name"] for row in page.evaluate(ROWS)} == {row["name"] for row in rows}
@@ -78,3 +111,24 @@ def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
     assert page.evaluate(VALUES) == before
     page.reload()  # the measurements do not count as runs of this graph's sampler
     page.wait_for_function(f"() => ({REPORT})() === {json.dumps(report)}")
+
+
+def test_run_ends_a_measurement_and_comes_next(page):
+    rest = _untimed(_run(page, STOPPED))
+    assert len(rest) > 2
+    wait_until(lambda: not page.evaluate(KINDS)[1])
+    before = len(page.evaluate(KINDS)[0])
+    _measure(page, rest)
+    page.wait_for_selector(f".parallel-candidates p:has-text('1 of {len(rest)}')")
+    wait_until(lambda: "measured" in list(chain(*page.evaluate(KINDS)))[before:])
+    run(page)
+    wait_until(lambda: "run" in page.evaluate(KINDS)[0][before:])
+    wait_until(lambda: not page.evaluate(KINDS)[1])
+    kinds = page.evaluate(KINDS)[0][before:]
+    assert kinds[-1] == "run" and kinds.count("run") == 1
+    assert page.evaluate(f"() => ({ROWS})().some(row => row.time === 'not tried')")
+    page.get_by_role("button", name="Measure the rest").wait_for()
+
+
+def test_a_prompt_that_was_taken_out_of_the_queue_is_not_waited_for(page):
+    assert page.evaluate(GONE)["end"] == ""

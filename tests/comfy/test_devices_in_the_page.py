@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from graphs import Graph
-from pages import EIGHT_GPUS, command, open_picker, set_widget, show_prompt
+from pages import EIGHT_GPUS, command, open_picker, set_widget, show_prompt, wait_for_extensions
 
 UNET = "tiny_devices.safetensors"  # two attention heads
 MODELS = {UNET: 1}
 SELECTOR = "app.graph.nodes.find(n => n.comfyClass === 'StrategySelector')"
 TEXT = f"() => {SELECTOR}.widgets.find(w => w.name === 'devices').value"
+
+
+# Keeps the timer of the list in `again` instead of setting it.
+KEEP_TIMER = """() => {
+  const { setTimeout } = window;
+  window.again = null;
+  window.setTimeout = (act, ms, ...rest) => (ms === 2000 ? void (window.again = act) : setTimeout(act, ms, ...rest));
+}"""
+# Lets the kept timer come, and says if it is set once more.
+GOES_ON = """async () => {
+  const act = window.again;
+  window.again = null;
+  await act();
+  return window.again !== null;
+}"""
 
 
 def _show(page, devices="cpu:2") -> None:
@@ -99,3 +114,17 @@ def test_eight_gpus_and_a_cluster_are_named_with_memory_and_who_uses_them(page, 
     _wait_for(page, "cluster:den", ["cluster:den"])
     picker.get_by_label("cluster:den").click()
     _wait_for(page, "all", [f"cuda:{i}" for i in range(8)])
+
+
+def test_the_list_is_updated_until_its_graph_is_left(page):
+    _show(page)
+    page.evaluate(KEEP_TIMER)
+    open_picker(page)
+    page.wait_for_function("() => window.again")
+    assert page.evaluate(GOES_ON)
+    page.evaluate(
+        "id => app.loadGraphData({ nodes: [], links: [], version: 0.4, id }, true, true, 'left')", "left"
+    )
+    assert not page.evaluate(GOES_ON)
+    page.reload()  # with its own timers
+    wait_for_extensions(page)

@@ -13,6 +13,16 @@ from waiting import wait_until
 
 ROUTE = "/parallel_sampling/doctor"
 OPEN = "() => void app.extensionManager.command.execute('parallel_sampling.doctor')"
+SHOWN = "() => document.querySelector('dialog.parallel-doctor pre').textContent"
+# Hides what a page over plain HTTP from elsewhere does not have, and notes copies that reach ComfyUI's page.
+PLAIN_HTTP = """() => {
+  Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true });
+  document.addEventListener('copy', () => { window.passed = true; }, { once: true });
+}"""
+COPIED = """async () => {
+  delete navigator.clipboard;
+  return [await navigator.clipboard.readText(), window.passed ?? false];
+}"""
 FOUND = Report(
     (
         Finding("torch", "ok", "2.7.1", group="Software"),
@@ -48,6 +58,10 @@ def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, meas
     words = dialog.inner_text()
     assert "Software\n  ok · torch: 2.7.1\n\nLinks\n  broken · all-reduce: it hangs\n" in words
     assert "    cpu:0 and cpu:1\n    → restart\n" in words and FOUND.summary in words
+    page.evaluate(PLAIN_HTTP)
+    dialog.get_by_role("button", name="Copy").click()
+    page.context.grant_permissions(["clipboard-read"])
+    assert page.evaluate(COPIED) == [page.evaluate(SHOWN), False]
 
 
 @pytest.mark.parametrize(

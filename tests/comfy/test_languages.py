@@ -10,6 +10,7 @@ from comfy_harness import ROOT
 from pages import (
     EIGHT_GPUS,
     REPORT,
+    choose,
     command,
     locale,
     one_sampler,
@@ -29,6 +30,20 @@ SHOWN = """() => ['.parallel-headline', '.parallel-candidates', '.parallel-strat
   c => document.querySelector(c)?.innerText ?? '').join('\\n')"""
 ENGLISH_REPORT = """async () => Object.values(await (await app.api.fetchApi('/history?max_items=1')).json()).flatMap(
   run => Object.values(run.outputs).flatMap(output => output.text ?? []))[0]"""
+REFUSED = (
+    "() => Object.values(app.lastNodeErrors ?? {}).flatMap(node => node.errors.map(error => error.message))"
+)
+BUSY = "a prompt that uses the devices is running; its turn comes first"
+# What a device's card says of its power.
+POWER = """async () => {
+  const { groupCard } = await import('/extensions/comfyui-parallel-sampling/lib/rank_cards.js');
+  const card = groupCard(() => {});
+  const gauge = { utilisation: null, temperature: null, power: 300, power_limit: 450, free_bytes: 0 };
+  const rank = { rank: 0, device: '', words: '', progress: null, pid: null, weight_bytes: 0, working_bytes: 0, gauge };
+  const group = { devices: [], state: 'ready', words: '', reason: '', models: [], why_not: {}, step_seconds: [] };
+  card.update({ ...group, ranks: [rank] });
+  return card.root.querySelector('.gauges').textContent;
+}"""
 COLOURS = "() => app.graph.nodes.map(n => [n.type, n.color ?? null])"
 
 
@@ -59,6 +74,12 @@ def _the_devices_to_choose_from_are_in_the_language(page, language: str) -> None
     for english in ("free ", "processes of", "process", "slowest path", "devices on"):
         assert english not in words
     page.unroute_all()
+
+
+def _a_loaders_refusal_is_in_the_language(page, language: str, said: dict) -> None:
+    page.route("**/parallel_sampling/preload", lambda route: route.fulfill(status=409, json={"error": BUSY}))
+    choose(page, "ParallelFluxLoader", words_of(language)["preload"])
+    page.get_by_text(said[BUSY][language]).wait_for()
 
 
 @pytest.mark.parametrize("language", ["es", "zh"], indirect=True)
@@ -101,6 +122,11 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
         arg=label,
     )
     assert "ulysses_degree" not in alert.inner_text() and "devices" not in alert.inner_text()
+    run(page)
+    page.wait_for_function(f"() => ({REFUSED})().length")
+    assert not any("needs" in message for message in page.evaluate(REFUSED))
+    _a_loaders_refusal_is_in_the_language(page, language, said)
+    assert page.evaluate(POWER) == said["{power} of {limit} W"][language].format(power=300, limit=450)
 
     headings = locale(language, "main")["settingsCategories"]
     command(page, "Comfy.ShowSettingsDialog")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import comfyui_source
-from comfyui_source import PINNED_VERSION, cache_folder, comfyui_version, find_comfyui
+from comfyui_source import PINNED_VERSION, comfyui_version, find_comfyui
+from parallel_backend.wire.cache_folder import user_cache
 from steps import SetupError
 
 
@@ -33,7 +34,7 @@ def test_nothing_is_found_in_an_empty_home():
 
 
 def test_the_usual_places_come_before_the_cache_and_named_ones_before_all(tmp_path, monkeypatch):
-    cached = make_comfyui(cache_folder() / f"ComfyUI-{PINNED_VERSION}")
+    cached = make_comfyui(user_cache() / f"ComfyUI-{PINNED_VERSION}")
     assert find_comfyui() == cached
     usual = make_comfyui(tmp_path / "home" / "comfy" / "ComfyUI")
     assert find_comfyui() == usual

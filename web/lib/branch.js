@@ -93,7 +93,15 @@ export const isOurs = ({ class_type: kind }) => OURS.includes(kind);
 
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 
-// Queues these nodes as a prompt, waits for its end and returns {end, outputs by id}. Throws if ComfyUI refuses the prompt.
+// Returns true if a queued prompt will not run: it was taken out of the queue, or ComfyUI has started again.
+async function isGone(id) {
+  const { queue_running: running, queue_pending: pending } = await (await api.fetchApi("/queue")).json();
+  if ([...running, ...pending].some(([, one]) => one === id)) return false;
+  return !(id in (await (await api.fetchApi(`/history/${id}`)).json()));
+}
+
+// Queues these nodes as a prompt, waits for its end and returns {end, outputs by id}. Throws if ComfyUI refuses the prompt;
+// `end` is "" if it will not run.
 // Listens before ComfyUI answers, since cached outputs arrive at once.
 export async function run(output, workflow) {
   const heard = new Map(); // prompt id -> {end, outputs}
@@ -119,6 +127,8 @@ export async function run(output, workflow) {
     await new Promise((resolve) => {
       look = () => of(id).end && resolve();
       look();
+      const lookForIt = () => isGone(id).then((gone) => gone && resolve(), () => {}); // no answer: ask again later
+      for (const event of ["status", "reconnected"]) api.addEventListener(event, lookForIt, { signal: listening.signal });
     });
     return of(id);
   } finally {

@@ -19,7 +19,10 @@ export function openDialog(label, words) {
   const dialog = element("dialog", "parallel-doctor");
   dialog.setAttribute("aria-label", label);
   const text = element("pre", "", words);
-  const copy = button(translate("Copy"), () => navigator.clipboard?.writeText(text.textContent));
+  const copy = button(translate("Copy"), () => {
+    getSelection().selectAllChildren(text);
+    document.execCommand("copy"); // navigator.clipboard is missing where the page comes over plain HTTP
+  });
   const buttons = element("div", "buttons", button(translate("Close"), () => dialog.close()), copy);
   dialog.append(element("h2", "", label), text, buttons);
   const ending = new AbortController();
@@ -31,6 +34,7 @@ export function openDialog(label, words) {
     event.stopPropagation(); // else ComfyUI takes Escape for one of its shortcuts
     if (event.key === "Escape") dialog.close();
   });
+  dialog.addEventListener("copy", (event) => event.stopPropagation()); // else ComfyUI copies the selected nodes
   document.body.append(dialog);
   dialog.showModal();
   return { dialog, text, buttons, closed: ending.signal };

@@ -68,7 +68,8 @@ function gaugeWords(gauge) {
   if (gauge.utilisation !== null) words.push(translate(`${Math.round(gauge.utilisation * 100)} % busy`));
   if (gauge.temperature !== null) words.push(`${gauge.temperature} °C`);
   if (gauge.power !== null) {
-    words.push(`${Math.round(gauge.power)}${gauge.power_limit === null ? "" : ` of ${Math.round(gauge.power_limit)}`} W`);
+    const [power, limit] = [gauge.power, gauge.power_limit].map(Math.round);
+    words.push(gauge.power_limit === null ? `${power} W` : translate(`${power} of ${limit} W`));
   }
   return words.join(" · ");
 }

@@ -26,10 +26,6 @@ from ..comm.traffic_counter import Traffic
 from .row_bands import BandConv, BandGroupNorm, Bands
 
 _BYTES = torch.uint8
-_OPTIONS = "transformer_options"
-# Options by which nodes put code between or into blocks.
-_LOOKING = ("optimized_attention_override", "patches", "patches_replace")
-_MAY_LOOK = "a patch of this model's blocks (such as IP-Adapter's) may look at the whole image"
 
 
 class BandNormForConv(BandGroupNorm):
@@ -137,9 +133,6 @@ class UNetBands:
         latent = call.args[0]
         if not isinstance(latent, Tensor) or latent.ndim != 4:
             return "this latent is no image"
-        options = call.kwargs.get(_OPTIONS) or {}
-        if any(options.get(name) for name in _LOOKING):
-            return _MAY_LOOK
         lowest = self._heights(latent.shape[-2])[-1]
         if 0 in split_sizes(lowest, self._axis.size, self._shares):
             return (

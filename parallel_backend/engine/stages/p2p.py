@@ -28,17 +28,19 @@ class PendingRecv:
         return self.tensor
 
 
+_MOST_SENDS = 64
+
+
 class P2PChannel:
     """A channel for messages between this rank and others of `axis`.
 
     An empty message is not sent: both sides know its size. Handles and tensors of unfinished sends are kept, because a
-    tensor must stay alive during its transfer. With more than `most` of them, `send` waits for the oldest.
+    tensor must stay alive during its transfer. With more than _MOST_SENDS of them, `send` waits for the oldest.
     """
 
-    def __init__(self, axis: Axis, traffic: Traffic, most: int = 64) -> None:
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
         self._axis = axis
         self._traffic = traffic
-        self._most = most
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_in_round = 0
 
@@ -52,7 +54,7 @@ class P2PChannel:
         assert work is not None, "this rank is in the group"
         self._leaving.append((work, tensor))
         self._sent_in_round += 1
-        if len(self._leaving) > self._most:
+        if len(self._leaving) > _MOST_SENDS:
             self._leaving.popleft()[0].wait()
 
     def receive(self, tensor: Tensor, source: int) -> PendingRecv:

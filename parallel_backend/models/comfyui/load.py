@@ -30,15 +30,15 @@ from .environment import import_comfyui
 from .file_weights import FileWeights
 from .formats import gguf
 from .formats.key_layouts import from_diffusers, without_prefix
+from .formats.quantised import METADATA
 from .formats.slices import Cut, slice_blocks
 from .model import ComfyUIModel
 from .placing import absent_parameters, place
 
 StateDict = dict[str, Tensor]
 
-# Suffixes of tensor names, and a key of metadata, by which a file describes its own quantisation.
+# Suffixes of tensor names by which a file describes its own quantisation.
 _QUANTISED = (".comfy_quant", "scaled_fp8", ".weight_scale")
-_QUANTISED_METADATA = "_quantization_metadata"
 
 
 def load(
@@ -163,7 +163,7 @@ def _most_common_format(tensors: list[Tensor]) -> str:
 
 
 def _is_plain(tensors: StateDict, metadata: dict[str, str]) -> bool:
-    return _QUANTISED_METADATA not in metadata and not any(name.endswith(_QUANTISED) for name in tensors)
+    return METADATA not in metadata and not any(name.endswith(_QUANTISED) for name in tensors)
 
 
 def _flag_sets_dtype() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import Rotate, WeightSharding
+from ..base import Rotate, WeightChunks, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE, slices_layers
 from .file_weights import FileWeights
@@ -20,7 +20,7 @@ from .rotary_router import can_route, rotary_by
 
 
 @dataclass(eq=False)
-class ComfyUIModel:
+class ComfyUIModel(WeightChunks):
     """A base.ModuleModel of ComfyUI's. `patcher`: ComfyUI's ModelPatcher; `bytes`, `stored_dtype`: size and most common
     dtype of its tensors in the file; `originals`: parameters over the mapped file in the file's dtypes, by their names
     in ComfyUI's BaseModel; `files`: loads them again, None if the rank has a part of the model; `cuts`: this rank's cut
@@ -47,11 +47,6 @@ class ComfyUIModel:
     @property
     def module(self) -> nn.Module:
         return self.patcher.model.diffusion_model
-
-    @property
-    def chunks(self) -> tuple[nn.Module, ...]:
-        """The module; if weights are sharded, its buffers remain in the module and the shards come second."""
-        return (self.module,) if self.byte_sharding is None else (self.module, self.byte_sharding.shares)
 
     @property
     def compute_dtype(self) -> torch.dtype:

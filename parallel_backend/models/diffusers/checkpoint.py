@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ...errors import CheckpointError
 from ...requests import InputShapes
@@ -93,6 +94,8 @@ class FluxFile:
     dtype: str
     tensor_bytes: int
     norm_ending: str = "scale"
+
+    why_less: ClassVar[str] = ""
 
     @property
     def name(self) -> str:

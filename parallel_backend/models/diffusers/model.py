@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..base import Rotate, WeightSharding
+from ..base import Rotate, WeightChunks, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
@@ -18,7 +18,7 @@ from .compat_diffusers import rotary_by
 
 
 @dataclass(frozen=True)
-class DiffusersModel:
+class DiffusersModel(WeightChunks):
     """A base.ModuleModel. `bytes`, `stored_dtype`: of the tensors in the file."""
 
     module: DiffusersFlux
@@ -32,10 +32,6 @@ class DiffusersModel:
     splits_layers: ClassVar[bool] = True
     inseparable_rows: ClassVar[bool] = False
     scales_by_largest: ClassVar[bool] = False
-
-    @property
-    def chunks(self) -> tuple[nn.Module, ...]:
-        return (self.module,) if self.byte_sharding is None else (self.module, self.byte_sharding.shares)
 
     @property
     def regions(self) -> tuple[Region, ...]:

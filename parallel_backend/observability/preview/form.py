@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
-from ...models.comfyui.model_file import ANY_MODEL, ComfyUIModelFile
+from ...models.comfyui.model_file import ANY_MODEL
 from ...models.model_file import ModelFile
 from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
@@ -134,7 +134,7 @@ def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tu
 def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ...]:
     if not isinstance(error, SettingsError):
         return (Problem(str(error)),)
-    why = file.why_less if isinstance(file, ComfyUIModelFile) else ""
+    why = "" if file is None else file.why_less
     return tuple(
         replace(p, message=f"{p.message} The reason: {why}.") if why and _OF_SEQUENCE & set(p.inputs) else p
         for p in error.problems

@@ -12,7 +12,8 @@ from comfy_modules import UNETS, import_comfyui_here
 from module_references import Reference
 from parallel_backend.engine.bands import unet as unet_bands
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
-from parallel_backend.requests import BANDS, Placement
+from parallel_backend.rank.work.call_mode import Foreign, NetworkState, foreign_in, mode_of
+from parallel_backend.requests import ATTENTION, BANDS, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -161,11 +162,15 @@ def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
         return own + places * torch.nn.functional.scaled_dot_product_attention(q, k.flip(1), v)
 
     blocks = {("output", 3): beside, ("middle", 0): beside}
-    one.kwargs["transformer_options"] = {"patches_replace": {"attn2": blocks}}
+    options = one.kwargs["transformer_options"] = {"patches_replace": {"attn2": blocks}}
+    module, regions = one.model.module, one.model.regions
+    found = foreign_in(options, NetworkState(module, regions), Foreign())
+    mode = mode_of(found, one.kwargs, type(module).__name__, BANDS, bool(regions))
+    assert mode == ATTENTION
     plain, one.answer = one.answer, alone(one)
     assert (one.answer - plain).abs().max() > 1e-3 * plain.abs().max()
-    for ((worst, _, notes),) in on_ranks(one, 2, ulysses(2)):
-        assert worst <= EXACT and "IP-Adapter" in notes[0] and "share out the queries" in notes[0]
+    for ((worst, _, notes),) in run_ranks(one.on_ranks, 2, mode, Placement(ulysses(2))):
+        assert worst <= EXACT and "share out the queries" in notes[0]
 
 
 def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .quantised import METADATA
+
 T = TypeVar("T")
 
 # Tools that save one module of a model or pipeline leave its name in front of every key.
 _PREFIXES = ("diffusion_model.", "transformer.")
 _BESIDE = ("vae.", "text_encoders.", "first_stage_model.")
-# A key of metadata that names layers, also with the prefix.
-_QUANTISED = "_quantization_metadata"
 _KEEPING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _MARK, _SINGLE, _DOUBLE = "x_embedder.weight", "single_transformer_blocks.", "transformer_blocks."
 
@@ -30,7 +30,7 @@ def without_prefix(tensors: Mapping[str, T], metadata: Mapping[str, str]) -> dic
     for prefix in _PREFIXES:
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         others = [key for key in tensors if not key.startswith((prefix, *_BESIDE))]
-        if own and not others and _QUANTISED not in metadata:
+        if own and not others and METADATA not in metadata:  # that names layers with the prefix too
             return own
     return dict(tensors)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from ...checkpoint import Header, TensorEntry, open_regular, refused
 
-_NOTE, _METADATA = ".comfy_quant", "_quantization_metadata"
+_NOTE = ".comfy_quant"
+METADATA = "_quantization_metadata"
 # Files from before ComfyUI 0.4: one marker tensor, and a scale for each fp8 weight.
 _OLD_MARK, _OLD_SCALE = "scaled_fp8", ".scale_weight"
 _MAX_NOTE_BYTES = 65_536  # real ones have 20 to 100
@@ -38,11 +39,11 @@ def check_quantised(header: Header, prefix: str) -> None:
 
 def _notes(header: Header, tensors: dict[str, TensorEntry]) -> Iterator[tuple[str, Any]]:
     """Yields (name of a layer, its JSON note)."""
-    if _METADATA in header.metadata:
-        noted = _parse(header, _METADATA, header.metadata[_METADATA])
+    if METADATA in header.metadata:
+        noted = _parse(header, METADATA, header.metadata[METADATA])
         layers = noted.get("layers")
         if not isinstance(layers, dict):
-            raise refused(header.name, f"its metadata {_METADATA} names no layers")
+            raise refused(header.name, f"its metadata {METADATA} names no layers")
         yield from layers.items()
     data_begin = header.file_bytes - max(entry.end for entry in header.tensors.values())
     with open_regular(header.path) as file:
