@@ -159,6 +159,20 @@ def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name):
             assert difference(before, expected) > 0.01
 
 
+def test_a_merge_with_the_same_encoder_takes_its_weights_without_the_last_calls_lora(comfy):
+    graph = TextGraph()
+    clip = graph.encoder("clip_l")
+    clips = [clip, *(graph.ours(clip, placement=placement) for placement in PLACEMENTS)]
+    with_lora = [_lora(graph, one) for one in clips]
+    tensors(comfy, graph, *map(graph.text, with_lora))
+    merged = [
+        [graph.add("CLIPMergeSimple", clip1=one, clip2=other, ratio=0.4), 0]
+        for one, other in zip(with_lora, clips, strict=True)
+    ]
+    expected, *found = tensors(comfy, graph, *map(graph.text, merged))
+    assert max(difference(expected, one) for one in found) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["a LoRA", "CLIP skip"])
 def test_nodes_before_it_do_as_they_do_to_stock(comfy, name):
     graph = TextGraph()
