@@ -58,6 +58,7 @@ class SharedByClones:
 
     @property
     def loaded(self) -> Any:
+        """The clone that ComfyUI loaded last, or any other; None if none is left."""
         return self._loaded() or next(iter(self._clones), None)
 
 
@@ -82,9 +83,9 @@ class RankPatcher(comfy.model_patcher.ModelPatcher):
 
 
 class ShippedModel(SharedByClones):
-    """The state of a MODEL. `plan`: of its latest job; `known_by`: the record
-    (ship.py) of what was sent to the ranks that have compared their weights with its prints; `patches_here`: False
-    while ComfyUI loads it for a job, whose patches are applied only in the ranks."""
+    """The state of a MODEL. `plan`: of its latest job; `known_by`: the record (ship.py) of what was sent to the ranks
+    that have compared their weights with its prints; `patches_here`: False while ComfyUI loads it for a job, whose
+    patches are applied only in the ranks."""
 
     def __init__(
         self, spec: ModelSpec, verdict: ClassVerdict, file: ComfyUIModelFile, outline: Outline

@@ -177,8 +177,13 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
     set_widget(page, "ParallelSampler", "control_after_generate", "increment")
     run(page)
     wait_for_report(page, "strategy: ")
-    still = {"queue_running": [_ended(page, 300)], "queue_pending": []}
-    page.route("**/api/queue", lambda route: route.fulfill(json=still))
+    ended = _ended(page, 300)
+
+    def still_running(route):
+        queue = route.fetch().json()
+        route.fulfill(json=queue | {"queue_running": [ended, *queue["queue_running"]]})
+
+    page.route("**/api/queue", still_running)
     page.route("**/api/history?max_items=*", lambda route: route.fulfill(json={}))
     _prove(page)
     page.unroute_all()
