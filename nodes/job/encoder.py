@@ -39,7 +39,7 @@ from ..host.prompt_links import clip_before, current_node, running_prompt
 from ..host.vae_ranks import choose_ranks
 from .file_tensors import FileTensors
 from .mapped import mapped_words
-from .model import RankPatcher, SharedByClones
+from .model import SharedByClones, WeightlessPatcher
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 
@@ -187,7 +187,7 @@ def stand_in_of(clip: Any, encoder: Encoder) -> Any:
     return found
 
 
-class EncoderPatcher(RankPatcher):
+class EncoderPatcher(WeightlessPatcher):
     """A patcher that reports to ComfyUI's memory manager what the ranks hold of the encoder on ComfyUI's device. It is
     unloaded only as a whole. The rest is ComfyUI's own patcher."""
 

@@ -43,16 +43,16 @@ class SharedByClones:
     """The state that all clones of a patcher share."""
 
     def __init__(self) -> None:
-        self._clones: weakref.WeakSet[RankPatcher] = weakref.WeakSet()
-        self._loaded: Callable[[], RankPatcher | None] = lambda: None
+        self._clones: weakref.WeakSet[WeightlessPatcher] = weakref.WeakSet()
+        self._loaded: Callable[[], WeightlessPatcher | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
-    def add(self, patcher: RankPatcher) -> None:
+    def add(self, patcher: WeightlessPatcher) -> None:
         self._clones.add(patcher)
 
-    def load(self, patcher: RankPatcher) -> None:
+    def load(self, patcher: WeightlessPatcher) -> None:
         """Notes the clone that ComfyUI loaded last: calls outside of samplers use its patches."""
         self._loaded = weakref.ref(patcher)
 
@@ -62,8 +62,8 @@ class SharedByClones:
         return self._loaded() or next(iter(self._clones), None)
 
 
-class RankPatcher(comfy.model_patcher.ModelPatcher):
-    """A patcher of weights that ranks hold: to ComfyUI's memory manager it is always loaded as a whole."""
+class WeightlessPatcher(comfy.model_patcher.ModelPatcher):
+    """A patcher without weights, which ranks hold: to ComfyUI's memory manager it is always loaded as a whole."""
 
     def become(self, model: nn.Module) -> None:
         """Makes this patcher, the clone of a stock one, a patcher of `model`, which ComfyUI has not loaded."""
@@ -102,7 +102,7 @@ class ShippedModel(SharedByClones):
         return map_weights(self.spec)
 
 
-class JobPatcher(RankPatcher):
+class JobPatcher(WeightlessPatcher):
     """A patcher that looks loaded to ComfyUI's memory manager while ranks hold its weights. Loading moves none of them.
     The rest is ComfyUI's own patcher."""
 
