@@ -15,8 +15,10 @@ from parallel_backend.wire.cache_folder import cache_folder, user_cache
 
 def remove_measurements(folder: Path) -> int:
     """Deletes them, and the folder if nothing else is in it; returns how many files went."""
-    patterns = ("measurements-*.json", "measurements-*.lock", "self-tests.json", "self-tests.lock")
-    found = [file for pattern in patterns for file in folder.glob(pattern)]
+    found = [
+        *folder.glob("measurements-*.*"),
+        *folder.glob("self-tests.*"),
+    ]  # JSON files are of older versions
     for file in found:
         file.unlink(missing_ok=True)
     _remove_if_empty(folder)

@@ -69,7 +69,7 @@ be split, and that depends on the module class that computes it.
 **By proof.** An entry counts for the sources that it was proven on: a digest of the class's file and of all below
 `comfy/ldm` that it imports (`models/proof/proven.json`). With other sources the class is tested before
 it first runs, on the CPU, in 10 to 20 seconds: tiny modules of that class on two processes against one. The
-result is kept beside the measurements (`self-tests.json`). A class that fails is *rows* there, *block* where
+result is kept beside the measurements (`self-tests.sqlite`). A class that fails is *rows* there, *block* where
 only tokens that stay apart are wrong, or *attention* in place of *bands*, and the report of a run says so.
 `scripts/prove_models.py` tests all of them.
 PipeFusion, beside Parallel Flux Loader's models, lays out the blocks of {staged} ([how](pipefusion.md)); the step cache

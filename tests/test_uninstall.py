@@ -28,7 +28,12 @@ def uninstall(cache: Path, **variables: str) -> str:
 def test_measurements_go_and_with_them_the_folder(tmp_path):
     folder = tmp_path / FOLDER
     (folder / "compiled" / "fxgraph").mkdir(parents=True)
-    for name in ("measurements-1234.json", "measurements-1234.lock", "self-tests.json", "self-tests.lock"):
+    for name in (
+        "measurements-1234.sqlite",
+        "measurements-1234.json",
+        "self-tests.sqlite",
+        "self-tests.lock",
+    ):
         (folder / name).write_text("{}")
     assert "4 files" in uninstall(tmp_path)
     assert not folder.exists()
@@ -38,7 +43,7 @@ def test_measurements_go_and_with_them_the_folder(tmp_path):
 def test_other_files_stay(tmp_path):
     folder = tmp_path / FOLDER
     (folder / "ComfyUI-0.30.0").mkdir(parents=True)
-    (folder / "measurements-1.json").write_text("{}")
+    (folder / "measurements-1.sqlite").write_text("{}")
     assert "1 files" in uninstall(tmp_path)
     assert [entry.name for entry in folder.iterdir()] == ["ComfyUI-0.30.0"]
 
@@ -47,7 +52,7 @@ def test_measurements_in_another_folder_go_and_what_is_compiled_too(tmp_path):
     compiled, other = tmp_path / FOLDER / "compiled", tmp_path / "other"
     for folder in (compiled, other / "compiled"):
         folder.mkdir(parents=True)
-    (other / "measurements-1.json").write_text("{}")
+    (other / "measurements-1.sqlite").write_text("{}")
     assert "1 files" in uninstall(tmp_path, **{VARIABLE: str(other)})
     assert not compiled.parent.exists()
     assert [entry.name for entry in other.iterdir()] == ["compiled"]  # not ours

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
 from pathlib import Path
 
+from ..errors import ParallelError
 from ..wire.checks.self_test import SelfTest
-from ..wire.strict_json import to_json
-from .cache_files import CacheFile, read_entries, read_frame
+from .cache_database import CacheDatabase
 
-FORMAT = 1  # raise it if ranks share out tokens in another way: then everything is tested again
-NAME = "self-tests.json"
+FORMAT = 2  # raise it if ranks share out tokens in another way: then everything is tested again
+NAME = "self-tests.sqlite"
 MAX_OUTCOMES = 200  # enough for several versions of ComfyUI, some classes each; the oldest are dropped first
 
-
-@dataclass(frozen=True)
-class StoredSelfTest:
-    """One outcome. `digest`: of the class's table entry and sources (entry_digest in models/proof/states.py)."""
-
-    digest: str
-    test: SelfTest
+log = logging.getLogger(__name__)
 
 
-class SelfTestStore(CacheFile):
-    """The file of outcomes."""
+class SelfTestStore(CacheDatabase):
+    """The file of outcomes. A `digest` is of the class's table entry and sources (entry_digest in
+    models/proof/states.py)."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        super().__init__(NAME, FORMAT, folder)
+        columns = "class_name TEXT, digest TEXT, mode TEXT, worst REAL, error TEXT"
+        table = f"CREATE TABLE outcomes ({columns}, UNIQUE (class_name, digest))"
+        super().__init__(NAME, (table,), FORMAT, folder)
 
     def find(self, class_name: str, digest: str) -> SelfTest | None:
         """Returns the outcome of a test of that class with that digest, None if it was not tested."""
-        for outcome in self._read():
-            if (outcome.test.class_name, outcome.digest) == (class_name, digest):
-                return outcome.test
-        return None
+        rows = self.query(
+            "SELECT mode, worst, error FROM outcomes WHERE class_name = ? AND digest = ?", class_name, digest
+        )
+        try:
+            return SelfTest(class_name, *rows[0]) if rows else None
+        except ParallelError as error:
+            log.debug("an outcome is left out: %s", error)
+            return None
 
     def keep(self, digest: str, test: SelfTest) -> bool:
         """Stores an outcome and returns True if it was written to disk."""
-        found = (test.class_name, digest)
-
-        def with_this_one() -> dict[str, object]:
-            other_outcomes = [one for one in self._read() if (one.test.class_name, one.digest) != found]
-            return {"outcomes": to_json((*other_outcomes, StoredSelfTest(digest, test))[-MAX_OUTCOMES:])}
-
-        return self.replace(with_this_one)
-
-    def _read(self) -> list[StoredSelfTest]:
-        frame = read_frame(self.read_bytes(), FORMAT)
-        return list(read_entries(frame.get("outcomes"), StoredSelfTest))
+        values = (test.class_name, digest, test.mode, test.worst, test.error)
+        return self.write(
+            ("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?)", values),
+            (
+                "DELETE FROM outcomes WHERE rowid IN"
+                " (SELECT rowid FROM outcomes ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                (MAX_OUTCOMES,),
+            ),
+        )

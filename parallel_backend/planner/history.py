@@ -16,7 +16,7 @@ from ..machine.probe import visible_topology
 from ..machine.topology import Topology
 from ..requests import RunInfo
 from ..strategy import ParallelStrategy
-from .records import LinkRate, Measurements, RunKind, keep_link, measured, record, warm_step
+from .records import LinkRate, RunKind, warm_step
 from .store import MeasurementStore
 from .workload.workload import Job
 
@@ -37,9 +37,6 @@ class MeasurementHistory:
         self.topology = topology_of(devices, visible)
         self.fingerprint = take_fingerprint(self.topology if is_cpu(devices) else visible)
         self.store = MeasurementStore(self.fingerprint)
-
-    def read(self) -> Measurements:
-        return self.store.read()
 
     def record(self, job: Job, info: RunInfo) -> bool:
         """Stores the median warm step of a run on the first of these devices. Returns True if it reached the disk.
@@ -62,18 +59,11 @@ class MeasurementHistory:
         JOBS[ended_under] = 0 if info.trials else JOBS[ended_under] + 1
         if not found and (seconds := warm_step(info.step_seconds)) is not None:
             found.append((ended_under, seconds))
-
-        def with_found(known: Measurements) -> Measurements:
-            for kind, seconds in found:
-                known = record(known, kind, seconds, time.time())
-            return known
-
-        return bool(found) and self.store.update(with_found)
+        return bool(found) and self.store.record(found, time.time())
 
     def link(self, count: int) -> LinkRate | None:
         """Returns the measured link of the first `count` of these devices, None if it was never measured."""
-        key = device_key(self.ids[:count])
-        return next((link for link in self.read().links if link.devices == key), None)
+        return self.store.link(device_key(self.ids[:count]))
 
     def steps(self, job: Job, engine: str) -> Mapping[ParallelStrategy, float]:
         """Returns the seconds of a step of `job` by strategy; of uncompiled blocks if it was not measured compiled."""
@@ -81,7 +71,8 @@ class MeasurementHistory:
 
     def steps_of(self, job: Job, engine: str = "native") -> Mapping[ParallelStrategy, float]:
         """Returns the seconds of a step by strategy, with blocks compiled or not as `job` says."""
-        return measured(self.read(), job, self.ids, time.time(), engine=engine)
+        kind = RunKind.of(job, ParallelStrategy(), engine, self.ids)
+        return self.store.seconds_by_strategy(kind, self.ids, time.time())
 
     def gave_up(self, job: Job, strategy: ParallelStrategy, engine: str) -> bool:
         """Returns True if a trial of `strategy` failed in this process: it crashed, or was far behind."""
@@ -110,8 +101,7 @@ def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: fl
     """Stores the measured link of these devices. Failures are logged, so that the measuring command does not fail."""
     try:
         history = MeasurementHistory(devices)
-        link = LinkRate(device_key(history.ids), bytes_per_second, latency_s, time.time())
-        history.store.update(lambda known: keep_link(known, link))
+        history.store.keep_link(LinkRate(device_key(history.ids), bytes_per_second, latency_s, time.time()))
     except Exception:
         log.debug("what links carry is not kept", exc_info=True)
 

@@ -1,4 +1,4 @@
-"""Stores measurements between runs: one JSON file per fingerprint in the user's cache folder.
+"""Stores measurements between runs: one SQLite file per fingerprint in the user's cache folder.
 
 The file identifies no person, machine, file or prompt.
 """
@@ -6,51 +6,121 @@ The file identifies no person, machine, file or prompt.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
-from ..machine.cache_files import CacheFile, read_entries, read_frame
-from ..machine.fingerprint import Fingerprint
-from ..wire.strict_json import to_json
-from .records import LinkRate, Measurements, Observed
+from ..errors import TransportError
+from ..machine.cache_database import CacheDatabase
+from ..machine.fingerprint import Fingerprint, device_key
+from ..strategy import ParallelStrategy
+from ..wire.strict_json import from_json, parse, to_json
+from .records import LinkRate, RunKind
 
-FORMAT = 4  # files of other versions are not read, and the next run overwrites them
+FORMAT = 5  # files of other versions are not read, and the next run overwrites them
+MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
+MAX_RUNS = 20  # of a kind: the median of this many is steady, and follows a change within ten runs
+MAX_ALL_RUNS = 8000  # of all kinds: a person's models, sizes and strategies; the oldest are dropped first
+MAX_LINKS = 20  # groups of devices whose link was measured
+
+_TABLES = (
+    "CREATE TABLE runs (workload TEXT, engine TEXT, strategy TEXT, devices TEXT, seconds REAL, at REAL)",
+    "CREATE INDEX kinds ON runs (workload, engine, strategy, devices)",
+    "CREATE INDEX times ON runs (at)",
+    "CREATE TABLE links (devices TEXT UNIQUE, bytes_per_second REAL, latency_s REAL, at REAL)",
+)
+_KIND = "workload = ? AND engine = ? AND strategy = ? AND devices = ?"
+# If the clock was set back, a stored time lies in the future; up to a day of that is accepted.
+_RECENT = f"at BETWEEN ? - {MAX_AGE_S} AND ? + 86400.0"
+
+log = logging.getLogger(__name__)
 
 
-class MeasurementStore(CacheFile):
-    """The measurements of one fingerprint on disk."""
+class MeasurementStore(CacheDatabase):
+    """The measurements of one fingerprint on disk. `now`: Unix time."""
 
     def __init__(self, fingerprint: Fingerprint, folder: Path | None = None) -> None:
-        super().__init__(f"measurements-{fingerprint.digest}.json", FORMAT, folder)
-        self._fingerprint = fingerprint
+        super().__init__(f"measurements-{fingerprint.digest}.sqlite", _TABLES, FORMAT, folder)
 
-    def read(self) -> Measurements:
-        """Returns the stored measurements; empty if there are none or they cannot be read."""
-        return _decode(self.read_bytes())
+    def record(self, runs: Sequence[tuple[RunKind, float]], now: float) -> bool:
+        """Stores runs, each with the seconds of its median warm step, and forgets old ones. Returns True if that
+        reached the disk."""
+        statements: list[tuple[str, tuple[object, ...]]] = []
+        for kind, seconds in runs:
+            if not 0 < seconds < float("inf"):
+                continue
+            key = _key(kind)
+            statements += [
+                ("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?)", (*key, seconds, now)),
+                (
+                    "DELETE FROM runs WHERE rowid IN"
+                    f" (SELECT rowid FROM runs WHERE {_KIND} ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                    (*key, MAX_RUNS),
+                ),
+            ]
+        statements += [
+            ("DELETE FROM runs WHERE at < ?", (now - MAX_AGE_S,)),
+            (
+                "DELETE FROM runs WHERE at <= (SELECT at FROM runs ORDER BY at DESC LIMIT 1 OFFSET ?)",
+                (MAX_ALL_RUNS,),
+            ),
+        ]
+        return self.write(*statements)
 
-    def update(self, change: Callable[[Measurements], Measurements]) -> bool:
-        """Stores `change` of the stored measurements. Returns True if that reached the disk; raises no disk errors."""
-        return self.replace(lambda: self._fields(change(self.read())))
+    def seconds(self, kind: RunKind, now: float) -> float | None:
+        """Returns the median seconds of a step of the recent runs of `kind`, None if there is none."""
+        rows = self.query(f"SELECT seconds FROM runs WHERE {_KIND} AND {_RECENT}", *_key(kind), now, now)
+        return median(seconds for (seconds,) in rows) if rows else None
 
-    def _fields(self, known: Measurements) -> dict[str, object]:
-        measured = to_json(known)
-        assert isinstance(measured, dict)
-        return {
-            "written": int(time.time()),
-            "hardware": list(self._fingerprint.hardware),
-            "software": list(self._fingerprint.software),
-            **measured,
-        }
+    def seconds_by_strategy(
+        self, kind: RunKind, ids: Sequence[str], now: float
+    ) -> dict[ParallelStrategy, float]:
+        """Returns the median seconds of a step of runs that differ from `kind` by strategy, on the first of the devices
+        `ids`. Leaves out uneven shares and offloaded weights: `auto` does not rank them."""
+        rows = self.query(
+            "SELECT strategy, devices, seconds FROM runs"
+            f" WHERE workload = ? AND engine = ? AND {_RECENT} ORDER BY rowid",
+            *(kind.workload, kind.engine, now, now),
+        )
+        found: dict[ParallelStrategy, list[float]] = defaultdict(list)
+        for text, devices, seconds in rows:
+            strategy = _strategy(text)
+            if strategy is None or strategy.device_shares or strategy.offload_weights:
+                continue
+            if strategy.world_size <= len(ids) and device_key(ids[: strategy.world_size]) == devices:
+                found[strategy].append(seconds)
+        return {strategy.canonical: median(times) for strategy, times in found.items()}
+
+    def keep_link(self, link: LinkRate) -> bool:
+        """Stores `link` in place of that of the same devices. Returns True if that reached the disk."""
+        values = (link.devices, link.bytes_per_second, link.latency_s, link.at)
+        return self.write(
+            ("INSERT OR REPLACE INTO links VALUES (?, ?, ?, ?)", values),
+            (
+                "DELETE FROM links WHERE rowid IN (SELECT rowid FROM links ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+                (MAX_LINKS,),
+            ),
+        )
+
+    def link(self, devices: str) -> LinkRate | None:
+        """Returns the measured link of the devices with that device_key(), None if it was never measured."""
+        rows = self.query("SELECT * FROM links WHERE devices = ?", devices)
+        return LinkRate(*rows[0]) if rows else None
 
 
-@functools.lru_cache(maxsize=2)
-def _decode(data: bytes) -> Measurements:
-    frame = read_frame(data, FORMAT)
-    runs = (run for run in read_entries(frame.get("observed"), Observed) if _can_be(run))
-    links = (one for one in read_entries(frame.get("links"), LinkRate) if one.bytes_per_second > 0)
-    return Measurements(tuple(runs), tuple(links))
+def _key(kind: RunKind) -> tuple[str, str, str, str]:
+    """Returns the columns of _KIND."""
+    return kind.workload, kind.engine, json.dumps(to_json(kind.strategy)), kind.devices
 
 
-def _can_be(run: Observed) -> bool:
-    return 0 < len(run.seconds) == len(run.at) and all(s > 0 for s in run.seconds)
+@functools.lru_cache(maxsize=256)
+def _strategy(text: str) -> ParallelStrategy | None:
+    """Returns a stored strategy, None if this version cannot read it."""
+    try:
+        return from_json(parse(text), ParallelStrategy, "strategy")
+    except (TransportError, ValueError) as error:
+        log.debug("a run is left out: %s", error)
+        return None

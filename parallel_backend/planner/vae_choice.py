@@ -7,7 +7,7 @@ import time
 from ..machine.fingerprint import device_key
 from ..strategy import ParallelStrategy
 from .history import MeasurementHistory
-from .records import RunKind, median_of, record
+from .records import RunKind
 
 # `auto` tries one device if a picture is expected to take at most this many seconds there; the second try is timed.
 LONGEST_TRY = 10.0
@@ -52,7 +52,7 @@ class VaeChoice:
             return
         kind = self._kind(is_alone=is_alone)
         if kind in _WARM:
-            self._history.store.update(lambda known: record(known, kind, seconds, time.time()))
+            self._history.store.record([(kind, seconds)], time.time())
         _WARM.add(kind)
 
     def give_up(self) -> None:
@@ -63,7 +63,7 @@ class VaeChoice:
     def _seconds(self, *, is_alone: bool) -> float | None:
         if self._history is None:
             return None
-        return median_of(self._history.read(), self._kind(is_alone=is_alone), time.time())
+        return self._history.store.seconds(self._kind(is_alone=is_alone), time.time())
 
     def _kind(self, *, is_alone: bool) -> RunKind:
         assert self._history is not None

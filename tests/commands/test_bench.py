@@ -17,13 +17,12 @@ from parallel_backend.commands.bench.fitting import fit_side_by_side, split_by_m
 from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
 from parallel_backend.commands.bench.table import as_text
 from parallel_backend.errors import StrategyError
-from parallel_backend.machine.fingerprint import device_ids, take_fingerprint
+from parallel_backend.machine.fingerprint import device_ids
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
+from parallel_backend.planner.history import MeasurementHistory
 from parallel_backend.planner.plan import USABLE_MEMORY
-from parallel_backend.planner.records import measured
-from parallel_backend.planner.store import MeasurementStore
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.planner.workload.memory import predict_memory
@@ -93,10 +92,9 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
 
     # The next choice can use the measurements.
     job = Job(CheckpointModel(inspect_flux(model)), width=128, height=96, text=16, prompts=2, steps=20)
-    known = MeasurementStore(take_fingerprint(Topology(()))).read()
-    seen = measured(known, job, ("cpu:0", "cpu:1"), known.observed[0].at[0])
-    assert set(seen) == {ONE, ULYSSES, RING, ParallelStrategy(cfg_degree=2)}
-    assert [len(o.seconds) for o in known.observed] == [2] * 4
+    history = MeasurementHistory(("cpu:0", "cpu:1"), Topology(()))
+    assert set(history.steps(job, "native")) == {ONE, ULYSSES, RING, ParallelStrategy(cfg_degree=2)}
+    assert history.store.query("SELECT count(*) FROM runs GROUP BY strategy") == [(2,)] * 4
 
 
 @pytest.mark.skipif(not chart.can_draw(), reason="matplotlib is not installed")

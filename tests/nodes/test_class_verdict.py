@@ -1,6 +1,8 @@
 """The verdict on a model class of a ComfyUI: tested once if the sources of the class are new, then stored."""
 
 import os
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,9 +128,7 @@ def test_sources_that_cannot_be_read_are_not_trusted(root, tests):
     assert verdict.mode == ROWS and "cannot be read" in verdict.words and tests.calls == 0
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"{", b"[]", b'{"format": 0, "outcomes": []}', b"\xff", b"[" * 100000]
-)
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff" * 10000])
 def test_a_damaged_store_is_an_empty_one(root, cache, damage):
     cache.mkdir()
     (cache / NAME).write_bytes(damage)
@@ -140,8 +140,8 @@ def test_a_damaged_store_is_an_empty_one(root, cache, damage):
 def test_an_entry_that_is_not_known_costs_only_itself(cache):
     SelfTestStore().keep("one", SelfTest(CLASS, STAY, 1e-7))
     SelfTestStore().keep("other", SelfTest(CLASS, BLOCK, 1e-7))
-    text = (cache / NAME).read_text()
-    (cache / NAME).write_text(text.replace('"block"', '"trust me"'))
+    with closing(sqlite3.connect(cache / NAME)) as database, database:
+        database.execute("UPDATE outcomes SET mode = 'trust me' WHERE mode = ?", (BLOCK,))
     assert SelfTestStore().find(CLASS, "other") is None
     assert SelfTestStore().find(CLASS, "one") == SelfTest(CLASS, STAY, 1e-7)
 

@@ -1,36 +1,46 @@
-"""The store on disk: several processes at once, damaged files, disks that cannot be written, and no private data."""
+"""The store on disk: several processes at once, damaged files, disks that cannot be written, and no private data; and
+what it gives: medians, of recent runs, of only those that match a job."""
 
+import dataclasses
 import getpass
-import json
 import multiprocessing
-import re
 import resource
 import socket
-import time
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from parallel_backend.machine import cache_files
+from jobs import flux_job
+from parallel_backend.machine import cache_database
 from parallel_backend.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.machine.topology import Topology
 from parallel_backend.planner import store as module
-from parallel_backend.planner.records import LinkRate, Measurements, RunKind, keep_link, record
-from parallel_backend.planner.store import MeasurementStore
+from parallel_backend.planner.records import LinkRate, RunKind
+from parallel_backend.planner.store import MAX_AGE_S, MAX_LINKS, MAX_RUNS, MeasurementStore
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.cache_folder import VARIABLE
 
 BOX = Fingerprint(("2 cards",), ("torch 2.13",))
+DEVICES = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+ULYSSES, RING = ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
 NOW = 2_000_000_000.0
+LINK = LinkRate("devices", 8e9, 3e-5, NOW)
 
 
-def kind(model="m"):
-    strategy = ParallelStrategy(ulysses_degree=2, device_shares=(2, 1))
-    return RunKind(model, 1024, 1024, 1, 1, 1, 512, 0, 1, strategy, "native", "devices")
+def kind(strategy=ULYSSES, **changes):
+    return dataclasses.replace(RunKind.of(flux_job(), strategy, "native", DEVICES), **changes)
 
 
-def full() -> Measurements:
-    return keep_link(record(Measurements(), kind(), 0.25, NOW), LinkRate("devices", 8e9, 3e-5, NOW))
+def known(store, now=NOW, **changes):
+    """Returns the median seconds by strategy of runs like those of `kind`."""
+    return store.seconds_by_strategy(kind(**changes), DEVICES, now)
+
+
+def size(store):
+    """Returns the number of all runs in the file."""
+    return store.query("SELECT count(*) FROM runs")[0][0]
 
 
 @pytest.fixture
@@ -38,118 +48,154 @@ def store(tmp_path):
     return MeasurementStore(BOX, tmp_path / "cache")
 
 
-def test_what_is_kept_comes_back_whole(store, tmp_path):
-    assert store.read() == Measurements()
-    assert store.update(lambda known: full())
-    assert store.read() == full()
-    assert MeasurementStore(BOX, tmp_path / "cache").read() == full()
+@pytest.fixture
+def full(store):
+    """Returns a store with a run and a link."""
+    assert store.record([(kind(), 0.25)], NOW) and store.keep_link(LINK)
+    return store
 
 
-def test_another_machine_or_version_finds_nothing(store, tmp_path):
-    store.update(lambda known: full())
-    newer = Fingerprint(("2 cards",), ("torch 2.14",))
-    assert MeasurementStore(newer, tmp_path / "cache").read() == Measurements()
+def test_what_is_kept_comes_back_in_a_new_process(full, tmp_path):
+    again = MeasurementStore(BOX, tmp_path / "cache")
+    assert known(again) == {ULYSSES: 0.25} and again.seconds(kind(), NOW) == 0.25
+    assert again.link("devices") == LINK and again.link("others") is None
+    assert again.seconds(kind(RING), NOW) is None
 
 
-def _write(folder, name, count):
+def test_the_median_of_the_latest_runs_of_a_kind_counts(store):
+    for seconds in (0.5, 9.0, 0.4):
+        store.record([(kind(), seconds)], NOW)
+    assert known(store) == {ULYSSES: 0.5} and store.seconds(kind(), NOW) == 0.5
+    for _ in range(MAX_RUNS):
+        store.record([(kind(), 1.0), (kind(RING), 2.0)], NOW)
+    assert known(store) == {ULYSSES: 1.0, RING: 2.0}
+    assert size(store) == 2 * MAX_RUNS
+
+
+def test_a_run_of_another_job_engine_or_device_is_another_matter(store):
+    store.record([(kind(), 0.5)], NOW)
+    for changes in ({"width": 512}, {"model": "b"}, {"model_calls": 2}, {"engine": "xfuser"}):
+        assert known(store, **changes) == {}
+        assert store.seconds(kind(**changes), NOW) is None
+    for others in (("GPU-b", "GPU-a"), ("GPU-a",)):
+        assert store.seconds_by_strategy(kind(), others, NOW) == {}
+
+
+def test_strategies_that_auto_does_not_rank_are_left_out(store):
+    for unlisted in ({"device_shares": (2, 1)}, {"shard_weights": True, "offload_weights": True}):
+        store.record([(kind(ULYSSES.replace(**unlisted)), 0.5)], NOW)
+    assert known(store) == {} and size(store) == 2
+
+
+def test_old_runs_are_ignored_and_forgotten(store):
+    store.record([(kind(), 9.0)], NOW - MAX_AGE_S - 1)
+    assert known(store) == {}
+    store.record([(kind(RING), 1.0)], NOW)
+    assert known(store) == {RING: 1.0} and size(store) == 1
+
+
+def test_a_time_from_the_future_is_no_measurement(store):
+    store.record([(kind(), 1.0)], NOW + 10 * 86400)
+    assert known(store) == {}
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_duration_is_not_recorded(store, seconds):
+    store.record([(kind(), seconds), (kind(RING), 1.0)], NOW)
+    assert known(store) == {RING: 1.0}
+
+
+def test_the_oldest_of_all_runs_are_forgotten_first(store, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ALL_RUNS", 10)
+    for i in range(15):
+        store.record([(kind(model=str(i)), 1.0)], NOW + i)
+    assert [i for i in range(15) if known(store, model=str(i))] == list(range(5, 15))
+
+
+def test_of_each_group_of_devices_the_latest_link_is_kept(store):
+    for number in range(MAX_LINKS + 2):
+        store.keep_link(LinkRate(f"{number}", 1e9, 1e-5, NOW))
+    store.keep_link(LinkRate("5", 2e9, 1e-5, NOW))
+    found = {number: store.link(f"{number}") for number in range(MAX_LINKS + 2)}
+    assert [number for number, link in found.items() if link is None] == [0, 1]
+    assert found[5].bytes_per_second == 2e9
+
+
+def test_another_machine_or_version_finds_nothing(full, tmp_path):
+    newer = MeasurementStore(Fingerprint(("2 cards",), ("torch 2.14",)), tmp_path / "cache")
+    assert known(newer) == {} and newer.link("devices") is None
+
+
+def _write(folder, strategy, count):
     store = MeasurementStore(BOX, Path(folder))
     for i in range(count):
-        assert store.update(lambda known, i=i: record(known, kind(f"{name}{i}"), 1.0, NOW))
-        time.sleep(0.002)  # real jobs take longer; without it one writer can keep the lock from the other
+        assert store.record([(kind(strategy, model=str(i)), 1.0)], NOW)
 
 
 def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_files, "LOCK_PATIENCE", 120.0)  # s; the other writer may hold the lock often
+    monkeypatch.setattr(cache_database, "LOCK_PATIENCE", 120.0)  # s; the other writer may hold the lock often
     context = multiprocessing.get_context("fork")
     writers = [
-        context.Process(target=_write, args=(str(tmp_path / "cache"), name, 40)) for name in ("a", "b")
+        context.Process(target=_write, args=(str(tmp_path / "cache"), strategy, 40))
+        for strategy in (ULYSSES, RING)
     ]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert len(store.read().observed) <= 80  # a reader never sees half a file
+        assert len(known(store, model="0")) <= 2  # a reader never meets half a run
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert {o.kind.model for o in store.read().observed} == {f"{n}{i}" for n in ("a", "b") for i in range(40)}
-    assert not list((tmp_path / "cache").glob("*.part"))
+    assert all(known(store, model=str(i)) == {ULYSSES: 1.0, RING: 1.0} for i in range(40))
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".sqlite"]
+
+
+def _another_format(data: bytes) -> bytes:
+    return data[:60] + (99).to_bytes(4, "big") + data[64:]  # the field user_version of a file of SQLite
 
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda data: b"",
-        lambda data: data[: len(data) // 2],
-        lambda data: b"\xff\x00" * 50,
-        lambda data: b"[" * 100_000,
-        lambda data: data.replace(b'"format": %d' % module.FORMAT, b'"format": 99'),
-        lambda data: b" " * (cache_files.MAX_BYTES + 1) + data,
-        lambda data: b"null",
-    ],
-    ids=["empty", "half", "binary", "deep", "another format", "huge", "no object"],
+    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"\xff\x00" * 5000, _another_format],
+    ids=["empty", "half", "no database", "another format"],
 )
-def test_a_damaged_file_counts_as_empty_and_is_replaced(store, damage):
-    store.update(lambda known: full())
-    store.path.write_bytes(damage(store.path.read_bytes()))
-    assert store.read() == Measurements()
-    assert store.update(lambda known: record(known, kind("new"), 1.0, NOW))
-    assert [o.kind.model for o in store.read().observed] == ["new"]
+def test_a_damaged_file_counts_as_empty_and_is_replaced(full, damage):
+    full.path.write_bytes(damage(full.path.read_bytes()))
+    assert known(full) == {}
+    assert full.record([(kind(RING), 1.0)], NOW)
+    assert known(full) == {RING: 1.0}
 
 
 @pytest.mark.parametrize(
-    "alter",
+    ("before", "after"),
     [
-        lambda entry: entry.update(seconds=["fast"]),
-        lambda entry: entry.update(seconds=[]),
-        lambda entry: entry.update(seconds=[-1.0]),
-        lambda entry: entry.pop("at"),
-        lambda entry: entry["kind"]["strategy"].update(ulysses_degree=0),
-        lambda entry: entry["kind"]["strategy"].update(unknown_degree=2),
+        ('"ulysses_degree": 2', '"ulysses_degree": 0'),
+        ('"ulysses_degree": 2', '"unknown_degree": 2'),
+        ('"ulysses_degree": 2', '"ulysses_degree": 1e999'),
+        ("}", ""),
     ],
 )
-def test_an_entry_that_cannot_be_true_costs_only_itself(store, alter):
-    store.update(lambda known: record(full(), kind("other"), 1.0, NOW))
-    frame = json.loads(store.path.read_text())
-    alter(frame["observed"][0])
-    store.path.write_text(json.dumps(frame))
-    assert [o.kind.model for o in store.read().observed] == ["other"]
-
-
-def test_a_link_that_cannot_be_true_costs_only_itself(store):
-    store.update(lambda known: full())
-    frame = json.loads(store.path.read_text())
-    frame["links"] = [{**frame["links"][0], "bytes_per_second": 0.0}, "no link", *frame["links"]]
-    store.path.write_text(json.dumps(frame))
-    assert store.read() == full()
-
-
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400])
-@pytest.mark.parametrize("where", ['"seconds": [', '"at": [', '"width": '])
-def test_an_entry_with_a_number_that_nothing_holds_costs_only_itself(store, where, number):
-    """JSON allows numbers of any size. If such an entry were read, every later update would fail."""
-    store.update(lambda known: record(full(), kind("other"), 1.0, NOW))
-    before, found, after = store.path.read_text().partition(where)
-    after = re.sub(r"^(\s*)[0-9.]+", lambda start: start[1] + number, after, count=1)
-    store.path.write_text(before + found + after)
-    assert [o.kind.model for o in store.read().observed] == ["other"]
-    assert store.update(lambda known: record(known, kind("new"), 1.0, NOW))
-    assert [o.kind.model for o in store.read().observed] == ["other", "new"]
+def test_a_strategy_that_cannot_be_read_costs_only_its_runs(full, before, after):
+    full.record([(kind(RING), 1.0)], NOW)
+    with closing(sqlite3.connect(full.path)) as database, database:
+        values = (before, after)
+        database.execute("UPDATE runs SET strategy = replace(strategy, ?, ?) WHERE seconds = 0.25", values)
+    assert known(full) == {RING: 1.0}
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     store = MeasurementStore(BOX, tmp_path / "file" / "cache")
-    assert not store.update(lambda known: full())
-    assert store.read() == Measurements()
+    assert not store.record([(kind(), 1.0)], NOW)
+    assert known(store) == {} and store.link("devices") is None
 
 
 def _write_on_full_disk(folder, pipe):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-    pipe.send(MeasurementStore(BOX, Path(folder)).update(lambda known: record(full(), kind("b"), 1.0, NOW)))
+    pipe.send(MeasurementStore(BOX, Path(folder)).record([(kind(RING), 1.0)], NOW))
 
 
-def test_a_full_disk_keeps_the_old_file(store, tmp_path):
-    store.update(lambda known: full())
+def test_a_full_disk_keeps_the_old_file(full, tmp_path):
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_write_on_full_disk, args=(str(tmp_path / "cache"), writer))
@@ -157,24 +203,16 @@ def test_a_full_disk_keeps_the_old_file(store, tmp_path):
     assert reader.recv() is False
     process.join()
     reader.close(), writer.close()
-    assert store.read() == full()
-    assert not list((tmp_path / "cache").glob("*.part"))
+    assert known(full) == {ULYSSES: 0.25} and full.link("devices") == LINK
 
 
-def test_a_lock_that_is_never_released_delays_but_does_not_stop(store, monkeypatch):
-    monkeypatch.setattr(cache_files, "LOCK_PATIENCE", 0.05)
-    store.update(lambda known: full())
-    with cache_files.locked(store.path.with_suffix(".lock")):
-        assert not store.update(lambda known: Measurements())
-    assert store.read() == full()
-    assert store.update(lambda known: Measurements())
-
-
-def test_a_change_that_fails_leaves_the_file_and_frees_the_lock(store):
-    store.update(lambda known: full())
-    with pytest.raises(ZeroDivisionError):
-        store.update(lambda known: 1 / 0)
-    assert store.read() == full() and store.update(lambda known: known)
+def test_a_lock_that_is_never_released_delays_but_does_not_stop(full, monkeypatch):
+    monkeypatch.setattr(cache_database, "LOCK_PATIENCE", 0.05)
+    with closing(sqlite3.connect(full.path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert not full.record([(kind(RING), 1.0)], NOW)
+        assert known(full) == {ULYSSES: 0.25}
+    assert full.record([(kind(RING), 1.0)], NOW)
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch):
@@ -182,7 +220,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     store = MeasurementStore(BOX)
-    assert store.path is None and store.read() == Measurements() and not store.update(lambda known: full())
+    assert store.path is None and not store.record([(kind(), 1.0)], NOW) and known(store) == {}
 
 
 def test_nothing_private_is_kept(tmp_path, monkeypatch):
@@ -190,8 +228,8 @@ def test_nothing_private_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = MeasurementStore(take_fingerprint(Topology(())))
     assert store.path.is_relative_to(tmp_path)
-    store.update(lambda known: full())
-    text = store.path.read_text()
+    store.record([(kind(), 1.0)], NOW)
+    data = store.path.read_bytes()
     for private in (socket.gethostname(), getpass.getuser(), str(Path.home()), str(tmp_path)):
-        assert private not in text
+        assert private.encode() not in data
     assert store.path.stat().st_mode & 0o077 == 0

@@ -22,7 +22,7 @@ def choice(tmp_path, monkeypatch):
     store = MeasurementStore(HERE, tmp_path)
 
     def make(network="a VAE", size=(4, 8, 6), devices=("GPU-a", "GPU-b"), *, tries=True):
-        history = SimpleNamespace(devices=devices, ids=devices, store=store, read=store.read)
+        history = SimpleNamespace(devices=devices, ids=devices, store=store)
         return VaeChoice(history, network, size, tries=tries)
 
     return make
