@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...errors import Cancelled, ParallelError
+from ...errors import ParallelError
 from ...planner.history import MeasurementHistory
 from ...planner.workload.workload import Job
 from ...requests import Conditioning, InputShapes, ModelSpec, Placement, RunInfo, SampleRequest
@@ -87,8 +87,6 @@ def run_rounds(
                         result = sidecar.sample(comparison.spec, comparison.request, placement)
                         if turn == 0 and s.world_size > 1:
                             calibrations.append(sidecar.calibrate(placement))
-                    except Cancelled:
-                        raise
                     except ParallelError as error:
                         rows[s] = replace(rows[s], problem=_first_line(error))
                         continue

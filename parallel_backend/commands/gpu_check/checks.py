@@ -1,4 +1,4 @@
-"""Dataclasses for a check and for a group of checks."""
+"""A check of the GPU check, as data."""
 
 from __future__ import annotations
 
@@ -34,11 +34,3 @@ class Check:
         if self.needs_two and len(subject.devices) < 2:
             return "one device: it takes two"
         return ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Checks under one heading of the report."""
-
-    title: str
-    checks: tuple[Check, ...]

@@ -10,7 +10,7 @@ from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
 from ..doctor.parity import largest_difference
-from .checks import Check, Group
+from .checks import Check
 from .ranks import Ranks, compared, gigabytes, same_bits, steps_in_words
 
 # Largest relative difference: weights rounded to 8 bits give a similar, not an equal picture. The demo model gives 0.1.
@@ -72,12 +72,9 @@ def check_comfyui(ranks: Ranks) -> Sequence[Finding]:
     ]
 
 
-MEMORY = Group(
-    "Weights and memory",
-    (
-        Check("fp8", check_fp8),
-        Check("offload", check_offload),
-        Check("sleep", check_sleep),
-        Check("comfyui", check_comfyui),
-    ),
+MEMORY = (
+    Check("fp8", check_fp8),
+    Check("offload", check_offload),
+    Check("sleep", check_sleep),
+    Check("comfyui", check_comfyui),
 )

@@ -16,7 +16,7 @@ from ...wire.checks.findings import NO_GPU, Finding
 from ..doctor.examine import DEVICES, SOFTWARE, look_at_installation
 from ..doctor.links import of_ranks
 from ..doctor.rank_probe import probe_links
-from .checks import ALL, Check, Group
+from .checks import ALL, Check
 from .ranks import ALONE, Ranks, compared, gigabytes, same_bits, steps_in_words
 
 _STEPS = 3
@@ -36,7 +36,7 @@ def check_installation(ranks: Ranks) -> Sequence[Finding]:
 def check_identity(ranks: Ranks) -> Sequence[Finding]:
     """Checks that NVML, which reports memory and links, numbers the ranks' cards in the same way as CUDA."""
     subject = ranks.subject
-    calibrations = probe_links(ranks.group(len(subject.devices)), None, None)
+    calibrations = probe_links(ranks.group(len(subject.devices)))
     facts = [c.facts for c in calibrations if c.facts is not None]
     ids = {f.device_uuid for f in facts}
     if len(ids) < len(facts):
@@ -144,16 +144,13 @@ def check_same_bits(ranks: Ranks) -> Sequence[Finding]:
     return [same_bits("two runs", ranks.sample(), ranks.expected(), "one device, one request, twice")]
 
 
-INSTALLATION = Group("Installation", (Check("installation", check_installation),))
-ONE_GPU = Group(
-    "One GPU",
-    (
-        Check("device", ranks=ALL, limit_s=180.0),
-        Check("attention", ranks=ALL, limit_s=300.0),
-        Check("identity", check_identity, needs_gpu=True),
-        Check("checkpoint", check_checkpoint),
-        Check("steps", check_steps, limit_s=900.0),
-        Check("syncs", ranks=2),
-        Check("same bits", check_same_bits),
-    ),
+INSTALLATION = (Check("installation", check_installation),)
+ONE_GPU = (
+    Check("device", ranks=ALL, limit_s=180.0),
+    Check("attention", ranks=ALL, limit_s=300.0),
+    Check("identity", check_identity, needs_gpu=True),
+    Check("checkpoint", check_checkpoint),
+    Check("steps", check_steps, limit_s=900.0),
+    Check("syncs", ranks=2),
+    Check("same bits", check_same_bits),
 )

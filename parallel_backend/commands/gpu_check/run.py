@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ...wire.checks.gpu_check import Answer, CheckSubject
 from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import in_group
-from .checks import ALL, Check, Group
+from .checks import ALL, Check
 from .faults import FAULTS
 from .memory import MEMORY
 from .one_device import INSTALLATION, ONE_GPU
@@ -26,11 +26,16 @@ from .processes import CheckProcesses
 from .report import CheckResult, GpuReport
 from .several_devices import SEVERAL_GPUS
 
+Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
 # All checks, in the order in which they run.
-GROUPS = (
-    *(INSTALLATION, ONE_GPU, MEMORY, SEVERAL_GPUS, FAULTS),
-    Group("Time", (Check("profile", ranks=2, limit_s=900.0),)),
-)
+GROUPS: Groups = {
+    "Installation": INSTALLATION,
+    "One GPU": ONE_GPU,
+    "Weights and memory": MEMORY,
+    "Several GPUs": SEVERAL_GPUS,
+    "Faults": FAULTS,
+    "Time": (Check("profile", ranks=2, limit_s=900.0),),
+}
 # The modules that run checks: one starts ranks for its checks, the other is itself a rank.
 WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
 
@@ -54,24 +59,22 @@ def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     )
 
 
-def choose(only: Collection[str], groups: Sequence[Group] = GROUPS) -> list[tuple[Group, Check]]:
-    """Returns the checks named in `only`, by their or their group's name; all if empty. Raises RequestError."""
-    every = [(group, check) for group in groups for check in group.checks]
+def choose(only: Collection[str], groups: Groups = GROUPS) -> list[tuple[str, Check]]:
+    """Returns (heading, check) for those named in `only`, by either; all if empty. Raises RequestError."""
+    every = [(group, check) for group, checks in groups.items() for check in checks]
     requested = {name.strip().lower() for name in only}
-    known = {check.name for _, check in every} | {group.title.lower() for group in groups}
+    known = {check.name for _, check in every} | {group.lower() for group in groups}
     if requested - known:
         names = ", ".join(dict.fromkeys([check.name for _, check in every]))
         raise RequestError(f"--only {min(requested - known)!r} is no check; choose from {names}.")
     return [
-        (group, check)
-        for group, check in every
-        if not requested or {check.name, group.title.lower()} & requested
+        (group, check) for group, check in every if not requested or {check.name, group.lower()} & requested
     ]
 
 
 def run_checks(
     subject: CheckSubject,
-    checks: Sequence[tuple[Group, Check]],
+    checks: Sequence[tuple[str, Check]],
     *,
     on_begin: OnBegin | None = None,
     on_report: OnReport | None = None,
@@ -90,9 +93,9 @@ def run_checks(
             skipped = all(finding.status == "skipped" for finding in findings)
             result = CheckResult(
                 check.name,
-                group.title,
+                group,
                 0.0 if skipped else round(time.monotonic() - began, 2),
-                scrub_findings(in_group(group.title, findings), private),
+                scrub_findings(in_group(group, findings), private),
             )
             report = replace(report, results=(*report.results, result))
             if on_report is not None:

@@ -11,7 +11,7 @@ from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
-from .checks import Check, Examine, Group
+from .checks import Check, Examine
 from .ranks import Ranks, gigabytes, steps_in_words
 
 # One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
@@ -33,7 +33,7 @@ _GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
 
 def check_all_links(ranks: Ranks) -> Sequence[Finding]:
     """Checks the links of all devices: peer access, intact data and rates."""
-    calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
+    calibrations = probe_links(ranks.group(len(ranks.subject.devices)))
     facts = [c.facts for c in calibrations if c.facts is not None]
     topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
     return list(check_links(calibrations, topology))
@@ -111,17 +111,12 @@ def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
     return Finding("memory after each", "slow", f"grows with {', '.join(grown)}", remedy, table)
 
 
-SEVERAL_GPUS = Group(
-    "Several GPUs",
-    (
-        Check("links", check_all_links, needs_two=True),
-        Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
-        *(
-            Check(
-                f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0
-            )
-            for warmup, patches in PIPES
-        ),
-        Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
+SEVERAL_GPUS = (
+    Check("links", check_all_links, needs_two=True),
+    Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
+    *(
+        Check(f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0)
+        for warmup, patches in PIPES
     ),
+    Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
 )
