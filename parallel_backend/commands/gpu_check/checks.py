@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...wire.checks.findings import NO_GPU, Finding
 from ...wire.checks.gpu_check import CheckSubject
 from .ranks import Ranks
 
-Examine = Callable[[Ranks], Sequence[Finding]]
+Examine = Callable[[Ranks], Iterable[Finding]]
 USUAL_LIMIT = 600.0  # s; enough to load 24 GB from a slow disk and to compile the blocks
 ALL = 0  # Check.ranks: one rank on every device
 
