@@ -52,10 +52,9 @@ def ancestry(prompt: Prompt, node: str) -> str:
 def value_of(prompt: Prompt, node: str, name: str) -> object:
     """Returns an input's value, also from a linked Primitive node; None if a node has to run to know it."""
     value = inputs_of(prompt, node).get(name)
-    found = {link: origin for link, origin, _ in links({name: value})}
-    if name not in found:
+    origin = next((one for _, one, _ in links({name: value})), None)
+    if origin is None:
         return value
-    origin = found[name]
     kind = str(prompt.get(origin, {}).get("class_type", ""))
     held = inputs_of(prompt, origin).get("value") if kind.startswith("Primitive") else None
     return held if isinstance(held, (bool, int, str)) else None
@@ -73,10 +72,8 @@ def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
 def names_file(prompt: Prompt, file: str) -> bool:
     """Returns True if a loader for the ranks, or the loader before a Parallel Model, names a file called `file`."""
     loaders = [node for node, one in prompt.items() if one.get("class_type") in LOADERS]
-    values = [
-        *(value for node in loaders for value in inputs_of(prompt, node).values()),
-        *(value for node in loaders for value in source_of(prompt, node)[1].values()),
-    ]
+    inputs = [one for node in loaders for one in (inputs_of(prompt, node), source_of(prompt, node)[1])]
+    values = (value for one in inputs for value in one.values())
     return any(isinstance(value, str) and PurePath(value).name == file for value in values)
 
 
