@@ -17,7 +17,7 @@ from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.strategy import ParallelStrategy
 from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
-from ..host.prompt_graph import Prompt, inputs_of, source_of, with_those_before
+from ..host.prompt_graph import Prompt, class_of, inputs_of, loader_before, with_those_before
 from ..host.settings import default_settings
 from ..job.model import JobPatcher, ShippedModel
 from ..loaders import over_file
@@ -48,7 +48,8 @@ def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings
     settings = _settings_of(prompt, inputs.get("strategy")) or default_settings()
     is_behind = kind == "ParallelModel"
     if is_behind:  # without LoRAs: those come with the first prompt
-        kind, inputs = source_of(prompt, node)
+        behind = loader_before(prompt, node)
+        kind, inputs = class_of(prompt, behind), inputs_of(prompt, behind)
         if kind not in STOCK_LOADERS:
             raise RequestError(
                 "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or "

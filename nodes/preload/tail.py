@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..host.prompt_graph import ENCODER, LOADERS, Prompt, links, needed
+from ..host.prompt_graph import ENCODER, LOADERS, Prompt, class_of, links, needed
 from ..host.prompt_links import type_of
 
 # Nodes that use the ranks without a diffusion model, or give a text encoder that uses them.
@@ -53,8 +53,7 @@ def loaders(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
 def _givers(prompt: Prompt, node: str, passes: Callable[[str, str | None], bool]) -> Iterator[str]:
     """Yields the nodes that give this one an output for whose node class and type `passes` is true."""
     for _, origin, slot in links(prompt[node]["inputs"]):
-        kind = prompt[origin]["class_type"] if origin in prompt else ""
-        if passes(kind, type_of(prompt, origin, slot)):
+        if passes(class_of(prompt, origin), type_of(prompt, origin, slot)):
             yield origin
 
 

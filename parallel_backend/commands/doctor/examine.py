@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from ...devices import machine_of, memory_elsewhere
+from ...devices import machine_of, memory_elsewhere, resolve_devices
 from ...errors import ParallelError
 from ...machine.fingerprint import cpu_name
 from ...machine.probe import read_visible
@@ -155,13 +155,8 @@ def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
 
 
 def _usual_devices(gpus: int) -> tuple[str, ...]:
-    if gpus > 1:
-        from ...devices import resolve_devices
-
-        found = resolve_devices("all")
-        if len(found) > 1:  # else torch sees fewer than NVML does
-            return found
-    return ("cpu:0", "cpu:1")
+    found = resolve_devices("all") if gpus > 1 else ()
+    return found if len(found) > 1 else ("cpu:0", "cpu:1")  # torch may see fewer GPUs than NVML does
 
 
 def _cause(error: Exception) -> str:
