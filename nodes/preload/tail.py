@@ -68,11 +68,5 @@ def _may_be_model(kind: str, output: str | None) -> bool:
 def in_tail(prompt: Prompt, on_ranks: set[str], started: set[str], finished: set[str]) -> bool:
     """Returns True if none of the nodes `on_ranks` will run any more. A node that has not run will not run either if a
     node that takes its output has started: ComfyUI had the output in its cache."""
-    done = set(finished)
-    waiting = list(started | finished)
-    while waiting:
-        for _, origin, _ in links(prompt[waiting.pop()]["inputs"]):
-            if origin in prompt and origin not in done:
-                done.add(origin)
-                waiting.append(origin)
-    return on_ranks <= done
+    origins = (origin for node in started | finished for _, origin, _ in links(prompt[node]["inputs"]))
+    return on_ranks <= finished.union(needed(prompt, origins))

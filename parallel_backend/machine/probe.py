@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -187,17 +188,12 @@ def _slices(nvml: Nvml, handle: Any, board: Device) -> list[Device] | None:
         if part is None:  # this place is not occupied
             continue
         found.append(
-            Device(
-                index=board.index,
+            replace(
+                board,
                 uuid=_text(nvml.nvmlDeviceGetUUID(part)),
                 name=_text(nvml.nvmlDeviceGetName(part)),
                 memory=int(nvml.nvmlDeviceGetMemoryInfo(part).total),
-                capability=board.capability,
-                bus=board.bus,
-                numa=board.numa,
-                pcie=board.pcie,
                 parent=board.uuid,
-                exclusive=board.exclusive,
             )
         )
     return found

@@ -18,7 +18,7 @@ from ...wire.checks.gpu_check import Answer, CheckSubject
 from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import in_group
-from .checks import ALL, Check
+from .checks import Check
 from .faults import FAULTS
 from .memory import MEMORY
 from .one_device import INSTALLATION, ONE_GPU
@@ -76,8 +76,8 @@ def run_checks(
     subject: CheckSubject,
     checks: Sequence[tuple[str, Check]],
     *,
-    on_begin: OnBegin | None = None,
-    on_report: OnReport | None = None,
+    on_begin: OnBegin = lambda name, number, count: None,
+    on_report: OnReport = lambda report: None,
     programs: tuple[str, str] = (WITH_RANKS, AS_RANK),
 ) -> GpuReport:
     """Runs `checks` and returns the report; `on_report` gets it after each check. `programs`: replaced by tests."""
@@ -86,8 +86,7 @@ def run_checks(
     runner = _Runner(subject, programs)
     try:
         for number, (group, check) in enumerate(checks, 1):
-            if on_begin is not None:
-                on_begin(check.name, number, len(checks))
+            on_begin(check.name, number, len(checks))
             began = time.monotonic()
             findings = tuple(runner.run(check))
             skipped = all(finding.status == "skipped" for finding in findings)
@@ -98,8 +97,7 @@ def run_checks(
                 scrub_findings(in_group(group, findings), private),
             )
             report = replace(report, results=(*report.results, result))
-            if on_report is not None:
-                on_report(report)
+            on_report(report)
     finally:
         runner.close()
     return report
@@ -117,7 +115,7 @@ class _Runner:
         if reason:
             yield Finding(check.name, "skipped", reason)
             return
-        needed = self._programs[check.examine is None], self._count(check)
+        needed = self._programs[check.examine is None], check.count(self._subject)
         try:
             answers = self._ready(*needed).ask(check.name, check.limit_s)
         except (ParallelError, OSError) as error:
@@ -153,13 +151,6 @@ class _Runner:
             environ.setdefault(COMPILE_BACKEND, "aot_eager")
         self._held[module, count] = CheckProcesses(module, subject, count, environ)
         return self._held[module, count]
-
-    def _count(self, check: Check) -> int:
-        if check.examine is not None:
-            return 1
-        return (
-            min(check.ranks, len(self._subject.devices)) if check.ranks != ALL else len(self._subject.devices)
-        )
 
 
 def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:
