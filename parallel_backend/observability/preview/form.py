@@ -119,21 +119,22 @@ def check_inputs(
 
     `find_file`: returns a loader's model file, None for an unknown loader; may raise CheckpointError.
     """
-    notes = []
+    notes: tuple[str, ...] = ()
     file = None
     try:
         file = find_file(loader)
     except (CheckpointError, RequestError, OSError) as error:
-        notes.append(f"Checked by the rules of any model, since this one cannot be read: {error}")
+        notes = (f"Checked by the rules of any model, since this one cannot be read: {error}",)
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
         pixels = _PIXELS.get(loader.node, PIXELS)
         previewed = preview(inputs.settings(), file, dtype, pixels)
     except ParallelError as error:
-        return _answer(inputs, problems=_problems(error, file), notes=notes)
-    if file is None or file is ANY_MODEL:
-        previewed = replace(previewed, memory="")  # computed for a typical model, so meaningless for this one
-    return _answer(inputs, previewed, notes=notes)
+        return _answer(inputs, Preview(notes=notes), _problems(error, file))
+    is_known = file is not None and file is not ANY_MODEL
+    # The memory of an unknown model was computed for a typical one.
+    memory = previewed.memory if is_known else ""
+    return _answer(inputs, replace(previewed, notes=notes + previewed.notes, memory=memory))
 
 
 def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tuple[Problem, ...]:
@@ -160,22 +161,19 @@ def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ..
 
 def _answer(
     inputs: SelectorInputs,
-    previewed: Preview | None = None,
-    *,
+    previewed: Preview,
     problems: Sequence[Problem] = (),
-    notes: list[str],
 ) -> dict[str, object]:
-    cases = previewed.cases if previewed else ()
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
         "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
         "nearest": dict(change for p in problems for change in p.nearest),
-        "why": previewed.why if previewed else "",
-        "basis": previewed.basis if previewed else "",
+        "why": previewed.why,
+        "basis": previewed.basis,
         "layout": [
             {"title": case.title, "seats": [device.as_dict() for device in case.assignments]}
-            for case in cases
+            for case in previewed.cases
         ],
-        "notes": [*notes, *(previewed.notes if previewed else ())],
-        "memory": previewed.memory if previewed else "",
+        "notes": list(previewed.notes),
+        "memory": previewed.memory,
     }
