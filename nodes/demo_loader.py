@@ -13,12 +13,11 @@ from comfy.taesd.taesd import TAESD
 from comfy_api.latest import io
 from torch import Tensor, nn
 
-from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.errors import CheckpointError
 from ..parallel_backend.models.demo.image_coder import CHANNELS, RGB_BIAS, RGB_FACTORS, DemoImageCoder
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder, tokenize
 from ..parallel_backend.planner.rules import StrategySettings
-from .host.settings import default_settings, fingerprint
+from .host.settings import fingerprint
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, parallel_model_output, strategy_input
 from .loaders import over_file
@@ -61,7 +60,6 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
                 f"again."
             )
-        devices_of_a_run((strategy or default_settings()).devices)
         parallel = over_file(DEMO, strategy)
         set_preview_colours(parallel.model.latent_format)
         return io.NodeOutput(parallel, parallel, make_clip(), make_vae())

@@ -9,7 +9,6 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
-from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
@@ -28,7 +27,7 @@ from .links import (
 )
 from .model.files import GGUF_FOLDER, PARTS, model_names, model_path
 from .model.header_model import open_model
-from .model.named_file import FILE_LOADERS, NamedFile
+from .model.named_file import FILE_LOADERS, FileLoader, NamedFile
 from .parallel_model import over_devices
 
 
@@ -41,7 +40,32 @@ def over_file(
     return over_devices(source, spec, settings or default_settings(), computing)
 
 
-class ParallelModelLoader(io.ComfyNode):
+class _FileLoader(io.ComfyNode):
+    """A node that names a model's file. `loader`: its files and their weight dtypes."""
+
+    loader: FileLoader
+    validate_inputs = refuse_literals("strategy")
+    fingerprint_inputs = classmethod(fingerprint)
+
+    @classmethod
+    def execute(
+        cls,
+        weight_dtype: str,
+        strategy: StrategySettings | None = None,
+        compile: str = AUTO,
+        attention: str = "auto",
+        exchange_dtype: str = SAME,
+        **name: str,
+    ) -> io.NodeOutput:
+        check_links(strategy=strategy)
+        file = cls.loader.find(name[cls.loader.input], weight_dtype)
+        parallel = over_file(file, strategy, ComputeOptions(compile, attention, exchange_dtype))
+        return io.NodeOutput(parallel, parallel)
+
+
+class ParallelModelLoader(_FileLoader):
+    loader = FILE_LOADERS["ParallelModelLoader"]
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -60,7 +84,7 @@ class ParallelModelLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=list(FILE_LOADERS["ParallelModelLoader"].options),
+                    options=list(cls.loader.options),
                     default="default",
                     tooltip="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve "
                     "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
@@ -75,25 +99,10 @@ class ParallelModelLoader(io.ComfyNode):
             ],
         )
 
-    validate_inputs = refuse_literals("strategy")
-    fingerprint_inputs = classmethod(fingerprint)
 
-    @classmethod
-    def execute(
-        cls,
-        model_name: str,
-        weight_dtype: str,
-        strategy: StrategySettings | None = None,
-        compile: str = AUTO,
-        exchange_dtype: str = SAME,
-    ) -> io.NodeOutput:
-        check_links(strategy=strategy)
-        file = FILE_LOADERS["ParallelModelLoader"].find(model_name, weight_dtype)
-        parallel = over_file(file, strategy, ComputeOptions(compile, exchange_dtype=exchange_dtype))
-        return io.NodeOutput(parallel, parallel)
+class ParallelFluxLoader(_FileLoader):
+    loader = FILE_LOADERS["ParallelFluxLoader"]
 
-
-class ParallelFluxLoader(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -112,7 +121,7 @@ class ParallelFluxLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "weight_dtype",
-                    options=list(FILE_LOADERS["ParallelFluxLoader"].options),
+                    options=list(cls.loader.options),
                     default="auto",
                     tooltip="auto is ComfyUI's choice: on most cards the file's own, but bfloat16 for a float32 file. "
                     "float8_e4m3fn halves the memory of 16-bit weights; it is computed in bfloat16.",
@@ -135,25 +144,6 @@ class ParallelFluxLoader(io.ComfyNode):
                 model_output(),
             ],
         )
-
-    validate_inputs = refuse_literals("strategy")
-    fingerprint_inputs = classmethod(fingerprint)
-
-    @classmethod
-    def execute(
-        cls,
-        unet_name: str,
-        weight_dtype: str,
-        strategy: StrategySettings | None = None,
-        compile: str = AUTO,
-        attention: str = "auto",
-        exchange_dtype: str = SAME,
-    ) -> io.NodeOutput:
-        check_links(strategy=strategy)
-        file = FILE_LOADERS["ParallelFluxLoader"].find(unet_name, weight_dtype)
-        devices_of_a_run((strategy or default_settings()).devices)
-        parallel = over_file(file, strategy, ComputeOptions(compile, attention, exchange_dtype))
-        return io.NodeOutput(parallel, parallel)
 
 
 class ParallelLoraLoader(io.ComfyNode):

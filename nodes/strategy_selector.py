@@ -12,7 +12,7 @@ from ..parallel_backend.observability.preview.form import LIMITS, SelectorInputs
 from ..parallel_backend.observability.preview.preview import preview
 from ..parallel_backend.planner.candidates import APPROXIMATION
 from ..parallel_backend.planner.rules import MODES
-from ..parallel_backend.strategy import DEGREES, ENGINES
+from ..parallel_backend.strategy import ENGINES
 from .host.prompt_graph import value_of
 from .host.prompt_links import current_node
 from .links import CATEGORY, StrategyLink
@@ -194,10 +194,6 @@ def _problems(given: dict[str, object]) -> bool | str:
     known = {name: value for name, value in given.items() if type(value) is kinds[name]}
     if not {"mode", "devices"} <= set(known):
         return True
-    for name in DEGREES:  # ComfyUI does not check the range of inputs in the signature of `validate_inputs`
-        least, most = LIMITS[name]
-        if not least <= known.get(name, least) <= most:
-            return f"{name}: {name} is {known[name]}; it must be from {least} to {most}."
     files = [] if known["mode"] == "auto" or at is None else files_decided_by(*at)
     found = find_problems(SelectorInputs(**known), files)
     certain = [problem for problem in found if set(problem.inputs) <= {*known}]

@@ -52,31 +52,30 @@ def ancestry(prompt: Prompt, node: str) -> str:
 def value_of(prompt: Prompt, node: str, name: str) -> object:
     """Returns an input's value, also from a linked Primitive node; None if a node has to run to know it."""
     value = inputs_of(prompt, node).get(name)
-    found = {link: origin for link, origin, _ in links({name: value})}
-    if name not in found:
+    origin = next((one for _, one, _ in links({name: value})), None)
+    if origin is None:
         return value
-    origin = found[name]
-    kind = str(prompt.get(origin, {}).get("class_type", ""))
-    held = inputs_of(prompt, origin).get("value") if kind.startswith("Primitive") else None
+    is_primitive = class_of(prompt, origin).startswith("Primitive")
+    held = inputs_of(prompt, origin).get("value") if is_primitive else None
     return held if isinstance(held, (bool, int, str)) else None
 
 
-def source_of(prompt: Prompt, node: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns (class, inputs) of the loader before a Parallel Model, past nodes that change MODEL; else ("", {})."""
-    for one in with_those_before(prompt, node, "model"):
-        inputs = inputs_of(prompt, one)
-        if not isinstance(inputs.get("model"), list):
-            return str(prompt[one].get("class_type", "")), inputs
-    return "", {}
+def loader_before(prompt: Prompt, node: str) -> str:
+    """Returns the loader before a Parallel Model, past nodes that change MODEL; "" if there is none."""
+    path = with_those_before(prompt, node, "model")
+    return next((one for one in path if not isinstance(inputs_of(prompt, one).get("model"), list)), "")
+
+
+def class_of(prompt: Prompt, node: str) -> str:
+    """Returns the name of a node's class; "" if it is unknown."""
+    return str(prompt.get(node, {}).get("class_type", ""))
 
 
 def names_file(prompt: Prompt, file: str) -> bool:
     """Returns True if a loader for the ranks, or the loader before a Parallel Model, names a file called `file`."""
     loaders = [node for node, one in prompt.items() if one.get("class_type") in LOADERS]
-    values = [
-        *(value for node in loaders for value in inputs_of(prompt, node).values()),
-        *(value for node in loaders for value in source_of(prompt, node)[1].values()),
-    ]
+    names = {*loaders, *(loader_before(prompt, node) for node in loaders)}
+    values = (value for node in names for value in inputs_of(prompt, node).values())
     return any(isinstance(value, str) and PurePath(value).name == file for value in values)
 
 

@@ -11,7 +11,7 @@ from comfy_execution.utils import get_executing_context
 import nodes
 
 from .page import comfyui_server
-from .prompt_graph import ENCODER, LOADERS, Prompt, inputs_of, links, needed, with_those_before
+from .prompt_graph import ENCODER, LOADERS, Prompt, class_of, inputs_of, links, needed, with_those_before
 
 if TYPE_CHECKING:
     from server import PromptServer  # ComfyUI's
@@ -48,10 +48,9 @@ def running_node() -> str | None:
 
 def title_of(prompt: Prompt, node: str) -> str:
     """Returns a node as the page shows it: its title and id."""
-    found: Mapping[str, Any] = prompt.get(node, {})
-    kind = str(found.get("class_type", ""))
+    kind = class_of(prompt, node)
     shown = nodes.NODE_DISPLAY_NAME_MAPPINGS.get(kind, kind)
-    meta = found.get("_meta")
+    meta = prompt.get(node, {}).get("_meta")
     title = meta.get("title") if isinstance(meta, Mapping) else None
     return f'"{title or shown}" (#{node})'
 
@@ -75,14 +74,14 @@ def clip_before(prompt: Prompt, node: str) -> tuple[str, int] | None:
     found = [
         (one, output)
         for _, one, output in links(inputs_of(prompt, node))
-        if prompt.get(one, {}).get("class_type") == ENCODER or type_of(prompt, one, output) == "CLIP"
+        if class_of(prompt, one) == ENCODER or type_of(prompt, one, output) == "CLIP"
     ]
     return found[0] if len(found) == 1 else None
 
 
 def type_of(prompt: Prompt, node: str, output: int) -> str | None:
     """Returns the type of a node's output; None if the class of the node is unknown or has no such output."""
-    kind = nodes.NODE_CLASS_MAPPINGS.get(str(prompt.get(node, {}).get("class_type", "")))
+    kind = nodes.NODE_CLASS_MAPPINGS.get(class_of(prompt, node))
     return next(iter(getattr(kind, "RETURN_TYPES", ())[output : output + 1]), None)
 
 
@@ -108,12 +107,11 @@ def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
         given = {name: origin for name, origin, _ in links(inputs_of(prompt, node))}
         if given.get("strategy") == selector:
             path = with_those_before(prompt, node, "parallel_model")
-            loader = next((one for one in path if prompt[one].get("class_type") in LOADERS), None)
+            loader = next((one for one in path if class_of(prompt, one) in LOADERS), None)
             if loader is not None and loader not in found:
                 found.append(loader)
     return found
 
 
 def _is_output(prompt: Prompt, node: str) -> bool:
-    kind = nodes.NODE_CLASS_MAPPINGS.get(prompt[node].get("class_type"))
-    return bool(getattr(kind, "OUTPUT_NODE", False))
+    return bool(getattr(nodes.NODE_CLASS_MAPPINGS.get(class_of(prompt, node)), "OUTPUT_NODE", False))

@@ -18,7 +18,7 @@ from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.models.registry import check_family
 from ...parallel_backend.requests import FP8_FAST, ModelSpec
 from ..host.comfyui_flags import comfyui_root
-from ..host.prompt_graph import Prompt, source_of, value_of
+from ..host.prompt_graph import Prompt, class_of, loader_before, value_of
 from ..host.prompt_links import loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
@@ -146,14 +146,11 @@ def files_decided_by(prompt: Prompt, selector: str, *, run: bool = True) -> list
 
 
 def _file_of(prompt: Prompt, loader: str) -> ModelFile | None:
-    kind = str(prompt[loader]["class_type"])
-    if kind == "ParallelModel":
-        source, inputs = source_of(prompt, loader)
-        name = inputs.get(FILE_LOADERS[source].input) if source in FILE_LOADERS else None
-    else:
-        source = ""
-        name = value_of(prompt, loader, FILE_LOADERS[kind].input) if kind in FILE_LOADERS else None
+    kind = class_of(prompt, loader)
+    node = loader_before(prompt, loader) if kind == "ParallelModel" else loader
+    source = class_of(prompt, node)
+    name = value_of(prompt, node, FILE_LOADERS[source].input) if source in FILE_LOADERS else ""
     try:
-        return read_named(kind, name if isinstance(name, str) else "", source)
+        return read_named(kind, str(name), source)
     except (ParallelError, OSError):
         return None

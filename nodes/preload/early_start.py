@@ -4,7 +4,6 @@ seconds, while ComfyUI runs the nodes before the sampler, mainly text encoders."
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 from ...parallel_backend.devices import is_cpu, machine_of
 from ...parallel_backend.errors import ParallelError
+from ...parallel_backend.machine.fingerprint import cores
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
@@ -50,4 +50,4 @@ def has_cores(devices: Sequence[str]) -> bool:
     """Returns True for GPUs of this computer with a core for each process and some to spare. Processes on the CPU would
     take cores from the nodes before the sampler."""
     is_local_gpu = not is_cpu(devices) and not any(map(machine_of, devices))
-    return is_local_gpu and len(os.sched_getaffinity(0)) >= len(devices) + _SPARE_CORES
+    return is_local_gpu and cores() >= len(devices) + _SPARE_CORES

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.observability.preview.form import SelectorInputs, read_inputs
+from ...parallel_backend.observability.preview.form import SelectorInputs, read_request
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
@@ -18,7 +17,7 @@ from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.strategy import ParallelStrategy
 from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
-from ..host.prompt_graph import Prompt, links, source_of
+from ..host.prompt_graph import Prompt, class_of, inputs_of, loader_before, with_those_before
 from ..host.settings import default_settings
 from ..job.model import JobPatcher, ShippedModel
 from ..loaders import over_file
@@ -49,7 +48,8 @@ def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings
     settings = _settings_of(prompt, inputs.get("strategy")) or default_settings()
     is_behind = kind == "ParallelModel"
     if is_behind:  # without LoRAs: those come with the first prompt
-        kind, inputs = source_of(prompt, node)
+        behind = loader_before(prompt, node)
+        kind, inputs = class_of(prompt, behind), inputs_of(prompt, behind)
         if kind not in STOCK_LOADERS:
             raise RequestError(
                 "Which file is behind this Parallel Model shows only when the prompt runs: no Load Diffusion Model or "
@@ -68,15 +68,11 @@ def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings
 
 def _samplers(prompt: Prompt, node: str) -> object:
     """Returns the first strategy link of the nodes that this loader's PARALLEL_MODEL reaches; None without one."""
-    reached = [node]
-    for one in reached:
-        for name, other in prompt.items():
-            takes_it = any(n == "parallel_model" and origin == one for n, origin, _ in links(other["inputs"]))
-            if takes_it and "strategy" in other["inputs"]:
-                return other["inputs"]["strategy"]
-            if takes_it and name not in reached:
-                reached.append(name)
-    return None
+    others = (
+        one for one in prompt if one != node and node in with_those_before(prompt, one, "parallel_model")
+    )
+    strategies = (inputs_of(prompt, one).get("strategy") for one in others)
+    return next((strategy for strategy in strategies if strategy is not None), None)
 
 
 def _settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
@@ -88,7 +84,7 @@ def _settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
         raise RequestError(f"The strategy comes from {selector['class_type']}, which has to run first.")
     inputs = selector["inputs"]
     known = {name: _literal(inputs, name) for name in _SELECTOR if name in inputs}
-    return read_inputs(json.dumps({"inputs": known}).encode())[0].settings()
+    return read_request({"inputs": known}).inputs.settings()
 
 
 def _literal(inputs: Mapping[str, Any], name: str) -> Any:

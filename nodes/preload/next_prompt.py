@@ -111,9 +111,8 @@ def _in_tail(item: tuple, on_ranks: set[str]) -> bool:
     state = get_progress_state()
     if state.prompt_id != item[1]:
         return False
-    by_state: dict[NodeState, set[str]] = {}
-    for node, one in list(state.nodes.items()):
-        if node in item[2]:  # the others were made by nodes of the prompt as they ran
-            by_state.setdefault(one["state"], set()).add(node)
-    started = by_state.get(NodeState.Running, set())
-    return in_tail(item[2], on_ranks, started, by_state.get(NodeState.Finished, set()))
+    # Nodes that are not in the prompt were made by its nodes as they ran.
+    states = {node: one["state"] for node, one in list(state.nodes.items()) if node in item[2]}
+    started = {node for node, one in states.items() if one is NodeState.Running}
+    finished = {node for node, one in states.items() if one is NodeState.Finished}
+    return in_tail(item[2], on_ranks, started, finished)

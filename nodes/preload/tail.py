@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..host.prompt_graph import ENCODER, LOADERS, Prompt, links, needed
+from ..host.prompt_graph import ENCODER, LOADERS, Prompt, class_of, links, needed
 from ..host.prompt_links import type_of
 
 # Nodes that use the ranks without a diffusion model, or give a text encoder that uses them.
@@ -53,8 +53,7 @@ def loaders(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
 def _givers(prompt: Prompt, node: str, passes: Callable[[str, str | None], bool]) -> Iterator[str]:
     """Yields the nodes that give this one an output for whose node class and type `passes` is true."""
     for _, origin, slot in links(prompt[node]["inputs"]):
-        kind = prompt[origin]["class_type"] if origin in prompt else ""
-        if passes(kind, type_of(prompt, origin, slot)):
+        if passes(class_of(prompt, origin), type_of(prompt, origin, slot)):
             yield origin
 
 
@@ -69,11 +68,5 @@ def _may_be_model(kind: str, output: str | None) -> bool:
 def in_tail(prompt: Prompt, on_ranks: set[str], started: set[str], finished: set[str]) -> bool:
     """Returns True if none of the nodes `on_ranks` will run any more. A node that has not run will not run either if a
     node that takes its output has started: ComfyUI had the output in its cache."""
-    done = set(finished)
-    waiting = list(started | finished)
-    while waiting:
-        for _, origin, _ in links(prompt[waiting.pop()]["inputs"]):
-            if origin in prompt and origin not in done:
-                done.add(origin)
-                waiting.append(origin)
-    return on_ranks <= done
+    origins = (origin for node in started | finished for _, origin, _ in links(prompt[node]["inputs"]))
+    return on_ranks <= finished.union(needed(prompt, origins))

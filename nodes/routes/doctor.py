@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -24,6 +24,8 @@ _BUSY = "the doctor is examining this machine already"
 _COLUMNS = "100"
 _LONGEST_LINE = 2**20  # bytes; a report is one line, long with the tables of many GPUs
 _PATIENCE = 600.0  # s; an examination takes half a minute, and longer if ranks hang
+
+_Tell = Callable[[dict[str, object]], Awaitable[None]]
 
 
 def add_routes(routes: web.RouteTableDef) -> None:
@@ -46,17 +48,17 @@ def add_routes(routes: web.RouteTableDef) -> None:
 
 
 async def _examine(request: web.Request) -> web.StreamResponse:
-    async with _message_stream(request) as tell, _doctor("--json") as process:
+    async with _message_stream(request) as (answer, tell), _doctor("--json") as process:
         try:
             last = await asyncio.wait_for(_last_message(process, tell), _PATIENCE)
         except asyncio.TimeoutError:
             last = f"it did not end within {_PATIENCE:.0f} s; run it in a terminal to see where it waits"
         is_words = isinstance(last, str)
         await tell({"error": f"the doctor left no report: {last}"} if is_words else {"report": last})
-    return tell.response
+    return answer
 
 
-async def _last_message(process: asyncio.subprocess.Process, tell: _MessageStream) -> dict[str, object] | str:
+async def _last_message(process: asyncio.subprocess.Process, tell: _Tell) -> dict[str, object] | str:
     """Passes on what the doctor does, and returns its report, or the last words of a doctor that leaves none."""
     assert process.stdout is not None
     report, words = None, ""
@@ -86,7 +88,7 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
     if not await asyncio.to_thread(lambda: all(sidecar.stop_if_idle() for sidecar in pool.all_sidecars())):
         return refuse("a prompt uses the devices; run the GPU check when none does", 409)
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
-        async with _message_stream(request) as tell:
+        async with _message_stream(request) as (answer, tell):
             shared = Path(folder, "result.json")
             async with _doctor("--gpu", "--report", folder, "--share", str(shared)) as process:
                 assert process.stdout is not None
@@ -105,27 +107,20 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
                 result = shared.read_text() if shared.exists() else ""
                 broken = report["exit_status"] != 0
                 await tell({"markdown": markdown, "report": report, "result": result, "broken": broken})
-    return tell.response
-
-
-class _MessageStream:
-    """An HTTP answer with a line of JSON for each message."""
-
-    def __init__(self) -> None:
-        self.response = web.StreamResponse(
-            headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
-        )
-
-    async def __call__(self, message: dict[str, object]) -> None:
-        await self.response.write(json.dumps(message).encode() + b"\n")
+    return answer
 
 
 @contextlib.asynccontextmanager
-async def _message_stream(request: web.Request) -> AsyncIterator[_MessageStream]:
-    stream = _MessageStream()
-    await stream.response.prepare(request)
-    yield stream
-    await stream.response.write_eof()
+async def _message_stream(request: web.Request) -> AsyncIterator[tuple[web.StreamResponse, _Tell]]:
+    """Yields an HTTP answer, and a function that writes a message on it as a line of JSON."""
+    answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
+
+    async def tell(message: dict[str, object]) -> None:
+        await answer.write(json.dumps(message).encode() + b"\n")
+
+    await answer.prepare(request)
+    yield answer, tell
+    await answer.write_eof()
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import ipaddress
 from collections.abc import Awaitable, Callable
@@ -86,23 +87,22 @@ def refuse(error: object, status: int) -> web.Response:
     return web.json_response({"error": str(error)}, status=status)
 
 
-async def read_body(request: web.Request, most: int) -> bytes:
-    """Reads the body and stops as soon as it has more than `most` bytes: a result with more is too long."""
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > most:
-            break
-    return bytes(body)
+async def read_json(request: web.Request, most: int) -> object:
+    """Returns the body, of which at most one byte more than `most` is read. Raises RequestError if it is longer or no
+    JSON."""
+    try:
+        await request.content.readexactly(most + 1)
+    except asyncio.IncompleteReadError as end:
+        try:
+            return parse(end.partial.decode())
+        except (ValueError, RecursionError):
+            raise RequestError("the body is not understood: it is no JSON") from None
+    raise RequestError(f"the body has more than {most} bytes")
 
 
 async def read_as(kind: type[T], request: web.Request, most: int) -> T:
     """Returns the JSON body as the dataclass `kind`. Raises RequestError if it is no such JSON or too long."""
-    body = await read_body(request, most)
-    if len(body) > most:
-        raise RequestError(f"the body has more than {most} bytes")
     try:
-        return from_json(parse(body.decode()), kind, "body")
-    except (ValueError, RecursionError, TransportError) as error:
-        reason = error if isinstance(error, TransportError) else "it is no JSON"
-        raise RequestError(f"the body is not understood: {reason}") from None
+        return from_json(await read_json(request, most), kind, "body")
+    except (TransportError, RecursionError) as error:
+        raise RequestError(f"the body is not understood: {error}") from None

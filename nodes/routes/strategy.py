@@ -18,34 +18,33 @@ from ...parallel_backend.observability.device_list import (
 )
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.panel import Shown
-from ...parallel_backend.observability.preview.form import MOST_BYTES, Loader, check_inputs, read_inputs
+from ...parallel_backend.observability.preview.form import MOST_BYTES, Loader, check_inputs, read_request
 from ..model.named_file import read_named
-from .http import read_body, same_origin_only
+from .http import read_json, same_origin_only
 from .status import groups
 
 DEVICES = "/parallel_sampling/devices"
 CHECK = "/parallel_sampling/check_strategy"
-_MOST_LETTERS = 1000
 
 
 def add_routes(routes: web.RouteTableDef) -> None:
     """Adds the routes. GET DEVICES with `text` as in devices.resolve_devices answers {"devices": list_devices(…),
     "clusters", "selected": the devices that `text` selects, "machine": a sentence}, or {"error"} with 403.
 
-    POST of a body for form.read_inputs to CHECK answers form.check_inputs(…), or {"error"} with 400 or 403. Neither
+    POST of a body for form.read_request to CHECK answers form.check_inputs(…), or {"error"} with 400 or 403. Neither
     starts ranks."""
 
     @routes.get(DEVICES)
     @same_origin_only
     async def show(request: web.Request) -> web.Response:
-        text = request.query.get("text", "all")[:_MOST_LETTERS]
+        text = request.query.get("text", "all")
         return web.json_response(await asyncio.to_thread(_list, text))
 
     @routes.post(CHECK)
     @same_origin_only
     async def check(request: web.Request) -> web.Response:
-        inputs, loader = read_inputs(await read_body(request, MOST_BYTES))
-        return web.json_response(await asyncio.to_thread(check_inputs, inputs, loader, _find_file))
+        body = read_request(await read_json(request, MOST_BYTES))
+        return web.json_response(await asyncio.to_thread(check_inputs, body.inputs, body.loader, _find_file))
 
 
 def _list(text: str) -> Shown:

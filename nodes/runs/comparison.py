@@ -86,7 +86,6 @@ class DeviceComparison:
     def as_dict(self) -> dict[str, object]:
         """Returns the comparison for the page; lists have one device first."""
         return {
-            "headline": self.headline(),
             "titles": self.titles,
             "seconds": list(self.step_seconds),
             "compared": self.compared,

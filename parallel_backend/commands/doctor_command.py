@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..devices import cluster_of, is_cpu, name_devices, resolve_devices
+from ..errors import RequestError
+from ..observability.cluster_devices import resolve_for_command
 from .bench.command import DEFAULT_ROUNDS, say_progress
 
 if TYPE_CHECKING:
@@ -51,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     devices: tuple[str, ...] = ()
     if args.devices:
-        from ..observability.cluster_devices import resolve_for_command
-
         if args.gpu:
             _refuse_cluster(args.devices)
         devices = resolve_for_command(args.devices, say_progress)
@@ -60,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu:
         return _run_gpu_check(args, devices)
     if args.share:
-        from ..errors import RequestError
-
         raise RequestError(
             "--share measures with the GPU check; add --gpu, or use bench --share with a model of yours."
         )
@@ -75,9 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_cluster(devices: str) -> None:
-    from ..devices import cluster_of
-    from ..errors import RequestError
-
     if cluster := cluster_of(devices):
         raise RequestError(
             f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it on "
@@ -95,7 +91,6 @@ def _name_machines(devices: tuple[str, ...]) -> None:
 
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     """Prints a line per check and writes the report after each, so that a killed run leaves the results so far."""
-    from ..errors import RequestError
     from .bench.shared import check_path
     from .gpu_check.report import FILES, GpuReport
     from .gpu_check.run import choose, make_subject, run_checks
@@ -135,7 +130,6 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
 
 def _share(subject: CheckSubject, path: Path) -> None:
     """Measures one device and all strategies that use every device, with the picture size of the check."""
-    from ..devices import name_devices
     from .bench.measure import measure
     from .bench.shared import share
 
@@ -155,8 +149,6 @@ def _share(subject: CheckSubject, path: Path) -> None:
 
 def _gpus_or_cpu() -> tuple[str, ...]:
     """Returns all GPUs, even if there is only one, or two ranks on the CPU if there is none."""
-    from ..devices import is_cpu, resolve_devices
-
     found = resolve_devices("all")
     return ("cpu:0", "cpu:1") if is_cpu(found) else found
 

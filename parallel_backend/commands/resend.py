@@ -65,18 +65,17 @@ class _Target:
             refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
             raise _Unreachable(f"{self.url} does not answer: {error}", accepted=not refused) from None
         try:
-            known = json.loads(content)
+            found = json.loads(content)
         except ValueError:
-            known = {}
+            found = {}
+        known = found if isinstance(found, dict) else {}
         if status in (502, 503, 504):
-            why = known.get("error", "nobody is behind it") if isinstance(known, dict) else ""
+            why = known.get("error", "nobody is behind it")
             raise _Unreachable(f"{self.url} answers {status}: {why}", accepted=status != 503)
         cookie = SimpleCookie("; ".join(headers.get_all("Set-Cookie") or ())).get(_COOKIE)
         wait = headers.get("Retry-After", "")
         seconds = float(wait) if wait.isdigit() else 1.0
-        return _Answer(
-            status, known if isinstance(known, dict) else {}, cookie.value if cookie else session, seconds
-        )
+        return _Answer(status, known, cookie.value if cookie else session, seconds)
 
     def new_session(self) -> str:
         """Returns the cookie of a new session; a front door chooses the ComfyUI that has least to do."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,14 +109,13 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
     ]
     devices = tuple(d for _, d in members)
     pairs = []
-    for at, (i, a) in enumerate(members):
-        for j, b in members[at + 1 :]:
-            if a.is_mig or b.is_mig:
-                # Slices have no peer access, not even to another slice of the same GPU.
-                pair = Pair("MIG", False, min(a.pcie, b.pcie))
-            else:
-                pair = _pair(nvml, handles[i], handles[j], a, b, links[i], links[j])
-            pairs.append((a.uuid, b.uuid, pair))
+    for (i, a), (j, b) in combinations(members, 2):
+        if a.is_mig or b.is_mig:
+            # Slices have no peer access, not even to another slice of the same GPU.
+            pair = Pair("MIG", False, min(a.pcie, b.pcie))
+        else:
+            pair = _pair(nvml, handles[i], handles[j], a, b, links[i], links[j])
+        pairs.append((a.uuid, b.uuid, pair))
     for board, found in zip(boards, slices, strict=True):
         if found == []:
             notes.append(
@@ -187,17 +188,12 @@ def _slices(nvml: Nvml, handle: Any, board: Device) -> list[Device] | None:
         if part is None:  # this place is not occupied
             continue
         found.append(
-            Device(
-                index=board.index,
+            replace(
+                board,
                 uuid=_text(nvml.nvmlDeviceGetUUID(part)),
                 name=_text(nvml.nvmlDeviceGetName(part)),
                 memory=int(nvml.nvmlDeviceGetMemoryInfo(part).total),
-                capability=board.capability,
-                bus=board.bus,
-                numa=board.numa,
-                pcie=board.pcie,
                 parent=board.uuid,
-                exclusive=board.exclusive,
             )
         )
     return found
@@ -248,20 +244,15 @@ def _from_torch(why: str) -> Topology:
         p = torch.cuda.get_device_properties(i)
         uuid = str(getattr(p, "uuid", "") or f"cuda:{i}")
         devices.append(Device(i, uuid, p.name, p.total_memory, (p.major, p.minor)))
-    found = tuple(devices)
     can_access = torch.cuda.can_device_access_peer if torch.version.hip else None
-    return Topology(found, _all_pairs(found, can_access), "torch", notes=(why,))
+    return Topology(tuple(devices), _all_pairs(devices, can_access), "torch", notes=(why,))
 
 
 def _all_pairs(
     devices: Sequence[Device], can_access: Callable[[int, int], bool] | None
 ) -> tuple[tuple[str, str, Pair], ...]:
-    return tuple(
-        (
-            a.uuid,
-            b.uuid,
-            Pair("unknown", None if can_access is None else bool(can_access(a.index, b.index)), 0.0),
-        )
-        for i, a in enumerate(devices)
-        for b in devices[i + 1 :]
-    )
+    found = []
+    for a, b in combinations(devices, 2):
+        peer = None if can_access is None else bool(can_access(a.index, b.index))
+        found.append((a.uuid, b.uuid, Pair("unknown", peer, 0.0)))
+    return tuple(found)

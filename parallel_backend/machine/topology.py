@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ..errors import DeviceError
 
@@ -72,9 +73,7 @@ class Topology:
         """Returns the topology of these devices, in this order. Takes UUIDs with or without GPU-/MIG- in front, or an
         unambiguous beginning; raises DeviceError for others."""
         chosen = tuple(self._find(uuid) for uuid in uuids)
-        pairs = tuple(
-            (a.uuid, b.uuid, self.pair(a.uuid, b.uuid)) for i, a in enumerate(chosen) for b in chosen[i + 1 :]
-        )
+        pairs = tuple((a.uuid, b.uuid, self.pair(a.uuid, b.uuid)) for a, b in combinations(chosen, 2))
         return replace(self, devices=chosen, pairs=pairs)
 
     def visible(self, environ: Mapping[str, str] = os.environ) -> Topology:
@@ -105,12 +104,8 @@ class Topology:
         )
 
     def _find(self, uuid: str) -> Device:
-        bare = uuid.lower().removeprefix("gpu-").removeprefix("mig-")
-        found = [
-            d
-            for d in self.devices
-            if bare and d.uuid.lower().removeprefix("gpu-").removeprefix("mig-").startswith(bare)
-        ]
+        bare = _bare(uuid)
+        found = [d for d in self.devices if bare and _bare(d.uuid).startswith(bare)]
         if len(found) != 1:
             known = ", ".join(d.uuid for d in self.devices) or "none"
             what = "is not among the devices" if not found else "fits several devices"
@@ -152,6 +147,10 @@ class Topology:
         where = f", over {sockets} NUMA nodes" if sockets > 1 else ""
         warning = "; the cards differ, so an even split waits for the slowest" if self.mixed else ""
         return f"{cards}, slowest path {self.kind}{where}{warning}."
+
+
+def _bare(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def _named(requested: str, ordered: list[Device], note: str) -> tuple[list[str], str]:

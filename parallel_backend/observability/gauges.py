@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -114,11 +115,8 @@ class DeviceGauges:
 
 def read_free_bytes(device: str) -> int:
     """Returns the free bytes of one device, 0 if unknown."""
-    gauges = DeviceGauges()
-    try:
+    with closing(DeviceGauges()) as gauges:
         gauge = gauges.read((device,)).get(device)
-    finally:
-        gauges.close()
     return 0 if gauge is None else gauge.free_bytes
 
 

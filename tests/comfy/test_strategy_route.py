@@ -64,7 +64,6 @@ def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
         b"[" * 10_000,
         b"null",
         b'{"inputs": {"ring_degree": 1e999}}',
-        b'{"inputs": {"ring_degree": 100000000000}}',
         b'{"inputs": {"devices": ["all"]}}',
         b'{"inputs": {"unknown": 1}}',
         b'{"loader": 7}',
@@ -73,6 +72,7 @@ def test_whatever_is_sent_is_answered_in_words_and_starts_nothing(comfy):
         status, said = comfy.ask(ROUTE, body)
         assert status == 400 and len(said["error"]) < 500, body[:50]
     for inputs in (
+        {"ring_degree": 100000000000},
         {"devices": "\ud800"},
         {"devices": "cpu:" + "9" * 900},
         {"device_shares": "1e308,1e309", "devices": "cpu:2"},

@@ -28,7 +28,7 @@ from ..doctor.privacy import find_private, scrub
 from .candidates import parse_strategies, possible_strategies
 from .fitting import split_by_memory
 from .outcome import BenchResult, StrategyRow
-from .rounds import BenchComparison, random_request, run_rounds
+from .rounds import random_request, run_rounds
 
 _UNNAMED = ("", "all")
 
@@ -67,19 +67,14 @@ def measure(
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
     requested = _requested(strategies, job, names, engine)
-    comparison = BenchComparison(
-        spec=ModelSpec(model, weight_dtype=weight_dtype),
-        job=job,
-        request=request,
-        engine=engine,
-        devices=names,
-        rounds=rounds,
-    )
     history = MeasurementHistory(names, seen)
     left_out: dict[ParallelStrategy, str] = {}
     if strategies.strip().lower() in _UNNAMED:  # a strategy that the user names runs even if it may not fit
         requested, left_out = split_by_memory(requested, job, names)
-    rows, side_by_side, calibrations = run_rounds(comparison, requested, history, say)
+    spec = ModelSpec(model, weight_dtype=weight_dtype)
+    rows, side_by_side, calibrations = run_rounds(
+        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds, say=say
+    )
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
     rows = [_with_memory(row, job, names) for row in rows]
     private = find_private(numbered(names))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from ...errors import Cancelled, ParallelError
+from ...errors import ParallelError
 from ...planner.history import MeasurementHistory
 from ...planner.workload.workload import Job
 from ...requests import Conditioning, InputShapes, ModelSpec, Placement, RunInfo, SampleRequest
@@ -19,21 +19,8 @@ from ..doctor.parity import largest_difference
 from .fitting import Layout, fit_side_by_side, layout_of
 from .outcome import StrategyRow
 
-Say = Callable[[str], None]
 CFG = 4.0  # with any scale other than 1 the negative prompt is evaluated
 _GUIDANCE = 3.5
-
-
-@dataclass(frozen=True)
-class BenchComparison:
-    """The job that every strategy runs, and its request. `rounds`: runs that count, after one warm-up run."""
-
-    spec: ModelSpec
-    job: Job
-    request: SampleRequest
-    engine: str
-    devices: tuple[str, ...]
-    rounds: int
 
 
 def random_request(
@@ -60,11 +47,21 @@ def random_request(
 
 
 def run_rounds(
-    comparison: BenchComparison, strategies: Sequence[ParallelStrategy], history: MeasurementHistory, say: Say
+    strategies: Sequence[ParallelStrategy],
+    spec: ModelSpec,
+    request: SampleRequest,
+    job: Job,
+    history: MeasurementHistory,
+    *,
+    devices: tuple[str, ...],
+    engine: str,
+    rounds: int,
+    say: Callable[[str], None],
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
-    A strategy that fails gets a row with the problem and does not stop the others."""
-    side_by_side = fit_side_by_side(strategies, comparison.job, comparison.devices)
+    A strategy that fails gets a row with the problem and does not stop the others. `job`: of `request`; `rounds`: runs
+    that count, after one warm-up run."""
+    side_by_side = fit_side_by_side(strategies, job, devices)
     rows = {s: StrategyRow(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
@@ -73,22 +70,18 @@ def run_rounds(
             groups: dict[Layout, Sidecar] = {}
             for s in block:
                 if layout_of(s) not in groups:
-                    groups[layout_of(s)] = Sidecar(comparison.devices[: s.world_size])
+                    groups[layout_of(s)] = Sidecar(devices[: s.world_size])
                     stack.callback(groups[layout_of(s)].stop)
-            for turn in range(comparison.rounds + 1):
+            for turn in range(rounds + 1):
                 for s in block:
                     if rows[s].problem:
                         continue
-                    sidecar, placement = groups[layout_of(s)], Placement(s, comparison.engine)
-                    say(
-                        f"{'warming up' if turn == 0 else f'round {turn} of {comparison.rounds}'}: {s.describe()}"
-                    )
+                    sidecar, placement = groups[layout_of(s)], Placement(s, engine)
+                    say(f"{f'round {turn} of {rounds}' if turn else 'warming up'}: {s.describe()}")
                     try:
-                        result = sidecar.sample(comparison.spec, comparison.request, placement)
+                        result = sidecar.sample(spec, request, placement)
                         if turn == 0 and s.world_size > 1:
                             calibrations.append(sidecar.calibrate(placement))
-                    except Cancelled:
-                        raise
                     except ParallelError as error:
                         rows[s] = replace(rows[s], problem=_first_line(error))
                         continue
@@ -97,7 +90,7 @@ def run_rounds(
                         rows[s] = replace(rows[s], difference=largest_difference(result.latent, reference))
                     else:
                         rows[s] = _with_run(rows[s], result.info)
-                        history.record(comparison.job, result.info)
+                        history.record(job, result.info)
     return [rows[s] for s in strategies], side_by_side, calibrations
 
 

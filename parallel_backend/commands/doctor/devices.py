@@ -70,26 +70,19 @@ def _device(index: int, device: Device) -> Finding:
         finding += f", PCIe {device.pcie:g} GB/s"
     if device.numa is not None:
         finding += f", NUMA node {device.numa}"
-    name = f"GPU {index}"
+    status, problem, remedy = "ok", "", ""
     if device.exclusive:
-        return Finding(
-            name,
-            "broken",
-            f"{finding}: its compute mode lets one process use it, and ComfyUI with its worker processes is several",
-            "nvidia-smi -c DEFAULT, as root",
+        status, remedy = "broken", "nvidia-smi -c DEFAULT, as root"
+        problem = (
+            ": its compute mode lets one process use it, and ComfyUI with its worker processes is several"
         )
-    if (0, 0) < device.capability < NO_BF16:
-        return Finding(
-            name, "slow", f"{finding}: no bfloat16 in hardware", "use weight_dtype float16 in the loader"
-        )
-    if 0 < device.memory < SMALL_MEMORY:
-        return Finding(
-            name,
-            "slow",
-            f"{finding}: Flux.1 does not fit, even in fp8",
-            "shard the weights, or use PipeFusion, over several GPUs",
-        )
-    return Finding(name, "ok", finding)
+    elif (0, 0) < device.capability < NO_BF16:
+        status, remedy = "slow", "use weight_dtype float16 in the loader"
+        problem = ": no bfloat16 in hardware"
+    elif 0 < device.memory < SMALL_MEMORY:
+        status, remedy = "slow", "shard the weights, or use PipeFusion, over several GPUs"
+        problem = ": Flux.1 does not fit, even in fp8"
+    return Finding(f"GPU {index}", status, finding + problem, remedy)
 
 
 def _paths(topology: Topology) -> list[str]:

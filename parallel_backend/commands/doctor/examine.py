@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from ...devices import machine_of, memory_elsewhere
-from ...errors import Cancelled, ParallelError
+from ...devices import machine_of, memory_elsewhere, resolve_devices
+from ...errors import ParallelError
 from ...machine.fingerprint import cpu_name
 from ...machine.probe import read_visible
 from ...machine.topology import Topology
@@ -33,7 +33,6 @@ from .system import check_leftovers, check_system
 from .versions import check_classes, check_platform, check_versions
 
 OnPhase = Callable[[str], None]
-ShouldCancel = Callable[[], bool]
 SOFTWARE, SYSTEM, DEVICES, MACHINES = "Software", "System", "Devices", "Machines"
 LINKS, ATTENTION, SAMPLING = "Links", "Attention", "Sampling"
 # Ranks cannot start without these.
@@ -44,17 +43,15 @@ _CAUSE_LINES = 4  # of a rank's traceback; its last lines say what is missing
 def examine(
     devices: tuple[str, ...] = (),
     *,
-    on_phase: OnPhase | None = None,
-    should_cancel: ShouldCancel | None = None,
+    on_phase: OnPhase = lambda text: None,
 ) -> Report:
     """Examines the installation, and `devices` (rank names) with ranks that it starts and ends.
 
     Without `devices`: all GPUs, or two ranks on the CPU if there are fewer than two GPUs. Machines of a cluster must
     have joined this process. Takes about 20 seconds, and on each GPU the memory of a context and two 64 MiB buffers.
-    Raises Cancelled if `should_cancel` returns True, and no other error.
+    Raises no error.
     """
-    report_progress = on_phase or (lambda text: None)
-    report_progress("looking at the installation")
+    on_phase("looking at the installation")
     found = _look_at_system()
     if found[0].status != "broken":
         topology, driver_problem = _probe_topology(torch_problem := probe_torch())
@@ -66,7 +63,7 @@ def examine(
             found += in_group(SAMPLING, [none])
             found += in_group(ATTENTION, check_kernels(probe_kernels(), [], on_gpus))
         else:
-            found += _with_ranks(devices, topology, on_gpus, report_progress, should_cancel)
+            found += _with_ranks(devices, topology, on_gpus, on_phase)
     return Report(scrub_findings(found, find_private(numbered(devices))))
 
 
@@ -97,11 +94,7 @@ def _look_at_installation(
 
 
 def _with_ranks(
-    devices: tuple[str, ...],
-    topology: Topology,
-    on_gpus: bool,
-    report_progress: OnPhase,
-    should_cancel: ShouldCancel | None,
+    devices: tuple[str, ...], topology: Topology, on_gpus: bool, on_phase: OnPhase
 ) -> list[Finding]:
     """Starts ranks on `devices`, returns what they find, and ends them."""
     from ...planner.history import record_link  # these import torch, which is known to be installed here
@@ -120,9 +113,7 @@ def _with_ranks(
 
         everyone = group(devices)
         try:
-            calibrations = probe_links(everyone, report_progress, should_cancel)
-        except Cancelled:
-            raise
+            calibrations = probe_links(everyone, on_phase)
         except (ParallelError, OSError) as error:
             found += in_group(SAMPLING, [failed_start(len(devices), _cause(error))])
         facts = [c.facts for c in calibrations if c.facts is not None]
@@ -139,7 +130,7 @@ def _with_ranks(
         if len(devices) == 1:
             alone = Finding("same latent", "skipped", "it takes two devices to compare")
             return found + in_group(SAMPLING, [alone])
-        report_progress("sampling the demo model on two processes and on one")
+        on_phase("sampling the demo model on two processes and on one")
         pair = pair_of(devices)
         if pair != devices:
             everyone.stop()
@@ -147,9 +138,7 @@ def _with_ranks(
             two = everyone if pair == devices else group(pair)
             one = two if across else group(devices[:1])  # a machine serves one group
             dtypes = ("float32", "bfloat16") if on_gpus else ("float32",)
-            found += in_group(SAMPLING, check_parity(probe_parity(two, one, dtypes, should_cancel)))
-        except Cancelled:
-            raise
+            found += in_group(SAMPLING, check_parity(probe_parity(two, one, dtypes)))
         except (ParallelError, OSError) as error:
             found += in_group(SAMPLING, [failed_start(2, _cause(error))])
     return found
@@ -166,13 +155,8 @@ def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
 
 
 def _usual_devices(gpus: int) -> tuple[str, ...]:
-    if gpus > 1:
-        from ...devices import resolve_devices
-
-        found = resolve_devices("all")
-        if len(found) > 1:  # else torch sees fewer than NVML does
-            return found
-    return ("cpu:0", "cpu:1")
+    found = resolve_devices("all") if gpus > 1 else ()
+    return found if len(found) > 1 else ("cpu:0", "cpu:1")  # torch may see fewer GPUs than NVML does
 
 
 def _cause(error: Exception) -> str:

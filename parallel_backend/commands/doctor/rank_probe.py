@@ -28,32 +28,23 @@ STRATEGIES = (
     ParallelStrategy(cfg_degree=2),
 )
 
-OnPhase = Callable[[str], None]
-ShouldCancel = Callable[[], bool]
 
-
-def probe_links(
-    sidecar: Sidecar, on_phase: OnPhase | None, should_cancel: ShouldCancel | None
-) -> tuple[Calibration, ...]:
+def probe_links(sidecar: Sidecar, on_phase: Callable[[str], None] | None = None) -> tuple[Calibration, ...]:
     """Runs a thorough calibration of all ranks of `sidecar` and returns one entry per rank."""
     count = len(sidecar.devices)
     everyone = Placement(ParallelStrategy(ring_degree=count))
     budget = LINKS_S + PAIR_S * count * (count - 1) / 2
-    return sidecar.calibrate(
-        everyone, budget_s=budget, thorough=True, on_phase=on_phase, should_cancel=should_cancel
-    )
+    return sidecar.calibrate(everyone, budget_s=budget, thorough=True, on_phase=on_phase)
 
 
-def probe_parity(
-    two: Sidecar, one: Sidecar, dtypes: tuple[str, ...], should_cancel: ShouldCancel | None
-) -> list[Parity]:
+def probe_parity(two: Sidecar, one: Sidecar, dtypes: tuple[str, ...]) -> list[Parity]:
     """Compares the demo model's latent on two ranks with that on one, for each dtype and way to split."""
     found = []
     for dtype in dtypes:
         spec = ModelSpec(str(DEMO_MODEL), weight_dtype=dtype)
-        expected = one.sample(spec, _request(), Placement(), should_cancel=should_cancel).latent
+        expected = one.sample(spec, _request(), Placement()).latent
         for strategy in STRATEGIES:
-            latent = two.sample(spec, _request(), Placement(strategy), should_cancel=should_cancel).latent
+            latent = two.sample(spec, _request(), Placement(strategy)).latent
             found.append(Parity(dtype, strategy.describe(), largest_difference(latent, expected)))
     return found
 

@@ -1,24 +1,25 @@
-"""Dataclasses for a check and for a group of checks."""
+"""A check of the GPU check, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...wire.checks.findings import NO_GPU, Finding
 from ...wire.checks.gpu_check import CheckSubject
 from .ranks import Ranks
 
-Examine = Callable[[Ranks], Sequence[Finding]]
+Examine = Callable[[Ranks], Iterable[Finding]]
 USUAL_LIMIT = 600.0  # s; enough to load 24 GB from a slow disk and to compile the blocks
-ALL = 0  # Check.ranks: one rank on every device
+ALL = sys.maxsize  # Check.ranks: one rank on every device
 
 
 @dataclass(frozen=True)
 class Check:
     """One check. `name`: its name in --only; `examine`: the function that runs it with a Ranks object; None for a check
-    that `ranks` rank processes run together (rank/checks); `needs_gpu`, `needs_two`: skipped without a GPU or without
-    two devices; `limit_s`: seconds after which it is ended and reported as broken."""
+    that `ranks` rank processes, at most one on each device, run together (rank/checks); `needs_gpu`, `needs_two`:
+    skipped without a GPU or without two devices; `limit_s`: seconds after which it is ended and reported as broken."""
 
     name: str
     examine: Examine | None = None
@@ -35,10 +36,6 @@ class Check:
             return "one device: it takes two"
         return ""
 
-
-@dataclass(frozen=True)
-class Group:
-    """Checks under one heading of the report."""
-
-    title: str
-    checks: tuple[Check, ...]
+    def count(self, subject: CheckSubject) -> int:
+        """Returns the number of processes that run the check."""
+        return min(self.ranks, len(subject.devices)) if self.examine is None else 1

@@ -17,7 +17,7 @@ from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
 from ...wire.checks.fault_injection import VARIABLE
 from ...wire.checks.findings import Finding
-from .checks import Check, Group
+from .checks import Check
 from .ranks import Ranks, compared
 
 _KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
@@ -107,11 +107,8 @@ def _fault(once: Path) -> Iterator[None]:
         del os.environ[VARIABLE]
 
 
-FAULTS = Group(
-    "Faults",
-    (
-        Check("cancel", check_cancel),
-        Check("kill", check_kill),
-        Check("out of memory", check_out_of_memory),
-    ),
+FAULTS = (
+    Check("cancel", check_cancel),
+    Check("kill", check_kill),
+    Check("out of memory", check_out_of_memory),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ...devices import is_cpu
@@ -16,7 +16,7 @@ from ...wire.checks.findings import NO_GPU, Finding
 from ..doctor.examine import DEVICES, SOFTWARE, look_at_installation
 from ..doctor.links import of_ranks
 from ..doctor.rank_probe import probe_links
-from .checks import ALL, Check, Group
+from .checks import ALL, Check
 from .ranks import ALONE, Ranks, compared, gigabytes, same_bits, steps_in_words
 
 _STEPS = 3
@@ -24,55 +24,37 @@ _STEPS = 3
 _SLACK_SHARE, _SLACK_BYTES = 1.1, 256e6
 
 
-def check_installation(ranks: Ranks) -> Sequence[Finding]:
+def check_installation(ranks: Ranks) -> Iterator[Finding]:
     """Runs the doctor's checks that need no ranks; leaves out what is ok, except for software and devices."""
-    return [
-        replace(found, name=f"{found.group}: {found.name}")
-        for found in look_at_installation(ranks.subject.devices)
-        if found.status != "ok" or found.group in (SOFTWARE, DEVICES)
-    ]
+    for found in look_at_installation(ranks.subject.devices):
+        if found.status != "ok" or found.group in (SOFTWARE, DEVICES):
+            yield replace(found, name=f"{found.group}: {found.name}")
 
 
-def check_identity(ranks: Ranks) -> Sequence[Finding]:
+def check_identity(ranks: Ranks) -> Iterator[Finding]:
     """Checks that NVML, which reports memory and links, numbers the ranks' cards in the same way as CUDA."""
     subject = ranks.subject
-    calibrations = probe_links(ranks.group(len(subject.devices)), None, None)
+    calibrations = probe_links(ranks.group(len(subject.devices)))
     facts = [c.facts for c in calibrations if c.facts is not None]
-    ids = {f.device_uuid for f in facts}
-    if len(ids) < len(facts):
-        return [
-            Finding(
-                "UUIDs",
-                "broken",
-                "two processes compute on one card",
-                "name each GPU once in CUDA_VISIBLE_DEVICES, and report it",
-            )
-        ]
     seen = read_visible()
     found = of_ranks(seen, facts)
-    if found is None:
-        return [
-            Finding(
-                "UUIDs",
-                "slow",
-                f"{seen.source} does not know the cards that the processes name",
-                "pip install nvidia-ml-py; in a container, let it see the same GPUs as CUDA_VISIBLE_DEVICES",
-            )
-        ]
-    by_number = [seen.devices[int(name.removeprefix("cuda:"))] for name in subject.devices]
-    if list(found.devices) != by_number:
-        return [
-            Finding(
-                "UUIDs",
-                "broken",
-                f"{seen.source} and CUDA number the cards in another order, so memory and links are taken for others'",
-                "set CUDA_DEVICE_ORDER=PCI_BUS_ID in the environment that ComfyUI starts in, and report it",
-            )
-        ]
-    return [Finding("UUIDs", "ok", f"{seen.source} and CUDA name the same {len(facts)}, by the same numbers")]
+    if len({f.device_uuid for f in facts}) < len(facts):
+        remedy = "name each GPU once in CUDA_VISIBLE_DEVICES, and report it"
+        yield Finding("UUIDs", "broken", "two processes compute on one card", remedy)
+    elif found is None:
+        words = f"{seen.source} does not know the cards that the processes name"
+        remedy = "pip install nvidia-ml-py; in a container, let it see the same GPUs as CUDA_VISIBLE_DEVICES"
+        yield Finding("UUIDs", "slow", words, remedy)
+    elif list(found.devices) != [seen.devices[int(name.removeprefix("cuda:"))] for name in subject.devices]:
+        words = f"{seen.source} and CUDA number the cards in another order, so memory and links are taken for others'"
+        remedy = "set CUDA_DEVICE_ORDER=PCI_BUS_ID in the environment that ComfyUI starts in, and report it"
+        yield Finding("UUIDs", "broken", words, remedy)
+    else:
+        words = f"{seen.source} and CUDA name the same {len(facts)}, by the same numbers"
+        yield Finding("UUIDs", "ok", words)
 
 
-def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
+def check_checkpoint(ranks: Ranks) -> Iterator[Finding]:
     """Loads the model and reports the seconds, and the memory according to NVML, torch and the prediction."""
     sidecar = ranks.group(1, fresh=True)
     first = sidecar.load(ranks.spec)
@@ -84,7 +66,7 @@ def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
         f"{gigabytes(info.bytes)} in {first.seconds:.2f} s, imports included; again in {info.seconds:.2f} s"
     )
     words += f" ({rate:.2f} GB/s), kept as {info.dtype}, computed in {info.compute_dtype}"
-    loaded = Finding("loading", "ok", words)
+    yield Finding("loading", "ok", words)
     (rank,) = ranks.memory(1)
     on_cpu = is_cpu(ranks.subject.devices)
     job = job_from_request(CheckpointModel(ranks.file), ranks.request())
@@ -92,16 +74,14 @@ def check_checkpoint(ranks: Ranks) -> Sequence[Finding]:
     weights = predicted.mapped if on_cpu else predicted.weights
     allocated = rank.weight_bytes + (0 if on_cpu else rank.working_bytes)
     finding = f"allocated {gigabytes(allocated)}, predicted {gigabytes(weights)}"
-    found = [loaded, judge_memory(finding, allocated, weights)]
-    if on_cpu:
-        return [*found, Finding("NVML", "skipped", f"{NO_GPU}: NVML knows nothing of the host's memory")]
+    yield judge_memory(finding, allocated, weights)
     after = read_free_bytes(ranks.subject.devices[0])
-    if not before or not after:
-        return [*found, Finding("NVML", "skipped", "NVML does not answer", "pip install nvidia-ml-py")]
-    return [
-        *found,
-        Finding("NVML", "ok", f"{gigabytes(before - after)} more in use on the card after loading"),
-    ]
+    if on_cpu:
+        yield Finding("NVML", "skipped", f"{NO_GPU}: NVML knows nothing of the host's memory")
+    elif not before or not after:
+        yield Finding("NVML", "skipped", "NVML does not answer", "pip install nvidia-ml-py")
+    else:
+        yield Finding("NVML", "ok", f"{gigabytes(before - after)} more in use on the card after loading")
 
 
 def judge_memory(finding: str, allocated: float, predicted: float) -> Finding:
@@ -115,45 +95,37 @@ def judge_memory(finding: str, allocated: float, predicted: float) -> Finding:
     )
 
 
-def check_steps(ranks: Ranks) -> Sequence[Finding]:
+def check_steps(ranks: Ranks) -> Iterator[Finding]:
     """Times three steps uncompiled and compiled; a job before each one takes the costs that only the first job has."""
     plain = [ranks.sample(steps=_STEPS) for _ in range(2)][-1]
     compiling = ComputeOptions(compile="blocks")
     first = ranks.sample(steps=_STEPS, options=compiling)
     again = ranks.sample(steps=_STEPS, options=compiling)
-    found = [Finding("uncompiled", "ok", f"{steps_in_words(plain)}, attention {plain.info.kernel}")]
+    yield Finding("uncompiled", "ok", f"{steps_in_words(plain)}, attention {plain.info.kernel}")
     stats = first.info.compiled
     if stats is None or not stats.graphs:
         notes = "; ".join(first.info.notes) or "no graph was made"
-        return [
-            *found,
-            Finding("compiled", "slow", notes, "install a C compiler and triton, or leave compile off"),
-        ]
+        yield Finding("compiled", "slow", notes, "install a C compiler and triton, or leave compile off")
+        return
     words = f"{steps_in_words(again)}, after {stats.graphs} graphs in {stats.seconds:.1f} s"
-    found.append(compared("compiled", again, plain, words))
+    yield compared("compiled", again, plain, words)
     repeated = again.info.compiled
     if repeated is not None and repeated.graphs:
         remedy = "report it: the same request must find its graphs"
-        found.append(
-            Finding("recompiled", "slow", f"{repeated.graphs} graphs for the same request again", remedy)
-        )
-    return found
+        yield Finding("recompiled", "slow", f"{repeated.graphs} graphs for the same request again", remedy)
 
 
-def check_same_bits(ranks: Ranks) -> Sequence[Finding]:
-    return [same_bits("two runs", ranks.sample(), ranks.expected(), "one device, one request, twice")]
+def check_same_bits(ranks: Ranks) -> Iterator[Finding]:
+    yield same_bits("two runs", ranks.sample(), ranks.expected(), "one device, one request, twice")
 
 
-INSTALLATION = Group("Installation", (Check("installation", check_installation),))
-ONE_GPU = Group(
-    "One GPU",
-    (
-        Check("device", ranks=ALL, limit_s=180.0),
-        Check("attention", ranks=ALL, limit_s=300.0),
-        Check("identity", check_identity, needs_gpu=True),
-        Check("checkpoint", check_checkpoint),
-        Check("steps", check_steps, limit_s=900.0),
-        Check("syncs", ranks=2),
-        Check("same bits", check_same_bits),
-    ),
+INSTALLATION = (Check("installation", check_installation),)
+ONE_GPU = (
+    Check("device", ranks=ALL, limit_s=180.0),
+    Check("attention", ranks=ALL, limit_s=300.0),
+    Check("identity", check_identity, needs_gpu=True),
+    Check("checkpoint", check_checkpoint),
+    Check("steps", check_steps, limit_s=900.0),
+    Check("syncs", ranks=2),
+    Check("same bits", check_same_bits),
 )

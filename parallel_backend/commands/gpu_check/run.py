@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ...wire.checks.gpu_check import Answer, CheckSubject
 from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import in_group
-from .checks import ALL, Check, Group
+from .checks import Check
 from .faults import FAULTS
 from .memory import MEMORY
 from .one_device import INSTALLATION, ONE_GPU
@@ -26,11 +26,16 @@ from .processes import CheckProcesses
 from .report import CheckResult, GpuReport
 from .several_devices import SEVERAL_GPUS
 
+Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
 # All checks, in the order in which they run.
-GROUPS = (
-    *(INSTALLATION, ONE_GPU, MEMORY, SEVERAL_GPUS, FAULTS),
-    Group("Time", (Check("profile", ranks=2, limit_s=900.0),)),
-)
+GROUPS: Groups = {
+    "Installation": INSTALLATION,
+    "One GPU": ONE_GPU,
+    "Weights and memory": MEMORY,
+    "Several GPUs": SEVERAL_GPUS,
+    "Faults": FAULTS,
+    "Time": (Check("profile", ranks=2, limit_s=900.0),),
+}
 # The modules that run checks: one starts ranks for its checks, the other is itself a rank.
 WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
 
@@ -54,27 +59,25 @@ def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     )
 
 
-def choose(only: Collection[str], groups: Sequence[Group] = GROUPS) -> list[tuple[Group, Check]]:
-    """Returns the checks named in `only`, by their or their group's name; all if empty. Raises RequestError."""
-    every = [(group, check) for group in groups for check in group.checks]
+def choose(only: Collection[str], groups: Groups = GROUPS) -> list[tuple[str, Check]]:
+    """Returns (heading, check) for those named in `only`, by either; all if empty. Raises RequestError."""
+    every = [(group, check) for group, checks in groups.items() for check in checks]
     requested = {name.strip().lower() for name in only}
-    known = {check.name for _, check in every} | {group.title.lower() for group in groups}
+    known = {check.name for _, check in every} | {group.lower() for group in groups}
     if requested - known:
         names = ", ".join(dict.fromkeys([check.name for _, check in every]))
         raise RequestError(f"--only {min(requested - known)!r} is no check; choose from {names}.")
     return [
-        (group, check)
-        for group, check in every
-        if not requested or {check.name, group.title.lower()} & requested
+        (group, check) for group, check in every if not requested or {check.name, group.lower()} & requested
     ]
 
 
 def run_checks(
     subject: CheckSubject,
-    checks: Sequence[tuple[Group, Check]],
+    checks: Sequence[tuple[str, Check]],
     *,
-    on_begin: OnBegin | None = None,
-    on_report: OnReport | None = None,
+    on_begin: OnBegin = lambda name, number, count: None,
+    on_report: OnReport = lambda report: None,
     programs: tuple[str, str] = (WITH_RANKS, AS_RANK),
 ) -> GpuReport:
     """Runs `checks` and returns the report; `on_report` gets it after each check. `programs`: replaced by tests."""
@@ -83,20 +86,18 @@ def run_checks(
     runner = _Runner(subject, programs)
     try:
         for number, (group, check) in enumerate(checks, 1):
-            if on_begin is not None:
-                on_begin(check.name, number, len(checks))
+            on_begin(check.name, number, len(checks))
             began = time.monotonic()
             findings = tuple(runner.run(check))
             skipped = all(finding.status == "skipped" for finding in findings)
             result = CheckResult(
                 check.name,
-                group.title,
+                group,
                 0.0 if skipped else round(time.monotonic() - began, 2),
-                scrub_findings(in_group(group.title, findings), private),
+                scrub_findings(in_group(group, findings), private),
             )
             report = replace(report, results=(*report.results, result))
-            if on_report is not None:
-                on_report(report)
+            on_report(report)
     finally:
         runner.close()
     return report
@@ -114,7 +115,7 @@ class _Runner:
         if reason:
             yield Finding(check.name, "skipped", reason)
             return
-        needed = self._programs[check.examine is None], self._count(check)
+        needed = self._programs[check.examine is None], check.count(self._subject)
         try:
             answers = self._ready(*needed).ask(check.name, check.limit_s)
         except (ParallelError, OSError) as error:
@@ -150,13 +151,6 @@ class _Runner:
             environ.setdefault(COMPILE_BACKEND, "aot_eager")
         self._held[module, count] = CheckProcesses(module, subject, count, environ)
         return self._held[module, count]
-
-    def _count(self, check: Check) -> int:
-        if check.examine is not None:
-            return 1
-        return (
-            min(check.ranks, len(self._subject.devices)) if check.ranks != ALL else len(self._subject.devices)
-        )
 
 
 def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:

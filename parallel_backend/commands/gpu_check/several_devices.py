@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ...machine.probe import read_visible
@@ -11,7 +11,7 @@ from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
-from .checks import Check, Examine, Group
+from .checks import Check, Examine
 from .ranks import Ranks, gigabytes, steps_in_words
 
 # One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
@@ -31,15 +31,15 @@ PIPES = ((1, 2), (1, 6), (0, 2), (0, 6))
 _GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
 
 
-def check_all_links(ranks: Ranks) -> Sequence[Finding]:
+def check_all_links(ranks: Ranks) -> Iterator[Finding]:
     """Checks the links of all devices: peer access, intact data and rates."""
-    calibrations = probe_links(ranks.group(len(ranks.subject.devices)), None, None)
+    calibrations = probe_links(ranks.group(len(ranks.subject.devices)))
     facts = [c.facts for c in calibrations if c.facts is not None]
     topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
-    return list(check_links(calibrations, topology))
+    return check_links(calibrations, topology)
 
 
-def check_strategies(ranks: Ranks) -> Sequence[Finding]:
+def check_strategies(ranks: Ranks) -> Iterator[Finding]:
     """Compares each way to split with one device, at both sizes; for the demo model on GPUs also in float32."""
     both = ranks.subject.on_gpus and ranks.subject.is_demo
     dtypes = ("auto", "float32") if both else ("auto",)
@@ -59,34 +59,30 @@ def check_strategies(ranks: Ranks) -> Sequence[Finding]:
                 runs[size].append(Parity(computed, name, largest_difference(result.latent, expected.latent)))
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
-    found = [
-        replace(finding, name=f"same latent at {width} × {height}")
-        for (height, width), same in runs.items()
-        for finding in check_parity(same)
-    ]
-    return [
-        *found,
-        Finding("steps", "ok", "of the runs above, the first one of a job warms up", details=tuple(times)),
-    ]
+    for (height, width), same in runs.items():
+        for finding in check_parity(same):
+            yield replace(finding, name=f"same latent at {width} × {height}")
+    yield Finding("steps", "ok", "of the runs above, the first one of a job warms up", details=tuple(times))
 
 
 def pipefusion(warmup: int, patches: int) -> Examine:
     """Returns a check that runs PipeFusion on two ranks; a job that exceeds its time limit is ended and reported."""
     strategy = _PIPE.replace(warmup_steps=warmup, num_pipeline_patch=patches)
 
-    def check(ranks: Ranks) -> Sequence[Finding]:
+    def check(ranks: Ranks) -> Iterator[Finding]:
         ranks.group(2).load(ranks.spec, strategy)
         result = ranks.sample(strategy, limit_s=ranks.subject.pipe_limit_s)
         name, steps = f"warm-up {warmup}, {patches} patches", steps_in_words(result)
-        if not result.latent.isfinite().all():
+        if result.latent.isfinite().all():
+            yield Finding(name, "ok", f"{steps}, approximate by design; the latent is finite")
+        else:
             remedy = "use more warm-up steps or another strategy, and report it with this text"
-            return [Finding(name, "broken", f"{steps}: the latent is not finite", remedy)]
-        return [Finding(name, "ok", f"{steps}, approximate by design; the latent is finite")]
+            yield Finding(name, "broken", f"{steps}: the latent is not finite", remedy)
 
     return check
 
 
-def check_one_process(ranks: Ranks) -> Sequence[Finding]:
+def check_one_process(ranks: Ranks) -> Iterator[Finding]:
     """Runs every strategy twice on the same ranks: they keep communicators and buffers, which must not grow."""
     strategies = {**SPLITS, "PipeFusion 2": _PIPE}
     rounds: list[dict[str, int]] = []
@@ -96,7 +92,7 @@ def check_one_process(ranks: Ranks) -> Sequence[Finding]:
             ranks.sample(strategy)
             held[name] = max(rank.weight_bytes + rank.working_bytes for rank in ranks.memory(2))
         rounds.append(held)
-    return [judge_growth(*rounds)]
+    yield judge_growth(*rounds)
 
 
 def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
@@ -111,17 +107,12 @@ def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
     return Finding("memory after each", "slow", f"grows with {', '.join(grown)}", remedy, table)
 
 
-SEVERAL_GPUS = Group(
-    "Several GPUs",
-    (
-        Check("links", check_all_links, needs_two=True),
-        Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
-        *(
-            Check(
-                f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0
-            )
-            for warmup, patches in PIPES
-        ),
-        Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
+SEVERAL_GPUS = (
+    Check("links", check_all_links, needs_two=True),
+    Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
+    *(
+        Check(f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0)
+        for warmup, patches in PIPES
     ),
+    Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
 )

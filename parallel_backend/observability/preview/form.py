@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, fields, replace
 
-from ...errors import CheckpointError, ParallelError, Problem, RequestError, SettingsError
+from ...errors import (
+    CheckpointError,
+    ParallelError,
+    Problem,
+    RequestError,
+    SettingsError,
+    StrategyError,
+    TransportError,
+)
 from ...models.comfyui.model_file import ANY_MODEL
 from ...models.model_file import ModelFile
 from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
 from ...strategy import DEGREES, ParallelStrategy
-from ...wire.strict_json import parse, shown
+from ...wire.strict_json import from_json, shown
 from .preview import PIXELS, Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a request body; all inputs together take a tenth of it
-_MOST_LETTERS = 1000
 # Smallest and largest value of each whole-number input.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
 _PIXELS = {"ParallelDemoLoader": 128}  # image sides of a loader's model, if not preview.PIXELS
 _OF_SEQUENCE = {"ring_degree", "ulysses_degree"}  # inputs that split the tokens of one image
-_Inputs = TypeVar("_Inputs")
 # Inputs that make up the strategy in `manual`. Only `auto` uses the exchange variants.
 _OF_STRATEGY = tuple(
     f.name for f in fields(ParallelStrategy) if f.name not in ("device_shares", "head_groups", "sends_tokens")
@@ -56,7 +61,11 @@ class SelectorInputs:
         return cls(**given, **{name: getattr(settings, name) for name in other_inputs})
 
     def settings(self) -> StrategySettings:
-        """Returns the settings. Raises StrategyError for an unknown choice."""
+        """Returns the settings. Raises StrategyError for an unknown choice, or a number out of range."""
+        for name, (least, most) in LIMITS.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                problem = f"{name} is {shown(value)}; it must be from {least} to {most}."
+                raise StrategyError(problem, inputs=(name,))
         strategy = ParallelStrategy(**{name: getattr(self, name) for name in _OF_STRATEGY})
         return StrategySettings(
             self.mode, self.devices, strategy, self.engine, self.device_shares, self.approximation
@@ -74,21 +83,29 @@ class Loader:
     source: str = ""
 
 
-def read_inputs(body: bytes) -> tuple[SelectorInputs, Loader]:
-    """Parses {"inputs": {input: value, ...}, "loader": {"node": ..., ...}}, each part optional.
+@dataclass(frozen=True)
+class FormRequest:
+    """The body of a request."""
 
-    Raises RequestError for anything else: an unknown field, a wrong type, a number out of range.
-    """
-    if len(body) > MOST_BYTES:
-        raise RequestError(f"the body has more than {MOST_BYTES} bytes.")
+    inputs: SelectorInputs = SelectorInputs()
+    loader: Loader = Loader()
+
+
+def read_request(body: object) -> FormRequest:
+    """Reads parsed JSON as a FormRequest; what it lacks has its default. Raises RequestError for an unknown field or a
+    wrong type."""
     try:
-        body_fields = parse(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {shown(str(error))}") from None
-    parts = _known(body_fields, ("inputs", "loader"), "the body")
-    return _read(parts.get("inputs", {}), SelectorInputs, "inputs"), _read(
-        parts.get("loader", {}), Loader, "loader"
-    )
+        return from_json(_filled(body, asdict(FormRequest())), FormRequest, "the body")
+    except (TransportError, RecursionError) as error:
+        raise RequestError(str(error)) from None
+
+
+def _filled(value: object, defaults: object) -> object:
+    """Returns JSON with the fields of `defaults` that it lacks."""
+    if not isinstance(value, dict) or not isinstance(defaults, dict):
+        return value
+    given = {name: _filled(one, defaults.get(name)) for name, one in value.items()}
+    return given | {name: default for name, default in defaults.items() if name not in given}
 
 
 def check_inputs(
@@ -102,21 +119,22 @@ def check_inputs(
 
     `find_file`: returns a loader's model file, None for an unknown loader; may raise CheckpointError.
     """
-    notes = []
+    notes: tuple[str, ...] = ()
     file = None
     try:
         file = find_file(loader)
     except (CheckpointError, RequestError, OSError) as error:
-        notes.append(f"Checked by the rules of any model, since this one cannot be read: {error}")
+        notes = (f"Checked by the rules of any model, since this one cannot be read: {error}",)
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"
     try:
         pixels = _PIXELS.get(loader.node, PIXELS)
         previewed = preview(inputs.settings(), file, dtype, pixels)
     except ParallelError as error:
-        return _answer(inputs, problems=_problems(error, file), notes=notes)
-    if file is None or file is ANY_MODEL:
-        previewed = replace(previewed, memory="")  # computed for a typical model, so meaningless for this one
-    return _answer(inputs, previewed, notes=notes)
+        return _answer(inputs, Preview(notes=notes), _problems(error, file))
+    is_known = file is not None and file is not ANY_MODEL
+    # The memory of an unknown model was computed for a typical one.
+    memory = previewed.memory if is_known else ""
+    return _answer(inputs, replace(previewed, notes=notes + previewed.notes, memory=memory))
 
 
 def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tuple[Problem, ...]:
@@ -143,49 +161,19 @@ def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ..
 
 def _answer(
     inputs: SelectorInputs,
-    previewed: Preview | None = None,
-    *,
+    previewed: Preview,
     problems: Sequence[Problem] = (),
-    notes: list[str],
 ) -> dict[str, object]:
-    cases = previewed.cases if previewed else ()
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
         "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
         "nearest": dict(change for p in problems for change in p.nearest),
-        "why": previewed.why if previewed else "",
-        "basis": previewed.basis if previewed else "",
+        "why": previewed.why,
+        "basis": previewed.basis,
         "layout": [
             {"title": case.title, "seats": [device.as_dict() for device in case.assignments]}
-            for case in cases
+            for case in previewed.cases
         ],
-        "notes": [*notes, *(previewed.notes if previewed else ())],
-        "memory": previewed.memory if previewed else "",
+        "notes": list(previewed.notes),
+        "memory": previewed.memory,
     }
-
-
-def _known(value: object, names: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} is {shown(value)}; it must be an object.")
-    if unknown := sorted(set(value) - set(names)):
-        raise RequestError(f"{where}: {shown(unknown[0])} is unknown; known are {', '.join(names)}.")
-    return value
-
-
-def _read(value: object, kind: type[_Inputs], where: str) -> _Inputs:
-    known = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]  # both kinds are dataclasses
-    given = _known(value, tuple(known), where)
-    for name, chosen in given.items():
-        _check(f"{where}.{name}", name, chosen, type(known[name]))
-    return kind(**given)
-
-
-def _check(where: str, name: str, value: object, kind: type) -> None:
-    if type(value) is not kind:  # exact comparison: bool is a subclass of int
-        raise RequestError(f"{where} is {shown(value)}; it must be of type {kind.__name__}.")
-    if isinstance(value, str) and len(value) > _MOST_LETTERS:
-        raise RequestError(f"{where} has {len(value)} letters; at most {_MOST_LETTERS} are read.")
-    if kind is int and isinstance(value, int):
-        least, most = LIMITS[name]
-        if not least <= value <= most:
-            raise RequestError(f"{where} is {shown(value)}; it must be from {least} to {most}.")

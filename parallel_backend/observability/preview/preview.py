@@ -54,11 +54,11 @@ class Preview:
     """The preview of settings. `why`: everything in words, as in the node's output; `basis`: what the cases depend on;
     `memory`: of the fullest device, in words."""
 
-    why: str
-    basis: str
-    cases: tuple[PreviewCase, ...]
-    notes: tuple[str, ...]
-    memory: str
+    why: str = ""
+    basis: str = ""
+    cases: tuple[PreviewCase, ...] = ()
+    notes: tuple[str, ...] = ()
+    memory: str = ""
 
 
 @dataclass(frozen=True)

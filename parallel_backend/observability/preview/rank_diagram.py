@@ -49,14 +49,11 @@ def assign_devices(
     `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy splits.
     """
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
-    used = devices[: strategy.world_size]
-    assigned = [
+    return tuple(
         DeviceAssignment(device, rank, tuple(_roles(strategy, rank, file, images, prompts)))
-        for rank, device in enumerate(used)
-    ]
-    return (
-        *assigned,
-        *(DeviceAssignment(device, None, (Role("idle", "idle"),)) for device in devices[len(used) :]),
+        if rank < strategy.world_size
+        else DeviceAssignment(device, None, (Role("idle", "idle"),))
+        for rank, device in enumerate(devices)
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from configparser import ConfigParser
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,7 @@ if TYPE_CHECKING:
     from .metrics import Metrics
 
 VARIABLE = "PARALLEL_SAMPLING_METRICS"  # on or off; overrides the setting
-_WORDS = {
-    "on": True,
-    "1": True,
-    "true": True,
-    "yes": True,
-    "off": False,
-    "0": False,
-    "false": False,
-    "no": False,
-}
+_WORDS = ConfigParser.BOOLEAN_STATES  # on, off and the like
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from parallel_backend.commands.doctor.probes import (
 )
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.commands.doctor.versions import check_classes
-from parallel_backend.errors import Cancelled
 from parallel_backend.machine.self_tests import SelfTestStore
 from parallel_backend.models.proof.installed import VARIABLE as COMFYUI
 from parallel_backend.models.proof.states import entry_digest
@@ -219,17 +218,6 @@ def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
     broken = [v for v in report.verdicts if v.status == "broken"]
     assert [v.name for v in broken] == ["processes"] and report.exit_status == 1
     assert "protocol does not allow" in broken[0].finding
-
-
-def test_it_can_be_cancelled(no_leaks):
-    phases = []
-    with pytest.raises(Cancelled):
-        examination.examine(
-            ("cpu:0", "cpu:1"),
-            on_phase=phases.append,
-            should_cancel=lambda: "measuring the links" in phases,
-        )
-    assert phases[0] == "looking at the installation"
 
 
 def test_a_driver_that_does_not_answer_is_one_broken_line(no_leaks, monkeypatch):

@@ -122,7 +122,7 @@ def test_another_picture_in_fp8_and_under_a_split_is_found():
     (fp8,) = memory.check_fp8(Scripted(EXPECTED, -EXPECTED))
     assert fp8.status == "broken" and "another picture" in fp8.finding
     splits = [EXPECTED] * 2 * len(several_gpus.SPLITS)
-    wrong = several_gpus.check_strategies(Scripted(EXPECTED, EXPECTED, EXPECTED + 1, *splits[1:]))
+    wrong = list(several_gpus.check_strategies(Scripted(EXPECTED, EXPECTED, EXPECTED + 1, *splits[1:])))
     assert [f.status for f in wrong] == ["broken", "ok", "ok"] and "Ulysses 2" in wrong[0].finding
 
 

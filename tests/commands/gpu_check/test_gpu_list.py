@@ -12,9 +12,9 @@ import pytest
 from parallel_backend.__main__ import main
 from parallel_backend.commands.gpu_check import __main__ as with_ranks
 from parallel_backend.commands.gpu_check import processes
-from parallel_backend.commands.gpu_check.checks import Check, Group
+from parallel_backend.commands.gpu_check.checks import Check
 from parallel_backend.commands.gpu_check.report import CheckResult, GpuReport
-from parallel_backend.commands.gpu_check.run import GROUPS, choose, make_subject, run_checks
+from parallel_backend.commands.gpu_check.run import choose, make_subject, run_checks
 from parallel_backend.errors import RequestError
 from parallel_backend.rank.checks import gpu as as_rank
 from parallel_backend.wire import deadlines
@@ -44,7 +44,6 @@ def _run(subject, groups, **wishes):
 
 def test_the_list_is_the_audits_in_its_order():
     assert [check.name for _, check in choose(())] == list(LIST)
-    assert len({group.title for group in GROUPS}) == len(GROUPS)
 
 
 def test_each_check_is_known_to_the_program_that_runs_it():
@@ -103,7 +102,7 @@ def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_pro
     monkeypatch.setattr(deadlines, "STACK", 3600.0)  # nobody waits so long for a stack that has been written
     limits = [("pid", 120.0), ("pid", 120.0), (name, 1.0 if name == "hang" else 120.0), ("pid", 120.0)]
     checks = tuple(Check(n, examine=lambda ranks: (), limit_s=limit) for n, limit in limits)
-    report = _run(make_subject(CPU), (Group("Ends", checks),))
+    report = _run(make_subject(CPU), {"Ends": checks})
     first, again, ended, after = (result.verdicts[0] for result in report.results)
     assert (first.status, again.status, ended.status, after.status) == ("ok", "ok", "broken", "ok")
     assert words in ended.finding and ended.name == name
@@ -114,20 +113,20 @@ def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_pro
 
 def test_where_one_rank_dies_the_others_are_not_waited_for(no_leaks):
     check = Check("other_rank_dies", ranks=2, limit_s=240.0)
-    (result,) = _run(make_subject(CPU), (Group("Ends", (check,)),)).results
+    (result,) = _run(make_subject(CPU), {"Ends": (check,)}).results
     assert "process 1" in result.verdicts[0].finding and "SIGSEGV" in result.verdicts[0].finding
 
 
 def test_where_one_rank_raises_the_others_are_not_waited_for_to_the_end(no_leaks, monkeypatch):
     monkeypatch.setattr(processes, "_AFTER_AN_ERROR", 1.0)
     check = Check("other_rank_raises", ranks=2, limit_s=240.0)
-    (result,) = _run(make_subject(CPU), (Group("Ends", (check,)),)).results
+    (result,) = _run(make_subject(CPU), {"Ends": (check,)}).results
     waits, raises = result.verdicts
     assert (waits.status, raises.status) == ("skipped", "broken") and "no such device" in raises.finding
 
 
 def test_each_rank_answers_under_its_name(no_leaks):
-    (result,) = _run(make_subject(CPU), (Group("Ends", (Check("pid", ranks=2),)),)).results
+    (result,) = _run(make_subject(CPU), {"Ends": (Check("pid", ranks=2),)}).results
     assert [v.name for v in result.verdicts] == ["pid, process 0", "pid, process 1"]
     assert len({v.finding for v in result.verdicts}) == 2
 
@@ -147,7 +146,7 @@ def test_the_report_is_whole_after_each_check_and_names_nobody(tmp_path, no_leak
 
     checks = tuple(Check(name, examine=lambda ranks: ()) for name in ("pid", "leave", "raises"))
     subject = replace(make_subject(CPU, str(model)), devices=CPU)
-    report = _run(subject, (Group("Ends", checks),), on_report=on_report)
+    report = _run(subject, {"Ends": checks}, on_report=on_report)
     assert seen == [False, False, True]
     markdown, text = (tmp_path / "gpu-check.md").read_text(), (tmp_path / "gpu-check.json").read_text()
     assert json.loads(text)["exit_status"] == report.exit_status == 1
