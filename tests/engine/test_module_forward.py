@@ -165,33 +165,42 @@ def test_guides_of_other_strengths_show(name):
     assert min(run_ranks(moved, 2)[0]) > 10 * EXACT
 
 
-def one_word(args, kwargs):
-    return args, kwargs | {"context": kwargs["context"][:, :1]}
+# By number of ranks: layouts of which some ranks have no token of one of the streams.
+FEW = {
+    3: [ParallelStrategy(ulysses_degree=3), ParallelStrategy(ring_degree=3)],
+    4: [
+        ParallelStrategy(ring_degree=2, ulysses_degree=2, device_shares=(1.0, 3.0, 2.0, 1.0)),
+        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
+        ParallelStrategy(cfg_degree=2, ring_degree=2),
+        ParallelStrategy(ulysses_degree=4),
+        ParallelStrategy(ring_degree=4),
+    ],
+}
 
 
-def test_fewer_tokens_than_ranks():
-    """An empty negative prompt has a few tokens, and the image of a preview may have as few."""
+@pytest.mark.parametrize("ranks", FEW)
+def test_fewer_tokens_than_ranks(ranks):
+    """An empty negative prompt has a few tokens, and the image of a preview may have as few. Ranks without tokens still
+    join the other ranks' communicators."""
     build, inputs = CASES["qwen-image + text mask"]
 
     def two_words(*size):
         args, kwargs = inputs(*size)
         return args, kwargs | {name: kwargs[name][:, :2] for name in ("context", "attention_mask")}
 
-    calls = [
-        (one, tokens)
-        for one in (
-            Reference(tiny_builder("wan"), one_frame, (1, 2, 4)),
-            Reference(build, two_words, ODD),
-            Reference(
-                tiny_builder("flux"),
-                lambda b, h, w: one_word(*tiny_inputs("flux + controlnet")(b, h, w)),
-                ODD,
-            ),
-        )
-        for tokens in (STAY, BLOCK)
+    def one_word(*size):
+        args, kwargs = tiny_inputs("flux + controlnet")(*size)
+        return args, kwargs | {"context": kwargs["context"][:, :1]}
+
+    references = [
+        Reference(tiny_builder("wan"), one_frame, (2, 2, 4)),
+        Reference(build, two_words, ODD),
+        Reference(tiny_builder("flux"), one_word, ODD),
+        Reference(tiny_builder("flux"), one_word, (2, 2, 2)),
     ]
-    assert _worst(ParallelStrategy(ulysses_degree=3), calls) <= EXACT
-    assert _worst(ParallelStrategy(ring_degree=3), calls) <= EXACT
+    calls = [(one, tokens) for one in references for tokens in (STAY, BLOCK)]
+    for found in run_ranks(_differences, ranks, FEW[ranks], calls):
+        assert all(far <= EXACT for far in found)
 
 
 def test_without_the_exchange_the_answer_is_another():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nccl_device
-from comfy_modules import CASES, one_frame
+from comfy_modules import CASES
 from host_and_device import DEVICE, active
 from module_references import Reference
 from nccl_semantics import NCCL_STREAMS
@@ -56,11 +56,6 @@ def shared_out(layouts, model, strategy):
     return model
 
 
-def one_word(b, h, w):
-    args, kwargs = tiny_inputs("flux + controlnet")(b, h, w)
-    return args, kwargs | {"context": kwargs["context"][:, :1]}
-
-
 def differences(world, references, bands):
     """Returns the largest difference by strategy and mode. A step cache skips blocks in each repeated call."""
     queries.MIN_KEYS = FEW_KEYS
@@ -93,36 +88,6 @@ def test_weights_travel_beside_tokens_and_where_a_step_cache_leaves_blocks_out(r
     )
     for found in run_ranks(differences, ranks, references, bands, device=DEVICE):
         assert len(found) == 1 + sum(2 if "head_groups" in one else 4 for one in LAYOUTS[ranks])
-        assert not {name: far for name, far in found.items() if not far <= EXACT}
-
-
-FEW = [
-    *LAYOUTS[4],
-    {"cfg_degree": 2, "ring_degree": 2},
-    {"ulysses_degree": 4},
-    {"ring_degree": 4},
-]
-
-
-def few_tokens(world, references):
-    layouts, found = Layouts(world), {}
-    for degrees in FEW:
-        strategy = ParallelStrategy(**degrees)
-        for number, one in enumerate(references):
-            forward = make_module_forward(one.model, layouts, Placement(strategy))
-            for mode in (STAY, BLOCK):
-                found[f"{degrees} {number} {mode}"] = one.difference(forward, mode)
-    return found
-
-
-def test_tokens_that_most_ranks_of_a_hybrid_have_none_of():
-    """The text has one token, or the image has two: ranks without tokens still join the other ranks' communicators."""
-    references = [
-        Reference(tiny_builder("wan"), one_frame, (2, 2, 4), OPTIONS),
-        Reference(tiny_builder("flux"), one_word, (2, 2, 2), OPTIONS),
-        Reference(tiny_builder("flux"), one_word, ODD, OPTIONS),
-    ]
-    for found in run_ranks(few_tokens, 4, references):
         assert not {name: far for name, far in found.items() if not far <= EXACT}
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from comfy_weight_files import CPU, inputs, spec, write
 from differences import numbers_held, relative_difference
-from nccl_semantics import NCCL_SEMANTICS
 from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Axis, Layouts
@@ -99,32 +98,6 @@ def test_sharded_weights_give_what_whole_ones_give(files, ranks, forms):
             assert sent == (ranks - 1) * held, "each part travels once in a call"
 
 
-STRATEGIES = {
-    2: [{"ulysses_degree": 2}, {"cfg_degree": 2}],
-    3: [{"data_degree": 3}],  # with two rows: one rank has none
-}
-
-
-def call_under(world, path, many):
-    layouts, found = Layouts(world), []
-    for degrees in many:
-        strategy = ParallelStrategy(**degrees, shard_weights=True)
-        sharding = ByteSharding(layouts.get(strategy).shard, CPU, layouts.traffic, offload=False)
-        model = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
-        forward = make_module_forward(model, layouts, Placement(strategy))
-        args, kwargs = inputs(rows=2)
-        with torch.inference_mode():
-            found += [forward(ModuleCall(args, dict(kwargs), rows=2)) for _ in range(2)]
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "gloo"), (3, NCCL_SEMANTICS)])
-def test_a_call_shared_out_over_ranks_finds_its_weights(files, ranks, backend):
-    whole = answer(load(spec(files["fp32"]), CPU))
-    for outputs in run_ranks(call_under, ranks, files["fp32"], STRATEGIES[ranks], backend=backend):
-        assert max(relative_difference(output, whole) for output in outputs) <= TOLERANCE
-
-
 def job_under(world, path, strategy):
     """Returns (answers to a call, to its repetition from a step cache, to another; bytes of each; reused calls)."""
     layouts, cache = Layouts(world), ModuleCache(0.01)
@@ -142,16 +115,17 @@ def job_under(world, path, strategy):
     return found, [after - before for before, after in pairwise(sent)], cache.reused
 
 
-def test_blocks_that_a_step_cache_leaves_out_are_not_gathered(files):
-    """Only the block that is already on its way is gathered."""
+@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"cfg_degree": 2}, {"data_degree": 3}])
+def test_blocks_that_a_step_cache_leaves_out_are_not_gathered(files, degrees):
+    """Only the block that is already on its way is gathered. One of three ranks has none of the two rows."""
     expected, _, reused = run_ranks(job_under, 1, files["fp32"], ParallelStrategy())[0]
     assert reused == 1 and relative_difference(expected[1], expected[2]) > 1e-2
-    for degrees in STRATEGIES[2]:
-        strategy = ParallelStrategy(**degrees, shard_weights=True)
-        for found, (all_blocks, some, again), reused in run_ranks(job_under, 2, files["fp32"], strategy):
-            assert reused == 1
-            assert max(map(relative_difference, found, expected)) <= TOLERANCE
-            assert some < 0.8 * all_blocks and abs(again - all_blocks) < 0.1 * all_blocks
+    strategy = ParallelStrategy(**degrees, shard_weights=True)
+    ranks = run_ranks(job_under, strategy.world_size, files["fp32"], strategy)
+    for found, (all_blocks, some, again), reused in ranks:
+        assert reused == 1
+        assert max(map(relative_difference, found, expected)) <= TOLERANCE
+        assert some < 0.8 * all_blocks and abs(again - all_blocks) < 0.1 * all_blocks
 
 
 def load_all(world, path, dtype):

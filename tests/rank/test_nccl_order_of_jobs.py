@@ -36,7 +36,7 @@ def communicators(world, spec, job, strategy):
     ("family", "strategy"),
     [
         ("flux", ParallelStrategy(ring_degree=2, ulysses_degree=2)),
-        ("flux", ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
+        ("flux", ParallelStrategy(cfg_degree=2, ulysses_degree=2, shard_weights=True)),
         ("wan", ParallelStrategy(pipefusion_degree=3, **FLOW)),
         ("wan", ParallelStrategy(pipefusion_degree=2, cfg_degree=2, **FLOW)),
     ],

@@ -65,18 +65,6 @@ def test_a_start_that_is_cancelled_leaves_no_rank(sidecar, weights):
     assert sidecar.state is State.DOWN and sidecar.pids == ()
 
 
-def test_cancel_from_another_thread_takes_one_step(sidecar, weights):
-    sidecar.load(weights)
-    begun = threading.Event()
-    timer = threading.Thread(target=lambda: (begun.wait(), sidecar.cancel()))
-    timer.start()
-    with pytest.raises(Cancelled):
-        sidecar.sample(
-            weights, scripted_request(SLOW, steps=200), two_ranks(), on_step=lambda *step: begun.set()
-        )
-    timer.join()
-
-
 def test_whatever_a_callback_raises_cancels_the_job_and_leaves_the_group_warm(stays_warm, sidecar, weights):
     def on_step(step, of, denoised):
         if step == 2:

@@ -12,9 +12,7 @@ from comfy_modules import import_comfyui_here
 from differences import relative_difference
 from fault_injection import fault
 from loop_jobs import STEPS, loop_job, tiny_model
-from parallel_backend.errors import Cancelled
 from parallel_backend.requests import SEVERAL_CALLS, Placement
-from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship, stock_latent
 
@@ -79,21 +77,6 @@ def test_noise_and_prompts_change_the_latent_by_far_more_than_the_tolerance(two_
         for other in others:
             found = two_real_ranks.sample(spec, ship(spec, other), Placement(ULYSSES)).latent
             assert relative_difference(found, wanted) > 100 * TOLERANCE
-
-
-def test_a_cancel_leaves_warm_ranks(two_real_ranks, spec):
-    for name in KINDS:
-        told = []
-
-        def on_step(step, steps, preview, told=told):
-            told.append(step)
-            two_real_ranks.cancel()
-
-        with pytest.raises(Cancelled):
-            two_real_ranks.sample(
-                spec, ship(spec, loop_job(name, steps=40)), Placement(ULYSSES), on_step=on_step
-            )
-        assert len(told) < 40 and two_real_ranks.state is State.READY
 
 
 @pytest.mark.parametrize("name", ["dpmpp_2m", "dpmpp_sde"])

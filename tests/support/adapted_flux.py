@@ -11,7 +11,7 @@ from parallel_backend.models.diffusers.load import load
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux
 
-SIZES = dict(heads=4, double_blocks=2, single_blocks=2, context_dim=48, pooled_dim=32)
+SIZES = dict(heads=4, double_blocks=1, single_blocks=2, context_dim=48, pooled_dim=32)
 WIDTH = 4 * 128
 
 

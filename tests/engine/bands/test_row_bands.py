@@ -17,38 +17,24 @@ class Norm(nn.GroupNorm):
     """A subclass of torch's class, like the one in ComfyUI from which its networks' norms inherit."""
 
 
-def on_bands(world, layer, x, shares=(), scale=1):
-    """Returns this rank's rows of layer(x). `scale`: rows of x per latent row."""
+def on_bands(world, layer, x):
+    """Returns this rank's rows of layer(x)."""
     n = world.world_size
     bands = Bands(Traffic())
     axis = Axis(tuple(range(n)), world.rank, world.group)
-    bands.share_out(axis, split_sizes(x.shape[-2] // scale, n, shares), world.device)
+    bands.share_out(axis, split_sizes(x.shape[-2], n), world.device)
     split_rows(nn.Sequential(layer), bands)
-    rows = tuple(scale * count for count in bands.rows)
     with torch.inference_mode():
-        return layer(x[..., slice_of(rows, world.rank), :])
+        return layer(x[..., slice_of(bands.rows, world.rank), :])
 
 
-def together(ranks, layer, x, *args):
-    parts = run_ranks(on_bands, ranks, layer, x, *args)
-    return torch.cat(parts, dim=2)
-
-
-def videos_together(ranks, layer, x):
-    """Returns layer(x) for a video x [B, C, T, rows, W], joined from all bands."""
+def together(ranks, layer, x):
+    """Returns layer(x) for an x [B, C, ..., rows, W], joined from all bands."""
     return torch.cat(run_ranks(on_bands, ranks, layer, x), dim=-2)
 
 
 def drawn(*shape, seed=3):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(("ranks", "rows", "scale"), [(2, 2, 1), (2, 9, 1), (3, 5, 2), (4, 4, 1), (3, 24, 4)])
-def test_a_convolution_sees_its_neighbours_rows(ranks, rows, scale):
-    conv, x = nn.Conv2d(8, 5, 3, padding=1), drawn(2, 8, rows * scale, 6)
-    with torch.inference_mode():
-        expected = conv(x)
-    torch.testing.assert_close(together(ranks, conv, x, (), scale), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["replicate", "reflect"])
@@ -59,7 +45,7 @@ def test_a_convolution_that_repeats_its_border_does_so_at_the_image_alone(mode):
         x = drawn(1, 4, 3, rows, 6)
         with torch.inference_mode():
             expected = conv(x)
-        torch.testing.assert_close(videos_together(4, conv, x), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(together(4, conv, x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is_refused():
@@ -86,19 +72,7 @@ def test_a_group_norm_that_takes_frames_apart_still_does():
     norm, x = NormOfFrames(4, 8), drawn(1, 8, 3, 7, 5) + torch.arange(3).view(1, 1, 3, 1, 1)
     with torch.inference_mode():
         expected = norm(x)
-    torch.testing.assert_close(videos_together(3, norm, x), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_group_norm_has_the_statistics_of_the_whole_image():
-    norm = nn.GroupNorm(32, 64)
-    with torch.no_grad():
-        norm.weight += drawn(64)
-        norm.bias += drawn(64)
-    x = drawn(2, 64, 7, 5) + torch.arange(7).view(1, 1, 7, 1)  # bands of different brightness
-    for shares in ((), (1.0, 3.0, 2.0)):
-        with torch.inference_mode():
-            expected = norm(x)
-        torch.testing.assert_close(together(3, norm, x, shares), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together(3, norm, x), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("elements", [1, 300])

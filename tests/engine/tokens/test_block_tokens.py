@@ -9,7 +9,7 @@ from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
 from parallel_backend.errors import RequestError
-from parallel_backend.models.tokens.regions import ExpandingTimestep, FirstToken, Ranges, Tokens
+from parallel_backend.models.tokens.regions import Tokens
 from ranks import run_ranks
 
 IMAGE, TEXT = torch.arange(22.0).view(1, 11, 2), -torch.arange(1.0, 11).view(1, 5, 2)
@@ -86,14 +86,6 @@ def test_a_joined_stream_of_unknown_streams_is_one():
     assert torch.equal(tokens.cut(IMAGE, Tokens("txt+img")), IMAGE[:, 6:])
 
 
-def test_what_a_block_gave_before_is_not_cut_again():
-    first, *_ = _ranks(3)
-    share = first.cut(IMAGE, Tokens("img"))
-    assert first.cut(share, Tokens("img"), carried=True) is share
-    assert torch.equal(first.cut(IMAGE, Tokens("img"), carried=True), share)
-    assert first.cut(None, Tokens("img")) is None
-
-
 def test_one_value_for_all_tokens_and_one_for_each_frame():
     _, middle, _ = _ranks(3)
     for_all = torch.zeros(1, 1, 2)
@@ -113,75 +105,6 @@ def test_timesteps_that_do_not_divide_tokens_leave_the_last_one_fewer():
     assert [time for share in shares for time in share] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     with pytest.raises(RequestError, match="12 tokens where img has 11"):
         _ranks(3)[0].cut(torch.zeros(1, 12, 1), Tokens("img", grouped=True))
-
-
-def test_what_blocks_before_made_may_be_a_share_already():
-    first = _ranks(3)[0]
-    share = first.cut(IMAGE, Tokens("img"))
-    assert first.cut(share, Tokens("img", passed=True)) is share
-    assert torch.equal(first.cut(IMAGE, Tokens("img", passed=True)), share)
-    with pytest.raises(RequestError):
-        first.cut(share, Tokens("img"))
-
-
-def test_tokens_in_several_dims():
-    grid = torch.arange(24.0).view(1, 2, 3, 4, 1)
-    for index, expected in enumerate((range(12), range(12, 24))):
-        tokens = BlockTokens(Axis((0, 1), index, None), (), Traffic())
-        share = tokens.cut(grid, Tokens("x", 1, 3))
-        assert share.shape == (1, 12, 1, 1, 1)
-        assert share.flatten().tolist() == list(expected)
-        assert tokens.cut(torch.zeros(24, 7), Tokens("x", 0)).shape == (12, 7)
-
-
-def test_only_the_named_item_of_a_tuple_has_tokens():
-    tokens = BlockTokens(Axis((0, 1), 0, None), (), Traffic())
-    video, sound = tokens.cut((IMAGE, TEXT), Tokens("x", item=0))
-    assert (video.shape[1], sound is TEXT) == (6, True)
-
-
-def test_ranges_and_first_tokens_are_renumbered():
-    first, second, third = _ranks(3)  # image tokens 0-3, 4-7, 8-10; text 0-1, 2-3, 4
-    assert second.cut([(2, 6, "a"), (6, None, "b")], Ranges("img")) == [(0, 2, "a"), (2, 4, "b")]
-    assert first.cut([(8, 11, "late")], Ranges("img")) == []
-    assert third.cut([(0, 5, "text"), (5, None, "image")], Ranges("txt+img")) == [
-        (0, 1, "text"),
-        (1, 4, "image"),
-    ]
-    assert [tokens.cut(6, FirstToken("img")) for tokens in (first, second, third)] == [4, 2, 0]
-
-
-class _PerFrame:
-    """A timestep in the form of LTX-2: one value per frame, until it expands."""
-
-    def __init__(self, data, frame):
-        self.data, self.frame = data, frame
-
-    def expand(self):
-        return self.data.repeat_interleave(self.frame, dim=1)
-
-
-def test_a_timestep_that_expands_is_expanded_and_cut():
-    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
-    tokens.cut(torch.zeros(1, 6, 2), Tokens("x"))
-    cut = tokens.cut(_PerFrame(torch.tensor([[[1.0], [2.0]]]), 3), ExpandingTimestep("x"))
-    assert (cut.data.flatten().tolist(), cut.frame) == ([2.0, 2.0, 2.0], None)
-
-
-def test_a_rank_without_a_token_holds_a_stand_in_that_counts_nowhere():
-    ranks = _ranks(3)
-    for tokens in ranks:
-        tokens.counts["txt"] = 1
-    one_word = TEXT[:, :1]
-    assert [tokens.held("txt") for tokens in ranks] == [1, 1, 1]
-    assert ranks[0].lengths("txt") == (1, 0, 0)
-    last = ranks[2]
-    held = torch.cat([last.cut(one_word.clone(), Tokens("txt")), last.cut(IMAGE, Tokens("img"))], 1)
-    own = last.local(held, "txt+img", 1)
-    assert torch.equal(own, IMAGE[:, 8:])
-    again = last.with_stand_ins(own, "txt+img", 1)
-    assert torch.equal(again, torch.cat([torch.zeros(1, 1, 2), own], 1))
-    assert ranks[0].local(held, "img", 1) is held
 
 
 def test_other_tokens_than_the_table_says_are_refused():

@@ -8,11 +8,13 @@ from importlib import import_module
 import pytest
 import torch
 
+import gguf_files
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
 from differences import relative_difference
 from mapped_files import mapped_ranges
 from parallel_backend.engine.comm.groups import Layouts
+from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.base import ModelPart
@@ -23,7 +25,8 @@ from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
-FORMS = ["fp8", *FORMATS, OLD]
+FORMS, PACKED = ["fp8", *FORMATS, OLD], ["Q4_K", "Q8_0"]
+STAGED = ParallelStrategy(pipefusion_degree=2)
 TOLERANCE = 1e-5
 # Formats that round a token's activations to 8 or 4 bits: (module, function) of comfy_kitchen that does it.
 ROUNDED = {
@@ -37,16 +40,17 @@ WEIGHT = "double_blocks.0.img_mlp.0.weight"
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("formats")
-    return {
-        form: str(write(folder / f"{number}.safetensors", form, blocks=1))
-        for number, form in enumerate(FORMS)
+    found = {
+        form: write(folder / f"{number}.safetensors", form, blocks=1) for number, form in enumerate(FORMS)
     }
+    found |= {kind: gguf_files.write(folder / f"{kind}.gguf", kind) for kind in PACKED}
+    return {form: str(path) for form, path in found.items()}
 
 
 @pytest.fixture(scope="module")
 def split(files):
     """Answers of each of two ranks, by format, in four ways: tokens gathered by each block, rows split, rows split with
-    sharded weights, and tokens sent before they are projected."""
+    sharded weights, and tokens sent before they are projected. Files of two blocks also have them in two stages."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in set(ROUNDED.values()):
             module = import_module(f"comfy_kitchen.backends.eager.{module}")
@@ -88,11 +92,14 @@ def split_answers(world, paths):
         forward = make_module_forward(model, layouts, Placement(whole))
         of_shares = make_module_forward(sharded, layouts, Placement(shared))
         sending = make_module_forward(model, layouts, Placement(whole.replace(sends_tokens=True)))
+        ways = [(forward, BLOCK), (forward, ROWS), (of_shares, ROWS), (sending, STAY)]
+        if form in PACKED:
+            model = load_under(spec(path), layouts, STAGED)
+            ways.append((make_module_forward(model, layouts, Placement(STAGED)), STAY))
         args, kwargs = inputs()
         with torch.inference_mode():
             results[form] = [
-                run(ModuleCall(args, dict(kwargs), rows=2, tokens=tokens))
-                for run, tokens in ((forward, BLOCK), (forward, ROWS), (of_shares, ROWS), (sending, STAY))
+                run(ModuleCall(args, dict(kwargs), rows=2, tokens=tokens)) for run, tokens in ways
             ]
     return results
 
@@ -117,16 +124,14 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
 
 
 @pytest.mark.xdist_group("split_formats")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS + PACKED)
 def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
     one = answer(load(spec(files[form]), CPU).module)
     other = answer(load(spec(files["float8_e5m2" if form != "float8_e5m2" else "int8"]), CPU).module)
     assert relative_difference(other, one) > 100 * TOLERANCE, "another format's rounding shows"
     for results in split:
-        tokens, rows, shares, sent = results[form]
-        assert relative_difference(tokens, one) <= TOLERANCE
-        assert relative_difference(sent, one) <= TOLERANCE
-        assert relative_difference(rows, one) <= TOLERANCE
+        tokens, rows, shares, *others = results[form]
+        assert max(relative_difference(found, one) for found in (tokens, rows, *others)) <= TOLERANCE
         assert shares.equal(rows)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from adapted_flux import CALLS, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
+from parallel_backend.models.diffusers.packing import image_ids
 
 EXACT = 1e-5  # relative to the largest value
 
@@ -36,3 +37,9 @@ def test_every_argument_matters(models, changed):
     else:
         kwargs[changed] = 2 * kwargs[changed]
     assert (models[0](*args, **kwargs) - expected).abs().max() > 100 * EXACT * expected.abs().max()
+
+
+def test_positions_of_a_large_image_are_exact():
+    # bf16 would round everything above 256.
+    assert image_ids(2, 1026)[-1].tolist() == [0.0, 0.0, 512.0]
+    assert len(set(image_ids(1026, 2)[:, 1].tolist())) == 513

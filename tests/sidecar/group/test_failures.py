@@ -15,27 +15,6 @@ from parallel_backend.wire import deadlines
 from scripted import FLOOD, RAISE, RAISE_ALL, SLOW, call_model, is_running, scripted_request, two_ranks
 
 
-def test_a_rank_killed_in_a_request_is_named_at_once_and_the_next_request_works(
-    sidecar, weights, monkeypatch
-):
-    sidecar.load(weights)
-    steps = []
-
-    def on_step(step, of, denoised):
-        steps.append(step)
-        if step == 2:
-            os.kill(sidecar.pids[0], signal.SIGKILL)
-
-    monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # so no timeout is noticed
-    with pytest.raises(RankFailed, match="process 0 failed: killed by SIGKILL") as caught:
-        sidecar.sample(weights, scripted_request(SLOW, steps=100), two_ranks(), on_step=on_step)
-    assert max(steps) < 100
-    assert caught.value.rank == 0
-    assert sidecar.state is State.FAILED
-    sidecar.sample(weights, scripted_request(), two_ranks())
-    assert sidecar.state is State.READY
-
-
 def test_a_first_step_has_time_by_the_size_of_what_it_computes(sidecar, weights, monkeypatch):
     sidecar.load(weights)
     asked = []
