@@ -5,7 +5,6 @@ import { app } from "../../scripts/app.js";
 import { offerEncoders } from "./lib/offer.js";
 import { canMakeParallel, canTakeOut, givesStockModel, makeParallel, takeOut } from "./lib/parallel_graph.js";
 import { canSwapIn, canSwapOut, swapIn, swapOut } from "./lib/swap_nodes.js";
-import { translate } from "./lib/said.js";
 import { tell } from "./lib/tell.js";
 import { say } from "./lib/words.js";
 
@@ -24,11 +23,10 @@ async function make() {
   if (!count) return tell("info", say("nothing_to_make"));
   const where = inside.length ? say("inside", { names: inside.join(", ") }) : "";
   const detail = say(count === 1 ? "made_one_parallel" : "made_parallel", { count, where });
-  const message = { severity: "success", summary: translate("Parallel Sampling"), detail };
-  app.extensionManager.toast.add(message);
+  const remove = tell("success", detail, { life: null });
   const look = () => {
     if (areThere()) return;
-    app.extensionManager.toast.remove(message);
+    remove();
     api.removeEventListener("graphChanged", look);
   };
   api.addEventListener("graphChanged", look);

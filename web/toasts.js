@@ -3,23 +3,21 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { addStyle } from "./lib/dom.js";
 import { translate } from "./lib/said.js";
+import { tell } from "./lib/tell.js";
 
 // Moves the toast beside ComfyUI's error card: both appear in the same corner, and the card is as wide as `right`.
 const STYLE = `body:has([data-testid="error-overlay"]) .parallel-toast { position: relative; right: 496px; }`;
 
-const shown = new Map(); // what it is about -> the toast; what came before about the same is over
+const shown = new Map(); // what a toast is about -> takes it away; what came before about the same is over
 
 app.registerExtension({
   name: "parallel_sampling.toasts",
   setup() {
     addStyle(STYLE);
     api.addEventListener("parallel_sampling.toast", ({ detail: { severity, summary, detail, life, about } }) => {
-      const { toast } = app.extensionManager;
-      if (shown.has(about)) toast.remove(shown.get(about));
-      const words = { summary: translate(summary), detail: translate(detail) };
-      const message = { severity, ...words, styleClass: "parallel-toast", ...(life === null ? {} : { life }) };
-      toast.add(message);
-      if (about) shown.set(about, message);
+      shown.get(about)?.();
+      const remove = tell(severity, translate(detail), { summary: translate(summary), life, styleClass: "parallel-toast" });
+      if (about) shown.set(about, remove);
     });
   },
 });

@@ -34,7 +34,7 @@ _CLEAR = """async () => {
   const { sidebarTab, toast, workflow } = app.extensionManager;
   for (const dialog of document.querySelectorAll('dialog[open]')) dialog.close();
   if (sidebarTab.activeSidebarTabId) sidebarTab.toggleSidebarTab(sidebarTab.activeSidebarTabId);
-  toast.removeAll();
+  (toast.dismissAll ?? toast.removeAll)();
   await app.loadGraphData({ nodes: [], links: [], version: 0.4, id: crypto.randomUUID() }, true, true, 'empty');
   const others = workflow.openWorkflows.filter(one => !workflow.isActive(one));
   for (const other of others) await workflow.closeWorkflow(other);

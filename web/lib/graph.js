@@ -19,9 +19,9 @@ export function nodeOf(id) {
 
 const isReroute = (node) => node?.type === "Reroute" || (node?.isVirtualNode && node.inputs?.length === 1);
 
-// Returns the node at the other end of an input's link, past reroutes.
+// Returns the node at the other end of an input's link, past reroutes; null for a node that is not in a graph yet.
 export function originOf(node, inputName) {
-  const slot = node?.inputs?.findIndex((input) => input.name === inputName) ?? -1;
+  const slot = (node?.graph && node.inputs?.findIndex((input) => input.name === inputName)) ?? -1;
   let at = slot < 0 ? null : node.getInputNode(slot);
   for (let steps = 0; isReroute(at) && steps < 100; steps++) at = at.getInputNode(0);
   return at;
