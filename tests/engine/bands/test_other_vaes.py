@@ -6,7 +6,7 @@ import torch
 from banded_vaes import TOLERANCE, difference, without_rows
 from other_vaes import BANDED, build, decoded
 from parallel_backend.engine.bands import row_bands as bands_module
-from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows import vae_adjustments
 from parallel_backend.models.comfyui.rows.banded import STEPS, RowAttention
@@ -48,14 +48,14 @@ def decode(world, jobs):
     layouts, results = Layouts(world), {}
     for name, (sizes, broken) in jobs.items():
         case, found = BANDED[name], results.setdefault(name, [])
-        decoder = BandedDecoder(
+        decoder = BandedNetwork(
             ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), layouts
         )
         for what in broken:
             with pytest.MonkeyPatch.context() as patch:
                 if name == "ltx":  # small chunks; with noise, each chunk would draw new noise
                     patch.setattr(vae_adjustments, "_CHUNK_BYTES", 4_000)
-                _break(what, decoder.vae.decoder, patch)
+                _break(what, decoder.vae.network, patch)
                 for size, shares in sizes:
                     steps = []
                     frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
@@ -113,10 +113,10 @@ def chunks(world, shares):
     """Returns (how often LTX's last layer ran on this rank, the frames)."""
     vae_adjustments._CHUNK_BYTES = 6_000
     case, calls = BANDED["ltx"], []
-    decoder = BandedDecoder(
+    decoder = BandedNetwork(
         ComfyUIVae(build(case), case.channels, case.dims, torch.float32, CPU), Layouts(world)
     )
-    decoder.vae.decoder.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
+    decoder.vae.network.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
     frames = decoder(latent_of("ltx", 7, 4, 2), shares)
     return len(calls), torch.empty(0) if frames is None else frames
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
-from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 def decoder(name, layouts, dtype=torch.float32):
     case = CASES[name]
     vae = ComfyUIVae(build(name), case.channels, case.dims, dtype, torch.device("cpu"))
-    return BandedDecoder(vae, layouts)
+    return BandedNetwork(vae, layouts)
 
 
 def whole(name, latent):
