@@ -280,11 +280,11 @@ class Sidecar(ModuleRequests):
 
     def holds_module(self, number: int) -> bool:
         """Returns True if the ranks hold the text encoder or VAE with this number."""
-        return self._holdings.held.modules.get(number) is not None
+        return number in self._holdings.held.modules
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
         """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
-        return self._holdings.held.modules.bytes_on(device, number)
+        return self._holdings.held.module_bytes(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Returns the bytes of `device` memory that a model occupies now."""
