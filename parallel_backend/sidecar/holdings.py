@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
-from ..errors import CheckpointError, OutOfMemory, RequestError
+from ..errors import OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
@@ -28,7 +28,6 @@ from .model_room import (
     ModelKey,
     Room,
     absolute,
-    bytes_left,
     choose_to_drop,
     free_room,
     new_number,
@@ -89,13 +88,7 @@ class RankInventory:
         """Raises CheckpointError, after a crash, if a file that the ranks map was truncated. A process that reads past
         its end is killed: no device is at fault, and a restart would crash again."""
         for held in self.models:
-            size = held.identity.size
-            left = bytes_left(held.key.spec.path, held.identity)
-            if left is not None and left < size:
-                raise CheckpointError(
-                    f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
-                    f"Download the file again, or choose another one; the devices start again with the next prompt."
-                )
+            held.check_file()
 
     def load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
         """Makes the ranks load what `message` names, of `size` bytes; returns the record of each rank."""

@@ -103,6 +103,15 @@ class CountedModel:
         """Returns the bytes that it occupies on the rank's accelerator now."""
         return 0 if rank in self.offloaded_ranks else self.takes.devices[rank]
 
+    def check_file(self) -> None:
+        """Raises CheckpointError if its file is shorter than it was."""
+        size, left = self.identity.size, bytes_left(self.key.spec.path, self.identity)
+        if left is not None and left < size:
+            raise CheckpointError(
+                f"{self.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
+                f"Download the file again, or choose another one; the devices start again with the next prompt."
+            )
+
 
 @dataclass(frozen=True)
 class CountedModule:
