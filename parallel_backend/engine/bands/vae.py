@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -130,14 +130,14 @@ def _rounding(dtype: torch.dtype, device: torch.device) -> float:
     return _CHECK_LIMIT_TF32 if is_coarse else _CHECK_LIMIT
 
 
+@dataclass
 class _Steps:
-    """A counter that calls `on_step` after every `layers` layers; `end` makes up the calls that are left of `steps`."""
+    """A counter that calls `_on_step` after every `_layers` layers; `end` makes up the calls that are left."""
 
-    def __init__(self, steps: int, layers: int, on_step: Callable[[], None]) -> None:
-        self._left = steps
-        self._layers = layers
-        self._counted = 0
-        self._on_step = on_step
+    _left: int
+    _layers: int
+    _on_step: Callable[[], None]
+    _counted: int = 0
 
     def count(self) -> None:
         self._counted += 1
