@@ -57,7 +57,7 @@ class Sidecar(ModuleRequests):
         exclusive: bool = False,
     ) -> None:
         self._ranks = RankGroupRunner(
-            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=self._forget
+            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=lambda: self._holdings.forget()
         )
         self.devices = self._ranks.devices
         self._resumes = resumes
@@ -65,9 +65,6 @@ class Sidecar(ModuleRequests):
         self._requests = ModelRequests(self._holdings, self.devices)
         # Held during a request that ships objects: what the ranks have of them is recorded when it has ended.
         self.jobs = threading.RLock()
-
-    def _forget(self) -> None:
-        self._holdings.forget()
 
     @property
     def state(self) -> State:
