@@ -117,10 +117,7 @@ class ParallelStrategy:
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for name in DEGREES:
-            size *= getattr(self, name)
-        return size
+        return math.prod(getattr(self, name) for name in DEGREES)
 
     @property
     def row_degree(self) -> int:

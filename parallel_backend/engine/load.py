@@ -22,12 +22,10 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
         return load_model(spec, device, peers=peers)
     layout = layouts.get(strategy)
     strategy.check(inspect_model(spec.path, spec.family).shape, layouts.world.world_size)
-    slices = slices_of(layout.tensor, layouts)
-    if not _is_worth_sharding(layout):
-        part = ModelPart(layout.pipe.index, layout.stage_shares, slices)
-        return load_model(spec, device, part, peers)
-    shared = ByteSharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
-    part = ModelPart(layout.pipe.index, layout.stage_shares, slices, byte_sharding=shared)
+    shared = None
+    if _is_worth_sharding(layout):
+        shared = ByteSharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
+    part = ModelPart(layout.pipe.index, layout.stage_shares, slices_of(layout.tensor, layouts), shared)
     return load_model(spec, device, part, peers)
 
 

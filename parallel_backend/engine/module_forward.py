@@ -17,7 +17,7 @@ from ..models.base import ModuleModel
 from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
 from ..options import APPROXIMATE_KERNELS, AUTO, SAME
-from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES, ModuleCall, Placement
+from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
 from . import notes
 from .attention import queries
 from .attention.heads import HeadAttention
@@ -25,7 +25,7 @@ from .attention.kernel_choice import kernel_for
 from .attention.kernels import ChosenKernel
 from .attention.projections import OtherProjections
 from .attention.sequence import SequenceAttention
-from .attention.xfuser import XfuserEngine, why_not_xfuser
+from .attention.xfuser import UspAttention, XfuserEngine, why_not_xfuser
 from .bands.unet import UNetBands
 from .batch_rows import split_rows, take_rows
 from .blocks.block_calls import BlockCalls, run_unmodified
@@ -79,7 +79,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
             forward.noted.add_lasting(notes.RING.format(kernel=kernel.name, own=model.attention))
     if options.compiles:
         compiler, faults = start_compiler(model.device.type)
-        forward.noted.add_lasting(*(faults or _uncompiled(forward, model)))
+        forward.noted.add_lasting(*(faults or _uncompiled(forward)))
         forward.compiler = compiler if forward.known_blocks else None
     if in_stages:
         forward.lay_out_stages()
@@ -98,12 +98,12 @@ def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
         forward.xfuser = XfuserEngine(layout, model.compute_dtype, layouts.traffic, forward.noted.add)
 
 
-def _uncompiled(forward: ModuleForward, model: ModuleModel) -> list[str]:
+def _uncompiled(forward: ModuleForward) -> list[str]:
     """Returns notes, worded for users, on blocks of a module that cannot be compiled."""
-    name = type(model.module).__name__
+    name = type(forward.model.module).__name__
     if not forward.known_blocks:
         return [f"blocks ran uncompiled: which parts of {name} are its blocks is not described"]
-    kinds = [kind for region in model.regions for kind in region.lists.values()]
+    kinds = [kind for region in forward.model.regions for kind in region.lists.values()]
     if forward.layout.sequence.size > 1 and any(kind.whole for kind in kinds):
         return [
             f"some blocks of {name} run uncompiled where tokens are shared out: processes meet inside of them "
@@ -243,8 +243,6 @@ class ModuleForward:
             self.model.byte_sharding.rest()
 
     def _answer(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
-        if call.tokens not in TOKEN_MODES:
-            raise RequestError(f"tokens {call.tokens!r} is unknown; choose one of {', '.join(TOKEN_MODES)}.")
         if call.eager and not call.by_heads and self.layout.tensor.size > 1:
             raise RequestError(_WITHIN)
         if call.rows < 1:
@@ -269,7 +267,7 @@ class ModuleForward:
             )
         run = run_unmodified if self.compiler is None else self.compiler.run_compiled
         uneven = partial(SequenceAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
-        attention = uneven if self.xfuser is None else self.xfuser.attention
+        attention = uneven if self.xfuser is None else partial(UspAttention, self.xfuser)
         return BlockCalls(self.model, layout, self.traffic, run, attention)
 
     def _by_rows(

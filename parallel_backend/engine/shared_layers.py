@@ -24,12 +24,8 @@ _FORM_BYTES = 16 * 1024  # for the description of a layer's output, which is a f
 _LEAST = 2  # a list of layers has at least this many
 
 
-def find_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns the layers to share out, in order: the modules of each outermost ModuleList of one class."""
-    return list(_layers_in(module))
-
-
-def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
+def find_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the layers to share out, in order: the modules of each outermost ModuleList of one class."""
     for child in module.children():
         if (
             isinstance(child, nn.ModuleList)
@@ -38,7 +34,7 @@ def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
         ):
             yield from child
         else:
-            yield from _layers_in(child)
+            yield from find_layers(child)
 
 
 def assign_owners(layers: list[nn.Module], ranks: int) -> list[int]:
@@ -54,7 +50,7 @@ def assign_owners(layers: list[nn.Module], ranks: int) -> list[int]:
 def share_layers(module: nn.Module, layouts: Layouts, meet: Meet) -> None:
     """Drops the weights of other ranks' layers of `module`; each layer's calls are then computed by the rank that has
     its weights. `meet(error)`: called by all ranks after each layer; raises on all of them if one has an error."""
-    layers = find_layers(module)
+    layers = list(find_layers(module))
     for layer, owner in zip(layers, assign_owners(layers, layouts.world.world_size), strict=True):
         if owner != layouts.world.rank:
             _drop_weights(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -54,19 +55,19 @@ class PatchHistory(History):
         return self._noise.draw(self._drawn - 1)[:, self._patch]
 
 
+@dataclass(eq=False)
 class _Patch:
     """One patch between two model calls. `wish`: (x, sigma) to denoise next, None after the last step."""
 
-    def __init__(
-        self, step: Callable[..., Step], x: Tensor, sigmas: Sigmas, first: int, history: PatchHistory
-    ) -> None:
-        self._step = step
-        self._sigmas = sigmas
-        self._history = history
-        self.steps_done = first
-        self.x = x
-        self.denoised = x
-        self.wish: tuple[Tensor, Tensor] | None = None
+    _step: Callable[..., Step]
+    x: Tensor
+    _sigmas: Sigmas
+    steps_done: int
+    _history: PatchHistory
+    wish: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.denoised = self.x
         self._begin()
 
     def _begin(self) -> None:

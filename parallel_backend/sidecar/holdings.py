@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cluster.model_files import content_of
-from ..devices import machine_of
-from ..errors import CheckpointError, OutOfMemory, RequestError
+from ..devices import is_cpu, machine_of
+from ..errors import OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
@@ -25,28 +25,28 @@ from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,
     CountedModule,
-    CountedModules,
     ModelKey,
-    ModelRooms,
     Room,
     absolute,
-    bytes_left,
+    choose_to_drop,
     free_room,
     new_number,
+    predict_room,
     slowest,
 )
 
 
 class RankInventory:
     """The record of what a group's ranks hold, which their answers update. `models`: least recently used first;
-    `modules`: text encoders and VAEs; `is_synced`: False after a failed load: the ranks may have dropped models, so ask
-    them first."""
+    `modules`: text encoders and VAEs by number, the oldest first; `is_synced`: False after a failed load: the ranks may
+    have dropped models, so ask them first."""
 
     models: list[CountedModel]
     is_synced: bool
 
     def __init__(self, devices: tuple[str, ...]) -> None:
-        self.devices, self.modules = devices, CountedModules(devices)
+        self.devices = devices
+        self.modules: dict[int, CountedModule] = {}
         self.forget_models()
 
     def forget_models(self) -> None:
@@ -58,7 +58,7 @@ class RankInventory:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of all that the ranks hold, in the order in which they drop it if memory runs out."""
-        return (*self.modules.numbers, *(model.number for model in self.models))
+        return (*self.modules, *(model.number for model in self.models))
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Returns the bytes of `device` memory that the model occupies."""
@@ -66,6 +66,18 @@ class RankInventory:
             return 0
         rank = self.devices.index(device)
         return sum(model.bytes_on(rank) for model in self.models if model.key.spec == absolute(spec))
+
+    def module_bytes(self, device: str, number: int | None = None) -> int:
+        """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
+        if is_cpu(self.devices) or device not in self.devices:
+            return 0
+        rank = self.devices.index(device)
+        counted = [held for one, held in self.modules.items() if number in (None, one)]
+        return sum(held.infos[rank].device_bytes for held in counted)
+
+    @property
+    def has_modules_on_devices(self) -> bool:
+        return any(map(self.module_bytes, self.devices))
 
     def notes_on_gone(self, models: list[CountedModel]) -> list[str]:
         """Returns a note for each of `models` that the ranks have dropped since."""
@@ -76,13 +88,7 @@ class RankInventory:
         """Raises CheckpointError, after a crash, if a file that the ranks map was truncated. A process that reads past
         its end is killed: no device is at fault, and a restart would crash again."""
         for held in self.models:
-            size = held.identity.size
-            left = bytes_left(held.key.spec.path, held.identity)
-            if left is not None and left < size:
-                raise CheckpointError(
-                    f"{held.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
-                    f"Download the file again, or choose another one; the devices start again with the next prompt."
-                )
+            held.check_file()
 
     def load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
         """Makes the ranks load what `message` names, of `size` bytes; returns the record of each rank."""
@@ -101,7 +107,7 @@ class RankInventory:
         """Makes the ranks drop all but these models and `modules` (None: all); returns what each rank then holds."""
         self.is_synced = False
         exchange = lease.exchange(AGREED_ERRORS)
-        module_numbers = self.modules.numbers if modules is None else tuple(modules)
+        module_numbers = tuple(self.modules if modules is None else modules)
         exchange.send(KeepModels((*module_numbers, *(model.number for model in models))))
         return self._take(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
 
@@ -123,7 +129,7 @@ class RankInventory:
         if len({rank.models for rank in ranks}) > 1:
             raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
         self.models = [model for model in self.models if model.number in ranks[0].models]
-        self.modules.keep(ranks[0].models)
+        self.modules = {number: one for number, one in self.modules.items() if number in ranks[0].models}
         self.is_synced = True
         return ranks
 
@@ -137,7 +143,8 @@ class RankHoldings:
 
     def __init__(self, ranks: RankGroupRunner) -> None:
         self._ranks, self.held = ranks, RankInventory(ranks.devices)
-        self._rooms = ModelRooms(ranks.devices)
+        self._took: dict[ModelKey, Room] = {}  # by each model when it was loaded before
+        self._one_at_a_time = False  # True once memory ran out in a request beside other held models
         self._pending_notes: list[str] = []  # dropped models, reported with the next request
         self.forget()
 
@@ -164,7 +171,7 @@ class RankHoldings:
 
     def _forget_modules(self) -> None:
         self.start = object()
-        self.held.modules.keep(())
+        self.held.modules = {}
 
     # Preparing a request.
 
@@ -215,11 +222,11 @@ class RankHoldings:
         free = self.free_room(lease)
         if (held := self.held.find(key)) is not None:
             return replace(held.info, seconds=0.0, cached=True, notes=())
-        for model, reason in self._rooms.conflicts(self.held.models, key, free):
+        for model, reason in self._conflicts(key, free):
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {model.key.name} would have to go ({reason})."
             )
-        if lacking := free.lacks(self._rooms.needed(key)):
+        if lacking := free.lacks(self._needed(key)):
             most = max(*lacking.devices, lacking.host)
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {most / 2**30:.1f} GiB of memory are missing for it."
@@ -231,15 +238,25 @@ class RankHoldings:
                 f"{key.name} was not loaded ahead of its prompt: memory ended on the way. What was loaded stays."
             ) from None
 
+    def _needed(self, key: ModelKey) -> Room:
+        """Returns the memory that the model took before, or a prediction."""
+        return self._took.get(key) or predict_room(key, self._ranks.devices)
+
+    def _conflicts(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
+        """Returns the held models to drop for `key`, each with the reason. `free`: the room now."""
+        if self._one_at_a_time:
+            return [(model, "models are held one at a time now") for model in self.held.models]
+        return choose_to_drop(self.held.models, key, self._needed(key), free)
+
     def _load(self, key: ModelKey, lease: Lease) -> LoadInfo:
         """Loads one more model. If there is no room for all, drops text encoders and VAEs, then other models."""
         check_same(key.spec.path, key.identity)
         dropped: list[tuple[CountedModel, str]] = []
-        if self.held.models or self.held.modules:
+        if self.held.models or self.held.has_modules_on_devices:
             free = self.free_room(lease)
-            if self.held.modules and free.lacks(self._rooms.needed(key)):
+            if self.held.has_modules_on_devices and free.lacks(self._needed(key)):
                 free = self.drop_modules(lease)
-            dropped = self._rooms.conflicts(self.held.models, key, free)
+            dropped = self._conflicts(key, free)
         return self._load_alongside(key, dropped, lease)
 
     def _load_alongside(
@@ -265,7 +282,7 @@ class RankHoldings:
                 self.held.forget_models()  # others were dropped for it, and that did not help
             raise
         takes = Room(tuple(info.device_bytes for info in infos), sum(info.host_bytes for info in infos))
-        self._rooms.took[key] = takes
+        self._took[key] = takes
         for model in before:
             if model not in self.held.models:
                 self._pending_notes.append(
@@ -286,7 +303,7 @@ class RankHoldings:
         """Loads the text encoder or VAE in the payload `tensors` on the ranks. `size`: bytes of its weights."""
         before = list(self.held.models)
         found = CountedModule(message.rank, tuple(self.held.load(message, tensors, size, exchange)))
-        self.held.modules.add(message.model, found)
+        self.held.modules = {**self.held.modules, message.model: found}  # other threads read it
         self._pending_notes += self.held.notes_on_gone(before)
         return found
 
@@ -336,7 +353,7 @@ class RankHoldings:
 
     def keep_modules(self, numbers: Sequence[int], lease: Lease) -> None:
         """Makes the ranks drop text encoders and VAEs with other numbers, which are no longer in use."""
-        known = self.held.modules.numbers
+        known = tuple(self.held.modules)
         in_use = [number for number in known if number in numbers]
         if len(in_use) < len(known) or (known and not self.held.is_synced):
             self.held.keep(self.held.models, lease, modules=in_use)
@@ -349,9 +366,9 @@ class RankHoldings:
         """Returns True if a request for `spec`, in which memory ran out, may be tried again without what else was held.
         From then on models are held one at a time."""
         conflicting = [model for model in self.held.models if model.key.spec != absolute(spec)]
-        if self._rooms.one_at_a_time or not (conflicting or self.held.modules):
+        if self._one_at_a_time or not (conflicting or self.held.has_modules_on_devices):
             return False
-        self._rooms.one_at_a_time = True
+        self._one_at_a_time = True
         self._pending_notes += [
             f"dropped {model.key.name}: memory ended in a request beside it, so models are held one at a time now"
             for model in conflicting
@@ -360,7 +377,7 @@ class RankHoldings:
 
     def undo_drop(self) -> None:
         """Reverts the decision of `drop_conflicting`."""
-        self._rooms.one_at_a_time = False
+        self._one_at_a_time = False
 
     def _take_pending_notes(self) -> tuple[str, ...]:
         notes, self._pending_notes = tuple(self._pending_notes), []

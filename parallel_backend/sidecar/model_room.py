@@ -103,6 +103,15 @@ class CountedModel:
         """Returns the bytes that it occupies on the rank's accelerator now."""
         return 0 if rank in self.offloaded_ranks else self.takes.devices[rank]
 
+    def check_file(self) -> None:
+        """Raises CheckpointError if its file is shorter than it was."""
+        size, left = self.identity.size, bytes_left(self.key.spec.path, self.identity)
+        if left is not None and left < size:
+            raise CheckpointError(
+                f"{self.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
+                f"Download the file again, or choose another one; the devices start again with the next prompt."
+            )
+
 
 @dataclass(frozen=True)
 class CountedModule:
@@ -111,42 +120,6 @@ class CountedModule:
 
     rank: int
     infos: tuple[LoadInfo, ...]
-
-
-class CountedModules:
-    """The text encoders and VAEs that ranks hold beside their models, by number."""
-
-    def __init__(self, devices: tuple[str, ...]) -> None:
-        self._devices = devices
-        self._held: dict[int, CountedModule] = {}
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all of them, the oldest first."""
-        return tuple(self._held)
-
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Removes all others from the record."""
-        self._held = {number: one for number, one in self._held.items() if number in numbers}
-
-    def get(self, number: int) -> CountedModule | None:
-        """Returns what is held under this number, None if nothing is."""
-        return self._held.get(number)
-
-    def add(self, number: int, held: CountedModule) -> None:
-        """Adds one to the record."""
-        self._held[number] = held
-
-    def bytes_on(self, device: str, number: int | None = None) -> int:
-        """Returns the bytes that they occupy on an accelerator. `number`: counts this one alone."""
-        if is_cpu(self._devices) or device not in self._devices:
-            return 0
-        rank = self._devices.index(device)
-        return sum(held.infos[rank].device_bytes for one, held in self._held.items() if number in (None, one))
-
-    def __bool__(self) -> bool:
-        """True if any lies on an accelerator."""
-        return any(map(self.bytes_on, self._devices))
 
 
 def bytes_left(path: str, pinned: FileIdentity) -> int | None:
@@ -158,15 +131,20 @@ def bytes_left(path: str, pinned: FileIdentity) -> int | None:
     return found.size if found.is_place_of(pinned) else None
 
 
-def predict_room(key: ModelKey, file_bytes: int, world_size: int, on_cpu: bool) -> Room:
+def predict_room(key: ModelKey, devices: Sequence[str]) -> Room:
     """Predicts the room that a model will take: the ranks' shares of the file. Other contents of a checkpoint, and
     casts to another dtype, are known only after a first load."""
-    weights, nothing = key.weights, (0,) * world_size
+    weights, nothing, file_bytes, on_cpu = (
+        key.weights,
+        (0,) * len(devices),
+        key.identity.size,
+        is_cpu(devices),
+    )
     if weights.offload_weights or (on_cpu and weights.shards):
         return Room(nothing, file_bytes)
     if on_cpu:
         return Room(nothing)
-    return Room((share_of_file(weights, file_bytes),) * world_size)
+    return Room((share_of_file(weights, file_bytes),) * len(devices))
 
 
 def share_of_file(strategy: ParallelStrategy, file_bytes: int) -> int:
@@ -210,29 +188,6 @@ def choose_to_drop(
             found.append((model, LACK_OF_MEMORY))
             free += model.takes
     return found
-
-
-class ModelRooms:
-    """Decides which held models go for another one. `took`: the memory that each model took when it was loaded before;
-    `one_at_a_time`: True once memory ran out in a request beside other held models."""
-
-    def __init__(self, devices: tuple[str, ...]) -> None:
-        self._devices = devices
-        self.took: dict[ModelKey, Room] = {}
-        self.one_at_a_time = False
-
-    def needed(self, key: ModelKey) -> Room:
-        """Returns the memory that the model took before, or a prediction."""
-        devices = self._devices
-        return self.took.get(key) or predict_room(key, key.identity.size, len(devices), is_cpu(devices))
-
-    def conflicts(
-        self, held: Sequence[CountedModel], key: ModelKey, free: Room
-    ) -> list[tuple[CountedModel, str]]:
-        """Returns the models of `held` to drop for `key`, each with the reason. `free`: the room now."""
-        if self.one_at_a_time:
-            return [(model, "models are held one at a time now") for model in held]
-        return choose_to_drop(held, key, self.needed(key), free)
 
 
 def slowest(infos: Sequence[LoadInfo]) -> LoadInfo:

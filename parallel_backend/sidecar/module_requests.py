@@ -146,9 +146,9 @@ class ModuleRequests:
     def _attempt(
         self, request: ModuleRequest, lease: Lease, on_step: Callable[[int, int], None] | None
     ) -> ModuleAnswer:
-        modules, kind = self._holdings.held.modules, request.kind
+        kind = request.kind
         self._holdings.keep_modules(request.keep, lease)
-        held = modules.get(request.number)
+        held = self._holdings.held.modules.get(request.number)
         is_new = held is None
         if held is None:
             rank = self._choose_rank(request, lease)
@@ -211,11 +211,11 @@ class ModuleRequests:
         """Returns the bytes of each device that weights may take beside the awaited model. Drops the held text encoders
         and VAEs if `needed` bytes fit on one device only without them, or do not even fit in equal parts."""
         holdings, awaited = self._holdings, self._awaited_bytes()
-        modules = holdings.held.modules
+        held = holdings.held
         free = [size - awaited for size in holdings.free_room(lease).devices]
-        without = [size + modules.bytes_on(device) for size, device in zip(free, self.devices, strict=True)]
+        without = [size + held.module_bytes(device) for size, device in zip(free, self.devices, strict=True)]
         fits_without = max(free) < needed <= max(without)
-        if modules and (fits_without or min(free) < needed // len(free)):
+        if held.has_modules_on_devices and (fits_without or min(free) < needed // len(free)):
             free = [size - awaited for size in holdings.drop_modules(lease).devices]
         return tuple(free)
 

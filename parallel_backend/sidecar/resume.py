@@ -18,25 +18,6 @@ from ..wire.transport import MOST_BYTES
 OnStep = Callable[[int, int, Tensor | None], None]
 
 
-class LoopRecord:
-    """The answers to model calls of ComfyUI's loop so far, sent by rank 0 in parts. It stops growing if one is lost."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self._parts: list[Tensor] = []
-        self._calls = 0
-
-    def add(self, part: LoopState) -> None:
-        if part.first == self._calls:
-            self.step = part.step
-            self._parts.append(part.answers)
-            self._calls += len(part.answers)
-
-    def joined(self) -> LoopState:
-        self._parts = [torch.cat(self._parts)]
-        return LoopState(self.step, 0, self._parts[0])
-
-
 @dataclass(frozen=True)
 class ShippedRequest:
     """A job of ComfyUI's objects. `noise`: has the shape of its latent; `tensors(holdings)`: returns its payload for
@@ -73,7 +54,10 @@ class ResumableJob:
         if isinstance(request, SampleRequest):
             self._tensors = sample_tensors(request)
         self._on_step = on_step
-        self._record = LoopRecord()
+        self._step = 0  # the last step whose answers are recorded
+        # The answers to model calls of ComfyUI's loop so far, sent by rank 0 in parts, and their number.
+        self._answers: list[Tensor] = []
+        self._calls = 0
         self._seconds: dict[int, float] = {}  # of each step, 1-based
         self._first = 0  # steps that the ranks did not have to run again
         self._notes: tuple[str, ...] = ()
@@ -101,14 +85,20 @@ class ResumableJob:
                     f"other models from .safetensors files in the dtype that they have there, so that the devices can "
                     f"read them; or take their nodes out."
                 )
-        self._first = self._record.step
-        return self._tensors | state_tensors(self._record.joined()) if self._first else self._tensors
+        self._first = self._step
+        if not self._first:
+            return self._tensors
+        self._answers = [torch.cat(self._answers)]
+        return self._tensors | state_tensors(LoopState(self._step, 0, self._answers[0]))
 
     def take(self, message: Progress, tensors: Tensors | None) -> None:
         """Records rank 0's report on a step and calls `on_step`."""
         tensors = dict(tensors or {})
-        if (state := take_state(tensors)) is not None:
-            self._record.add(state)
+        state = take_state(tensors)
+        if state is not None and state.first == self._calls:  # the record stops growing if a part is lost
+            self._step = state.step
+            self._answers.append(state.answers)
+            self._calls += len(state.answers)
         self._seconds[message.step] = message.seconds
         if self._on_step is not None:
             self._on_step(message.step, message.steps, tensors.get("denoised"))
@@ -117,8 +107,7 @@ class ResumableJob:
         """Gives up trials after the ranks failed; returns what happens next, which the result's notes also say."""
         self.give_up_trials()
         cause = error.summary
-        step = self._record.step
-        goes_on = f"goes on after step {step}" if step else "begins again"
+        goes_on = f"goes on after step {self._step}" if self._step else "begins again"
         text = f"{error.who(device)} failed ({cause}); the job {goes_on} on processes started anew"
         self._notes += (text,)
         return text

@@ -57,7 +57,7 @@ class Sidecar(ModuleRequests):
         exclusive: bool = False,
     ) -> None:
         self._ranks = RankGroupRunner(
-            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=self._forget
+            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=lambda: self._holdings.forget()
         )
         self.devices = self._ranks.devices
         self._resumes = resumes
@@ -65,9 +65,6 @@ class Sidecar(ModuleRequests):
         self._requests = ModelRequests(self._holdings, self.devices)
         # Held during a request that ships objects: what the ranks have of them is recorded when it has ended.
         self.jobs = threading.RLock()
-
-    def _forget(self) -> None:
-        self._holdings.forget()
 
     @property
     def state(self) -> State:
@@ -280,11 +277,11 @@ class Sidecar(ModuleRequests):
 
     def holds_module(self, number: int) -> bool:
         """Returns True if the ranks hold the text encoder or VAE with this number."""
-        return self._holdings.held.modules.get(number) is not None
+        return number in self._holdings.held.modules
 
     def module_bytes(self, device: str, number: int | None = None) -> int:
         """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
-        return self._holdings.held.modules.bytes_on(device, number)
+        return self._holdings.held.module_bytes(device, number)
 
     def bytes_on(self, spec: ModelSpec, device: str) -> int:
         """Returns the bytes of `device` memory that a model occupies now."""

@@ -22,8 +22,7 @@ def test_layers_are_those_of_the_outermost_lists_of_one_class():
             "mixed": nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)]),
         }
     )
-    found = find_layers(model)
-    assert found == [*model["text"]["layers"], *model["vision"]["layers"]]
+    assert list(find_layers(model)) == [*model["text"]["layers"], *model["vision"]["layers"]]
 
 
 @pytest.mark.parametrize(

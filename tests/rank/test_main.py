@@ -89,7 +89,7 @@ def test_a_frame_that_cannot_be_answered_ends_the_rank_with_the_reason(sidecar, 
     group.links[1]._socket.send(frame(group.epoch))
     assert group.gone.wait(PATIENCE)
     assert group.death.rank == 1
-    assert reason in group.death.cause
+    assert reason in group.death.exit_status.words
     assert sidecar.state is State.FAILED
     sidecar.sample(weights, scripted_request(), two_ranks())
 

@@ -109,9 +109,10 @@ def test_a_changed_file_and_another_split_of_the_same_one_go_first():
     ],
 )
 def test_ranks_take_their_parts_of_the_file(strategy, on_gpus, on_cpu):
-    wanted = key("a", strategy.weights)
-    assert predict_room(wanted, 48, 4, on_cpu=False) == on_gpus
-    assert predict_room(wanted, 48, 4, on_cpu=True) == on_cpu
+    file = FileIdentity(1, 1, 48, 0, "")
+    wanted = ModelKey(ModelSpec("/models/a.safetensors"), strategy.weights, file)
+    assert predict_room(wanted, [f"cuda:{rank}" for rank in range(4)]) == on_gpus
+    assert predict_room(wanted, [f"cpu:{rank}" for rank in range(4)]) == on_cpu
 
 
 def test_a_load_is_as_slow_as_its_slowest_rank_and_as_large_as_its_fullest():

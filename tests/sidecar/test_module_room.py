@@ -17,8 +17,8 @@ from parallel_backend.planner.workload.fit import Capacity
 from parallel_backend.requests import LoadInfo, ModelSpec
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group.lease import State
-from parallel_backend.sidecar.holdings import RankHoldings
-from parallel_backend.sidecar.model_room import CountedModule, CountedModules, new_number
+from parallel_backend.sidecar.holdings import RankHoldings, RankInventory
+from parallel_backend.sidecar.model_room import CountedModule, new_number
 from parallel_backend.sidecar.module_requests import ALL_DEVICES, AUTO, ModuleKind, ModuleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -224,7 +224,7 @@ def test_a_model_for_which_there_is_no_room_takes_that_of_the_encoder(sidecar, c
     sidecar.call_module(request(TEXT, ModuleKind.TEXT, ALL_DEVICES))
     sidecar.load(spec, WHOLE)
     assert cards.modules == {} and list(cards.models.values()) == [MODEL]
-    assert not sidecar._holdings.held.modules
+    assert not sidecar._holdings.held.has_modules_on_devices
 
 
 MAKING_ROOM = "memory ended; going on without the other models"
@@ -278,7 +278,7 @@ def test_what_comfyui_is_told_of_an_encoder_is_what_lies_on_its_device(sidecar):
 
 
 def test_on_the_cpu_they_take_no_device():
-    modules = CountedModules(("cpu:0", "cpu:1"))
+    held = RankInventory(("cpu:0", "cpu:1"))
     infos = tuple(LoadInfo(1.0, size, False, "", "", device_bytes=size) for size in (ENCODER, 0))
-    modules.add(1, CountedModule(0, infos))
-    assert not modules and modules.get(1).rank == 0 and modules.numbers == (1,)
+    held.modules = {1: CountedModule(0, infos)}
+    assert not held.has_modules_on_devices and held.numbers == (1,)

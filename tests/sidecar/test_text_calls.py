@@ -13,7 +13,8 @@ import torch
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.sidecar import module_requests
-from parallel_backend.sidecar.model_room import CountedModules, Room, new_number
+from parallel_backend.sidecar.holdings import RankInventory
+from parallel_backend.sidecar.model_room import Room, new_number
 from parallel_backend.sidecar.module_requests import (
     ALL_DEVICES,
     AUTO,
@@ -131,18 +132,18 @@ def test_processes_that_were_killed_are_given_the_encoder_again(own_real_ranks):
 
 
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
-    held = two_real_ranks._holdings.held.modules
+    held = two_real_ranks._holdings.held
     first, second, third = (new_number() for _ in range(3))
     at(ToyEncoder(), ALL_DEVICES, number=first)
     at(ToyEncoder(), FIRST, number=second, keep=(first,))
-    assert {number: held.get(number).rank for number in held.numbers} == {first: ALL_RANKS, second: 0}
+    assert {number: one.rank for number, one in held.modules.items()} == {first: ALL_RANKS, second: 0}
     at(ToyEncoder(), FIRST, number=third)
-    assert held.numbers == (third,)
+    assert list(held.modules) == [third]
     two_real_ranks.drop_modules()
-    assert held.numbers == ()
+    assert held.modules == {}
     at(ToyEncoder(), FIRST, number=third)
     two_real_ranks.sleep()
-    assert held.numbers == ()
+    assert held.modules == {}
 
 
 def test_a_place_that_does_not_exist_is_refused(at):
@@ -181,9 +182,7 @@ GIB = 2**30
 def test_it_is_computed_where_there_is_room(placement, free, rank):
     requests = ModuleRequests()
     requests.devices = tuple(f"cuda:{number}" for number in range(len(free)))
-    modules = CountedModules(requests.devices)
-    requests._holdings = SimpleNamespace(
-        held=SimpleNamespace(modules=modules), free_room=lambda lease: Room(free)
-    )
+    inventory = RankInventory(requests.devices)
+    requests._holdings = SimpleNamespace(held=inventory, free_room=lambda lease: Room(free))
     request = SimpleNamespace(placement=placement, bytes=11 * GIB)
     assert requests._choose_rank(request, None) == rank

@@ -225,7 +225,7 @@ def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
     ranks.call_module(vae.request(latent))
     lost = flux()
     held = ranks._holdings.held.modules
-    held.add(lost.number, held.get(vae.number))
+    held[lost.number] = held[vae.number]
     with pytest.raises(RequestError, match=f"hold no model {lost.number}; load one first"):
         ranks.call_module(lost.request(latent, keep=(vae.number,)))
     ranks.call_module(vae.request(latent))

@@ -48,7 +48,7 @@ def kernel_for(
     if wish == "auto":
         return _fastest(device, dtype, ring, head_dim)
     without_lse = ring and BY_NAME[wish].with_lse is None
-    reason = why_not_on(BY_NAME[wish], device, dtype) or fault_of(
+    reason = why_not(BY_NAME[wish], device, dtype) or fault_of(
         wish, device, dtype, ring and not without_lse, head_dim
     )
     if reason is not None:
@@ -61,7 +61,7 @@ def kernel_for(
 @functools.cache
 def _fastest(device: torch.device, dtype: torch.dtype, ring: bool, head_dim: int) -> KernelChoice:
     passed_over: list[str] = []
-    for kernel in candidates(device.type, dtype, capability_of(device), installed_packages(), _on_rocm()):
+    for kernel in candidates(device, dtype):
         if ring and kernel.with_lse is None:
             continue
         fault = fault_of(kernel.name, device, dtype, ring, head_dim)
@@ -71,34 +71,22 @@ def _fastest(device: torch.device, dtype: torch.dtype, ring: bool, head_dim: int
     return KernelChoice(TORCH, tuple(passed_over))
 
 
-def candidates(
-    device_type: str,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    installed: set[str],
-    rocm: bool = False,
-) -> list[Kernel]:
+def candidates(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     """Returns the exact kernels that should run here, faster than torch's own, the fastest first."""
+    capability = capability_of(device)
     return [
         kernel
         for kernel in KERNELS
-        if kernel.auto is not None
-        and capability >= kernel.auto
-        and why_not(kernel, device_type, dtype, capability, installed, rocm) is None
+        if kernel.auto is not None and capability >= kernel.auto and why_not(kernel, device, dtype) is None
     ]
 
 
-def why_not(
-    kernel: Kernel,
-    device_type: str,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    installed: set[str],
-    rocm: bool = False,
-) -> str | None:
-    """Returns why a kernel cannot compute in `dtype` on a device, worded for users; None if it should work."""
-    if device_type != "cuda":
-        return f"it needs a GPU, and this process computes on the {device_type.upper()}"
+def why_not(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why a kernel cannot compute in `dtype` on a device of this process, with the packages installed here,
+    worded for users; None if it should work."""
+    if device.type != "cuda":
+        return f"it needs a GPU, and this process computes on the {device.type.upper()}"
+    capability, rocm = capability_of(device), torch.version.hip is not None
     if rocm and kernel.nvidia:
         return "it is for NVIDIA's GPUs, and this is ROCm"
     if dtype not in HALVES:
@@ -109,22 +97,9 @@ def why_not(
     if not rocm and not kernel.least <= capability <= kernel.most:
         requested = "9.x (Hopper)" if kernel.most[0] == 9 else f"{kernel.least[0]}.{kernel.least[1]} or more"
         return f"it needs compute capability {requested}, and this GPU has {capability[0]}.{capability[1]}"
-    if kernel.package is not None and kernel.package not in installed:
+    if kernel.package is not None and find_spec(kernel.package) is None:
         return f"its package is not installed (pip install {kernel.install})"
     return None
-
-
-def why_not_on(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns `why_not` for a device of this process, with the packages installed here."""
-    return why_not(kernel, device.type, dtype, capability_of(device), installed_packages(), _on_rocm())
-
-
-def _on_rocm() -> bool:
-    return torch.version.hip is not None
-
-
-def installed_packages() -> set[str]:
-    return {kernel.package for kernel in KERNELS if kernel.package and find_spec(kernel.package)}
 
 
 @functools.cache

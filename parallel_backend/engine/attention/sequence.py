@@ -22,7 +22,7 @@ from ...layout import slice_of, split_sizes
 from ...models.attention import Attend, AttentionCall
 from ...models.tokens.regions import Attends, Guided, Window
 from ...options import ROUNDED, SAME
-from ..comm.collectives import all_gather, all_to_all, ring_shares, start_all_to_all
+from ..comm.collectives import all_gather, ring_shares, start_all_to_all
 from ..comm.groups import Layout
 from ..comm.rounded import LEAST_CHANNELS, exchange, pack, unpack
 from ..tokens.block_tokens import BlockTokens
@@ -303,10 +303,8 @@ class SequenceAttention:
     def _all_to_all(
         self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]
     ) -> Callable[[], Tensor]:
-        if self._groups > 1:
-            return start_all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
-        received = all_to_all(send, send_sizes, receive_sizes, self._ulysses, self._tokens.traffic)
-        return lambda: received
+        axis, traffic = self._ulysses, self._tokens.traffic
+        return start_all_to_all(send, send_sizes, receive_sizes, axis, traffic, overlaps=self._groups > 1)
 
     def _over_ring(self, call: AttentionCall, streams: Streams) -> Tensor:
         """Returns attention [B, h, s, D] of this group's tokens over the keys and values of all groups."""

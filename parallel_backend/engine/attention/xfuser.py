@@ -13,19 +13,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...layout import slice_of
 from ...models.attention import Attend, AttentionCall
-from ...models.tokens.regions import Attends
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
 from ..comm.traffic_counter import Traffic
-from ..tokens.block_tokens import BlockTokens
-from .guides import Guides
 from .kernel_choice import kernel_for
-from .sequence import SequenceAttention, StaleKeys, Streams
+from .sequence import SequenceAttention, Streams
 
 if TYPE_CHECKING:
     from .compat_xfuser import Xfuser
@@ -76,19 +73,6 @@ class XfuserEngine:
         _lay_groups(self._xfuser, self._layout)
         self.attended = False
 
-    def attention(
-        self,
-        layout: Layout,
-        tokens: BlockTokens,
-        attends: tuple[Attends, ...],
-        block: nn.Module | None = None,
-        guides: Guides | None = None,
-        stale_keys: StaleKeys | None = None,
-    ) -> SequenceAttention:
-        """Returns the attention for one call of a block, a subclass of SequenceAttention."""
-        assert stale_keys is None, "PipeFusion's stages attend by native"
-        return _UspAttention(self, layout, tokens, attends, block, guides)
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Returns attention of this rank's queries over all keys. Tensors have this rank's tokens: [B, H, s, D].
         `lengths`: the number of tokens on each rank."""
@@ -130,11 +114,11 @@ class XfuserEngine:
         return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
 
 
-class _UspAttention(SequenceAttention):
-    """Attention by xfuser if that is exact, otherwise by native."""
+class UspAttention(SequenceAttention):
+    """Attention in one call of a block: by xfuser if that is exact, otherwise by native."""
 
-    def __init__(self, engine: XfuserEngine, *of_call: Any) -> None:
-        super().__init__(*of_call)
+    def __init__(self, engine: XfuserEngine, *of_call: Any, **options: Any) -> None:
+        super().__init__(*of_call, **options)
         self._engine = engine
 
     def _attend(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:

@@ -254,23 +254,19 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
         if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
             if not _is_simple(layer):
                 raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
-            become(layer, banded(type(layer)), bands)
+            kind = type(layer)  # a subclass of it, for networks that check the class
+            _become(layer, type(f"Band{kind.__name__}", (BandConv, kind), {}), bands)
         elif isinstance(layer, nn.GroupNorm):
-            become(layer, _banded_norm(type(layer)), bands)
+            _become(layer, _banded_norm(type(layer)), bands)
         elif isinstance(layer, RowAttention):
             layer.gather = bands.gather
         elif isinstance(layer, RowSpan):
             layer.span = bands.span
 
 
-def become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
+def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
     layer.__class__ = kind
     vars(layer)["bands"] = bands
-
-
-def banded(kind: type[_ConvNd]) -> type[nn.Module]:
-    """Returns a class for `kind` over bands. It is a subclass of `kind`, for networks that check the class."""
-    return type(f"Band{kind.__name__}", (BandConv, kind), {})
 
 
 def _is_simple(conv: nn.Conv2d | nn.Conv3d) -> bool:

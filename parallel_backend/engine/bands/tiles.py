@@ -14,13 +14,13 @@ from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_halves import TiledComfyUIVae
 from ..comm.collectives import all_to_all
 from ..comm.groups import Layouts
-from .vae import check_latent, check_limit
+from .vae import check_limit
 
 _MAX_SIDE = 1024  # rows of a latent that every network cuts into tiles
 
 
 class TiledDecoder:
-    """A decoder like BandedDecoder, for a network whose tiles are independent of each other. Collective like that one.
+    """A decoder like BandedNetwork, for a network whose tiles are independent of each other. Collective like that one.
 
     Tiles travel to rank 0 one by one and wait in host memory until the network's own code joins them.
     """
@@ -80,10 +80,6 @@ class TiledDecoder:
         placed = self._placed(latent)
         whole = self._frames(vae.join(placed, map(vae.compute, vae.tiles(placed)))).cpu()
         check_limit(shared, whole, vae.compute_dtype, "tiles shared out are")
-
-    def check_input(self, given: Tensor) -> None:
-        """Raises RequestError, worded for users, for a batch that this network does not decode."""
-        check_latent(self.vae, given)
 
     def _placed(self, latent: Tensor) -> Tensor:
         return latent[None].to(self._world.device, self.vae.compute_dtype)

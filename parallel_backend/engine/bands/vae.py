@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...errors import PlatformError, RequestError
+from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
 from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
@@ -26,32 +26,20 @@ _CHECK_LIMIT, _CHECK_LIMIT_HALF, _CHECK_LIMIT_TF32 = 1e-3, 0.1, 2e-2
 
 
 class BandedNetwork:
-    """Half a VAE whose rows are split over all ranks. Collective: all call it with the same inputs in the same order.
+    """Half a VAE, whose rows are split over all ranks. Collective: all give it the same inputs in the same order."""
 
-    `network`: has the layers; `compute`: calls it with a batch of one; `unit`: rows of the input per row of the latent.
-    """
-
-    def __init__(
-        self,
-        vae: ComfyUIVae | ComfyUIVaeEncoder,
-        network: nn.Module,
-        compute: Callable[[Tensor], Tensor],
-        layouts: Layouts,
-        unit: int,
-    ) -> None:
+    def __init__(self, vae: ComfyUIVae | ComfyUIVaeEncoder, layouts: Layouts) -> None:
         self.vae = vae
-        self._compute = compute
-        self._unit = unit
         self._layouts, self._world = layouts, layouts.world
         self._bands = Bands(layouts.traffic)
         self._steps = _Steps(0, 1, _nothing)
-        split_rows(network, self._bands)
+        split_rows(vae.network, self._bands)
         for layer in vae.step_layers:
             layer.register_forward_hook(lambda *_: self._steps.count())
 
     def parts(self, given: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Returns how many rows of the latent each rank computes of an input [C, (t,) rows, w]."""
-        return split_sizes(given.shape[-2] // self._unit, self._world.world_size, shares)
+        return split_sizes(given.shape[-2] // self.vae.unit, self._world.world_size, shares)
 
     @torch.inference_mode()
     def __call__(
@@ -67,7 +55,7 @@ class BandedNetwork:
         rows = self.parts(latent, shares)
         active = tuple(rank for rank, count in enumerate(rows) if count)
         group = self._layouts.group(active)
-        in_rows = tuple(count * self._unit for count in rows)
+        in_rows = tuple(count * vae.unit for count in rows)
         self._steps = _Steps(vae.steps, vae.layers_per_step(latent), on_step or _nothing)
         band: Tensor | None = None
         try:
@@ -87,7 +75,7 @@ class BandedNetwork:
         vae, world = self.vae, self._world
         if world.world_size == 1:
             return
-        latent = torch.randn(self._small_shape(), generator=torch.Generator().manual_seed(0))
+        latent = torch.randn(vae.small_shape(world.world_size), generator=torch.Generator().manual_seed(0))
         banded = self(latent)
         if banded is None:
             return
@@ -95,17 +83,9 @@ class BandedNetwork:
         whole = self._decode(latent).cpu()
         check_limit(banded, whole, vae.compute_dtype, "bands of rows are")
 
-    def check_input(self, given: Tensor) -> None:
-        """Raises RequestError, worded for users, for a batch that this network does not take."""
-        raise NotImplementedError
-
-    def _small_shape(self) -> tuple[int, ...]:
-        """Returns the shape of an input for check(), with one row of the latent for each rank."""
-        raise NotImplementedError
-
     def _decode(self, rows: Tensor) -> Tensor:
         """Decodes [C, (t,) rows, w] to [T, scale * rows, scale * w, 3] on the device; an encoder, pixels to latent."""
-        pixels = self._compute(rows[None].to(self._world.device, self.vae.compute_dtype))[0]
+        pixels = self.vae(rows[None].to(self._world.device, self.vae.compute_dtype))[0]
         return (pixels if pixels.ndim == 4 else pixels[:, None]).permute(1, 2, 3, 0)
 
     def _on_rank_0(self, band: Tensor | None) -> Tensor | None:
@@ -132,63 +112,6 @@ class BandedNetwork:
         return whole
 
 
-class BandedDecoder(BandedNetwork):
-    """The decoder of `vae`, in bands."""
-
-    vae: ComfyUIVae
-
-    def __init__(self, vae: ComfyUIVae, layouts: Layouts) -> None:
-        super().__init__(vae, vae.decoder, vae.decode, layouts, unit=1)
-
-    def check_input(self, given: Tensor) -> None:
-        check_latent(self.vae, given)
-
-    def _small_shape(self) -> tuple[int, ...]:
-        frames = (2,) if self.vae.latent_dims == 3 else ()
-        return self.vae.latent_channels, *frames, self._world.world_size, 2
-
-
-class BandedEncoder(BandedNetwork):
-    """The encoder of `vae`, in bands. Heights of its inputs are multiples of `vae.scale`."""
-
-    vae: ComfyUIVaeEncoder
-
-    def __init__(self, vae: ComfyUIVaeEncoder, layouts: Layouts) -> None:
-        super().__init__(vae, vae.encoder, vae.encode, layouts, unit=vae.scale)
-
-    def check_input(self, given: Tensor) -> None:
-        channels, dims, sides = self.vae.in_channels, self.vae.latent_dims, given.shape[-2:]
-        if given.ndim != 2 + dims or given.shape[1] != channels or any(n % self._unit for n in sides):
-            raise RequestError(
-                f"the pixels have shape {list(given.shape)}; expected [batch, {channels}, "
-                f"{'frames, ' * (dims - 2)}height, width] for this VAE, with sides that divide by {self._unit}."
-            )
-
-    def _small_shape(self) -> tuple[int, ...]:
-        frames = (self.vae.few_frames,) if self.vae.latent_dims == 3 else ()
-        return self.vae.in_channels, *frames, self._unit * self._world.world_size, 2 * self._unit
-
-
-def check_latent(vae: ComfyUIVae, latent: Tensor) -> None:
-    """Raises RequestError, worded for users, for a batch that `vae` does not decode."""
-    channels, dims, least = vae.latent_channels, vae.latent_dims, vae.min_side
-    if latent.ndim != 2 + dims:
-        raise RequestError(
-            f"the latent has shape {list(latent.shape)}; expected [batch, channels, {'frames, ' * (dims - 2)}"
-            "height/8, width/8] for this VAE."
-        )
-    if latent.shape[1] != channels:
-        raise RequestError(
-            f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
-            "model family."
-        )
-    if min(latent.shape[-2:]) < least:
-        raise RequestError(
-            f"the latent is {latent.shape[-1]} x {latent.shape[-2]} positions; this VAE decodes {least} x {least} "
-            "and more. Take a larger picture."
-        )
-
-
 def check_limit(found: Tensor, whole: Tensor, dtype: torch.dtype, what: str) -> None:
     """Raises PlatformError if `found` differs from `whole` by more than rounding in `dtype` explains."""
     same_shape = found.shape == whole.shape
@@ -207,14 +130,14 @@ def _rounding(dtype: torch.dtype, device: torch.device) -> float:
     return _CHECK_LIMIT_TF32 if is_coarse else _CHECK_LIMIT
 
 
+@dataclass
 class _Steps:
-    """A counter that calls `on_step` after every `layers` layers; `end` makes up the calls that are left of `steps`."""
+    """A counter that calls `_on_step` after every `_layers` layers; `end` makes up the calls that are left."""
 
-    def __init__(self, steps: int, layers: int, on_step: Callable[[], None]) -> None:
-        self._left = steps
-        self._layers = layers
-        self._counted = 0
-        self._on_step = on_step
+    _left: int
+    _layers: int
+    _on_step: Callable[[], None]
+    _counted: int = 0
 
     def count(self) -> None:
         self._counted += 1

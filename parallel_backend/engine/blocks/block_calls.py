@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,28 +39,23 @@ class AttentionBypassed(Exception):
     """The error for a block that did not call the given attention, so that it saw only this rank's tokens."""
 
 
+@dataclass(eq=False)
 class BlockCalls:
-    """The blocks of `model` over the sequence axis of `layout`. Raises RequestError if the table does not describe this
-    version of the module. `run_block`: runs blocks in which ranks exchange at attention only; `make_attention`:
-    SequenceAttention, or a function with the same arguments that returns a subclass."""
+    """The blocks of `_model` over the sequence axis of `_layout`. Raises RequestError if the table does not describe
+    this version of the module. `_run_block`: runs blocks in which ranks exchange at attention only; `_make_attention`:
+    SequenceAttention, or a function with the same arguments that returns a subclass; `sends_tokens`: True if two ranks
+    may exchange tokens before their projection, since only the module's own code then reads values inside blocks."""
 
-    def __init__(
-        self,
-        model: ModuleModel,
-        layout: Layout,
-        traffic: Traffic,
-        run_block: RunBlock = run_unmodified,
-        make_attention: Callable[..., SequenceAttention] = SequenceAttention,
-    ) -> None:
-        self._model = model
-        self._make_attention = make_attention
-        self._run_block = run_block
-        self._layout = layout
-        self._traffic = traffic
-        self._regions = [(region, blocks_of(model.module, region)) for region in model.regions]
-        # True if two ranks may exchange tokens before their projection: only the module's own code then reads values
-        # inside blocks.
-        self.sends_tokens = False
+    _model: ModuleModel
+    _layout: Layout
+    _traffic: Traffic
+    _run_block: RunBlock
+    _make_attention: Callable[..., SequenceAttention]
+    sends_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        module = self._model.module
+        self._regions = [(region, blocks_of(module, region)) for region in self._model.regions]
 
     @contextmanager
     def shared_out(
@@ -176,23 +172,16 @@ class BlockCalls:
             inside.enter_context(pair.installed())
 
 
+@dataclass(eq=False)
 class _Pass:
-    """One pass through a region's blocks in one call of the module."""
+    """One pass through a region's blocks in one call of the module. `_tokens`: the shares that blocks pass on now."""
 
-    def __init__(
-        self,
-        calls: BlockCalls,
-        region: Region,
-        stays: bool,
-        control: dict[str, Any] | None,
-        cached: CachedCall | None,
-    ) -> None:
-        self._calls = calls
-        self._cached = cached
-        self._region = region
-        self._stays = stays
-        self._control = control if stays else None
-        self._tokens: BlockTokens | None = None  # the shares that blocks pass on now
+    _calls: BlockCalls
+    _region: Region
+    _stays: bool
+    _control: dict[str, Any] | None
+    _cached: CachedCall | None
+    _tokens: BlockTokens | None = None
 
     def forward_of(self, block: Block) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,24 +87,18 @@ class ReuseVote:
         return all_gather(mine, (1,) * everyone.size, everyone, self.traffic).max().item()
 
 
+@dataclass(eq=False)
 class CachedCall:
     """One network call on one rank. `reuses`: True if the blocks after the first are skipped."""
 
-    def __init__(
-        self,
-        threshold: float,
-        outputs: Sequence[CachedOutput],
-        before: list[CachedResidual] | None,
-        vote: ReuseVote,
-    ) -> None:
-        self._threshold = threshold
-        self._outputs = outputs
-        self._before = before
-        self._vote = vote
-        self._first_gave: list[Tensor] = []  # outputs of the first block
-        self._changes: list[Tensor] = []
-        self._added: dict[int, Tensor] = {}  # by output
-        self.reuses = False
+    _threshold: float
+    _outputs: Sequence[CachedOutput]
+    _before: list[CachedResidual] | None
+    _vote: ReuseVote
+    _first_gave: list[Tensor] = field(default_factory=list)  # outputs of the first block
+    _changes: list[Tensor] = field(default_factory=list)
+    _added: dict[int, Tensor] = field(default_factory=dict)  # by output
+    reuses: bool = False
 
     def run(
         self,

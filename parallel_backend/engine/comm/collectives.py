@@ -6,8 +6,6 @@ Tensors travel split along their first dimension, so the received data is one co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,37 +23,33 @@ def all_to_all(
     send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
 ) -> Tensor:
     """Sends rows of `send` [sum(send_sizes), …] to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
-    received, begin = _all_to_all(send, send_sizes, receive_sizes, axis, traffic)
-    with heartbeat.inside("an all-to-all", axis.ranks):
-        begin(async_op=False)
-    return received
+    return start_all_to_all(send, send_sizes, receive_sizes, axis, traffic, overlaps=False)()
 
 
 def start_all_to_all(
-    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
+    send: Tensor,
+    send_sizes: tuple[int, ...],
+    receive_sizes: tuple[int, ...],
+    axis: Axis,
+    traffic: Traffic,
+    *,
+    overlaps: bool = True,
 ) -> Callable[[], Tensor]:
-    """Starts all_to_all; returns a function that waits for the result. The caller can compute in the meantime."""
-    received, begin = _all_to_all(send, send_sizes, receive_sizes, axis, traffic)
-    with heartbeat.inside("an all-to-all", axis.ranks):  # a group's first collective makes its communicator
-        work = begin(async_op=True)
-
-    def arrive() -> Tensor:
-        with heartbeat.inside("an all-to-all", axis.ranks):
-            work.wait()
-        return received
-
-    return arrive
-
-
-def _all_to_all(
-    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
-) -> tuple[Tensor, Callable[..., Any]]:
-    """Returns (the tensor to receive into, a function that starts the exchange)."""
+    """Starts all_to_all; returns a function that waits for the result. `overlaps`: the caller computes meanwhile."""
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
     traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
     sizes = (list(receive_sizes), list(send_sizes))
-    return received, partial(dist.all_to_all_single, received, send, *sizes, group=axis.group)
+    with heartbeat.inside("an all-to-all", axis.ranks):  # a group's first collective makes its communicator
+        work = dist.all_to_all_single(received, send, *sizes, group=axis.group, async_op=overlaps)
+
+    def arrive() -> Tensor:
+        if work is not None:
+            with heartbeat.inside("an all-to-all", axis.ranks):
+                work.wait()
+        return received
+
+    return arrive
 
 
 def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic, dim: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +21,26 @@ from .placing import moved
 OpenReader = Callable[[], AbstractContextManager[StagedReader | None]]
 
 
+@dataclass(eq=False)
 class FileWeights:
-    """The parameters of a model that have the same values on `device` as in the file.
+    """The parameters of a model that have the same values on `_device` as in the file.
 
-    `model`: ComfyUI's BaseModel; `originals`: parameters over the mapped file, by their names in `model`; `dtypes`: the
-    dtypes on the device that differ from the file's, by the same names; `open_reader`: opens a StagedReader.
+    `_model`: ComfyUI's BaseModel; `_originals`: parameters over the mapped file, by their names in it; `_dtypes`: the
+    dtypes on the device that differ from the file's, by the same names; `_open_reader`: opens a StagedReader.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        originals: Mapping[str, nn.Parameter],
-        device: torch.device,
-        dtypes: Mapping[str, torch.dtype],
-        open_reader: OpenReader,
-    ) -> None:
-        self._model = model
-        self._originals = originals
-        self._device = device
-        self._dtypes = dtypes
-        self._open_reader = open_reader
+    _model: nn.Module
+    _originals: Mapping[str, nn.Parameter]
+    _device: torch.device
+    _dtypes: Mapping[str, torch.dtype]
+    _open_reader: OpenReader
+
+    def __post_init__(self) -> None:
         # Weak references: a parameter that something else has replaced frees its memory.
         self._placed: dict[str, weakref.ref[Tensor]] = {}
-        owners = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
-        for name, original in originals.items():
-            parameter = model.get_parameter(name)
+        owners = Counter(id(one) for _, one in self._model.named_parameters(remove_duplicate=False))
+        for name, original in self._originals.items():
+            parameter = self._model.get_parameter(name)
             is_read = parameter is not original and parameter.shape == original.shape
             if is_read and owners[id(parameter)] == 1:  # not parameters that several modules share
                 self._placed[name] = weakref.ref(parameter)

@@ -110,10 +110,6 @@ class ComfyUIModelFile:
         return self.mode in (STAY, BLOCK, BANDS)
 
     @property
-    def _band_rows(self) -> int:
-        return 0 if self.unet is None else self.unet.band_rows
-
-    @property
     def shape(self) -> ModelShape:
         return ModelShape(
             self.heads,
@@ -129,7 +125,7 @@ class ComfyUIModelFile:
             pipelines=self.mode == STAY and (not self.module or has_stages(self.module)),
             uneven_heads=True,
             sends_tokens=self._splits_tokens and sends_tokens(self.module),
-            band_rows=self._band_rows,
+            band_rows=0 if self.unet is None else self.unet.band_rows,
         )
 
     @property

@@ -45,12 +45,12 @@ _BLOCKS = {
     "single_blocks": ("single_blocks", "single_transformer_blocks"),
 }
 _GUIDANCE = ("guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight")
-# A key that marks each spelling of Flux.1: (layout, ending of the head norms' keys, key). The ending is "weight" in the
-# original layout if ComfyUI saved the file.
+# A key that marks each spelling of Flux.1: (layout, ending of the head norms' keys in the original layout, key). The
+# ending is "weight" if ComfyUI saved the file.
 _MARKS = (
     ("original", "scale", "double_blocks.0.img_attn.norm.key_norm.scale"),
     ("original", "weight", "double_blocks.0.img_attn.norm.key_norm.weight"),
-    ("diffusers", "weight", "single_transformer_blocks.0.proj_mlp.weight"),
+    ("diffusers", "scale", "single_transformer_blocks.0.proj_mlp.weight"),
 )
 # (part of a key, the other model that it shows); the first match counts. Some of these models share keys with Flux.1.
 _OTHER_MODELS = (
@@ -158,7 +158,7 @@ class FluxFile:
 
     def stored_key(self, key: str) -> str:
         """Returns the name in the file of the parameter `key` of its layout."""
-        return self.prefix + (_restored(key, self.norm_ending) if self.layout == "original" else key)
+        return self.prefix + _respelled(key, "scale", self.norm_ending)
 
 
 # The published FLUX.1-dev, for predictions without a file, with the size of its 12 billion parameters in bf16.
@@ -169,11 +169,12 @@ def inspect_flux(path: str | os.PathLike[str]) -> FluxFile:
     """Reads and checks the header of `path`. Raises CheckpointError with the file's name, the reason and the remedy."""
     header = read_header(path)
     layout, norm_ending, prefix = _find_model(header)
-    own = {key: entry for key, entry in header.tensors.items() if key.startswith(prefix)}
     _check_dtypes(header.name, _dtypes(header, prefix))
-    entries = {key.removeprefix(prefix): entry for key, entry in own.items()}
-    if layout == "original" and norm_ending != "scale":
-        entries = {_canonical(key, norm_ending): entry for key, entry in entries.items()}
+    entries = {
+        _respelled(key.removeprefix(prefix), norm_ending, "scale"): entry
+        for key, entry in header.tensors.items()
+        if key.startswith(prefix)
+    }
     shapes = {key: entry.shape for key, entry in entries.items()}
     dims = _dims_of(header.name, shapes, layout)
     _check_variant(header.name, dims)
@@ -218,14 +219,10 @@ def _dtypes(header: Header, prefix: str) -> dict[str, str]:
     }
 
 
-def _canonical(key: str, norm_ending: str) -> str:
-    """Turns `…_norm.weight` into `…_norm.scale`, the original spelling."""
-    ending = f"_norm.{norm_ending}"
-    return key.removesuffix(ending) + "_norm.scale" if key.endswith(ending) else key
-
-
-def _restored(key: str, norm_ending: str) -> str:
-    return key.removesuffix("_norm.scale") + f"_norm.{norm_ending}" if key.endswith("_norm.scale") else key
+def _respelled(key: str, ending: str, wanted: str) -> str:
+    """Turns the key `…_norm.ENDING` into `…_norm.WANTED`; other keys stay unchanged."""
+    stem = key.removesuffix(f"_norm.{ending}")
+    return key if stem == key else f"{stem}_norm.{wanted}"
 
 
 def _find_model(header: Header) -> tuple[str, str, str]:

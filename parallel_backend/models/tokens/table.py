@@ -11,43 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
-from .block_kinds import (
-    ACE_STEP,
-    AURA_DOUBLE,
-    AURA_SINGLE,
-    BOOGU_DOUBLE,
-    BOOGU_SINGLE,
-    COGVIDEO,
-    COSMOS_BLOCKS,
-    DIFFUSERS_FLUX,
-    ERNIE,
-    FLUX,
-    FLUX_BLOCKS,
-    HIDREAM_DOUBLE,
-    HIDREAM_SINGLE,
-    HUMO,
-    HUNYUAN_3D,
-    HUNYUAN_DIT,
-    IDEOGRAM,
-    JOINT,
-    JOY,
-    KANDINSKY,
-    KREA,
-    LENS,
-    LTX,
-    LTX_AND_SOUND,
-    MINIMAX,
-    NEXT,
-    OMNIGEN,
-    OMNIGEN_REFINERS,
-    PIXART,
-    PIXELDIT,
-    QWEN,
-    TRIPOSPLAT,
-    WAN,
-    WAN_BLOCKS,
-    WAN_VACE,
-)
+from . import block_kinds as kinds
 from .regions import LAST_BLOCK, Region, Tokens
 
 
@@ -117,15 +81,15 @@ def stage_lists(class_name: str) -> tuple[str, ...]:
 def sends_tokens(class_name: str) -> bool:
     """Returns True if two ranks can send the tokens of a class instead of their queries, keys and values."""
     entry = entry_of(class_name)
-    kinds = entry.regions[-1].lists.values() if entry is not None and entry.regions else ()
-    return bool(kinds) and all(kind.projections is not None for kind in kinds)
+    listed = entry.regions[-1].lists.values() if entry is not None and entry.regions else ()
+    return bool(listed) and all(kind.projections is not None for kind in listed)
 
 
 def slices_layers(class_name: str) -> bool:
     """Returns True if tensor parallelism can cut the layers of all blocks of one of ComfyUI's classes."""
     entry = TABLE.get(class_name)
-    kinds = [kind for region in entry.regions for kind in region.lists.values()] if entry is not None else []
-    return bool(kinds) and all(kind.sliced is not None for kind in kinds)
+    listed = [kind for region in entry.regions for kind in region.lists.values()] if entry is not None else []
+    return bool(listed) and all(kind.sliced is not None for kind in listed)
 
 
 def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
@@ -162,130 +126,138 @@ _LTX_WITH = "context frame_rate denoise_mask keyframe_idxs guide_attention_entri
 
 TABLE: Mapping[str, ModuleClass] = {
     # Not with ref_latents_method: "index_timestep_zero" looks at tokens between double and single blocks.
-    "Flux": _class("flux/model.py", FLUX, stays_with="context y guidance ref_latents control attention_mask"),
-    "Chroma": _class("chroma/model.py", FLUX, stays_with="context guidance"),
+    "Flux": _class(
+        "flux/model.py", kinds.FLUX, stays_with="context y guidance ref_latents control attention_mask"
+    ),
+    "Chroma": _class("chroma/model.py", kinds.FLUX, stays_with="context guidance"),
     "HunyuanVideo": _class(
         "hunyuan_video/model.py",
-        FLUX,
+        kinds.FLUX,
         stays_with="context y guidance attention_mask guiding_frame_index txt_byt5 clip_fea",
     ),
     "QwenImageTransformer2DModel": _class(
         "qwen_image/model.py",
-        Region({"transformer_blocks": QWEN}, "norm_out", "img"),
+        Region({"transformer_blocks": kinds.QWEN}, "norm_out", "img"),
         stays_with="context attention_mask ref_latents ref_latents_method",
     ),
     "WanModel": _class(
         "wan/model.py",
-        WAN_BLOCKS,
+        kinds.WAN_BLOCKS,
         stays_with="context clip_fea time_dim_concat reference_latent context_latents denoise_mask",
     ),
-    "CameraWanModel": _class("wan/model.py", WAN_BLOCKS, stays_with="context clip_fea camera_conditions"),
+    "CameraWanModel": _class(
+        "wan/model.py", kinds.WAN_BLOCKS, stays_with="context clip_fea camera_conditions"
+    ),
     "SCAILWanModel": _class(
-        "wan/model.py", WAN_BLOCKS, stays_with="context clip_fea reference_latent pose_latents"
+        "wan/model.py", kinds.WAN_BLOCKS, stays_with="context clip_fea reference_latent pose_latents"
     ),
     "SCAIL2WanModel": _class(
         "wan/model.py",
-        WAN_BLOCKS,
+        kinds.WAN_BLOCKS,
         stays_with="context clip_fea reference_latent pose_latents ref_mask_latents sam_latents ref_mask_flag",
     ),
     # Not with arguments for faces, sound or music: code between blocks reads them.
-    "AnimateWanModel": _class("wan/model_animate.py", WAN_BLOCKS, stays_with="context clip_fea pose_latents"),
+    "AnimateWanModel": _class(
+        "wan/model_animate.py", kinds.WAN_BLOCKS, stays_with="context clip_fea pose_latents"
+    ),
     "WanModel_S2V": _class(
-        "wan/model.py", WAN_BLOCKS, stays_with="context reference_latent control_video reference_motion"
+        "wan/model.py", kinds.WAN_BLOCKS, stays_with="context reference_latent control_video reference_motion"
     ),
     "WanDancerModel": _class(  # has two heads and chooses by frame rate
         "wan/model_wandancer.py",
-        Region({"blocks": WAN}, LAST_BLOCK),
+        Region({"blocks": kinds.WAN}, LAST_BLOCK),
         stays_with="context clip_fea clip_fea_ref fps audio_inject_scale",
     ),
     "HumoWanModel": _class(
         "wan/model.py",
-        Region({"blocks": HUMO}, "head", "x"),
+        Region({"blocks": kinds.HUMO}, "head", "x"),
         stays_with="context reference_latent audio_embed",
     ),
     "VaceWanModel": _class(
         "wan/model.py",
-        Region({"blocks": WAN, "vace_blocks": WAN_VACE}, "head", "x"),
+        Region({"blocks": kinds.WAN, "vace_blocks": kinds.WAN_VACE}, "head", "x"),
         stays_with="context vace_context vace_strength",
     ),
     "NextDiT": _class(
         "lumina/model.py",
-        Region({"noise_refiner": NEXT}),
-        Region({"layers": NEXT}, "final_layer", "x"),
+        Region({"noise_refiner": kinds.NEXT}),
+        Region({"layers": kinds.NEXT}, "final_layer", "x"),
         stays_with="context num_tokens attention_mask",
     ),
     "OpenAISignatureMMDITWrapper": _class(
         "modules/diffusionmodules/mmdit.py",
-        Region({"joint_blocks": JOINT}, "final_layer", "img"),
+        Region({"joint_blocks": kinds.JOINT}, "final_layer", "img"),
         stays_with="context y",
     ),
     "LTXVModel": _class(
         "lightricks/model.py",
-        Region({"transformer_blocks": LTX}, "norm_out", "x"),
+        Region({"transformer_blocks": kinds.LTX}, "norm_out", "x"),
         stays_with=_LTX_WITH,
     ),
     "LTXAVModel": _class(
         "lightricks/av_model.py",
-        Region({"transformer_blocks": LTX_AND_SOUND}, "norm_out", "x"),
+        Region({"transformer_blocks": kinds.LTX_AND_SOUND}, "norm_out", "x"),
         stays_with=f"{_LTX_WITH} audio_denoise_mask",
     ),
     "MiniMaxH3Model": _class(
         "minimax/model.py",
-        Region({"blocks": MINIMAX}, "final_layer", Tokens("x", 0)),
+        Region({"blocks": kinds.MINIMAX}, "final_layer", Tokens("x", 0)),
         stays_with="context minimax_payload",
     ),
     "MiniTrainDIT": _class(
         "cosmos/predict2.py",
-        COSMOS_BLOCKS,
+        kinds.COSMOS_BLOCKS,
         stays_with="context denoise_mask fps",
     ),
     # Each block gets its own text tokens, so tokens cannot stay sharded.
     "HiDreamImageTransformer2DModel": _class(
         "hidream/model.py",
-        Region({"double_stream_blocks": HIDREAM_DOUBLE}),
-        Region({"single_stream_blocks": HIDREAM_SINGLE}),
+        Region({"double_stream_blocks": kinds.HIDREAM_DOUBLE}),
+        Region({"single_stream_blocks": kinds.HIDREAM_SINGLE}),
     ),
     "CogVideoXTransformer3DModel": _class(
-        "cogvideo/model.py", Region({"blocks": COGVIDEO}, "norm_final", "img"), stays_with="context ofs"
+        "cogvideo/model.py", Region({"blocks": kinds.COGVIDEO}, "norm_final", "img"), stays_with="context ofs"
     ),
     "Kandinsky5": _class(
         "kandinsky5/model.py",
-        Region({"visual_transformer_blocks": KANDINSKY}, LAST_BLOCK),
+        Region({"visual_transformer_blocks": kinds.KANDINSKY}, LAST_BLOCK),
         stays_with="context y attention_mask time_dim_replace",
     ),
     "MMDiT": _class(  # AuraFlow
         "aura/mmdit.py",
-        Region({"double_layers": AURA_DOUBLE, "single_layers": AURA_SINGLE}, "final_linear", "img"),
+        Region(
+            {"double_layers": kinds.AURA_DOUBLE, "single_layers": kinds.AURA_SINGLE}, "final_linear", "img"
+        ),
         stays_with="context",
     ),
     "SingleStreamDiT": _class(
-        "krea2/model.py", Region({"blocks": KREA}, "last", "x"), stays_with="context ref_latents"
+        "krea2/model.py", Region({"blocks": kinds.KREA}, "last", "x"), stays_with="context ref_latents"
     ),
     "ErnieImageModel": _class(
-        "ernie/model.py", Region({"layers": ERNIE}, "final_norm", "x"), stays_with="context"
+        "ernie/model.py", Region({"layers": kinds.ERNIE}, "final_norm", "x"), stays_with="context"
     ),
-    "Anima": _class("anima/model.py", COSMOS_BLOCKS, stays_with="context t5xxl_ids t5xxl_weights"),
+    "Anima": _class("anima/model.py", kinds.COSMOS_BLOCKS, stays_with="context t5xxl_ids t5xxl_weights"),
     "MageFlowTransformer2DModel": _class(
         "mage_flow/model.py",
-        Region({"transformer_blocks": QWEN}, "norm_out", "img"),
+        Region({"transformer_blocks": kinds.QWEN}, "norm_out", "img"),
         stays_with="context attention_mask ref_latents",
     ),
     "LensTransformer2DModel": _class(
         "lens/model.py",
-        Region({"transformer_blocks": LENS}, "norm_out", "img"),
+        Region({"transformer_blocks": kinds.LENS}, "norm_out", "img"),
         stays_with="context attention_mask",
     ),
     "OmniGen2Transformer2DModel": _class(
         "omnigen/omnigen2.py",
-        *OMNIGEN_REFINERS,
-        Region({"layers": OMNIGEN}, "norm_out", "x"),
+        *kinds.OMNIGEN_REFINERS,
+        Region({"layers": kinds.OMNIGEN}, "norm_out", "x"),
         stays_with="context num_tokens ref_latents",
     ),
     "BooguTransformer2DModel": _class(
         "boogu/model.py",
-        *OMNIGEN_REFINERS,
+        *kinds.OMNIGEN_REFINERS,
         Region(
-            {"double_stream_layers": BOOGU_DOUBLE, "single_stream_layers": BOOGU_SINGLE},
+            {"double_stream_layers": kinds.BOOGU_DOUBLE, "single_stream_layers": kinds.BOOGU_SINGLE},
             "norm_out",
             "txt+img",
         ),
@@ -293,52 +265,54 @@ TABLE: Mapping[str, ModuleClass] = {
     ),
     "Ideogram4Transformer2DModel": _class(
         "ideogram4/model.py",
-        Region({"layers": IDEOGRAM}, "final_layer", "x"),
+        Region({"layers": kinds.IDEOGRAM}, "final_layer", "x"),
         stays_with="context attention_mask",
     ),
     "JoyImageTransformer3DModel": _class(
-        "joyimage/model.py", Region({"double_blocks": JOY}, LAST_BLOCK), stays_with="context ref_latents"
+        "joyimage/model.py",
+        Region({"double_blocks": kinds.JOY}, LAST_BLOCK),
+        stays_with="context ref_latents",
     ),
     "PixArtMS": _class(
         "pixart/pixartms.py",
-        Region({"blocks": PIXART}, "final_layer", "x"),
+        Region({"blocks": kinds.PIXART}, "final_layer", "x"),
         stays_with="context c_size c_ar",
     ),
     # After its blocks it counts pixels by the number of tokens, which would be that of a shard.
-    "ChromaRadiance": _class("chroma_radiance/model.py", Region(FLUX_BLOCKS)),
+    "ChromaRadiance": _class("chroma_radiance/model.py", Region(kinds.FLUX_BLOCKS)),
     "NextDiTPixelSpace": _class(
         "lumina/model.py",
-        Region({"noise_refiner": NEXT}),
-        Region({"layers": NEXT}, LAST_BLOCK),
+        Region({"noise_refiner": kinds.NEXT}),
+        Region({"layers": kinds.NEXT}, LAST_BLOCK),
         stays_with="context num_tokens",
     ),
     "PixDiT_T2I": _class(
-        "pixeldit/model.py", Region({"patch_blocks": PIXELDIT}, LAST_BLOCK), stays_with="context"
+        "pixeldit/model.py", Region({"patch_blocks": kinds.PIXELDIT}, LAST_BLOCK), stays_with="context"
     ),
     # Code between blocks adds a picture before every other block.
-    "PidNet": _class("pixeldit/pid.py", Region({"patch_blocks": PIXELDIT})),
+    "PidNet": _class("pixeldit/pid.py", Region({"patch_blocks": kinds.PIXELDIT})),
     "AceStepConditionGenerationModel": _class(
         "ace/ace_step15.py",
-        Region({"decoder.layers": ACE_STEP}, "decoder.norm_out", "x"),
+        Region({"decoder.layers": kinds.ACE_STEP}, "decoder.norm_out", "x"),
         stays_with="context lyric_embed refer_audio audio_codes is_covers",
         inseparable_rows=True,
     ),
-    "Hunyuan3Dv2": _class("hunyuan3d/model.py", FLUX, stays_with="context guidance"),
+    "Hunyuan3Dv2": _class("hunyuan3d/model.py", kinds.FLUX, stays_with="context guidance"),
     "HunYuanDiT": _class(
         "hydit/models.py",
-        Region({"blocks": HUNYUAN_DIT}, "final_layer", "x"),
+        Region({"blocks": kinds.HUNYUAN_DIT}, "final_layer", "x"),
         stays_with="context text_embedding_mask encoder_hidden_states_t5 text_embedding_mask_t5 image_meta_size",
     ),
     "HunYuanDiTPlain": _class(
         "hunyuan3dv2_1/hunyuandit.py",
-        Region({"blocks": HUNYUAN_3D}, "final_layer", "x"),
+        Region({"blocks": kinds.HUNYUAN_3D}, "final_layer", "x"),
         stays_with="context",
         inseparable_rows=True,
     ),
     "LatentSeqMMFlowModel": _class(
         "triposplat/model.py",
-        Region({"noise_refiner": TRIPOSPLAT}),
-        Region({"blocks": TRIPOSPLAT}, LAST_BLOCK),
+        Region({"noise_refiner": kinds.TRIPOSPLAT}),
+        Region({"blocks": kinds.TRIPOSPLAT}, LAST_BLOCK),
         stays_with="context ref_latents",
     ),
     "UNetModel": ModuleClass(
@@ -349,5 +323,5 @@ TABLE: Mapping[str, ModuleClass] = {
 # Modules of other libraries behind the signature of one of ComfyUI's (models/diffusers/). The test suite proves them:
 # they do not depend on ComfyUI's sources.
 ADAPTERS: Mapping[str, ModuleClass] = {
-    "DiffusersFlux": ModuleClass("", (DIFFUSERS_FLUX,), frozenset({"context", "y", "guidance"})),
+    "DiffusersFlux": ModuleClass("", (kinds.DIFFUSERS_FLUX,), frozenset({"context", "y", "guidance"})),
 }

@@ -108,10 +108,10 @@ def _merges(
 
 def _why_not(name: str, query: Tensor) -> str | None:
     """Returns why a kernel cannot run here, in a user's words; None if it can."""
-    from ...engine.attention.kernel_choice import why_not_on
+    from ...engine.attention.kernel_choice import why_not
     from ...engine.attention.kernels import BY_NAME
 
-    return why_not_on(BY_NAME[name], query.device, query.dtype) if name in BY_NAME else None
+    return why_not(BY_NAME[name], query.device, query.dtype) if name in BY_NAME else None
 
 
 def _raised(name: str, error: Exception, remedy: str) -> Finding:

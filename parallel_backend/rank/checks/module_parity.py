@@ -11,12 +11,13 @@ import json
 import math
 import multiprocessing
 import os
-import select
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.context import ForkProcess
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ SIZE = (9, 7)  # latent height and width: their tokens are not divisible by two 
 _STRATEGY = ParallelStrategy(ulysses_degree=2)
 _TOKENS = _STRATEGY.replace(sends_tokens=True)
 _STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
-_WORDS = 500  # characters of an error, which must fit into one write to a pipe
+_WORDS = 500  # characters of an error
 _PATIENCE = 60.0  # s for the ranks of a class; they usually take 1 s
 _NOTICE = 5.0  # s in which the death of a rank must show after its peer has raised
 
@@ -177,31 +178,21 @@ def _on_ranks(compute: Compute) -> list[float]:
     """Returns `compute(world)` of two forked gloo ranks. Raises _Raised for the first rank that raised, RankFailed for
     a rank that died or did not end."""
     context = multiprocessing.get_context("fork")
-    ranks: list[ForkProcess] = []
-    answers: list[int] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(_STRATEGY.world_size):
-                reader, writer = os.pipe()
-                answers.append(reader)
-                arguments = (compute, rank, str(Path(folder) / "store"), writer, os.getpid())
-                process = context.Process(target=_rank, args=arguments, daemon=True)
-                try:
-                    process.start()
-                finally:
-                    os.close(writer)
-                ranks.append(process)
-            return _collect(answers)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-                process.close()
-            for reader in answers:
-                os.close(reader)
+    answers: list[Connection] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
+        for rank in range(_STRATEGY.world_size):
+            reader, writer = context.Pipe(duplex=False)
+            answers.append(ended.enter_context(reader))
+            arguments = (compute, rank, str(Path(folder) / "store"), writer, os.getpid())
+            process = context.Process(target=_rank, args=arguments, daemon=True)
+            with writer:
+                process.start()
+            ended.callback(process.join)
+            ended.callback(process.kill)
+        return _collect(answers)
 
 
-def _rank(compute: Compute, rank: int, store: str, writer: int, parent: int) -> None:
+def _rank(compute: Compute, rank: int, store: str, writer: Connection, parent: int) -> None:
     die_with_parent(parent)
     torch.set_num_threads(1)
     world = World(
@@ -211,14 +202,14 @@ def _rank(compute: Compute, rank: int, store: str, writer: int, parent: int) -> 
         backend="gloo",
         store_path=store,
     )
-    answer: dict[str, Any]
+    answer: float | str
     try:
-        answer = {"found": compute(world)}
+        answer = compute(world)
     except Exception as error:
         if _is_no_outcome(error):
             raise
-        answer = {"error": _in_words(error)}
-    os.write(writer, json.dumps(answer).encode())
+        answer = _in_words(error)
+    writer.send_bytes(json.dumps(answer).encode())
     # The parent ends this process: an exit now could break a peer's last collective.
     time.sleep(2 * _PATIENCE)
 
@@ -232,29 +223,29 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_WORDS]
 
 
-def _collect(answers: list[int]) -> list[float]:
-    waiting = select.poll()
-    for reader in answers:
-        waiting.register(reader, select.POLLIN)
-    found: dict[int, dict[str, Any]] = {}
+def _collect(answers: Sequence[Connection]) -> list[float]:
+    waiting, found = list(answers), dict[Connection, float]()
     deadline = time.monotonic() + _PATIENCE
     raised: str | None = None
-    while len(found) < len(answers):
-        ready = waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+    while waiting:
+        ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready and raised is not None:
             break
         if not ready:
-            silent = next(rank for rank, reader in enumerate(answers) if reader not in found)
+            silent = answers.index(waiting[0])
             raise RankFailed(silent, f"no answer within {_PATIENCE:.0f} s", reason="hang")
-        for reader, _ in ready:
-            waiting.unregister(reader)
-            line = os.read(reader, select.PIPE_BUF)
-            if not line:
-                raise RankFailed(answers.index(reader), "it died without a word", crashed=True, reason="exit")
-            found[reader] = json.loads(line)
-            if raised is None and "error" in found[reader]:
+        for reader in filter(ready.__contains__, answers):
+            waiting.remove(reader)
+            try:
+                answer = json.loads(reader.recv_bytes())
+            except EOFError:
+                rank = answers.index(reader)
+                raise RankFailed(rank, "it died without a word", crashed=True, reason="exit") from None
+            if isinstance(answer, float):
+                found[reader] = answer
+            elif raised is None:
                 # A rank's death makes its peer raise, maybe before the dead rank's pipe closes; report the death then.
-                raised, deadline = found[reader]["error"], min(deadline, time.monotonic() + _NOTICE)
+                raised, deadline = answer, min(deadline, time.monotonic() + _NOTICE)
     if raised is not None:
         raise _Raised(raised)
-    return [found[reader]["found"] for reader in answers]
+    return [found[reader] for reader in answers]

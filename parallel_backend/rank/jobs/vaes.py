@@ -74,7 +74,7 @@ class HeldVae:
             )
         if inputs is None:
             raise RequestError("a VAE's call came without a latent or pixels.")
-        self._network.check_input(inputs)
+        self._network.vae.check_input(inputs)
         return inputs
 
     def call(
@@ -129,7 +129,7 @@ def _other_version_as_refusal() -> Iterator[None]:
 
 def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder:
     from ...engine.bands.tiles import TiledDecoder
-    from ...engine.bands.vae import BandedDecoder, BandedEncoder
+    from ...engine.bands.vae import BandedNetwork
     from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
     from ...models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
     from ...models.tokens.vae_networks import VaeMode, known
@@ -139,11 +139,11 @@ def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder
     latent = half.latent_channels, half.latent_dims
     if half.encodes:
         encoder = ComfyUIVaeEncoder(half.module, half.scale, half.in_channels, *latent, dtype, device)
-        return BandedEncoder(encoder, layouts)
+        return BandedNetwork(encoder, layouts)
     found = known(half.module)
     if found is not None and found.way is VaeMode.TILES:
         return TiledDecoder(TiledComfyUIVae(half.module, *latent, dtype, device), layouts)
-    return BandedDecoder(ComfyUIVae(half.module, *latent, dtype, device), layouts)
+    return BandedNetwork(ComfyUIVae(half.module, *latent, dtype, device), layouts)
 
 
 def _start_peak(device: torch.device) -> int:

@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+# RequestEnded.result of a request that raised one of these; other errors of the pack but a failure are "refused".
+_RESULTS = {Cancelled: "cancelled", OutOfMemory: "out_of_memory"}
+
 
 class RankGroupRunner:
     """Ranks that stay alive between requests and are leased to one caller at a time.
@@ -184,16 +187,10 @@ class RankGroupRunner:
         except RankFailed as error:
             self._record_failure(error)
             raise
-        except Cancelled:
-            result = "cancelled"
-            raise
-        except OutOfMemory:
-            result = "out_of_memory"
-            raise
         except TransportError:
             raise
-        except ParallelError:
-            result = "refused"
+        except ParallelError as error:
+            result = _RESULTS.get(type(error), "refused")
             raise
         finally:
             self._activity, self.phase = State.READY, None

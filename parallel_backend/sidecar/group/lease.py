@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from ...requests import ModelSpec, RunInfo
 from ...strategy import ParallelStrategy
@@ -33,32 +34,25 @@ class State(enum.Enum):
     BROKEN = "broken"
 
 
+@dataclass(eq=False)
 class Lease:
     """One caller's use of the ranks. `info`: the record of a completed sampling job; `strategy`: the requested one, or
     None; `images`: how many it is for; `spec`: its model; `file`: the model's file as it was when the job began,
     None until that is known; `idle_s`: seconds that the ranks had been idle before."""
 
-    def __init__(
-        self,
-        request: str,
-        cancel: threading.Event,
-        should_cancel: ShouldCancel | None,
-        on_phase: OnPhase,
-        new_exchange: Callable[[Lease, frozenset[str]], Exchange],
-    ) -> None:
-        self.request = request
-        self.info: RunInfo | None = None
-        self.strategy: ParallelStrategy | None = None
-        self.images = 0
-        self.spec: ModelSpec | None = None
-        self.file: FileIdentity | None = None
-        self.idle_s = 0.0
-        self.started = time.monotonic()
-        self.cancelled_at: float | None = None
-        self.on_phase = on_phase
-        self._cancel = cancel
-        self._should_cancel = should_cancel
-        self._new_exchange = new_exchange
+    request: str
+    _cancel: threading.Event
+    _should_cancel: ShouldCancel | None
+    on_phase: OnPhase
+    _new_exchange: Callable[[Lease, frozenset[str]], Exchange]
+    info: RunInfo | None = None
+    strategy: ParallelStrategy | None = None
+    images: int = 0
+    spec: ModelSpec | None = None
+    file: FileIdentity | None = None
+    idle_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    cancelled_at: float | None = None
 
     @property
     def seconds(self) -> float:

@@ -51,13 +51,9 @@ class Death:
     rank: int
     exit_status: ExitStatus
 
-    @property
-    def cause(self) -> str:
-        return self.exit_status.words
-
     def error(self) -> RankFailed:
         status = self.exit_status
-        return RankFailed(self.rank, self.cause, crashed=not status.repeats, reason=status.reason)
+        return RankFailed(self.rank, status.words, crashed=not status.repeats, reason=status.reason)
 
 
 class RankGroup:

@@ -148,7 +148,8 @@ def _lock(path: Path, device: str) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), path.stat()):  # else the file was deleted meanwhile
-                note = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+                now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+                note = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(note).encode(), 0)
                 return descriptor
@@ -190,7 +191,3 @@ def _who(holder: Mapping[str, object]) -> str:
         return "a process that has not said its number"
     where = "" if host == socket.gethostname() else f" on {host[:64]}"
     return f"process {pid}{where}, since {since[:32]}"
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -15,6 +15,18 @@ BLACKWELL, HOPPER, AMPERE, TURING = (10, 0), (9, 0), (8, 6), (7, 5)
 FLASH_2, FLASH_3 = {"flash_attn"}, {"flash_attn", "flash_attn_interface"}
 
 
+@pytest.fixture
+def have(monkeypatch):
+    """Returns a function that gives this process a card of a compute capability, packages, and ROCm if `hip` is set."""
+
+    def given(capability, installed, hip=None):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(kernel_choice, "find_spec", lambda name: name if name in installed else None)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    return given
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "capability", "installed", "kernel"),
     [
@@ -29,8 +41,9 @@ FLASH_2, FLASH_3 = {"flash_attn"}, {"flash_attn", "flash_attn_interface"}
         ("cuda", torch.float16, TURING, FLASH_3, "torch"),
     ],
 )
-def test_the_fastest_exact_kernel_that_can_run_is_chosen(device, dtype, capability, installed, kernel):
-    found = [kernel.name for kernel in candidates(device, dtype, capability, installed)]
+def test_the_fastest_exact_kernel_that_can_run_is_chosen(have, device, dtype, capability, installed, kernel):
+    have(capability, installed)
+    found = [kernel.name for kernel in candidates(torch.device(device), dtype)]
     assert [*found, "torch"][0] == kernel
 
 
@@ -49,9 +62,9 @@ EVERYTHING = {kernel.package for kernel in KERNELS}
         ("sage", "cuda", torch.float16, AMPERE, EVERYTHING, None),
     ],
 )
-def test_what_a_kernel_lacks_is_said(name, device, dtype, capability, installed, words):
-    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    reason = why_not(kernel, device, dtype, capability, installed)
+def test_what_a_kernel_lacks_is_said(have, name, device, dtype, capability, installed, words):
+    have(capability, installed)
+    reason = why_not(kernels.BY_NAME[name], torch.device(device), dtype)
     assert reason is None if words is None else words in reason
 
 
@@ -71,12 +84,12 @@ def test_every_kernel_that_a_person_can_choose_is_known():
     assert not {kernel.name for kernel in KERNELS if kernel.auto} & set(APPROXIMATE_KERNELS)
 
 
-def test_on_rocm_only_what_has_a_build_for_it_is_chosen():
-    mi300 = (9, 4)  # gfx942, which looks like Hopper
-    assert [k.name for k in candidates("cuda", torch.bfloat16, mi300, FLASH_3, rocm=True)] == ["flash"]
+def test_on_rocm_only_what_has_a_build_for_it_is_chosen(have):
+    have((9, 4), EVERYTHING, hip="6.4")  # gfx942, which looks like Hopper
+    card = torch.device("cuda:0")
+    assert [kernel.name for kernel in candidates(card, torch.bfloat16)] == ["flash"]
     for name in ("cudnn", "flash_3"):
-        kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-        assert "this is ROCm" in why_not(kernel, "cuda", torch.bfloat16, mi300, EVERYTHING, rocm=True)
+        assert "this is ROCm" in why_not(kernels.BY_NAME[name], card, torch.bfloat16)
 
 
 def _lse(query, key):
@@ -103,13 +116,12 @@ class Dispatcher:
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper(monkeypatch, have):
     """Yields a function that installs a dispatcher and returns a fake GPU (9.0, all packages, tensors on the CPU)."""
 
     def with_dispatcher(dispatcher):
         monkeypatch.setattr(kernels, "dispatch_attention_fn", dispatcher)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-        monkeypatch.setattr(kernel_choice, "installed_packages", lambda: EVERYTHING)
+        have(HOPPER, EVERYTHING)
         delivered = kernel_choice._as_delivered
         cpu = torch.device("cpu")
         monkeypatch.setattr(kernel_choice, "_as_delivered", lambda _, *rest: delivered(cpu, *rest))

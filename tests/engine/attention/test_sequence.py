@@ -170,10 +170,10 @@ def _events_by_groups(world, groups):
     events = []
     begin = sequence.start_all_to_all
 
-    def watched(*args):
+    def watched(*args, **way):
         number = sum(event.startswith("begun") for event in events) + 1
         events.append(f"begun {number}")
-        wait = begin(*args)
+        wait = begin(*args, **way)
 
         def arrive():
             events.append(f"awaited {number}")
@@ -185,8 +185,8 @@ def _events_by_groups(world, groups):
         events.append("attended")
         return call.by(optimized)
 
-    def blocking(*args):
-        arrived = begin(*args)()
+    def blocking(*args, **way):
+        arrived = begin(*args, **way)()
         return lambda: arrived
 
     form = {"skip_reshape": True, "skip_output_reshape": True}

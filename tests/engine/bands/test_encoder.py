@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, compute, difference, in_frames, refusals
-from parallel_backend.engine.bands.vae import BandedEncoder
+from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("comfyui_here")
 def encoder(name, layouts, dtype=torch.float32):
     case, cpu = CASES[name], torch.device("cpu")
     half = ComfyUIVaeEncoder(build(name), case.scale, 3, case.channels, case.dims, dtype, cpu)
-    return BandedEncoder(half, layouts)
+    return BandedNetwork(half, layouts)
 
 
 def whole(name, pixels):

@@ -8,7 +8,7 @@ from host_and_device import DEVICE, HOST, active
 from other_vaes import TILED, decoded
 from other_vaes import build as build_tiled
 from parallel_backend.engine.bands.tiles import TiledDecoder
-from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder
+from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
@@ -47,8 +47,8 @@ def shared_out(world):
         encoder = ComfyUIVaeEncoder(
             network(name), case.scale, 3, case.channels, case.dims, FLOAT, world.device
         )
-        found[name, "decoded"] = BandedDecoder(decoder, layouts)(latent_of(case))
-        found[name, "encoded"] = BandedEncoder(encoder, layouts)(pixels_of(case))
+        found[name, "decoded"] = BandedNetwork(decoder, layouts)(latent_of(case))
+        found[name, "encoded"] = BandedNetwork(encoder, layouts)(pixels_of(case))
     tiled = build_tiled(TILED)
     active().put(tiled)
     vae = TiledComfyUIVae(tiled, TILED.channels, TILED.dims, FLOAT, world.device)

@@ -10,7 +10,7 @@ from banded_vaes import TOLERANCE, difference, refusals, without_rows
 from other_vaes import BANDED, decoded
 from other_vaes import build as build_other
 from parallel_backend.engine.bands import row_bands as bands_module
-from parallel_backend.engine.bands.vae import BandedDecoder
+from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows import vae_adjustments
 from parallel_backend.models.comfyui.rows.banded import STEPS, RowAttention
@@ -50,7 +50,7 @@ def build(name):
 
 def half(name, layouts, dtype=torch.float32):
     case = DECODERS[name]
-    return BandedDecoder(ComfyUIVae(build(name), case.channels, case.dims, dtype, CPU), layouts)
+    return BandedNetwork(ComfyUIVae(build(name), case.channels, case.dims, dtype, CPU), layouts)
 
 
 def latent_of(name, frames, height, width):
@@ -68,7 +68,7 @@ def decode(world, jobs):
             with pytest.MonkeyPatch.context() as patch:
                 if name == "ltx":  # small chunks; with noise, each chunk would draw new noise
                     patch.setattr(vae_adjustments, "_CHUNK_BYTES", 4_000)
-                _break(what, decoder.vae.decoder, patch)
+                _break(what, decoder.vae.network, patch)
                 for size, shares in sizes:
                     steps = []
                     frames = decoder(latent_of(name, *size), shares, lambda steps=steps: steps.append(1))
@@ -138,7 +138,7 @@ def chunks(world, shares):
     """Returns (how often LTX's last layer ran on this rank, the frames)."""
     vae_adjustments._CHUNK_BYTES = 6_000
     decoder, calls = half("ltx", Layouts(world)), []
-    decoder.vae.decoder.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
+    decoder.vae.network.decoder.conv_out.register_forward_hook(lambda *_: calls.append(1))
     frames = decoder(latent_of("ltx", 7, 4, 2), shares)
     return len(calls), torch.empty(0) if frames is None else frames
 

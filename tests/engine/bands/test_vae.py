@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity
 
 from banded_vaes import TOLERANCE, difference, go_without
 from parallel_backend.engine.bands import row_bands as bands_module
-from parallel_backend.engine.bands.vae import BandedDecoder, check_limit
+from parallel_backend.engine.bands.vae import BandedNetwork, check_limit
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.errors import PlatformError
 from parallel_backend.layout import split_sizes
@@ -24,7 +24,7 @@ def decode(world, sizes, jobs, break_halo=False):
     if break_halo:
         go_without("rows")
     layouts, found = Layouts(world), []
-    decoder, traffic = BandedDecoder(banded(sizes), layouts), layouts.traffic
+    decoder, traffic = BandedNetwork(banded(sizes), layouts), layouts.traffic
     for latent, shares in jobs:
         parts, before = [], traffic.bytes_sent
         image = decoder(latent, shares, lambda parts=parts: parts.append(1))
@@ -77,7 +77,7 @@ def test_the_image_is_that_of_the_unsplit_decoder(sizes, ranks):
 
 def in_bfloat16(world, sizes, latent):
     """Returns the image decoded in bfloat16, [H, W, 3] float32, on rank 0; an empty tensor on the others."""
-    image = BandedDecoder(banded(sizes, torch.bfloat16), Layouts(world))(latent)
+    image = BandedNetwork(banded(sizes, torch.bfloat16), Layouts(world))(latent)
     return torch.empty(0) if image is None else image[0].float()
 
 
@@ -113,7 +113,7 @@ def test_a_decoder_that_drops_the_halo_is_seen():
 
 def peak(world, sizes, latent):
     """Returns the peak of bytes that torch's allocator gave out during a decode, in addition to those before it."""
-    decoder = BandedDecoder(banded(sizes), Layouts(world))
+    decoder = BandedNetwork(banded(sizes), Layouts(world))
     decoder(latent)  # creates groups and buffers that stay
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         decoder(latent)

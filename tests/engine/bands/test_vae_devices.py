@@ -9,7 +9,7 @@ import other_vaes
 import video_vaes
 from dispatch_counter import DEVICE, world_of_one_process
 from module_devices import Found, watched
-from parallel_backend.engine.bands.vae import BandedDecoder, BandedEncoder, BandedNetwork
+from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
@@ -40,7 +40,7 @@ def test_a_decoder_waits_for_its_rows_alone(name, monkeypatch):
     vae = ComfyUIVae(case.build(), case.channels, case.dims, torch.float32, DEVICE)
     frames = (3,) if vae.latent_dims == 3 else ()
     latent = random(case.channels, *frames, 4, 2)
-    found = on_rank(monkeypatch, lambda layouts: BandedDecoder(vae, layouts), latent)
+    found = on_rank(monkeypatch, lambda layouts: BandedNetwork(vae, layouts), latent)
     noises = ["models/comfyui/rows/vae_adjustments.py"] if "noise" in name else []
     check(found, ROWS_ARRIVE + noises * (len(found.own) - 1))
     (band,) = found.answers
@@ -54,6 +54,6 @@ def test_an_encoder_waits_for_its_rows_alone(name, monkeypatch):
     encoder = ComfyUIVaeEncoder(case.build(), case.scale, 3, case.channels, case.dims, torch.float32, DEVICE)
     frames = (encoder.few_frames,) if case.dims == 3 else ()
     pixels = random(3, *frames, 4 * case.scale, 2 * case.scale)
-    found = on_rank(monkeypatch, lambda layouts: BandedEncoder(encoder, layouts), pixels)
+    found = on_rank(monkeypatch, lambda layouts: BandedNetwork(encoder, layouts), pixels)
     check(found, ROWS_ARRIVE)
     assert found.answers[0].device == DEVICE

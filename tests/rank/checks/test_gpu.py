@@ -78,7 +78,7 @@ def test_torchs_kernel_and_both_merges_are_exact_on_the_cpu_and_the_others_say_w
 @pytest.fixture
 def installed(monkeypatch):
     """Returns use(compute, weigh): it makes every kernel seem installed, changes outputs, and returns the findings."""
-    monkeypatch.setattr(kernel_choice, "why_not_on", lambda kernel, device, dtype: None)
+    monkeypatch.setattr(kernel_choice, "why_not", lambda kernel, device, dtype: None)
     real, real_with_lse = kernels.attend, kernels.attend_with_lse
 
     def use(compute, weigh=lambda name, lse: lse):
@@ -116,7 +116,7 @@ def test_a_kernel_that_is_wrong_and_one_that_raises_are_broken_by_name(installed
 
 
 def test_a_kernel_that_cannot_run_here_is_skipped_with_its_reason(installed, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "why_not_on", lambda *_: "its package is not installed")
+    monkeypatch.setattr(kernel_choice, "why_not", lambda *_: "its package is not installed")
     found = {finding.name: finding for finding in attention.check_attention(CPU, 64)}
     assert (found["flash"].status, "not installed" in found["flash"].finding) == ("skipped", True)
 

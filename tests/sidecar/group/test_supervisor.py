@@ -77,7 +77,7 @@ def test_the_first_death_is_the_reason_and_the_others_are_killed(spawn):
     os.kill(first, signal.SIGSEGV)
     assert group.gone.wait(PATIENCE)  # the other does not end by itself
     assert group.death.rank == 0
-    assert group.death.cause.startswith("killed by SIGSEGV")
+    assert group.death.exit_status.words.startswith("killed by SIGSEGV")
     assert not is_running(other)
 
 
@@ -100,7 +100,7 @@ def test_an_end_that_cannot_be_collected_is_still_the_end_of_the_group(spawn, mo
     group = spawn("tests.support.rank_programs.flooding_rank")
     os.kill(group.pids[0], signal.SIGSEGV)
     assert group.gone.wait(PATIENCE)
-    assert (group.death.rank, group.death.cause) == (0, "ended; how is unknown")
+    assert (group.death.rank, group.death.exit_status.words) == (0, "ended; how is unknown")
 
 
 def test_stop_gives_up_on_ranks_that_cannot_be_killed(spawn, monkeypatch, caplog):

@@ -63,12 +63,8 @@ class Joined(Tensor):
     ) -> Any:
         if func in _KEEPING:
             return cls(args[0].pieces)
-        args, kwargs = tree_map_only(cls, _as_plain, (args, kwargs or {}))
+        args, kwargs = tree_map_only(cls, lambda joined: joined.on(joined.device), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _as_plain(tensor: Tensor) -> Tensor:
-    return tensor.on(tensor.device) if isinstance(tensor, Joined) else tensor
 
 
 def from_diffusers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

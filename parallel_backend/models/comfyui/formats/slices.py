@@ -114,7 +114,8 @@ def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, C
             width, heads = layers[branch.out].in_features, _heads_of(block, branch)
             columns[branch.out] = [heads, width - heads] if heads else [width]
     joined = {path: [layers[path].out_features] for path in words.joined if path in layers}
-    norms = {path: norm for path in words.norms if _has_weight(norm := _find(block, path))}
+    found = {path: _find(block, path) for path in words.norms}
+    norms = {path: norm for path, norm in found.items() if getattr(norm, "weight", None) is not None}
     cuts: dict[str, Cut] = {}
     for path, widths in {**rows, **joined}.items():
         cut = Cut(0, _pieces(block, path, widths, slices))
@@ -201,10 +202,6 @@ def _find(block: nn.Module, path: str) -> Any:
         return block.get_submodule(path)
     except AttributeError:
         return None
-
-
-def _has_weight(norm: Any) -> bool:
-    return getattr(norm, "weight", None) is not None
 
 
 def _refusal(block: nn.Module, reason: str) -> RequestError:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....errors import RequestError
 from ...tokens.vae_networks import ENCODER_ALONE, frames_are_a_batch, known
 from .banded import STEPS, RowAttention
 from .vae_adjustments import adjust, reproducible
@@ -18,9 +19,11 @@ _ATTENTION = ("optimized_attention", "optimized_vae_attention")
 class ComfyUIHalf:
     """A VAE's decoder or encoder on one rank's device. `network`: ComfyUI's; it is cast to `compute_dtype`, loses the
     attributes in `other_half`, and its attention sees all rows. `latent_dims`: 2 for images [B, C, h, w], 3 for videos
-    [B, C, t, h, w]; `steps`: number of progress steps of a decode or encode."""
+    [B, C, t, h, w]; `steps`: number of progress steps of a decode or encode; `unit`: rows of its input per row of the
+    latent."""
 
     steps = STEPS
+    unit = 1
     other_half: Sequence[str]
 
     def __init__(
@@ -38,7 +41,7 @@ class ComfyUIHalf:
             for attention in _ATTENTION:
                 if hasattr(layer, attention):
                     setattr(layer, attention, RowAttention())
-        self._network: Any = network.to(device=device, dtype=compute_dtype).eval().requires_grad_(False)
+        self.network: Any = network.to(device=device, dtype=compute_dtype).eval().requires_grad_(False)
         self.latent_channels = latent_channels
         self.latent_dims = latent_dims
         self.compute_dtype = compute_dtype
@@ -53,7 +56,7 @@ class ComfyUIHalf:
         """Convolutions over rows, whose calls count as progress. Video networks call each once per few frames."""
         return [
             layer
-            for layer in self._network.modules()
+            for layer in self.network.modules()
             if isinstance(layer, nn.modules.conv._ConvNd) and layer.kernel_size[-2] > 1
         ]
 
@@ -64,15 +67,11 @@ class ComfyUIVae(ComfyUIHalf):
     other_half = ENCODER_ALONE
 
     def _prepare(self) -> None:
-        adjust(self._network, self.compute_dtype)
-        self._found = known(self._network)
-        self._frames_are_a_batch = frames_are_a_batch(self._network)
+        adjust(self.network, self.compute_dtype)
+        self._found = known(self.network)
+        self._frames_are_a_batch = frames_are_a_batch(self.network)
         if self._frames_are_a_batch:
             self.latent_dims = 3
-
-    @property
-    def decoder(self) -> nn.Module:
-        return self._network
 
     def layers_per_step(self, latent: Tensor) -> int:
         """Returns the calls of `step_layers` per progress step, for a latent [C, (t,) h, w]."""
@@ -85,9 +84,33 @@ class ComfyUIVae(ComfyUIHalf):
         modes = {getattr(layer, "padding_mode", "zeros") for layer in self.step_layers}
         return 2 if "reflect" in modes else 1
 
-    def decode(self, latent: Tensor) -> Tensor:
+    def check_input(self, latent: Tensor) -> None:
+        """Raises RequestError, worded for users, for a batch that it does not decode."""
+        channels, dims, least = self.latent_channels, self.latent_dims, self.min_side
+        if latent.ndim != 2 + dims:
+            raise RequestError(
+                f"the latent has shape {list(latent.shape)}; expected [batch, channels, {'frames, ' * (dims - 2)}"
+                "height/8, width/8] for this VAE."
+            )
+        if latent.shape[1] != channels:
+            raise RequestError(
+                f"the latent has {latent.shape[1]} channels and the VAE decodes {channels}; it belongs to another "
+                "model family."
+            )
+        if min(latent.shape[-2:]) < least:
+            raise RequestError(
+                f"the latent is {latent.shape[-1]} x {latent.shape[-2]} positions; this VAE decodes {least} x {least} "
+                "and more. Take a larger picture."
+            )
+
+    def small_shape(self, rows: int) -> tuple[int, ...]:
+        """Returns the shape of an input whose latent has these rows."""
+        frames = (2,) if self.latent_dims == 3 else ()
+        return self.latent_channels, *frames, rows, 2
+
+    def __call__(self, latent: Tensor) -> Tensor:
         """Decodes [1, C, rows, w] -> [1, 3, scale * rows, scale * w], or [1, C, t, rows, w] -> [1, 3, T, …, …]."""
-        network = self._network
+        network = self.network
         with reproducible(network, self.device):
             if self._frames_are_a_batch:
                 return network.decode(latent[0].movedim(1, 0)).movedim(0, 1)[None]
@@ -110,13 +133,13 @@ class TiledComfyUIVae(ComfyUIVae):
 
     def _nowhere(self, latent: Tensor) -> dict[str, Tensor]:
         """Returns a buffer without memory for networks that write their frames into one (ComfyUI 0.33)."""
-        if not hasattr(self._network, "decode_output_shape"):
+        if not hasattr(self.network, "decode_output_shape"):
             return {}
-        return {"output_buffer": torch.empty(self._network.decode_output_shape(latent.shape), device="meta")}
+        return {"output_buffer": torch.empty(self.network.decode_output_shape(latent.shape), device="meta")}
 
     def tile_shape(self, tile: Tensor) -> tuple[int, ...]:
         """Returns the shape of the network's output for a tile."""
-        decoder = self._network.decoder
+        decoder = self.network.decoder
         frames, height, width = tile.shape[2:]
         side = decoder.patch_size
         return (
@@ -128,7 +151,7 @@ class TiledComfyUIVae(ComfyUIVae):
         )
 
     def compute(self, tile: Tensor) -> Tensor:
-        return type(self._network)._decode_pixels(self._network, tile)
+        return type(self.network)._decode_pixels(self.network, tile)
 
     def join(self, latent: Tensor, computed: Iterable[Tensor]) -> Tensor:
         """Joins the computed tiles, which come in order, to [1, 3, T, H, W] as the network does."""
@@ -137,7 +160,7 @@ class TiledComfyUIVae(ComfyUIVae):
 
     def _with_tiles(self, made: Callable[[Tensor], Tensor], latent: Tensor, **more: Tensor) -> Tensor:
         """Runs the network's own decode with `made` in place of the computation of each tile."""
-        network = self._network
+        network = self.network
         network._decode_pixels = made
         try:
             return network.decode(latent, **more)
