@@ -57,14 +57,9 @@ class MemoryMeter:
 def weight_bytes(chunks: Iterable[nn.Module], device: torch.device) -> int:
     """Returns the bytes of the weights on `device`. Weights that several chunks share count once."""
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
-    return sum(_local_bytes(p, device) for p in parameters.values())
-
-
-def _local_bytes(parameter: nn.Parameter, device: torch.device) -> int:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a shard's own rows
+    here = (p for p in parameters.values() if p.device.type == device.type)
     # A placeholder for an absent weight has its shape, but only one number in memory.
-    taken = min(local.nbytes, local.untyped_storage().nbytes())
-    return taken if local.device.type == device.type else 0
+    return sum(min(p.nbytes, p.untyped_storage().nbytes()) for p in here)
 
 
 @contextmanager
