@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -112,21 +113,25 @@ class ComfyUIServer:
         command += ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
         command += ["--disable-api-nodes", "--database-url", "sqlite:///:memory:", *self._arguments]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=self.comfyui,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl+C reaches us only; we pass it on once
-                preexec_fn=_die_with_parent,
-            )
+            self._process = self._launch([*map(str, command)], log)
         try:
             self._wait_until_it_answers()
         except BaseException:
             self.stop()
             raise
+
+    def _launch(self, command: list[str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        """Starts the process, which writes to `log` and ends with this one."""
+        return subprocess.Popen(
+            command,
+            cwd=self.comfyui,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl+C reaches us only; we pass it on once
+            preexec_fn=_die_with_parent,
+        )
 
     def stop(self) -> None:
         """Interrupts ComfyUI as Ctrl+C does, kills what does not end in time, and fills :attr:`survivors`."""
@@ -144,7 +149,7 @@ class ComfyUIServer:
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             self._process.wait()
         self._process = None
         _, alive = psutil.wait_procs(children, CHILDREN_TIMEOUT)

@@ -1,9 +1,10 @@
-"""A cluster's machines as a graph's devices: a real ComfyUI and real torchruns give the latent of stock KSampler."""
+"""A cluster's machines as a graph's devices give the latent of stock KSampler: a torchrun that starts as outside tests,
+and a forked one."""
 
 import pytest
 from safetensors.torch import load_file
 
-from cluster_machines import Torchrun
+from cluster_machines import ForkedTorchrun, Torchrun
 from comfy_harness import require_comfyui
 from comfyui_client import PromptFailed, PromptRejected
 from comfyui_server import free_port
@@ -55,9 +56,9 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
     with pytest.raises(PromptRejected, match="no machine has joined it yet"):
         sample(flux)
     try:
-        for name in ("a", "b"):
+        for name, torchrun in {"a": Torchrun, "b": ForkedTorchrun}.items():
             machines.append(
-                Torchrun(
+                torchrun(
                     name,
                     second.secret,
                     f"127.0.0.1:{second.port}",

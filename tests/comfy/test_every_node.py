@@ -39,6 +39,7 @@ TELLING = {
 # video VAE. Its own model, which reads them, is in test_model_families.py.
 EMPTY = {"WanSoundImageToVideo": {"control_video", "ref_motion"}}
 ELSEWHERE = {"TorchCompileModel"}  # slow; in test_compile_and_kernels.py
+TOGETHER = 16  # nodes in one prompt
 SMALL = {"steps": 3, "width": 128, "height": 96, "batch_size": 1, "length": 1}
 
 
@@ -135,33 +136,50 @@ def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
     return [[graph.add("SamplerCustomAdvanced", latent_image=latent, **wired), 0]]
 
 
-def run(comfy, name: str, info: dict, unet: str, kinds: tuple[str, ...]) -> list[torch.Tensor]:
-    """Returns the latents of these kinds of model with the node, computed in one prompt."""
-    graph, files = Wires([]), []
-    for kind in kinds:
-        graph.base, graph.draws = graph.model(kind, unet, "cpu:2"), itertools.count(10)
-        node = place(graph, name, info)
-        for latent in sampled(graph, info, node, kind):
-            files.append(f"every-node-{len(files)}.safetensors")
-            graph.save(latent, files[-1])
-    comfy.run(graph.prompt, timeout=120)
-    return [load_file(comfy.output(file))["samples"] for file in files]
-
-
-def verdict(comfy, name: str, info: dict, unet: str) -> str:
-    """Returns "same", "refused", "not Flux.1's" (stock cannot do it either), or what is wrong."""
-    try:
-        stock, *ours = run(comfy, name, info, unet, (STOCK, OURS))
-    except PromptFailed:
+def run(
+    comfy, nodes: dict[str, dict], unet: str, kinds: tuple[str, ...] = (STOCK, OURS)
+) -> tuple[dict, dict]:
+    """Computes these kinds of model with each node, all in one prompt. Returns (the latents by node, the failures by
+    node). The prompt runs again without a node that failed; ComfyUI keeps what the others gave."""
+    graph, owners, files, failures = Wires([]), {}, {}, {}
+    bases = {kind: graph.model(kind, unet, "cpu:2") for kind in kinds}
+    for name, info in nodes.items():
+        before = set(graph.prompt)
+        for kind, graph.base in bases.items():
+            graph.draws = itertools.count(10)
+            for latent in sampled(graph, info, place(graph, name, info), kind):
+                files.setdefault(name, []).append(f"every-node-{len(graph.prompt)}.safetensors")
+                graph.save(latent, files[name][-1])
+        owners |= {node: name for node in graph.prompt if node not in before}
+    while files:
         try:
-            run(comfy, name, info, unet, (STOCK,))
-        except PromptFailed:
-            return "not Flux.1's"
-        with pytest.raises(PromptFailed) as failure:
-            run(comfy, name, info, unet, (OURS,))
-        kind, words = failure.value.exception_type, failure.value.exception_message
-        return "refused" if kind.endswith("RequestError") and "cannot honour" in words else f"{kind}: {words}"
-    return next((wrong for latent in ours if (wrong := deviation(stock, latent))), "same")
+            comfy.run(graph.prompt, timeout=300)
+            break
+        except PromptFailed as failure:
+            name = owners[failure.node_id]
+            failures[name] = failure
+            del files[name]
+            graph.prompt = {node: made for node, made in graph.prompt.items() if owners.get(node) != name}
+    found = {
+        name: [load_file(comfy.output(file))["samples"] for file in made] for name, made in files.items()
+    }
+    return found, failures
+
+
+def verdicts(comfy, nodes: dict[str, dict], unet: str) -> dict[str, str]:
+    """Returns for each node "same", "refused", "not Flux.1's" (stock cannot do it either), or what is wrong."""
+    found, failures = run(comfy, nodes, unet)
+    outcomes = {
+        name: next((wrong for latent in ours if (wrong := deviation(stock, latent))), "same")
+        for name, (stock, *ours) in found.items()
+    }
+    able, unable = run(comfy, {name: nodes[name] for name in failures}, unet, (STOCK,))
+    _, refusals = run(comfy, {name: nodes[name] for name in able}, unet, (OURS,))
+    for name, failure in refusals.items():
+        kind, words = failure.exception_type, failure.exception_message
+        refused = kind.endswith("RequestError") and "cannot honour" in words
+        outcomes[name] = "refused" if refused else f"{kind}: {words}"
+    return dict.fromkeys(able, "fails beside stock only") | outcomes | dict.fromkeys(unable, "not Flux.1's")
 
 
 def deviation(stock: torch.Tensor, ours: torch.Tensor) -> str:
@@ -185,7 +203,7 @@ def documented() -> set[str]:
 def test_every_node_of_the_registry_gives_the_stock_latent_or_is_refused_by_name(comfy, subtests):
     unet = comfy.write_flux("tiny_dev.safetensors")
     registry = comfy.client.object_info()
-    found: dict[str, list[str]] = {}
+    tested, found = {}, {}
     for name, info in sorted(registry.items()):
         ours_or_a_test = "custom_nodes" in info["python_module"]
         if ours_or_a_test or name in ELSEWHERE or info.get("api_node") or not SUBJECTS & set(info["output"]):
@@ -194,11 +212,17 @@ def test_every_node_of_the_registry_gives_the_stock_latent_or_is_refused_by_name
             continue  # a loader of files
         if place(Wires(["nothing", 0]), name, info) is None:
             found.setdefault("beyond", []).append(name)
-            continue
-        with subtests.test(node=name):
-            outcome = verdict(comfy, name, info, unet)
+        else:
+            tested[name] = info
+    names = list(tested)
+    for first in range(0, len(names), TOGETHER):
+        together = {name: tested[name] for name in names[first : first + TOGETHER]}
+        outcomes = verdicts(comfy, together, unet)
+        assert outcomes.keys() == together.keys()
+        for name, outcome in outcomes.items():
             found.setdefault(outcome, []).append(name)
-            assert outcome in ("same", "refused", "not Flux.1's")
+            with subtests.test(node=name):
+                assert outcome in ("same", "refused", "not Flux.1's")
     for outcome, names in found.items():
         print(f"{outcome}: {', '.join(names)}")
     assert len(found["same"]) >= 100

@@ -55,7 +55,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     page.on("websocket", follow)
 
     def wait_for(words: str) -> None:
-        # Long enough for the rest of 120 steps.
+        # Long enough for the rest of 60 steps.
         card.locator(".state").get_by_text(words, exact=True).wait_for(timeout=240_000)
 
     def press(name: str, then: str) -> None:
@@ -63,7 +63,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
         wait_for(then)
 
     # A job that this page queues, and whose progress bars it shows.
-    graph = one_sampler(UNET, sampler={"steps": 120}, ulysses=2)
+    graph = one_sampler(UNET, sampler={"steps": 60}, ulysses=2)
     for node in graph.prompt.values():
         if node["class_type"] == "TestLatent":
             node["inputs"] |= {"width": 48, "height": 48}  # for a step that takes some time
@@ -72,7 +72,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     card = panel.locator(".parallel-group").first
     page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
     run(page)
-    page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 120 · about \\d+ s left$/.test(t))")
+    page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 60 · about \\d+ s left$/.test(t))")
     shoot(page, "status-sampling")
     os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')")
@@ -81,7 +81,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     wait_for("ready")
     page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length")
     seen = page.evaluate("recorded")
-    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 120", text)}
+    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 60", text)}
     assert bars == {"cpu:0", "cpu:1"}
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " per step" in card.inner_text()
     card.locator(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import psutil
@@ -22,7 +23,9 @@ from safetensors.torch import load_file
 from comfyui_client import ComfyUIClient, Events, Prompt
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
+from forked_ranks import ForkedProcess, ForkedSubprocess
 from graphs import ON_GPU
+from parallel_backend.sidecar.group import supervisor
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +159,15 @@ class Comfy:
         return name
 
 
+class ForkedComfyUI(ComfyUIServer):
+    """A ComfyUI that starts as a fork of this process's fork server (forked_comfyui.py)."""
+
+    def _launch(self, command: list[str], log: BinaryIO) -> ForkedProcess:
+        program, *arguments = command
+        command = [program, "-m", "tests.support.forked_comfyui", *arguments]
+        return supervisor.subprocess.fork(command, self._environment, log.fileno())
+
+
 def require_comfyui() -> Path:
     """Returns the real ComfyUI's folder. If there is none, the test is skipped, or fails in CI."""
     folder = find_comfyui()
@@ -177,7 +189,10 @@ def start_comfyui(
     cpu = options.pop("cpu", ON_GPU not in os.environ)
     if not cpu:
         environment.pop("PARALLEL_TEST_FORKED_RANKS", None)  # a fork sees no GPU
-    return ComfyUIServer(
+    is_forked = "PARALLEL_TEST_FORKED_RANKS" in environment and isinstance(
+        supervisor.subprocess, ForkedSubprocess
+    )
+    return (ForkedComfyUI if is_forked else ComfyUIServer)(
         comfyui or require_comfyui(),
         base_directory,
         packs,

@@ -138,6 +138,10 @@ class ForkedSubprocess:
             if self._server is None or self._owner != os.getpid():
                 self._start()
 
+    def take_over(self, other: ForkedSubprocess) -> None:
+        """Makes the server of `other` this object's."""
+        self._server, self._control, self._owner = other._server, other._control, other._owner
+
     def fork_server_here(self) -> None:
         """Makes the server a fork of this process, which has imported the modules of ranks and has one thread."""
         from tests.support import fork_server

@@ -144,9 +144,16 @@ def fork_ranks(prompt: dict) -> dict:
     """Makes the pack fork its ranks from a prepared process as of the first prompt (tests/support/forked_ranks.py)."""
     supervisor = _module(".parallel_backend.sidecar.group.supervisor")
     if supervisor.subprocess is subprocess:
-        path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"
-        spec = importlib.util.spec_from_file_location("forked_ranks", path)
-        sys.modules["forked_ranks"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        supervisor.subprocess = module.ForkedSubprocess(supervisor)
+        prepared = sys.modules.get(
+            "forked_ranks"
+        )  # if ComfyUI is a fork itself (tests/support/forked_comfyui.py)
+        if prepared is None:
+            path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"
+            spec = importlib.util.spec_from_file_location("forked_ranks", path)
+            sys.modules["forked_ranks"] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            supervisor.subprocess = module.ForkedSubprocess(supervisor)
+        else:
+            supervisor.subprocess = prepared.ForkedSubprocess(supervisor)
+            supervisor.subprocess.take_over(prepared.HERE)
     return prompt
