@@ -19,6 +19,7 @@ from pages import (
     set_widget,
     show_prompt,
     template,
+    toast,
     wait_for_report,
     words_of,
 )
@@ -79,7 +80,7 @@ def _the_devices_to_choose_from_are_in_the_language(page, language: str) -> None
 def _a_loaders_refusal_is_in_the_language(page, language: str, said: dict) -> None:
     page.route("**/parallel_sampling/preload", lambda route: route.fulfill(status=409, json={"error": BUSY}))
     choose(page, "ParallelFluxLoader", words_of(language)["preload"])
-    page.get_by_text(said[BUSY][language]).wait_for()
+    toast(page, said[BUSY][language]).wait_for()
 
 
 @pytest.mark.parametrize("language", ["es", "zh"], indirect=True)

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from graphs import STOCK, Graph
-from pages import LINKS, OVERLAPS, SEND, command, menu_of, show_prompt, three_samplers, words_of
+from pages import LINKS, OVERLAPS, SEND, command, menu_of, show_prompt, three_samplers, toast, words_of
 
 UNET = "tiny_made.safetensors"
 MODELS = {UNET: 2}
@@ -32,7 +32,7 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
     assert words["make_parallel"] not in menu_of(page, "KSampler")
 
     command(page, "parallel_sampling.make_parallel")
-    told = page.get_by_text(words["made_parallel"].replace("{count}", "2").replace("{where}", ""))
+    told = toast(page, words["made_parallel"].replace("{count}", "2").replace("{where}", ""))
     told.wait_for()
     (made,) = _links(page)
     assert page.evaluate(COUNT) == 2 and page.evaluate(VALUES) == values and page.evaluate(OVERLAPS) == []
@@ -45,7 +45,7 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
     assert words["make_stock"] in menu_of(page, "ParallelModel")
 
     command(page, "parallel_sampling.swap_out")  # its message goes by itself
-    other = page.get_by_text(words["nothing_to_swap_back"])
+    other = toast(page, words["nothing_to_swap_back"])
     other.wait_for()
     other.wait_for(state="detached")
     assert told.is_visible()
@@ -216,7 +216,7 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     command(page, "parallel_sampling.make_parallel")
     where = words_of()["inside"].replace("{names}", holder)
     said = words_of()["made_parallel"].replace("{count}", "2").replace("{where}", where)
-    page.get_by_text(said).wait_for()
+    toast(page, said).wait_for()
     made, inside = _links(page)
     assert inside == [["ParallelModel", "outside", ""], ["UNETLoader", "ParallelModel", "model"]]
     assert made.count(["UNETLoader", "ParallelModel", "model"]) == 2  # the earlier one and a new one
@@ -243,7 +243,7 @@ def test_a_parallel_model_that_parallel_sampler_needs_stays_and_that_is_said(pag
     show_prompt(page, graph.prompt)
     assert words_of()["make_stock"] not in page.evaluate(MENU)
     command(page, "parallel_sampling.make_stock")
-    page.get_by_text(words_of()["stays"].replace("{count}", "1")).wait_for()
+    toast(page, words_of()["stays"].replace("{count}", "1")).wait_for()
     assert page.evaluate(COUNT) == 1
 
 

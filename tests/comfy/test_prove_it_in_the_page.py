@@ -37,7 +37,7 @@ ENDED = """async (seed) => {
 }"""
 # The outcome of every prompt, for a failing test's message.
 STATE = """async () => ({
-  toasts: [...document.querySelectorAll('.p-toast-message')].map(toast => toast.innerText),
+  toasts: [...document.querySelectorAll('.p-toast-message, [data-testid=toast]')].map(toast => toast.innerText),
   queue: (await (await fetch('/queue')).json()).queue_running.map(([, id]) => id),
   ends: Object.values(await (await fetch('/history')).json()).map(
     ({status}) => status.messages.map(([kind, {exception_message: why}]) => why ? [kind, why] : kind)),

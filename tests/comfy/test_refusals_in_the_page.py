@@ -8,7 +8,7 @@ import json
 import pytest
 
 from graphs import STOCK, Graph
-from pages import one_sampler, run, show_prompt
+from pages import one_sampler, run, show_prompt, toast
 
 UNET = "tiny_refused.safetensors"  # two attention heads
 MODELS = {UNET: 1}
@@ -16,7 +16,7 @@ MARKED = """() => Object.values(app.lastNodeErrors ?? {}).flatMap(
   node => node.errors.map(error => [error.extra_info.input_name, error.message]))"""
 VALUES = """() => Object.fromEntries(
   app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(w => [w.name, w.value]))"""
-BOXES = """() => ['[data-testid=error-overlay]', '.parallel-toast'].map(
+BOXES = """() => ['[data-testid=error-overlay]', '.parallel-toast, [data-testid=toast]'].map(
   name => [...document.querySelectorAll(name)].at(-1).getBoundingClientRect().toJSON())"""
 
 
@@ -74,10 +74,10 @@ def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_co
 def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(page, graph):
     run(page)
     page.locator("[data-testid=error-overlay]").wait_for()
-    toast = {"severity": "error", "summary": "Failed", "detail": "Again", "life": None, "about": "cpu:0"}
+    failed = {"severity": "error", "summary": "Failed", "detail": "Again", "life": None, "about": "cpu:0"}
 
     def send(**changes) -> None:
-        detail = json.dumps({**toast, **changes})
+        detail = json.dumps({**failed, **changes})
         page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {detail})")
 
     send()
@@ -85,8 +85,8 @@ def test_a_toast_leaves_comfyuis_card_of_errors_free_and_goes_with_its_cause(pag
         f"() => {{ const [card, toast] = ({BOXES})(); return toast.right <= card.left && toast.left >= 0; }}"
     )
     send(about="cpu:1", summary="Another", life=60_000)
-    page.get_by_text("Another").wait_for()
-    assert page.get_by_text("Failed", exact=True).is_visible()
+    toast(page, "Another").wait_for()
+    assert toast(page, "Failed").is_visible()
     send(severity="success", summary="Started", life=60_000)
-    page.get_by_text("Started").wait_for()
-    page.get_by_text("Failed", exact=True).wait_for(state="detached")
+    toast(page, "Started").wait_for()
+    toast(page, "Failed").wait_for(state="detached")

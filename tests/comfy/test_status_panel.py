@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-from pages import one_sampler, run, shoot, show_prompt, wait_for_extensions
+from pages import TOAST_TITLE, one_sampler, run, shoot, show_prompt, toast, wait_for_extensions
 
 EVENT = "parallel_sampling.status"
 UNET = "tiny_panel_status.safetensors"
@@ -70,13 +70,13 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     show_prompt(page, graph.prompt, "ParallelSampler")
     panel = _open(page)
     card = panel.locator(".parallel-group").first
-    page.evaluate(RECORD, ".parallel-group .state, .parallel-bars li, .p-toast-summary")
+    page.evaluate(RECORD, f".parallel-group .state, .parallel-bars li, {TOAST_TITLE}")
     run(page)
     page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 60 · about \\d+ s left$/.test(t))")
     shoot(page, "status-sampling")
     os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')")
-    page.locator(".p-toast-detail", has_text="after: process 0 failed: killed by SIGKILL").wait_for()
+    toast(page, "after: process 0 failed: killed by SIGKILL").wait_for()
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
     wait_for("ready")
     page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length")
@@ -101,7 +101,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     assert any(EVENT in frame for frame in frames)
 
     # The panel shows why a rank died and can start it again.
-    page.evaluate(RECORD, ".p-toast-summary")
+    page.evaluate(RECORD, TOAST_TITLE)
     os.kill(comfy.groups()[0]["ranks"][1]["pid"], signal.SIGKILL)
     wait_for("failed")
     assert "process 1 failed" in card.locator(".reason").inner_text()
@@ -227,14 +227,14 @@ def test_each_state_is_drawn_in_both_themes_and_nothing_sticks_out(page, set_set
         assert page.evaluate(STICKS_OUT) == []
 
     # A toast that stays, as the server sends it.
-    toast = {
+    stays = {
         "severity": "error",
         "summary": "The processes failed too often",
         "detail": "Allow restarts",
         "life": None,
     }
-    page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(toast)})")
-    page.get_by_text("The processes failed too often").wait_for()
+    page.evaluate(f"() => app.api.dispatchCustomEvent('parallel_sampling.toast', {json.dumps(stays)})")
+    toast(page, "The processes failed too often").wait_for()
 
     # ComfyUI stops answering and comes back.
     page.unroute("**/parallel_sampling/watch")

@@ -4,7 +4,18 @@ one undo or the reverse command restores the workflow."""
 from __future__ import annotations
 
 from graphs import STOCK, Graph
-from pages import LINKS, OVERLAPS, SEND, command, menu_of, one_sampler, show_prompt, three_samplers, words_of
+from pages import (
+    LINKS,
+    OVERLAPS,
+    SEND,
+    command,
+    menu_of,
+    one_sampler,
+    show_prompt,
+    three_samplers,
+    toast,
+    words_of,
+)
 
 UNET = "tiny_swapped.safetensors"
 MODELS = {UNET: 2}
@@ -27,7 +38,7 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     assert WORDS["swap"] in menu_of(page, "KSampler") and WORDS["swap"] in menu_of(page, "UNETLoader")
 
     command(page, "parallel_sampling.swap_in")
-    page.get_by_text(WORDS["swapped"].replace("{count}", "3")).wait_for()
+    toast(page, WORDS["swapped"].replace("{count}", "3")).wait_for()
     (made,) = page.evaluate(LINKS)
     names = {"UNETLoader": "ParallelModelLoader", "KSampler": "ParallelSampler"}
     samplers_only = {"KSampler": "ParallelSampler"}
@@ -65,7 +76,7 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     page.wait_for_function(f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=0)
 
     command(page, "parallel_sampling.swap_out")
-    page.get_by_text(WORDS["swapped_back"].replace("{count}", "3")).wait_for()
+    toast(page, WORDS["swapped_back"].replace("{count}", "3")).wait_for()
     assert page.evaluate(KINDS) == kinds and page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
     assert page.evaluate(OVERLAPS) == []
 
@@ -94,8 +105,10 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     graph.save(latent, "swapped.safetensors")
     show_prompt(page, graph.prompt, "KSampler")
     page.evaluate(
-        """() => app.graph.convertToSubgraph(new Set(app.graph.nodes.filter(
-          n => ['UNETLoader', 'KSampler'].includes(n.type))))"""
+        """() => {
+          const inside = app.graph.nodes.filter(n => ['UNETLoader', 'KSampler'].includes(n.type));
+          app.graph.convertToSubgraph(new Set(inside));
+        }"""
     )
     before = page.evaluate(LINKS)
     command(page, "parallel_sampling.swap_in")
@@ -112,4 +125,4 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     show_prompt(page, one_sampler(UNET).prompt, "ParallelSampler")
     for name, words in (("swap_in", "nothing_to_swap"), ("swap_out", "nothing_to_swap_back")):
         command(page, f"parallel_sampling.{name}")
-        page.get_by_text(WORDS[words]).wait_for()
+        toast(page, WORDS[words]).wait_for()

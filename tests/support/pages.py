@@ -7,10 +7,14 @@ import os
 from pathlib import Path
 
 import psutil
+from playwright.sync_api import Locator, Page
 
 from comfy_harness import ROOT, Comfy
 from graphs import STOCK, Graph
 
+# A message in the corner of the page, and its title: of PrimeVue, and since ComfyUI's frontend 1.58 of the page itself.
+TOAST = ".p-toast-message, [data-testid=toast]"
+TOAST_TITLE = ".p-toast-summary, [data-testid=toast] .font-medium"
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 _NODE = "app.graph.nodes.find(n => n.type === type)"
 # Returns the texts that the canvas writes in one full redraw, or the texts of the badges if Vue draws the nodes.
@@ -39,6 +43,12 @@ LINKS = """() => [app.rootGraph ?? app.graph, ...(app.rootGraph ?? app.graph).su
     graph.getNodeById(link.target_id)?.type ?? 'outside',
     graph.getNodeById(link.target_id)?.inputs[link.target_slot].name ?? '']).sort())"""
 SEND = "async () => (await app.graphToPrompt()).output"
+
+
+def toast(page: Page, words: str) -> Locator:
+    """Returns the message in the corner of the page that has these words; the page may also hold them for screen
+    readers."""
+    return page.locator(TOAST).filter(has_text=words)
 
 
 def _gpu(index: int, **changes) -> dict:
