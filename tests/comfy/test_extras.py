@@ -8,7 +8,6 @@ import re
 import psutil
 import pytest
 import torch
-from diffusers import FluxControlNetModel
 from safetensors.torch import save_file
 
 from differences import relative_difference
@@ -60,6 +59,8 @@ def _xlabs() -> dict[str, torch.Tensor]:
 
 def _instantx() -> dict[str, torch.Tensor]:
     """Returns a ControlNet of double and single blocks in InstantX's (diffusers') layout; its hint is a latent."""
+    from diffusers import FluxControlNetModel  # takes seconds
+
     torch.manual_seed(5)
     model = FluxControlNetModel(
         in_channels=64,
