@@ -9,6 +9,7 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
+from ..parallel_backend.devices import devices_of_a_run
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
@@ -34,10 +35,12 @@ from .parallel_model import over_devices
 def over_file(
     file: NamedFile, settings: StrategySettings | None, computing: ComputeOptions = DEFAULT_COMPUTE
 ) -> JobPatcher:
-    """Returns the model of a file. Reads only its header. Raises CheckpointError, RequestError or StrategyError."""
-    spec = file.spec()
+    """Returns the model of a file. Reads only its header. Raises CheckpointError, DeviceError, RequestError or
+    StrategyError."""
+    chosen, spec = settings or default_settings(), file.spec()
+    devices_of_a_run(chosen.devices)  # otherwise refused only once text encoders have run
     source = open_model(file.path, file.part, dict(file.options))
-    return over_devices(source, spec, settings or default_settings(), computing)
+    return over_devices(source, spec, chosen, computing)
 
 
 class _FileLoader(io.ComfyNode):

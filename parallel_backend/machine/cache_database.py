@@ -33,8 +33,9 @@ class CacheDatabase:
         """Returns the rows of the answer; none if the file cannot be read."""
         if self.path is None:
             return []
+        uri = f"{self.path.absolute().as_uri()}?mode=ro"
         try:
-            with contextlib.closing(sqlite3.connect(f"{self.path.as_uri()}?mode=ro", uri=True)) as database:
+            with contextlib.closing(sqlite3.connect(uri, timeout=LOCK_PATIENCE, uri=True)) as database:
                 return database.execute(sql, values).fetchall() if self._is_current(database) else []
         except (sqlite3.Error, UnicodeDecodeError) as error:
             log.debug("%s counts as empty: %s", self.path.name, error)
@@ -63,9 +64,8 @@ class CacheDatabase:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(path, timeout=LOCK_PATIENCE, isolation_level=None)
         with contextlib.closing(connection) as database:  # which takes back an unfinished transaction
-            database.execute(
-                "PRAGMA synchronous = OFF"
-            )  # a job waits for this; a power cut may cost the file
+            # A job waits for this, so it does not wait for the disk; a power cut may cost the file.
+            database.execute("PRAGMA synchronous = OFF")
             database.execute("BEGIN IMMEDIATE")
             if not self._is_current(database):
                 if database.execute("PRAGMA user_version").fetchone()[0]:

@@ -223,6 +223,14 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
     assert store.path is None and not store.record([(kind(), 1.0)], NOW) and known(store) == {}
 
 
+def test_a_folder_may_be_named_from_where_the_process_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "here and there")
+    store = MeasurementStore(BOX)
+    assert store.record([(kind(), 1.0)], NOW) and known(store) == {ULYSSES: 1.0}
+    assert list((tmp_path / "here and there").iterdir())
+
+
 def test_nothing_private_is_kept(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

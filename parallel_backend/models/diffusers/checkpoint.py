@@ -219,10 +219,10 @@ def _dtypes(header: Header, prefix: str) -> dict[str, str]:
     }
 
 
-def _respelled(key: str, ending: str, wanted: str) -> str:
-    """Turns the key `…_norm.ENDING` into `…_norm.WANTED`; other keys stay unchanged."""
+def _respelled(key: str, ending: str, other: str) -> str:
+    """Turns the key `…_norm.ENDING` into `…_norm.OTHER`; other keys stay unchanged."""
     stem = key.removesuffix(f"_norm.{ending}")
-    return key if stem == key else f"{stem}_norm.{wanted}"
+    return key if stem == key else f"{stem}_norm.{other}"
 
 
 def _find_model(header: Header) -> tuple[str, str, str]:
