@@ -17,7 +17,7 @@ from comfyui_client import ComfyUIClient, PromptFailed, PromptRejected
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from differences import relative_difference
 from graphs import Graph
-from parallel_backend.machine.self_tests import NAME
+from parallel_backend.machine.self_tests import SelfTestStore
 from waiting import wait_until
 
 SENTENCE = "this version of ComfyUI computes Flux in another way than the pack knows: only whole images"
@@ -54,7 +54,7 @@ def test_whole_images_and_prompts_are_shared_out_and_the_report_says_why(other):
     stock = comfy.sample(graph.prompt, expected)
     assert relative_difference(latent, stock) <= 1e-4
     assert f"note: {SENTENCE}" in report and "Ulysses" not in report.splitlines()[0]
-    assert '"mode": "rows"' in (kept / NAME).read_text()
+    assert ("rows",) in SelfTestStore(kept).query("SELECT mode FROM outcomes")
 
 
 @pytest.mark.slow
