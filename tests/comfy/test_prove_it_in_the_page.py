@@ -14,6 +14,7 @@ from pages import (
     set_widget,
     shoot,
     show_prompt,
+    toast,
     wait_for_report,
     words_of,
 )
@@ -193,7 +194,7 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page):
 def test_the_menu_of_the_node_proves_too_and_says_what_is_missing(page):
     _show(page, _graph(decoded=False).prompt)
     choose(page, "ParallelSampler", "Prove it")
-    page.get_by_text(words_of()["prove_no_vae"]).wait_for()
+    toast(page, words_of()["prove_no_vae"]).wait_for()
 
 
 def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_reload(page, set_setting):
