@@ -31,6 +31,9 @@ OVER = """() => Object.fromEntries(Object.entries({
   badge: document.querySelector('.parallel-badge'),
   node: document.querySelector('[data-node-id]:has(> .parallel-badge)'),
 }).map(([name, e]) => [name, e.getBoundingClientRect().toJSON()]))"""
+# Returns Strategy Selector's panel; the page of frontend 1.58 takes it out where its node is out of sight.
+PANEL = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.find(
+  widget => widget.name === 'strategy_panel').element"""
 WORDS = words_of()
 
 
@@ -67,7 +70,7 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert WORDS["prove"] not in menu_of(page, "ParallelModel")
     run(page)
     wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
-    page.wait_for_selector(".parallel-candidates tr[aria-current]", state="attached")
+    page.wait_for_function(f"() => ({PANEL})().querySelector('.parallel-candidates tr[aria-current]')")
     page.wait_for_function("() => Object.values(app.nodeOutputs).some(({ images }) => images)")
     shoot(page, f"stock_{drawn_by}")
 
