@@ -15,10 +15,8 @@ from parallel_backend.wire.cache_folder import cache_folder, user_cache
 
 def remove_measurements(folder: Path) -> int:
     """Deletes them, and the folder if nothing else is in it; returns how many files went."""
-    found = [
-        *folder.glob("measurements-*.*"),
-        *folder.glob("self-tests.*"),
-    ]  # JSON files are of older versions
+    # Older versions kept JSON files under these names.
+    found = [*folder.glob("measurements-*.*"), *folder.glob("self-tests.*")]
     for file in found:
         file.unlink(missing_ok=True)
     _remove_if_empty(folder)

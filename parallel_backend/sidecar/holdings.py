@@ -77,6 +77,7 @@ class RankInventory:
 
     @property
     def has_modules_on_devices(self) -> bool:
+        """True if a text encoder or VAE lies on an accelerator."""
         return any(map(self.module_bytes, self.devices))
 
     def notes_on_gone(self, models: list[CountedModel]) -> list[str]:

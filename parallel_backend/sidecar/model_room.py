@@ -134,12 +134,8 @@ def bytes_left(path: str, pinned: FileIdentity) -> int | None:
 def predict_room(key: ModelKey, devices: Sequence[str]) -> Room:
     """Predicts the room that a model will take: the ranks' shares of the file. Other contents of a checkpoint, and
     casts to another dtype, are known only after a first load."""
-    weights, nothing, file_bytes, on_cpu = (
-        key.weights,
-        (0,) * len(devices),
-        key.identity.size,
-        is_cpu(devices),
-    )
+    weights, nothing = key.weights, (0,) * len(devices)
+    file_bytes, on_cpu = key.identity.size, is_cpu(devices)
     if weights.offload_weights or (on_cpu and weights.shards):
         return Room(nothing, file_bytes)
     if on_cpu:

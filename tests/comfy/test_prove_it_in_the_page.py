@@ -8,6 +8,7 @@ from pack_nodes import import_node_module
 from pages import (
     BADGES,
     REPORT,
+    TOAST,
     bring_into_view,
     choose,
     run,
@@ -38,11 +39,11 @@ ENDED = """async (seed) => {
 }"""
 # The outcome of every prompt, for a failing test's message.
 STATE = """async () => ({
-  toasts: [...document.querySelectorAll('.p-toast-message, [data-testid=toast]')].map(toast => toast.innerText),
+  toasts: [...document.querySelectorAll('TOAST')].map(toast => toast.innerText),
   queue: (await (await fetch('/queue')).json()).queue_running.map(([, id]) => id),
   ends: Object.values(await (await fetch('/history')).json()).map(
     ({status}) => status.messages.map(([kind, {exception_message: why}]) => why ? [kind, why] : kind)),
-})"""
+})""".replace("TOAST", TOAST)
 # Lists [title, time] of each bar.
 TIMES = """() => {
   const cells = [...document.querySelectorAll('dialog .times > span')].map(cell => cell.innerText);

@@ -1,4 +1,4 @@
-"""What measurements are stored under: strategies, models and the fingerprint of a machine."""
+"""Measurements are stored under the strategy, the model and the fingerprint of a machine."""
 
 import dataclasses
 

@@ -7,15 +7,11 @@ server that is a fork of it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import runpy
-import signal
 import sys
 import threading
 from pathlib import Path
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def _main() -> None:
@@ -23,11 +19,12 @@ def _main() -> None:
     sys.path.insert(0, str(support))
     import forked_ranks
     from parallel_backend.sidecar.group import supervisor
+    from parallel_backend.wire.parent_death import die_with_parent
     from tests.support.fork_server import show_as
 
     forked_ranks.HERE = forked_ranks.ForkedSubprocess(supervisor)
     forked_ranks.HERE.fork_server_here()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(os.getppid())
     # ComfyUI imports the pack under another name, and must not find it, or the tests, under this one.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("parallel_backend", "tests")]:
         del sys.modules[name]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-from playwright.sync_api import Locator, Page
 
 from comfy_harness import ROOT, Comfy
 from graphs import STOCK, Graph
+
+if TYPE_CHECKING:  # not every computer has it
+    from playwright.sync_api import Locator, Page
 
 # A message in the corner of the page, and its title: of PrimeVue, and since ComfyUI's frontend 1.58 of the page itself.
 TOAST = ".p-toast-message, [data-testid=toast]"

@@ -119,6 +119,7 @@ class UspAttention(SequenceAttention):
 
     def __init__(self, engine: XfuserEngine, *of_call: Any, **options: Any) -> None:
         super().__init__(*of_call, **options)
+        assert self._stale_keys is None, "PipeFusion's stages attend by native"
         self._engine = engine
 
     def _attend(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:

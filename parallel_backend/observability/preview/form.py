@@ -23,6 +23,7 @@ from ...wire.strict_json import from_json, shown
 from .preview import PIXELS, Preview, preview
 
 MOST_BYTES = 16 * 1024  # of a request body; all inputs together take a tenth of it
+_MOST_LETTERS = 1000  # of one input
 # Smallest and largest value of each whole-number input.
 LIMITS = {**dict.fromkeys(DEGREES, (1, 64)), "num_pipeline_patch": (0, 1024), "warmup_steps": (0, 10000)}
 _PIXELS = {"ParallelDemoLoader": 128}  # image sides of a loader's model, if not preview.PIXELS
@@ -92,12 +93,16 @@ class FormRequest:
 
 
 def read_request(body: object) -> FormRequest:
-    """Reads parsed JSON as a FormRequest; what it lacks has its default. Raises RequestError for an unknown field or a
-    wrong type."""
+    """Reads parsed JSON as a FormRequest; what it lacks has its default. Raises RequestError for an unknown field, a
+    wrong type or a long text."""
     try:
-        return from_json(_filled(body, asdict(FormRequest())), FormRequest, "the body")
+        found = from_json(_filled(body, asdict(FormRequest())), FormRequest, "the body")
     except (TransportError, RecursionError) as error:
         raise RequestError(str(error)) from None
+    for name, value in (asdict(found.inputs) | asdict(found.loader)).items():
+        if isinstance(value, str) and len(value) > _MOST_LETTERS:
+            raise RequestError(f"{name} has {len(value)} letters; at most {_MOST_LETTERS} are read.")
+    return found
 
 
 def _filled(value: object, defaults: object) -> object:

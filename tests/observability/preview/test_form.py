@@ -199,6 +199,8 @@ def test_auto_decides_the_degrees_and_nothing_else():
         ({"inputs": {"ring_degree": True}}, "ring_degree: expected int"),
         ({"inputs": {"mode": None}}, "mode: expected str"),
         ({"inputs": {"world_size": 2}}, "world_size"),
+        ({"inputs": {"devices": "9" * 1001}}, "at most 1000"),
+        ({"loader": {"unet_name": "n" * 1001}}, "at most 1000"),
         ({"inputs": []}, r"inputs: expected the fields .* found \[\]"),
         ({"loader": {"path": "/etc/passwd"}}, "/etc/passwd"),
         ({"other": 1}, "'loader'"),
