@@ -159,7 +159,7 @@ class Jobs:
             cache,
         )
         end_step = on_step if switching is None else switching.on_step
-        run = _RunningJob(model, job, meeting, answers, end_step, self._reader.packages)
+        run = _RunningJob(model, job, meeting, answers, on_step, end_step, self._reader.packages)
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -168,7 +168,7 @@ class Jobs:
             else contextlib.nullcontext()
         )
         with shared:
-            answer = run.to_its_end(message.steps, on_step, forward)
+            answer = run.to_its_end(message.steps, forward)
         record = run_record(forward if switching is None else switching.current, placement, started, sent)
         record = replace(
             record,
@@ -195,25 +195,27 @@ class _RunningJob:
         job: PickledJob,
         meeting: ModuleMeeting,
         answers: Answers,
-        end_step: Callable[[int, Tensor], None],
+        on_step: StepBoundary,
+        end_step: Callable[[int, Tensor, int], None],
         packages: Packages,
     ) -> None:
         self._model, self._job, self._meeting = model, job, meeting
-        self._answers, self._end, self._packages = answers, end_step, packages
+        self._answers, self._packages = answers, packages
+        self._on_step, self._end = on_step, end_step
         self._step = self._steps = 0
         self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
         self.denoised: Tensor | None = None  # of all images, after the latest step
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
 
-    def to_its_end(self, steps: int, on_step: StepBoundary, forward: ModuleForward) -> Any:
+    def to_its_end(self, steps: int, forward: ModuleForward) -> Any:
         """Returns the latent or the network's answer. Raises RequestError for an error of a pack. Collective."""
         self._steps = steps
         error: Exception | None = None
         answer: Any = torch.empty(0)
         try:
-            answer = self._run(on_step, forward)
-            on_step.finish()
+            answer = self._run(forward)
+            self._on_step.finish()
             self._check_numbers.finish()
         except Cancelled:
             raise
@@ -226,7 +228,7 @@ class _RunningJob:
         self._meeting.leave(error)
         return answer
 
-    def _run(self, on_step: StepBoundary, forward: ModuleForward) -> Any:
+    def _run(self, forward: ModuleForward) -> Any:
         job, model, work = self._job, self._model, self._job.work
         assert isinstance(work, (SamplerRun, NetworkCall)), "jobs/modules.py runs the others"
         patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
@@ -244,13 +246,13 @@ class _RunningJob:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
             if isinstance(work, NetworkCall):
                 return call_network(work.patcher, model.state.network, work.args, work.kwargs)
-            return self._sample(work, on_step, forward)
+            return self._sample(work, forward)
 
-    def _sample(self, work: SamplerRun, on_step: StepBoundary, forward: ModuleForward) -> Tensor:
+    def _sample(self, work: SamplerRun, forward: ModuleForward) -> Tensor:
         self._meeting.guider = work.guider
         noise, latent, sampler, sigmas, mask, seed = work.arguments
         if forward.stages is not None:
-            sampler = self._flowing(work, forward, on_step)
+            sampler = self._flowing(work, forward)
         return run_guider(
             work.guider,
             work.wrappers,
@@ -259,7 +261,7 @@ class _RunningJob:
             work.latent_shapes,
         )
 
-    def _flowing(self, work: SamplerRun, forward: ModuleForward, on_step: StepBoundary) -> Any:
+    def _flowing(self, work: SamplerRun, forward: ModuleForward) -> Any:
         """Returns a sampler whose patches flow through PipeFusion's stages, or the job's own if they cannot."""
         meeting = self._meeting
         noise, _, sampler, sigmas, _, seed = work.arguments
@@ -272,7 +274,7 @@ class _RunningJob:
             sigmas,
             seed,
             self._end_step,
-            on_step,
+            self._on_step,
             self._answers.steps_done,
         )
         reason = flow.why_not()
@@ -295,7 +297,7 @@ class _RunningJob:
         self.denoised = denoised
         if self._step <= self._answers.steps_done:
             return
-        self._meeting.agree_on_step(self._step)
+        flags = self._meeting.agree_on_step(self._step, self._on_step.flags())
         self._check_numbers(denoised, f"in step {self._step} of {self._steps}")
         self._answers.step_ended(self._step)
-        self._end(self._step - 1, denoised)
+        self._end(self._step - 1, denoised, flags)

@@ -112,9 +112,9 @@ class ModuleMeeting:
         """True on rank 0, whose latent is the result."""
         return self._layouts.world.rank == 0
 
-    def agree_on_step(self, step: int) -> None:
-        """Raises RanksApart on all ranks unless all of them end the same step. Collective."""
-        agree_on_call(self._layouts.world, False, -1 - step, 0)
+    def agree_on_step(self, step: int, flags: int) -> int:
+        """Returns rank 0's `flags`. Raises RanksApart on all ranks unless all of them end the same step. Collective."""
+        return agree_on_call(self._layouts.world, False, -1 - step, 0, flags)
 
     def leave(self, error: Exception | None) -> None:
         """Ends the job on all ranks; raises `error`, or that of another rank (see agreement.leave). Collective."""

@@ -72,8 +72,9 @@ class _Boundary:
 class StepBoundary:
     """The `on_step(i, denoised)` of one request on one rank; raises Cancelled on all ranks at the same step.
 
-    Only rank 0 receives a cancel. It tells all ranks by a sum over the control group, which also keeps a fast rank from
-    leaving the request while a slow one is a step behind. `denoised`: [B, C, H/8, W/8], the same on all ranks.
+    Only rank 0 receives a cancel. It tells all ranks by a sum over the control group, or with the job's agreement that
+    a step has ended. Both also keep a fast rank from leaving the request while a slow one is a step behind. `denoised`:
+    [B, C, H/8, W/8], the same on all ranks.
 
     While a GPU computes a step, the host submits the next one, and only then looks at the outcome of the first: it is
     `lag` steps late, unless steps are long. `finish` ends the request.
@@ -106,11 +107,21 @@ class StepBoundary:
         self.strategy = 0  # number of the strategy that the step ran under (see Progress)
         self.seconds: list[float] = []
 
-    def __call__(self, i: int, denoised: Tensor) -> None:
+    def __call__(self, i: int, denoised: Tensor, flags: int | None = None) -> None:
+        """Ends step `i`. `flags`: rank 0's `flags()` if the ranks have agreed on them; by default they do so now."""
         copies = self.progress.copy(denoised)
-        self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), self._vote(), copies))
+        vote = self._vote() if flags is None else _Vote(_as_tensor(flags), None, range(1))
+        self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), vote, copies))
         self._raise_if_cancelled()
         heartbeat.step_given()
+
+    def flags(self) -> int:
+        """Returns what rank 0 tells the others at the end of a step: 1 to stop, plus 2 if steps are too long for a lag;
+        on other ranks 0."""
+        if self._request.rank:
+            return 0
+        slow = not self.seconds or self.seconds[-1] > LONGEST_LAG
+        return int(self.is_cancelled()) | int(slow) << 1
 
     def finish(self) -> None:
         """Waits for the last steps. Raises Cancelled on all ranks or on none."""
@@ -188,11 +199,12 @@ class StepBoundary:
 
     def _vote(self) -> _Vote:
         """Starts to send rank 0's flags to all ranks."""
-        flags = torch.zeros(2, dtype=torch.int32)
-        if self._request.rank == 0:
-            slow = not self.seconds or self.seconds[-1] > LONGEST_LAG
-            flags = torch.tensor([self.is_cancelled(), slow], dtype=torch.int32)
+        flags = _as_tensor(self.flags())
         if self._control is None:
             return _Vote(flags, None, range(1))
         work = dist.all_reduce(flags, group=self._control, async_op=True)
         return _Vote(flags, work, range(self._control.size()))
+
+
+def _as_tensor(flags: int) -> Tensor:
+    return torch.tensor([flags & 1, flags >> 1], dtype=torch.int32)

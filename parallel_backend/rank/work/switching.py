@@ -40,12 +40,12 @@ class Switching:
         self.current = make_forward(trials.strategy)
         self._started = time.perf_counter()
 
-    def on_step(self, i: int, denoised: Tensor) -> None:
+    def on_step(self, i: int, denoised: Tensor, flags: int) -> None:
         """Ends a step of the job (see StepBoundary); the next one may run under another strategy."""
         number = self._trials.current
         self._take_time()
         self._on_step.strategy = number
-        self._on_step(i, denoised)
+        self._on_step(i, denoised, flags)
         if self._trials.current != number:
             self.current = self._make_forward(self._trials.strategy)
         self._started = time.perf_counter()
