@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 import comfy.sd
@@ -36,6 +37,7 @@ _SWITCHES = (
 )
 
 
+@functools.cache
 def comfyui_root() -> str:
     """Returns the folder with ComfyUI's code, whatever --base-directory says."""
     return str(Path(comfy.sd.__file__).resolve().parents[1])

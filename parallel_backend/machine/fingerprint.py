@@ -70,6 +70,7 @@ def installed_version(package: str) -> str:
         return ""
 
 
+@functools.cache
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name from /proc/cpuinfo, or its architecture if that has none."""
     try:

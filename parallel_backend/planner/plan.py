@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..devices import devices_of_a_run, is_cpu
@@ -27,6 +27,8 @@ from .workload.workload import Job
 # Share of a card's memory that `auto` plans with; the rest covers fragmentation and the desktop.
 USABLE_MEMORY = 0.94
 _SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
+
+CapacityOf = Callable[[tuple[str, ...]], Capacity]
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +108,8 @@ def plan_execution(
     if automatic and history is not None and not settings.device_shares:
         count = largest_joinable_count(history.topology, count)
     selected = machine.devices[:count]
-    known = list(_candidates(job, selected, settings.engine, measured))
+    capacity_of = functools.cache(Capacity.of)  # once a plan: each card is asked for what is in use
+    known = list(_candidates(job, selected, settings.engine, measured, capacity_of))
     ranking = Ranking()
     if automatic:
         among = _split(known, count) if settings.compared else known
@@ -118,10 +121,10 @@ def plan_execution(
     if count < len(machine.devices):
         plan = plan.note(_SLICES)
     if automatic:
-        plan = _economical(plan, machine.memory_flag)
-        if not fits(plan.check):
-            plan = _offloaded(plan, "nothing faster fits in the memory of these devices")
-    plan = replace(plan, memory=check_capacity(plan.check))
+        plan = _economical(plan, machine.memory_flag, capacity_of)
+        if not fits(plan.check, capacity_of(plan.check.devices)):
+            plan = _offloaded(plan, "nothing faster fits in the memory of these devices", capacity_of)
+    plan = replace(plan, memory=check_capacity(plan.check, capacity_of(plan.check.devices)))
     if settings.compared:
         plan = replace(plan, devices=_compared_devices(plan.check, selected))
     plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
@@ -135,11 +138,14 @@ def plan_execution(
 
 
 def _candidates(
-    job: Job, devices: tuple[str, ...], engine: str, measured: Mapping[ParallelStrategy, float]
+    job: Job,
+    devices: tuple[str, ...],
+    engine: str,
+    measured: Mapping[ParallelStrategy, float],
+    capacity_of: CapacityOf,
 ) -> Iterator[Candidate]:
     """Yields every strategy that this version runs on some of `devices`, with its memory and measured time. Variants of
     Ulysses's exchange are included only if measured."""
-    capacity_of = functools.cache(Capacity.of)
     by_exchange = (strategy for strategy in measured if strategy != strategy.plain_exchange)
     for strategy in (*enumerate_candidates(job, len(devices)), *by_exchange):
         violations = strategy.violations(job.model.shape, len(devices), engine)
@@ -214,24 +220,24 @@ def _by_hand(
     return Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
 
 
-def _economical(plan: Plan, flag: str) -> Plan:
+def _economical(plan: Plan, flag: str, capacity_of: CapacityOf) -> Plan:
     """Shards or offloads the weights if ComfyUI was started with a flag to save memory."""
     if flag == NOVRAM:
-        return _offloaded(plan, f"ComfyUI runs with {flag}")
+        return _offloaded(plan, f"ComfyUI runs with {flag}", capacity_of)
     if flag != LOWVRAM or not _copies(plan.strategy) or is_cpu(plan.devices):
         return plan
     shared = plan.under(plan.strategy.replace(shard_weights=True))
     return shared.note(f"shard_weights is on: ComfyUI runs with {flag}")
 
 
-def _offloaded(plan: Plan, because: str) -> Plan:
+def _offloaded(plan: Plan, because: str, capacity_of: CapacityOf) -> Plan:
     """Returns the plan with weights in host memory, or unchanged if it does not fit that way."""
     strategy = plan.strategy
     if strategy.pipefusion_degree > 1 or is_cpu(plan.devices):
         return plan
     held = strategy.replace(shard_weights=_copies(strategy) > 0, offload_weights=True)
     offloaded = plan.under(held).note(f"offload_weights is on: {because}")
-    return offloaded if fits(offloaded.check) else plan
+    return offloaded if fits(offloaded.check, capacity_of(offloaded.check.devices)) else plan
 
 
 def _copies(strategy: ParallelStrategy) -> int:

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -109,7 +110,7 @@ class ComfyUIModelFile:
     def _splits_tokens(self) -> bool:
         return self.mode in (STAY, BLOCK, BANDS)
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
         return ModelShape(
             self.heads,
