@@ -1,7 +1,8 @@
 """The one place that imports xfuser and changes it (written for 0.7.0; checked by the parity tests on both engines).
 
 Only a rank calls `load_xfuser`, when it first uses this engine: the import takes seconds and replaces torch's
-group_norm. On CUDA only xfuser's runtime state is replaced (`_RUNTIME_OPTIONS`). On the CPU more has to change:
+group_norm. Always replaced are xfuser's runtime state (`_RUNTIME_OPTIONS`), and the choice of a GPU: a torch built for
+CUDA would otherwise need one for ranks on the CPU, and other ranks have chosen theirs. On the CPU more has to change:
 - xfuser.core.sparge_attention always imports triton, for kernels that the CPU never runs. If triton is not installed,
   empty modules stand in for it during the import;
 - xfuser.envs does not support the CPU: `get_device_version` and `get_torch_distributed_backend` raise. Without CUDA it
@@ -50,20 +51,19 @@ _RUNTIME_OPTIONS = types.SimpleNamespace(
 _loaded: Xfuser | None = None
 
 
-def load_xfuser() -> Xfuser:
-    """Imports xfuser, and adapts it if there is no CUDA. Raises PlatformError if the import fails."""
+def load_xfuser(*, on_cpu: bool) -> Xfuser:
+    """Imports xfuser, and adapts it to a rank on the CPU. Raises PlatformError if the import fails."""
     global _loaded
     if _loaded is None:
         try:
-            _loaded = _import()
+            _loaded = _import(on_cpu)
         except Exception as error:
             raise PlatformError(f"engine xfuser cannot be imported ({error}); use engine native.") from error
     return _loaded
 
 
-def _import() -> Xfuser:
+def _import(on_cpu: bool) -> Xfuser:
     os.environ.setdefault("XDIT_LOGGING_LEVEL", "WARNING")  # otherwise it prints internals for every group
-    on_cpu = not torch.cuda.is_available()
     with _triton_stand_in():
         if on_cpu:
             _import_for_cpu()
@@ -76,6 +76,7 @@ def _import() -> Xfuser:
         registry, flash = backend.ATTENTION_FUNCTION_REGISTRY, backend.AttentionBackendType.SDPA_FLASH
         registry[flash] = _flash_attention_for_cpu
     vars(runtime)["_RUNTIME"] = _RUNTIME_OPTIONS
+    vars(distributed)["set_device"] = lambda device: None
     return Xfuser(distributed, usp, backend.AttentionBackendType)
 
 

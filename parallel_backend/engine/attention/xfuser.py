@@ -61,7 +61,7 @@ class XfuserEngine:
 
         kernel = kernel_for(layout.world.device, dtype, ring=layout.ring.size > 1).name
         self._layout, self._traffic = layout, traffic
-        self._xfuser = load_xfuser()
+        self._xfuser = load_xfuser(on_cpu=layout.world.device.type == "cpu")
         self._backend = _backend(self._xfuser, kernel, layout)
         self._add_note = add_note
         self.attended = False  # True if xfuser has computed some attention since `prepare`

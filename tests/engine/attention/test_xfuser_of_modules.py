@@ -1,5 +1,6 @@
 """xfuser's attention in blocks of several families: it is exact, and native computes what it cannot, with a note."""
 
+import importlib
 from functools import partial
 from importlib.util import find_spec
 
@@ -7,6 +8,7 @@ import pytest
 
 from comfy_modules import CASES, UNETS, import_comfyui_here
 from module_references import Reference
+from parallel_backend.engine.attention.compat_xfuser import load_xfuser
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_inputs
@@ -90,3 +92,17 @@ def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so(what):
 def run_unmodified(world, strategy, reference):
     forward = make_module_forward(reference.model, Layouts(world), Placement(strategy, "xfuser"))
     return [(reference.difference(forward, reference.mode), forward.engine, forward.notes)]
+
+
+def test_ranks_on_the_cpu_need_no_gpu_where_torch_is_built_for_cuda():
+    assert run_ranks(joins_as_with_cuda, 2, backend="gloo") == [True, True]
+
+
+def joins_as_with_cuda(world):
+    xfuser = load_xfuser(on_cpu=True)
+    envs = importlib.import_module("xfuser.envs")
+    vars(envs)["get_device_name"] = lambda: "cuda"
+    xfuser.distributed.init_distributed_environment(
+        rank=world.rank, world_size=world.world_size, local_rank=0, backend="gloo"
+    )
+    return xfuser.distributed.get_world_group().world_size == world.world_size
