@@ -106,12 +106,6 @@ def test_a_translated_page_has_the_headings_tables_and_links_of_the_english_one(
     assert _numbers(page) >= _numbers(english)
 
 
-def test_pages_link_to_pictures_that_are_there():
-    """ComfyUI looks for pictures beside the English page, whatever the language of the page that names them."""
-    for link in (link for page in ENGLISH.values() for link in _links(page)):
-        assert re.match(r"https?://", link) or (PAGES / link).is_file(), link
-
-
 @pytest.mark.parametrize(("name", "language"), EACH)
 def test_a_translated_page_calls_inputs_and_outputs_as_they_are_labelled_and_keeps_other_code(name, language):
     labels = _labels(language)

@@ -112,7 +112,7 @@ def test_a_help_page_names_each_input_and_output_and_no_other(name):
 
 def test_help_pages_show_pictures_that_are_there_and_workflows_that_exist():
     pages = {path.stem: path.read_text("utf-8") for path in PAGES.glob("*.md")}
-    pictures = [picture for page in pages.values() for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)]
+    pictures = [link for page in pages.values() for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page)]
     held = (path.name for path in PAGES.iterdir() if path.is_file() and path.suffix != ".md")
     assert sorted(pictures) == sorted(held)
     examples = {path.stem for path in (ROOT / "example_workflows").glob("*.json")}
