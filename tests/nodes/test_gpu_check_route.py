@@ -87,18 +87,14 @@ async def post(client, route=doctor.GPU_ROUTE, **headers):
         return answer.status, [json.loads(line) for line in (await answer.text()).splitlines()]
 
 
-def test_progress_comes_line_by_line_and_the_report_at_the_end(ends, ranks):
-    ends("result")
+@pytest.mark.parametrize(("ending", "result"), [("result", "{}"), ("report", "")])
+def test_progress_comes_line_by_line_and_the_report_at_the_end(ends, ranks, ending, result):
+    """Strategies that could not be measured cost no report."""
+    ends(ending)
     status, (progress, end) = asked(post)
     assert status == 200 and progress == {"line": "--parent --gpu --report --share"}
-    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "result": "{}", "broken": True}
+    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "result": result, "broken": True}
     assert ranks.asked == 1
-
-
-def test_strategies_that_could_not_be_measured_cost_no_report(ends, ranks):
-    ends("report")
-    _, (_, end) = asked(post)
-    assert (end["markdown"], end["result"]) == ("# GPU check", "")
 
 
 def test_the_doctor_says_what_it_does_and_gives_its_report_as_data(ends, ranks):
