@@ -46,14 +46,6 @@ def _picture(graph: Graph, latent: list, decode: str = "VAEDecode", vae: list | 
     return graph.add("SaveImage", images=image)
 
 
-def test_a_sampler_is_on_them_and_what_follows_is_the_tail(tail):
-    graph = Graph()
-    latent = graph.parallel_sampler(
-        graph.parallel_loader("a", "cpu:2"), graph.text(1), graph.text(2), graph.latent()
-    )
-    assert _on_ranks(tail, graph, _picture(graph, latent)) == {"ParallelFluxLoader", "ParallelSampler"}
-
-
 def test_texts_of_an_encoder_of_theirs_are_on_them_past_what_changes_it(tail):
     graph = Graph()
     clip = [graph.add("ParallelCLIP", clip=[graph.add("CLIPLoader"), 0]), 0]
