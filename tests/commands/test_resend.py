@@ -1,7 +1,5 @@
 """`resend` sends each prompt once, whatever stops it on the way. A stand-in for ComfyUI fails on request."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

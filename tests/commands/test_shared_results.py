@@ -1,7 +1,5 @@
 """Shared results: a written file can be read again, a wrong one is refused with its fault, and the page shows them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

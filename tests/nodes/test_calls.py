@@ -1,7 +1,5 @@
 """The plan of a call: which ranks it takes, and whether it tries strategies while it runs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Processes that start when a prompt names its model, before its sampler asks for them."""
 
-from __future__ import annotations
-
 import logging
 import os
 from types import SimpleNamespace

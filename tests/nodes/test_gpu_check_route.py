@@ -1,7 +1,5 @@
 """The routes of the doctor and the GPU check: they send a line of JSON for each line of progress, then the report."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

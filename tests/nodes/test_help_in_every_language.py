@@ -3,8 +3,6 @@
 ComfyUI shows ``<node>/<language>.md`` if it exists, and ``<node>.md`` otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

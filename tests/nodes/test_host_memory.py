@@ -1,7 +1,5 @@
 """The ranks' memory as ComfyUI sees it: what lies on its own GPU counts, and while a node runs only that is freed."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from types import SimpleNamespace

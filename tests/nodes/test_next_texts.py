@@ -1,7 +1,5 @@
 """Texts of waiting prompts: which are encoded ahead, when, and for which call an answer is kept."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace

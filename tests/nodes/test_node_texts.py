@@ -3,8 +3,6 @@
 They are compared with the English locale, and tests/comfy/test_node_texts_served.py compares that with the schemas.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The report's sentences: all give the same number for the same thing, in words that a person would use."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The report's words on the strategies that a first job tried, for different plans and step times."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The sentences of web/said.json: the sources contain each of them, and each translation has the same placeholders."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

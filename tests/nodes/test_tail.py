@@ -1,7 +1,5 @@
 """The nodes of a prompt that use the ranks: once they have run, the ranks are idle until the next prompt."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest

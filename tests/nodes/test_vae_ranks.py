@@ -1,7 +1,5 @@
 """The ranks that decode and encode: running ranks with a model stay, even if other devices were chosen since."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The devices to choose from: the memory and the known users of each."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The report's words on what a prompt used the devices for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from parallel_backend.observability.prompt_phases import MOST_PROMPTS, PromptPhases

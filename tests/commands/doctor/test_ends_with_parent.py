@@ -3,8 +3,6 @@
 Its ranks do as well: tests/comfy/test_other_comfyui.py kills a ComfyUI whose doctor has some.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

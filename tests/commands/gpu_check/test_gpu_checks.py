@@ -1,7 +1,5 @@
 """The checks of the GPU check that use ranks: they pass on real CPU ranks, and they find what is wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

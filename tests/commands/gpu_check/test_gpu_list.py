@@ -1,7 +1,5 @@
 """The GPU check's list and report: every check is there, none can end the doctor, and nothing private is reported."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The event log: what its lines of JSON contain and omit, where they go, and that no disk can harm a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

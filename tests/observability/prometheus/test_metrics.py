@@ -1,7 +1,5 @@
 """The metrics that Prometheus reads after jobs on real ranks; the dashboard and the page name exactly these."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
