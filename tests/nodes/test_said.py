@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pages import locale, words_of
+
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))
 NAMES = re.compile(r"\{(\w+)\}")
@@ -108,13 +110,9 @@ def test_each_language_says_each_sentence_once_with_the_same_things_in_it():
 def test_each_word_and_each_command_in_the_locales_is_one_of_the_page():
     """An entry that no script uses belongs to a feature that was removed, and must be removed as well."""
     script = "".join(path.read_text("utf-8") for path in (ROOT / "web").rglob("*.js"))
-    locale = ROOT / "locales" / "en"
-    words = json.loads((locale / "main.json").read_text("utf-8"))["parallel_sampling"]
-    assert [name for name in words if f'"{name}"' not in script] == []
-    commands = json.loads((locale / "commands.json").read_text("utf-8"))
-    assert [
-        name for name in commands if f'"{name.replace("_", ".", 2).replace(".", "_", 1)}"' not in script
-    ] == []
+    assert [name for name in words_of() if f'"{name}"' not in script] == []
+    commands = [name.replace("_", ".", 2).replace(".", "_", 1) for name in locale("en", "commands")]
+    assert [name for name in commands if f'"{name}"' not in script] == []
 
 
 def test_the_line_of_a_measured_strategy_is_said_in_each_language():

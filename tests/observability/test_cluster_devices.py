@@ -6,7 +6,6 @@ import pytest
 
 from cluster_machines import BareMachine, make_cluster
 from parallel_backend import devices
-from parallel_backend.__main__ import main
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.errors import DeviceError
 from parallel_backend.observability.cluster_devices import resolve_for_command
@@ -53,9 +52,3 @@ def test_what_is_not_there_is_named_with_its_remedy(secret, monkeypatch):
         resolve_for_command("cluster:other", lambda text: None)
     with pytest.raises(DeviceError, match=r"'' is no name of a cluster; .*such as cluster:lab"):
         resolve_for_command("cluster:", lambda text: None)
-
-
-@pytest.mark.parametrize("text", ["cluster:lab", "cuda:0@lab/a"])
-def test_the_gpu_check_is_for_one_computer(text, capsys):
-    assert main(["doctor", "--gpu", "--devices", text]) == 2
-    assert "Run it on each machine, and `doctor --devices cluster:lab`" in capsys.readouterr().err

@@ -19,7 +19,6 @@ from parallel_backend.commands.doctor.probes import (
     probe_leftovers,
     probe_models,
     probe_system,
-    probe_versions,
 )
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.commands.doctor.versions import check_classes
@@ -93,18 +92,11 @@ def test_this_process_names_are_found(monkeypatch, tmp_path):
 # Probes.
 
 
-def test_probes_see_this_machine():
-    versions = probe_versions()
-    assert re.fullmatch(r"3\.\d+\.\d+.*", versions["python"]) and versions["torch"]
-    system = probe_system()
-    assert system.cores >= 1 and system.temp_problem == "" and system.temp_free > 0
-    assert probe_system(Path("/nowhere")).shm is None
-
-
-def test_a_temp_folder_that_cannot_be_written_to_is_told(monkeypatch, tmp_path):
+def test_folders_that_are_missing_or_cannot_be_written_to_are_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     assert probe_system().temp_problem == "Not a directory"
+    assert probe_system(Path("/nowhere")).shm is None
 
 
 def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_path):
@@ -187,10 +179,23 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_p
         assert private not in said
 
 
-def test_devices_that_do_not_exist_are_refused(capsys):
-    assert main(["doctor", "--devices", "99"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "99"], "99"),
+        (["--share", "result.json"], "add --gpu"),
+        (["--gpu", "--devices", "cpu:2", "--report", "/nowhere"], "names no folder"),
+        (["--gpu", "--devices", "cluster:lab"], "Run it on each machine, and `doctor --devices cluster:lab`"),
+        (
+            ["--gpu", "--devices", "cuda:0@lab/a"],
+            "Run it on each machine, and `doctor --devices cluster:lab`",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_it_begins(arguments, words, capsys):
+    assert main(["doctor", *arguments]) == 2
     said = capsys.readouterr()
-    assert "99" in said.err and said.out == ""
+    assert words in said.err and said.out == ""
 
 
 def test_it_runs_where_torch_is_missing_and_says_so():
