@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from comfy_harness import require_comfyui
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from pack_nodes import import_node_module
 from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.machine.self_tests import NAME, SelfTestStore
-from parallel_backend.models.proof.states import PROVEN_HERE, UNKNOWN, entry_digest, is_proven
+from parallel_backend.models.proof.states import PROVEN_HERE, UNKNOWN, entry_digest
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import BLOCK, ROWS, STAY
 from parallel_backend.sidecar.self_test import run_self_tests
@@ -62,17 +61,13 @@ def tests(monkeypatch):
     return scripted
 
 
-def restart(monkeypatch):
-    monkeypatch.setattr(verdicts, "_session", {})
-
-
 @pytest.mark.parametrize(("mode", "words"), [(STAY, ""), (BLOCK, "each block gathers"), (ROWS, SENTENCE)])
 def test_new_sources_are_tested_once_and_for_all(root, tests, monkeypatch, mode, words):
     tests.outcome, phases = mode, []
     first = ensure_verdict(str(root), CLASS, phases.append)
     assert first.mode == mode and words in first.words
     assert ensure_verdict(str(root), CLASS, phases.append) == first
-    restart(monkeypatch)
+    monkeypatch.setattr(verdicts, "_session", {})  # as after a restart
     assert ensure_verdict(str(root), CLASS, phases.append) == first
     assert tests.calls == 1
     assert phases == ["testing how this version of ComfyUI computes HunyuanVideo (10 to 20 seconds, once)"]
@@ -95,7 +90,7 @@ def test_one_that_crashed_counts_for_this_session_only(root, tests, monkeypatch,
         verdict = ensure_verdict(str(root), CLASS)
     assert tests.calls == 1 and not (cache / NAME).exists()
     assert verdict.mode == ROWS and "SIGSEGV" in verdict.words and "\n" not in verdict.words
-    restart(monkeypatch)
+    monkeypatch.setattr(verdicts, "_session", {})  # as after a restart
     tests.outcome = STAY
     assert ensure_verdict(str(root), CLASS) == PROVEN_HERE
 
@@ -134,11 +129,9 @@ def test_an_entry_that_is_not_known_costs_only_itself(cache):
     assert SelfTestStore().find(CLASS, "one") == SelfTest(CLASS, STAY, 1e-7)
 
 
-def test_the_real_comfyui_has_its_proofs_with_the_pack(tests):
-    real = str(require_comfyui())
-    if not is_proven(CLASS, entry_digest(real, CLASS)):
-        pytest.skip("this ComfyUI is not the one that the pack's proofs are of")
-    assert ensure_verdict(real, CLASS) == PROVEN_HERE and tests.calls == 0
+def test_sources_that_the_pack_has_a_proof_of_need_no_test(root, tests, monkeypatch):
+    monkeypatch.setattr(verdicts, "is_proven", lambda name, digest: digest == entry_digest(str(root), name))
+    assert ensure_verdict(str(root), CLASS) == PROVEN_HERE and tests.calls == 0
 
 
 def test_a_class_that_computes_otherwise_shares_out_whole_images_and_one_that_only_reads_otherwise_is_trusted(

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 from parallel_backend.errors import DeviceError
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.planner.rules import StrategySettings
@@ -19,15 +18,15 @@ from waiting import wait_until
 CPUS = ("cpu:0", "cpu:1")
 TWO = StrategySettings(devices="cpu:2")
 
+module = module_fixture("nodes.preload.early_start")
+
 
 @pytest.fixture
-def seen(tmp_path, monkeypatch):
+def seen(module, tmp_path, monkeypatch):
     """The module in a running prompt, with enough cores; `asked`: calls of pool.prepare, `rooms`: of leave_room_for."""
-    import_comfyui_here()
     import folder_paths
 
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
-    module = import_node_module("nodes.preload.early_start")
     found = SimpleNamespace(module=module, asked=[], rooms=[], node=object(), allowed=True)
     monkeypatch.setattr(module, "get_executing_context", lambda: found.node)
     monkeypatch.setattr(module, "setting", lambda name: found.allowed)
@@ -95,8 +94,6 @@ def test_what_goes_wrong_is_left_to_the_sampler_to_tell(seen, monkeypatch, caplo
         (("cuda:0@lab/one", "cuda:0@lab/two"), 64, False),
     ],
 )
-def test_each_process_imports_on_a_core_that_comfyui_can_spare(monkeypatch, devices, cores, enough):
-    import_comfyui_here()
-    module = import_node_module("nodes.preload.early_start")
+def test_each_process_imports_on_a_core_that_comfyui_can_spare(module, monkeypatch, devices, cores, enough):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert module.has_cores(devices) is enough

@@ -36,16 +36,7 @@ from parallel_backend.wire.calibration import (
     Transfer,
 )
 
-GOOD = {
-    "python": "3.11.7",
-    "torch": "2.13.0+cu128",
-    "diffusers": "0.42.1",
-    "xfuser": "0.7.0",
-    "safetensors": "0.8.0",
-    "numpy": "2.4.6",
-    "triton": "3.5.0",
-    "nvidia-ml-py": "13.0",
-}
+GOOD = {bound.package: bound.least for bound in BOUNDS} | {"triton": "3.5.0", "nvidia-ml-py": "13.0"}
 SYSTEM = System(
     cores=32,
     shm=16 * 1024 * MIB,
