@@ -66,8 +66,7 @@ def host(memory, offload, monkeypatch):
     def soft_empty_cache():
         seen.emptied += 1
 
-    for name in ("highvram", "gpu_only", "novram", "lowvram"):
-        monkeypatch.setattr(seen.flags, name, False)
+    monkeypatch.setattr(seen.flags, "highvram", False)
     monkeypatch.setattr(seen.flags, "reserve_vram", None)
     management = memory.comfy.model_management
     monkeypatch.setattr(management, "soft_empty_cache", soft_empty_cache)

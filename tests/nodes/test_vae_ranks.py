@@ -47,12 +47,11 @@ def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(vae_r
     assert freed == [(4.0, "cuda:2")], "ComfyUI's own cuda:0 is none of theirs"
 
 
-def given_to(monkeypatch, vae_ranks, *, devices=CHOSEN, shares=(), tries=True):
+def given_to(monkeypatch, vae_ranks, *, devices=CHOSEN, shares=()):
     """Sends a VAE's pictures to ranks on `devices`."""
     sidecar = SimpleNamespace(devices=devices)
     monkeypatch.setattr(vae_ranks, "choose_ranks", lambda settings: (sidecar, shares, []))
-    monkeypatch.setattr(vae_ranks, "make_room", lambda *_: None)
-    monkeypatch.setattr(vae_ranks, "setting", {"try_strategies": tries}.__getitem__)
+    monkeypatch.setattr(vae_ranks, "setting", {"try_strategies": True}.__getitem__)
 
 
 def vae_of():
