@@ -6,13 +6,12 @@ ComfyUI shows ``<node>/<language>.md`` if it exists, and ``<node>.md`` otherwise
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from comfy_harness import ROOT
 from pages import locale, words_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "web" / "docs"
 LANGUAGES = sorted({path.name for path in (ROOT / "locales").iterdir()} - {"en"})
 ENGLISH = {path.stem: path.read_text("utf-8") for path in sorted(PAGES.glob("*.md"))}

@@ -60,16 +60,13 @@ offload = module_fixture("nodes.host.offload")
 @pytest.fixture
 def host(memory, offload, monkeypatch):
     """nodes/host/memory.py and offload.py with a stand-in for the state of ComfyUI's memory and of the ranks."""
-    seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[], modules={})
+    seen = SimpleNamespace(node=object(), emptied=[], asked=[], loaded=[], freed=[], modules={})
     seen.memory, seen.offload, seen.flags = memory, offload, memory.args
-
-    def soft_empty_cache():
-        seen.emptied += 1
 
     monkeypatch.setattr(seen.flags, "highvram", False)
     monkeypatch.setattr(seen.flags, "reserve_vram", None)
     management = memory.comfy.model_management
-    monkeypatch.setattr(management, "soft_empty_cache", soft_empty_cache)
+    monkeypatch.setattr(management, "soft_empty_cache", lambda: seen.emptied.append(1))
     monkeypatch.setattr(management, "current_loaded_models", seen.loaded)
     monkeypatch.setattr(management, "free_memory", partial(_free, seen))
     monkeypatch.setattr(memory, "get_executing_context", lambda: seen.node)
@@ -135,11 +132,11 @@ def test_who_asks_for_memory_gets_it_but_under_highvram(host, node, device, give
 
 def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_the_model(host, monkeypatch):
     host.memory.give_cache_back(GPU, SPEC)
-    assert host.emptied == 1
+    assert len(host.emptied) == 1
     host.memory.give_cache_back(CPU, SPEC)
     holding(monkeypatch, cuda_0=6_000)
     host.memory.give_cache_back(GPU, SPEC)
-    assert host.emptied == 1
+    assert len(host.emptied) == 1
 
 
 def notes_of(host, gib, *devices):
@@ -199,8 +196,8 @@ def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_mo
     """The plan counts this cache as free memory for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     holding(monkeypatch, cuda_0=12 * GIB)
-    assert notes_of(host, 12, "cuda:0") == () and host.emptied == 0
-    assert notes_of(host, 20, "cuda:0") == () and host.emptied == 1
+    assert notes_of(host, 12, "cuda:0") == () and len(host.emptied) == 0
+    assert notes_of(host, 20, "cuda:0") == () and len(host.emptied) == 1
 
 
 def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks_own(host, monkeypatch):

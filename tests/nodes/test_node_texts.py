@@ -4,13 +4,12 @@ They are compared with the English locale, and tests/comfy/test_node_texts_serve
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
+from comfy_harness import ROOT
 from pages import locale
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "web" / "docs"
 TRANSLATED = ("es", "zh")
 # Characters that have a special meaning in vue-i18n, which shows the texts.

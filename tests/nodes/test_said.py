@@ -3,13 +3,12 @@
 import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from comfy_harness import ROOT
 from pages import locale, words_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))
 NAMES = re.compile(r"\{(\w+)\}")
 LEAST = 3  # letters; a text in the sources with fewer is no sentence
@@ -23,27 +22,20 @@ JOINED = {
 }
 
 
+def _text(node: ast.AST) -> str:
+    """Returns the text of a string, with {} where a value is inserted; "" for any other node."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return "{}"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
 def _python() -> list[list[str]]:
     """Returns the texts of each string, split where a value is inserted."""
-    found = []
-    for folder in ("nodes", "parallel_backend"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(re.split(r"\{\w*\}", node.value))
-                elif isinstance(node, ast.JoinedStr):
-                    found.append(_parts(node))
-    return found
-
-
-def _parts(joined: ast.JoinedStr) -> list[str]:
-    parts = [""]
-    for value in joined.values:
-        if isinstance(value, ast.Constant):
-            parts[-1] += value.value
-        else:
-            parts.append("")
-    return [part for text in parts for part in re.split(r"\{\w*\}", text)]
+    paths = [path for folder in ("nodes", "parallel_backend") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    return [re.split(r"\{\w*\}", text) for text in map(_text, nodes) if text]
 
 
 def _page() -> list[list[str]]:

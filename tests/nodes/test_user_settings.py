@@ -5,14 +5,15 @@ import logging
 import math
 import os
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comfy_harness import ROOT
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
+from pages import locale
 from parallel_backend.errors import StrategyError
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.rules import StrategySettings
@@ -22,7 +23,6 @@ user_settings = import_node_module("nodes.host.user_settings")
 PREFIX = user_settings.PREFIX
 SETTINGS = user_settings.SETTINGS
 check_settings = user_settings.check_settings
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -135,7 +135,7 @@ def test_the_page_offers_the_same_settings_in_each_language():
     script = (ROOT / "web" / "settings.js").read_text()
     assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(SETTINGS)
     for language in (ROOT / "locales").iterdir():
-        texts = json.loads((language / "settings.json").read_text("utf-8"))
+        texts = locale(language.name, "settings")
         assert set(texts) == {(PREFIX + name).replace(".", "_") for name in SETTINGS}
         for text in texts.values():
             assert text["name"] and text["tooltip"]

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from comfy_harness import require_comfyui
 from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor import examine as examination
+from parallel_backend.commands.doctor import probes
 from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrub_findings
-from parallel_backend.commands.doctor.probes import (
-    probe_classes,
-    probe_leftovers,
-    probe_models,
-    probe_system,
-)
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.machine.self_tests import SelfTestStore
@@ -95,8 +89,8 @@ def test_this_process_names_are_found(monkeypatch, tmp_path):
 def test_folders_that_are_missing_or_cannot_be_written_to_are_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    assert probe_system().temp_problem == "Not a directory"
-    assert probe_system(Path("/nowhere")).shm is None
+    assert probes.probe_system().temp_problem == "Not a directory"
+    assert probes.probe_system(Path("/nowhere")).shm is None
 
 
 def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_path):
@@ -109,28 +103,26 @@ def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_pa
         write_tiny_flux(folder / f"{name}.safetensors", double_blocks=blocks, single_blocks=2)
     (folder / "damaged.safetensors").write_bytes(b"no header")
     (folder / "gone.safetensors").symlink_to(tmp_path / "nowhere")
-    assert probe_models() == [(6, 256), (5, 256)]
+    assert probes.probe_models() == [(6, 256), (5, 256)]
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
-    assert probe_models() == []
+    assert probes.probe_models() == []
 
 
 def test_classes_of_models_whose_code_is_new_are_named_until_they_are_tested(monkeypatch, tmp_path):
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setenv(COMFYUI, str(require_comfyui()))
-    known = check_classes(*probe_classes())
-    assert known.finding.endswith("compute as the pack knows them") and not (known.details or known.remedy)
     root = tmp_path / "ComfyUI"
     monkeypatch.setenv(COMFYUI, str(root))
-    assert probe_classes() is None
+    assert probes.probe_classes() is None
     for name in (TABLE["LTXVModel"].source, "comfy/ldm/modules/attention.py", "comfy/cli_args.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("import torch\n")
-    new = check_classes(*probe_classes())
+    new = check_classes(*probes.probe_classes())
     assert new.details == ("LTXVModel",) and new.status == "ok"
     once = ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
     assert once in new.finding
     SelfTestStore().keep(entry_digest(str(root), "LTXVModel"), SelfTest("LTXVModel", BLOCK, 0.3))
-    assert check_classes(*probe_classes()).details == ()
+    known = check_classes(*probes.probe_classes())
+    assert known.finding.endswith("compute as the pack knows them") and not (known.details or known.remedy)
 
 
 def _process(proc, pid, arguments, parent):
@@ -152,7 +144,7 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
     (proc / "self").mkdir()
     for name in ("parallel-backend-100-abc", "parallel-backend-99-def", "parallel-backend-x-y", "other-99-a"):
         (temp / name).mkdir(parents=True)
-    seen = probe_leftovers(proc, temp)
+    seen = probes.probe_leftovers(proc, temp)
     assert seen.ranks == (102, 103) and seen.folders == 1
 
 
@@ -185,11 +177,8 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_p
         (["--devices", "99"], "99"),
         (["--share", "result.json"], "add --gpu"),
         (["--gpu", "--devices", "cpu:2", "--report", "/nowhere"], "names no folder"),
-        (["--gpu", "--devices", "cluster:lab"], "Run it on each machine, and `doctor --devices cluster:lab`"),
-        (
-            ["--gpu", "--devices", "cuda:0@lab/a"],
-            "Run it on each machine, and `doctor --devices cluster:lab`",
-        ),
+        (["--gpu", "--devices", "cluster:lab"], "on each machine, and `doctor --devices cluster:lab`"),
+        (["--gpu", "--devices", "cuda:0@lab/a"], "on each machine, and `doctor --devices cluster:lab`"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_it_begins(arguments, words, capsys):

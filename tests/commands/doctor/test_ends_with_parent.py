@@ -5,7 +5,6 @@ Its ranks do as well: tests/comfy/test_other_comfyui.py kills a ComfyUI whose do
 
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import psutil
@@ -15,13 +14,11 @@ from scripted import is_running
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-START = textwrap.dedent(
-    """
-    import os, subprocess, sys
-    doctor = [sys.executable, "-m", "parallel_backend", "doctor", "--parent", str(os.getpid())]
-    subprocess.run(doctor, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    """
-)
+START = """
+import os, subprocess, sys
+doctor = [sys.executable, "-m", "parallel_backend", "doctor", "--parent", str(os.getpid())]
+subprocess.run(doctor, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks need Linux")
 PATIENCE = 2.0  # s; by itself the doctor would end some seconds later
