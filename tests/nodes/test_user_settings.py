@@ -1,5 +1,6 @@
 """The settings that apply: valid values, defaults for invalid ones with one line in the log, and changes at once."""
 
+import itertools
 import json
 import logging
 import math
@@ -81,13 +82,11 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
         return user_settings.read_settings(path)[0]
 
     assert read(path) == DEFAULTS
-    written = 0
+    times = itertools.count(1)
 
     def write(text):
-        nonlocal written
-        written += 1
         path.write_text(text)
-        os.utime(path, ns=(written, written))  # a new time, as ComfyUI's own writes have
+        os.utime(path, ns=(next(times),) * 2)  # a new time, as ComfyUI's own writes have
 
     with caplog.at_level(logging.WARNING):
         write(json.dumps({f"{PREFIX}metrics": True, f"{PREFIX}default_devices": "cuda:99"}))
