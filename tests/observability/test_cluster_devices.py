@@ -40,10 +40,6 @@ def test_machines_are_waited_for(secret, monkeypatch, text, gather, order):
         machine.close()
 
 
-def test_own_devices_need_no_head():
-    assert resolve_for_command("cpu:2", pytest.fail) == ("cpu:0", "cpu:1")
-
-
 def test_what_is_not_there_is_named_with_its_remedy(secret, monkeypatch):
     monkeypatch.setattr(deadlines, "MACHINES", 0.1)
     with pytest.raises(DeviceError, match=r"no machine has joined it yet\. Start torchrun"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fake_nvml
+from parallel_backend.commands.doctor import rank_probe
 from parallel_backend.commands.gpu_check import faults, memory, ranks
 from parallel_backend.commands.gpu_check import one_device as one_gpu
 from parallel_backend.commands.gpu_check import several_devices as several_gpus
@@ -26,6 +27,7 @@ def two():
     """The ranks for all tests of this file: a group of one and a group of two, each started on first use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(COMPILE_BACKEND, "eager")
+        patch.setattr(rank_probe, "LINKS_S", 2.0)
         held = ranks.Ranks(TINY)
         yield held
         held.close()
