@@ -1,7 +1,5 @@
 """The plan of a call: which ranks it takes, and whether it tries strategies while it runs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -64,10 +62,8 @@ def test_by_hand_ranks_are_as_many_for_a_call_to_which_the_degrees_mean_nothing(
     monkeypatch.setattr(calls, "plan_execution", lambda *args, **options: alone)
     by_hand = StrategySettings("manual", "cpu:4", ParallelStrategy(cfg_degree=2))
     assert alone.devices == ("cpu:0",)
-    for plan in (
-        calls.plan_job(by_hand, job),
-        calls.plan_by_rule(by_hand, job),
-    ):  # plan_by_rule also plans a preload
+    for make in (calls.plan_job, calls.plan_by_rule):  # a preload is planned by rule
+        plan = make(by_hand, job)
         assert plan.strategy == ONE and plan.devices == CPUS
 
 

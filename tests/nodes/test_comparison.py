@@ -1,7 +1,5 @@
 """The words and numbers of a comparison with one device."""
 
-from __future__ import annotations
-
 import pytest
 
 from pack_nodes import module_fixture

@@ -1,58 +1,50 @@
 """Processes that start when a prompt names its model, before its sampler asks for them."""
 
-from __future__ import annotations
-
 import logging
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from jobs import flux_file
+from pack_nodes import module_fixture
 from parallel_backend.errors import DeviceError
-from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
-from tiny_flux import write_tiny_flux
-from waiting import wait_until
 
 CPUS = ("cpu:0", "cpu:1")
 TWO = StrategySettings(devices="cpu:2")
+THREAD = "parallel-early-start"
+
+module = module_fixture("nodes.preload.early_start")
 
 
 @pytest.fixture
-def seen(tmp_path, monkeypatch):
+def seen(module, monkeypatch):
     """The module in a running prompt, with enough cores; `asked`: calls of pool.prepare, `rooms`: of leave_room_for."""
-    import_comfyui_here()
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
-    module = import_node_module("nodes.preload.early_start")
     found = SimpleNamespace(module=module, asked=[], rooms=[], node=object(), allowed=True)
     monkeypatch.setattr(module, "get_executing_context", lambda: found.node)
     monkeypatch.setattr(module, "setting", lambda name: found.allowed)
     monkeypatch.setattr(module, "has_cores", lambda devices: True)
-    monkeypatch.setattr(pool, "prepare", lambda devices, spec: found.asked.append((devices, spec)))
+    monkeypatch.setattr(
+        pool, "prepare", lambda *job: found.asked.append((*job, threading.current_thread().name))
+    )
     monkeypatch.setattr(pool, "leave_room_for", lambda *room: found.rooms.append(room))
-    path = write_tiny_flux(tmp_path / "flux.safetensors")
-    found.model = SimpleNamespace(spec=ModelSpec(str(path)), file=inspect_flux(str(path)))
+    found.model = SimpleNamespace(spec=ModelSpec("/models/flux.safetensors"), file=flux_file())
     return found
 
 
 def _started(found):
-    threads = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found.module.threading.Thread, "start", lambda thread: threads.append(thread))
-        found.module.start_early(found.model, TWO)
-    for thread in threads:
-        thread.run()
+    found.module.start_early(found.model, TWO)
+    for thread in [one for one in threading.enumerate() if one.name == THREAD]:
+        thread.join()
     return found.asked
 
 
 def test_a_prompt_that_names_a_model_starts_its_processes(seen):
-    assert _started(seen) == [(CPUS, seen.model.spec)]
+    assert _started(seen) == [(CPUS, seen.model.spec, THREAD)]
 
 
 def test_text_encoders_leave_room_for_its_weights(seen, monkeypatch):
@@ -60,11 +52,6 @@ def test_text_encoders_leave_room_for_its_weights(seen, monkeypatch):
     monkeypatch.setattr(seen.module, "plan_by_rule", lambda settings, job: plan)
     _started(seen)
     assert seen.rooms == [(CPUS, seen.model.spec, 12 * 2**30)]
-
-
-def test_it_starts_in_a_thread_of_its_own(seen):
-    seen.module.start_early(seen.model, TWO)
-    wait_until(lambda: len(seen.asked) == 1, 20.0)
 
 
 def test_nothing_starts_outside_a_prompt_or_against_the_setting_or_without_cores(seen, monkeypatch):
@@ -97,8 +84,6 @@ def test_what_goes_wrong_is_left_to_the_sampler_to_tell(seen, monkeypatch, caplo
         (("cuda:0@lab/one", "cuda:0@lab/two"), 64, False),
     ],
 )
-def test_each_process_imports_on_a_core_that_comfyui_can_spare(monkeypatch, devices, cores, enough):
-    import_comfyui_here()
-    module = import_node_module("nodes.preload.early_start")
+def test_each_process_imports_on_a_core_that_comfyui_can_spare(module, monkeypatch, devices, cores, enough):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert module.has_cores(devices) is enough

@@ -5,19 +5,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 
 _WIDE = (64, 512)  # in float16 64 KiB, the smallest size that is searched for
 
 
+module = module_fixture("nodes.job.file_tensors")
+
+
 @pytest.fixture
-def found_in(tmp_path, monkeypatch):
+def found_in(module, tmp_path, monkeypatch):
     """Returns a function that searches for a tensor as a job does whose prompt names the given files."""
-    import_comfyui_here()
     import folder_paths
 
-    module = import_node_module("nodes.job.file_tensors")
     monkeypatch.setitem(
         folder_paths.folder_names_and_paths, "controlnet", ([str(tmp_path)], {".safetensors"})
     )
@@ -47,7 +47,7 @@ def test_weights_are_found_by_their_values(found_in, weights):
         assert found_in(weights["first"].clone(), 7, ["1", 0], [1, 2, 3], "control.safetensors") == "first"
 
 
-def test_what_is_small_or_other_or_of_no_named_file_is_sent(found_in, weights):
+def test_what_is_small_or_other_or_of_no_named_file_is_sent(found_in, weights, tmp_path):
     first = weights["first"]
     assert found_in(weights["small"].clone(), "control.safetensors") is None
     assert found_in(first.float(), "control.safetensors") is None, "of another dtype"
@@ -57,24 +57,18 @@ def test_what_is_small_or_other_or_of_no_named_file_is_sent(found_in, weights):
     assert found_in(changed, "control.safetensors") is None, "of 32,768 values one is another"
     assert found_in(first.clone()) is None
     assert found_in(first.clone(), "other.safetensors", "control.ckpt") is None
+    own = str(tmp_path / "control.safetensors")  # the ranks have the job's own model by its name
+    assert found_in(first.clone(), "control.safetensors", model=own) is None
 
 
-def test_weights_of_the_jobs_own_model_are_not_looked_for(found_in, weights, tmp_path):
-    """The ranks get these weights by name, and a search through the model's file could take long."""
-    own = str(tmp_path / "control.safetensors")
-    assert found_in(weights["first"].clone(), "control.safetensors", model=own) is None
-
-
-def test_nothing_of_a_file_is_read_for_a_tensor_of_another_form(found_in, weights, monkeypatch):
-    module = import_node_module("nodes.job.file_tensors")
+def test_nothing_of_a_file_is_read_for_a_tensor_of_another_form(module, found_in, weights, monkeypatch):
     monkeypatch.setattr(module, "read_identity", lambda path: pytest.fail("a prompt is no weight"))
     assert found_in(torch.randn(1, 64, 512).half(), "control.safetensors") is None
     assert found_in(weights["first"].float(), "control.safetensors") is None
 
 
-def test_of_two_tensors_of_the_same_values_the_second_is_sent(found_in, weights):
+def test_of_two_tensors_of_the_same_values_the_second_is_sent(module, found_in, weights):
     """In the ranks a node may write to one of them, and must not change the other."""
-    module = import_node_module("nodes.job.file_tensors")
     prompt = {"1": {"inputs": {"file": "control.safetensors"}}}
     search = module.FileTensors(prompt, "")
     mine, copy = weights["first"].clone(), weights["first"].clone()

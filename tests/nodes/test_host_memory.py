@@ -1,7 +1,5 @@
 """The ranks' memory as ComfyUI sees it: what lies on its own GPU counts, and while a node runs only that is freed."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -62,17 +60,13 @@ offload = module_fixture("nodes.host.offload")
 @pytest.fixture
 def host(memory, offload, monkeypatch):
     """nodes/host/memory.py and offload.py with a stand-in for the state of ComfyUI's memory and of the ranks."""
-    seen = SimpleNamespace(node=object(), emptied=0, asked=[], loaded=[], freed=[], modules={})
+    seen = SimpleNamespace(node=object(), emptied=[], asked=[], loaded=[], freed=[], modules={})
     seen.memory, seen.offload, seen.flags = memory, offload, memory.args
 
-    def soft_empty_cache():
-        seen.emptied += 1
-
-    for name in ("highvram", "gpu_only", "novram", "lowvram"):
-        monkeypatch.setattr(seen.flags, name, False)
+    monkeypatch.setattr(seen.flags, "highvram", False)
     monkeypatch.setattr(seen.flags, "reserve_vram", None)
     management = memory.comfy.model_management
-    monkeypatch.setattr(management, "soft_empty_cache", soft_empty_cache)
+    monkeypatch.setattr(management, "soft_empty_cache", lambda: seen.emptied.append(1))
     monkeypatch.setattr(management, "current_loaded_models", seen.loaded)
     monkeypatch.setattr(management, "free_memory", partial(_free, seen))
     monkeypatch.setattr(memory, "get_executing_context", lambda: seen.node)
@@ -83,6 +77,7 @@ def host(memory, offload, monkeypatch):
         pool, "module_bytes", lambda device, number=None: seen.modules.get((device, number), 0)
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    holding(monkeypatch)
     return seen
 
 
@@ -107,8 +102,7 @@ def test_what_ranks_hold_on_the_device_counts_and_what_lies_elsewhere_does_not(h
     assert host.memory.held_on(GPU, SPEC) == 6_000 and host.memory.held_on(CPU, SPEC) == 0
 
 
-def test_before_a_load_the_plan_tells_and_before_a_plan_the_settings(host, monkeypatch):
-    holding(monkeypatch)
+def test_before_a_load_the_plan_tells_and_before_a_plan_the_settings(host):
     plan = SimpleNamespace(memory=SimpleNamespace(weights=5_000), devices=("cuda:1", "cuda:2"))
     assert (size(host, GPU, plan=plan), size(host, OTHER, plan=plan)) == (0, 5_000)
     assert size(host, GPU) == 24_000
@@ -137,13 +131,12 @@ def test_who_asks_for_memory_gets_it_but_under_highvram(host, node, device, give
 
 
 def test_comfyui_gives_its_cache_back_before_ranks_load_and_not_while_they_hold_the_model(host, monkeypatch):
-    holding(monkeypatch)
     host.memory.give_cache_back(GPU, SPEC)
-    assert host.emptied == 1
+    assert len(host.emptied) == 1
     host.memory.give_cache_back(CPU, SPEC)
     holding(monkeypatch, cuda_0=6_000)
     host.memory.give_cache_back(GPU, SPEC)
-    assert host.emptied == 1
+    assert len(host.emptied) == 1
 
 
 def notes_of(host, gib, *devices):
@@ -153,9 +146,8 @@ def notes_of(host, gib, *devices):
     return host.offload.offload_comfyui_models(plan)
 
 
-def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host, monkeypatch):
+def test_a_text_encoder_on_any_card_of_the_ranks_makes_room_before_they_run(host):
     """ComfyUI would load no model on the second card, so by itself it would free no memory there."""
-    holding(monkeypatch)
     encoder, vae = Loaded(TextEncoder, OTHER, 9 * GIB), Loaded(Autoencoder, OTHER, GIB)
     control = Loaded(ControlNet, OTHER, 2 * GIB)
     host.loaded += [encoder, vae, control]
@@ -172,7 +164,6 @@ def encoder(host):
 
 
 def test_nothing_moves_where_there_is_room_or_the_ranks_hold_it_already(host, encoder, monkeypatch):
-    holding(monkeypatch)
     assert notes_of(host, 12, "cuda:0") == ()
     assert notes_of(host, 20, "cuda:0@box/one", "cuda:0@box/two") == (), "the GPUs of another machine"
     holding(monkeypatch, cuda_0=20 * GIB)
@@ -205,12 +196,11 @@ def test_the_cache_of_this_process_goes_where_ranks_lack_room_and_nothing_can_mo
     """The plan counts this cache as free memory for the ranks."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     holding(monkeypatch, cuda_0=12 * GIB)
-    assert notes_of(host, 12, "cuda:0") == () and host.emptied == 0
-    assert notes_of(host, 20, "cuda:0") == () and host.emptied == 1
+    assert notes_of(host, 12, "cuda:0") == () and len(host.emptied) == 0
+    assert notes_of(host, 20, "cuda:0") == () and len(host.emptied) == 1
 
 
 def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks_own(host, monkeypatch):
-    holding(monkeypatch)
     ours = Loaded(ControlNet, GPU, 8 * GIB, used=False)
     network = torch.nn.Module()
     ours.model.model.diffusion_model = network
@@ -225,21 +215,17 @@ def test_what_comfyui_uses_while_it_samples_stays_and_counts_and_so_do_the_ranks
     assert host.loaded == [ours, used]
 
 
-def test_what_comfyui_was_told_to_reserve_is_none_of_the_ranks(host, monkeypatch):
-    host.flags.reserve_vram = 1.5
-    assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == -1.5 * GIB
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    assert host.offload.memory_in_use.FREEABLE[-1]("cuda:0") == 0.5 * GIB
-
-
-def test_what_comfyui_was_told_to_reserve_stays_free_beside_the_ranks(host, encoder, monkeypatch):
-    holding(monkeypatch)
+def test_what_comfyui_was_told_to_reserve_stays_free_and_is_none_of_the_ranks(host, encoder, monkeypatch):
     assert notes_of(host, 14, "cuda:0") == ()
     host.flags.reserve_vram = 1.5
     assert len(notes_of(host, 14, "cuda:0")) == 1
     assert host.freed[-1] == (15.5 * GIB, GPU)
+    can_free = host.offload.memory_in_use.FREEABLE[-1]
+    assert can_free("cuda:0") == -1.5 * GIB
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+    assert can_free("cuda:0") == 0.5 * GIB
 
 
 def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):

@@ -1,7 +1,5 @@
 """The host names under which a page may use the pack's routes."""
 
-from __future__ import annotations
-
 import pytest
 
 from pack_nodes import import_node_module

@@ -35,9 +35,8 @@ def test_a_samplers_own_strategy_counts(module, between, link):
 def test_nodes_in_a_circle_are_looked_at_once(module):
     prompt = {
         "1": LOADER,
-        "2": _node("ParallelLoraLoader", parallel_model=["3", 0]),
+        "2": _node("ParallelLoraLoader", parallel_model=["3", 0], also=["1", 1]),
         "3": _node("ParallelLoraLoader", parallel_model=["2", 0]),
+        "4": _node("ParallelLoraLoader", parallel_model=["1", 1]),
     }
-    prompt["2"]["inputs"]["also"] = ["1", 1]
-    prompt["4"] = _node("ParallelLoraLoader", parallel_model=["1", 1])
     assert module._samplers(prompt, "1") is None and module._samplers(prompt, "2") is None

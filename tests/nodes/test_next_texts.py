@@ -1,7 +1,5 @@
 """Texts of waiting prompts: which are encoded ahead, when, and for which call an answer is kept."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -109,6 +107,7 @@ def prompt(module, monkeypatch):
     monkeypatch.setattr(module, "current_node", lambda: (graph.prompt, graph.clip[0]))
     module.remember(made)
     graph.made = made
+    idle(monkeypatch, sidecar(State.READY, 7))
     return graph
 
 
@@ -117,12 +116,19 @@ def texts(module, graph, is_gone=lambda: False):
     return module.NextTexts((0, PROMPT, graph.prompt, {}, ends), is_gone)
 
 
+def encode_all(module, graph):
+    """Encodes in the tail until no text of the graph is left."""
+    found = texts(module, graph)
+    for _ in graph.prompt:
+        found.encode(in_tail=True)
+    return found
+
+
 def idle(monkeypatch, *sidecars):
     monkeypatch.setattr(pool, "all_sidecars", lambda: sidecars)
 
 
-def test_in_the_tail_all_of_them_are_that_comfyuis_own_nodes_make(module, prompt, monkeypatch):
-    idle(monkeypatch, sidecar(State.READY, 7))
+def test_in_the_tail_all_of_them_are_that_comfyuis_own_nodes_make(module, prompt):
     skipped = [prompt.add("CLIPSetLastLayer", clip=prompt.clip), 0]
     both = [
         [prompt.add("CLIPTextEncode", clip=clip, text=f"text {number}"), 0]
@@ -134,15 +140,12 @@ def test_in_the_tail_all_of_them_are_that_comfyuis_own_nodes_make(module, prompt
     other = [prompt.add("ParallelCLIP", clip=[prompt.add("CLIPLoader", clip_name="b"), 0]), 0]
     prompt.add("CLIPTextEncode", clip=other, text="of an encoder that no prompt had")
     prompt.add("CLIPTextEncode", clip=prompt.clip, text=[prompt.add("PrimitiveString"), 0])
-    found = texts(module, prompt)
-    for _ in range(10):
-        found.encode(in_tail=True)
+    found = encode_all(module, prompt)
     assert TextNode.encoded == ["text 0", "text 1"] and found.prompt_id == PROMPT
 
 
 def test_a_lora_is_what_its_loader_gave_to_an_earlier_prompt(module, encoder, prompt, monkeypatch):
     """The loader may be any pack's. To run it ahead would read the LoRA twice."""
-    idle(monkeypatch, sidecar(State.READY, 7))
     with_lora = [prompt.add("LoraOfSomePack", clip=prompt.clip, lora_name="seen"), 1]
     other = [prompt.add("LoraOfSomePack", clip=prompt.clip, lora_name="never seen"), 1]
     earlier = prompt.add("CLIPTextEncode", clip=with_lora, text="of the earlier prompt")
@@ -152,20 +155,12 @@ def test_a_lora_is_what_its_loader_gave_to_an_earlier_prompt(module, encoder, pr
     patcher = Patcher(prompt.made.patcher.encoder, ("seen",))
     monkeypatch.setattr(encoder, "current_node", lambda: (prompt.prompt, earlier))
     encoder._note_place(patcher)
-    found = texts(module, prompt)
-    for _ in range(4):
-        found.encode(in_tail=True)
+    encode_all(module, prompt)
     assert TextNode.encoded == ["of the earlier prompt", "skipped"] and TextNode.loras == [("seen",)] * 2
-    encoder._by_place.clear()
-    found = texts(module, prompt)
-    for _ in range(4):
-        found.encode(in_tail=True)
-    assert len(TextNode.encoded) == 2
 
 
 def test_a_text_ahead_asks_comfyuis_memory_manager_for_nothing(module, prompt, monkeypatch):
     """The manager belongs to the running prompt. Nodes clone the CLIP that they get: clones must bypass it as well."""
-    idle(monkeypatch, sidecar(State.READY, 7))
     loaded = []
     monkeypatch.setattr(Clip, "load_model", lambda self: pytest.fail("the memory manager's"), raising=False)
     monkeypatch.setattr(Clip, "encode", lambda self, text: loaded.append(self.load_model()))
@@ -203,7 +198,6 @@ def test_while_a_prompt_runs_only_devices_that_it_leaves_idle_are_asked(
 def test_a_text_that_was_cancelled_goes_with_its_prompt_and_else_is_tried_again(
     module, prompt, monkeypatch, is_gone
 ):
-    idle(monkeypatch, sidecar(State.READY, 7))
     prompt.add("CLIPTextEncode", clip=prompt.clip, text="busy")
     found = texts(module, prompt, lambda: is_gone)
     found.encode(in_tail=True)
@@ -213,7 +207,6 @@ def test_a_text_that_was_cancelled_goes_with_its_prompt_and_else_is_tried_again(
 
 
 def test_a_clip_that_comfyui_has_dropped_is_not_known_any_more(module, prompt, monkeypatch):
-    idle(monkeypatch, sidecar(State.READY, 7))
     prompt.add("CLIPTextEncode", clip=prompt.clip, text="a text")
     prompt.made = None
     texts(module, prompt).encode(in_tail=True)

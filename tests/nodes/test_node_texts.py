@@ -3,16 +3,13 @@
 They are compared with the English locale, and tests/comfy/test_node_texts_served.py compares that with the schemas.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
+from comfy_harness import ROOT
 from pages import locale
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "web" / "docs"
 TRANSLATED = ("es", "zh")
 # Characters that have a special meaning in vue-i18n, which shows the texts.
@@ -112,7 +109,7 @@ def test_a_help_page_names_each_input_and_output_and_no_other(name):
 
 def test_help_pages_show_pictures_that_are_there_and_workflows_that_exist():
     pages = {path.stem: path.read_text("utf-8") for path in PAGES.glob("*.md")}
-    pictures = [picture for page in pages.values() for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)]
+    pictures = [link for page in pages.values() for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page)]
     held = (path.name for path in PAGES.iterdir() if path.is_file() and path.suffix != ".md")
     assert sorted(pictures) == sorted(held)
     examples = {path.stem for path in (ROOT / "example_workflows").glob("*.json")}

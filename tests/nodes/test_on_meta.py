@@ -3,17 +3,12 @@
 import pytest
 import torch
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
+
+module = module_fixture("nodes.model.on_meta")
 
 
-@pytest.fixture
-def build_on_meta():
-    import_comfyui_here()
-    return import_node_module("nodes.model.on_meta").build_on_meta
-
-
-def test_ace_step_computes_its_codebook_and_has_no_weights(build_on_meta):
+def test_ace_step_computes_its_codebook_and_has_no_weights(module):
     """ACE-Step reads values of tensors while it is built; tensors on the meta device have none."""
     import comfy.model_base
     import comfy.supported_models
@@ -21,14 +16,14 @@ def test_ace_step_computes_its_codebook_and_has_no_weights(build_on_meta):
     config = comfy.supported_models.ACEStep15({"audio_model": "ace1.5"})
     with pytest.raises(RuntimeError):
         comfy.model_base.ACEStep15(config, device=torch.device("meta"))
-    base = build_on_meta(lambda device: comfy.model_base.ACEStep15(config, device=device))
+    base = module.build_on_meta(lambda device: comfy.model_base.ACEStep15(config, device=device))
     assert {parameter.device.type for parameter in base.diffusion_model.parameters()} == {"meta"}
     assert sum(parameter.numel() for parameter in base.diffusion_model.parameters()) > 1e9
 
 
-def test_a_class_that_cannot_be_built_says_why(build_on_meta):
+def test_a_class_that_cannot_be_built_says_why(module):
     def build(device):
         raise RuntimeError("no such attention")
 
     with pytest.raises(RuntimeError, match="no such attention"):
-        build_on_meta(build)
+        module.build_on_meta(build)

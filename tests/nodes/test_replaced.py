@@ -6,16 +6,16 @@ import types
 import numpy
 import pytest
 
-from comfy_modules import import_comfyui_here
-from pack_nodes import import_node_module
+from pack_nodes import module_fixture
 
 PACKS = {"/packs/fast": ("/packs/fast/__init__.py", True)}
 
 
+replaced = module_fixture("nodes.job.replaced")
+
+
 @pytest.fixture
-def search():
-    import_comfyui_here()
-    replaced = import_node_module("nodes.job.replaced")
+def search(replaced):
     return lambda: {
         (one.module, one.path, one.name) for one in replaced.replaced_by(PACKS, "/comfyui", "ours")
     }

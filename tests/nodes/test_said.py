@@ -1,15 +1,14 @@
 """The sentences of web/said.json: the sources contain each of them, and each translation has the same placeholders."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from comfy_harness import ROOT
+from pages import locale, words_of
+
 SAID = json.loads((ROOT / "web" / "said.json").read_text("utf-8"))
 NAMES = re.compile(r"\{(\w+)\}")
 LEAST = 3  # letters; a text in the sources with fewer is no sentence
@@ -23,27 +22,20 @@ JOINED = {
 }
 
 
+def _text(node: ast.AST) -> str:
+    """Returns the text of a string, with {} where a value is inserted; "" for any other node."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return "{}"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
 def _python() -> list[list[str]]:
     """Returns the texts of each string, split where a value is inserted."""
-    found = []
-    for folder in ("nodes", "parallel_backend"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(re.split(r"\{\w*\}", node.value))
-                elif isinstance(node, ast.JoinedStr):
-                    found.append(_parts(node))
-    return found
-
-
-def _parts(joined: ast.JoinedStr) -> list[str]:
-    parts = [""]
-    for value in joined.values:
-        if isinstance(value, ast.Constant):
-            parts[-1] += value.value
-        else:
-            parts.append("")
-    return [part for text in parts for part in re.split(r"\{\w*\}", text)]
+    paths = [path for folder in ("nodes", "parallel_backend") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    return [re.split(r"\{\w*\}", text) for text in map(_text, nodes) if text]
 
 
 def _page() -> list[list[str]]:
@@ -110,13 +102,9 @@ def test_each_language_says_each_sentence_once_with_the_same_things_in_it():
 def test_each_word_and_each_command_in_the_locales_is_one_of_the_page():
     """An entry that no script uses belongs to a feature that was removed, and must be removed as well."""
     script = "".join(path.read_text("utf-8") for path in (ROOT / "web").rglob("*.js"))
-    locale = ROOT / "locales" / "en"
-    words = json.loads((locale / "main.json").read_text("utf-8"))["parallel_sampling"]
-    assert [name for name in words if f'"{name}"' not in script] == []
-    commands = json.loads((locale / "commands.json").read_text("utf-8"))
-    assert [
-        name for name in commands if f'"{name.replace("_", ".", 2).replace(".", "_", 1)}"' not in script
-    ] == []
+    assert [name for name in words_of() if f'"{name}"' not in script] == []
+    commands = [name.replace("_", ".", 2).replace(".", "_", 1) for name in locale("en", "commands")]
+    assert [name for name in commands if f'"{name}"' not in script] == []
 
 
 def test_the_line_of_a_measured_strategy_is_said_in_each_language():

@@ -1,7 +1,5 @@
 """The nodes of a prompt that use the ranks: once they have run, the ranks are idle until the next prompt."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -44,14 +42,6 @@ def _on_ranks(tail: ModuleType, graph: Graph, *outputs: str) -> set[str]:
 def _picture(graph: Graph, latent: list, decode: str = "VAEDecode", vae: list | None = None) -> str:
     image = [graph.add(decode, samples=latent, vae=vae or [graph.add("VAELoader"), 0]), 0]
     return graph.add("SaveImage", images=image)
-
-
-def test_a_sampler_is_on_them_and_what_follows_is_the_tail(tail):
-    graph = Graph()
-    latent = graph.parallel_sampler(
-        graph.parallel_loader("a", "cpu:2"), graph.text(1), graph.text(2), graph.latent()
-    )
-    assert _on_ranks(tail, graph, _picture(graph, latent)) == {"ParallelFluxLoader", "ParallelSampler"}
 
 
 def test_texts_of_an_encoder_of_theirs_are_on_them_past_what_changes_it(tail):

@@ -33,10 +33,6 @@ def _base() -> nn.Module:
     return base
 
 
-def _write_data(base: nn.Module) -> None:
-    base.diffusion_model[1].layer.weight.data[3:] += 1e-3
-
-
 def _replace_data(base: nn.Module) -> None:
     weight = base.diffusion_model[1].layer.weight
     weight.data = weight.data.clone()
@@ -47,10 +43,6 @@ def _replace_function(base: nn.Module) -> None:
     functions = base.diffusion_model[0].functions
     functions.clear()
     functions.append(lambda: 1)
-
-
-def _use_nan(base: nn.Module) -> None:
-    base.diffusion_model[1].layer.weight.data[:] = torch.nan
 
 
 CHANGES = {
@@ -66,9 +58,9 @@ CHANGES = {
     "a list": lambda base: base.diffusion_model[0].others.append(1.5),
     "a function in the place of one that is gone": _replace_function,
     "a list in a dict": lambda base: base.diffusion_model[0].table["first"].append(2),
-    "a weight, in place": _write_data,
+    "a weight, in place": lambda base: base.diffusion_model[1].layer.weight.data[3:].add_(1e-3),
     "a weight's memory": _replace_data,
-    "a weight without numbers": _use_nan,
+    "a weight without numbers": lambda base: base.diffusion_model[1].layer.weight.data.fill_(torch.nan),
     "a parameter": lambda base: setattr(
         base.diffusion_model[0].layer, "weight", nn.Parameter(torch.zeros(8, 8))
     ),

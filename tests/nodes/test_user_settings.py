@@ -1,18 +1,20 @@
 """The settings that apply: valid values, defaults for invalid ones with one line in the log, and changes at once."""
 
+import itertools
 import json
 import logging
 import math
 import os
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comfy_harness import ROOT
 from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
+from pages import locale
 from parallel_backend.errors import StrategyError
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.rules import StrategySettings
@@ -22,7 +24,6 @@ user_settings = import_node_module("nodes.host.user_settings")
 PREFIX = user_settings.PREFIX
 SETTINGS = user_settings.SETTINGS
 check_settings = user_settings.check_settings
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -81,13 +82,11 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
         return user_settings.read_settings(path)[0]
 
     assert read(path) == DEFAULTS
-    written = 0
+    times = itertools.count(1)
 
     def write(text):
-        nonlocal written
-        written += 1
         path.write_text(text)
-        os.utime(path, ns=(written, written))  # a new time, as ComfyUI's own writes have
+        os.utime(path, ns=(next(times),) * 2)  # a new time, as ComfyUI's own writes have
 
     with caplog.at_level(logging.WARNING):
         write(json.dumps({f"{PREFIX}metrics": True, f"{PREFIX}default_devices": "cuda:99"}))
@@ -135,7 +134,7 @@ def test_the_page_offers_the_same_settings_in_each_language():
     script = (ROOT / "web" / "settings.js").read_text()
     assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(SETTINGS)
     for language in (ROOT / "locales").iterdir():
-        texts = json.loads((language / "settings.json").read_text("utf-8"))
+        texts = locale(language.name, "settings")
         assert set(texts) == {(PREFIX + name).replace(".", "_") for name in SETTINGS}
         for text in texts.values():
             assert text["name"] and text["tooltip"]

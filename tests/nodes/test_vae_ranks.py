@@ -1,7 +1,5 @@
 """The ranks that decode and encode: running ranks with a model stay, even if other devices were chosen since."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ from parallel_backend.sidecar.group.lease import State
 from parallel_backend.strategy import ParallelStrategy
 
 CHOSEN = ("cpu:0", "cpu:1")
-
 
 vae_ranks = module_fixture("nodes.host.vae_ranks")
 module = module_fixture("nodes.vae_nodes")
@@ -50,18 +47,15 @@ def test_room_is_made_on_the_gpus_of_the_ranks_where_comfyui_has_something(vae_r
     assert freed == [(4.0, "cuda:2")], "ComfyUI's own cuda:0 is none of theirs"
 
 
-def given_to(monkeypatch, vae_ranks, *, devices=CHOSEN, shares=(), tries=True):
+def given_to(monkeypatch, vae_ranks, *, devices=CHOSEN, shares=()):
     """Sends a VAE's pictures to ranks on `devices`."""
     sidecar = SimpleNamespace(devices=devices)
     monkeypatch.setattr(vae_ranks, "choose_ranks", lambda settings: (sidecar, shares, []))
-    monkeypatch.setattr(vae_ranks, "make_room", lambda *_: None)
-    monkeypatch.setattr(vae_ranks, "setting", {"try_strategies": tries}.__getitem__)
+    monkeypatch.setattr(vae_ranks, "setting", {"try_strategies": True}.__getitem__)
 
 
-def vae_of(**methods):
-    return SimpleNamespace(
-        latent_dim=2, vae_dtype=torch.float32, first_stage_model=SimpleNamespace(), **methods
-    )
+def vae_of():
+    return SimpleNamespace(latent_dim=2, vae_dtype=torch.float32, first_stage_model=SimpleNamespace())
 
 
 @pytest.fixture
@@ -113,9 +107,11 @@ def test_one_device_computes_where_that_is_faster_and_nobody_has_chosen(
     assert out.choice.network == "SimpleNamespace decode torch.float32"
 
 
-def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(
-    vae_ranks, module, monkeypatch, timed
+@pytest.mark.parametrize("is_too_large", [False, True])
+def test_a_try_that_memory_ends_is_the_last_and_what_is_too_large_for_all_devices_is_left_to_comfyui(
+    vae_ranks, module, monkeypatch, timed, is_too_large
 ):
+    """ComfyUI cuts it into tiles."""
     given_to(monkeypatch, vae_ranks)
     asked = []
 
@@ -125,19 +121,22 @@ def test_a_try_that_memory_ends_is_the_last_and_all_devices_take_the_picture(
 
         def run(self, sidecar, on_step):
             asked.append(self.shares)
-            if self.shares:
+            if self.shares or is_too_large:
                 raise OutOfMemory("Process 0 ran out of memory on cuda:0")
             return "the answer"
 
     monkeypatch.setattr(module, "VaeShipment", Shipment)
     inputs = torch.zeros(1, 4, 8, 8)
     out = module.SharedOut(StrategySettings(), vae_of(), inputs, 0.0, encodes=False)
-    assert module._ask(vae_of(), inputs, out, encodes=False) == "the answer"
+    if is_too_large:
+        with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Process 0 ran out"):
+            module._ask(vae_of(), inputs, out, encodes=False)
+    else:
+        assert module._ask(vae_of(), inputs, out, encodes=False) == "the answer"
     assert asked == [(1.0, 0.0), ()] and timed.gave_up and not out.is_alone
 
 
 def test_shares_by_hand_tell_nothing_of_equal_ones(vae_ranks, monkeypatch, timed):
-    timed.kept = []
     for shares in ((2.0, 1.0), ()):
         given_to(monkeypatch, vae_ranks, shares=shares)
         out = vae_ranks.SharedOut(MANUAL, vae_of(), torch.zeros(1, 4, 8, 6), 2.0, encodes=False)
@@ -158,8 +157,7 @@ def test_what_sharing_out_gains_counts_for_the_prompt_where_both_were_timed(
     vae_ranks, module, monkeypatch, timed, alone, alone_s, shared_s, gain, line
 ):
     given_to(monkeypatch, vae_ranks)
-    timed.alone_seconds, timed.shared_seconds, timed.kept = alone_s, shared_s, []
-    gains = []
+    timed.alone_seconds, timed.shared_seconds, gains = alone_s, shared_s, []
     monkeypatch.setattr(module.PHASES, "add_gain", lambda prompt_id, seconds: gains.append(seconds))
     out = module.SharedOut(StrategySettings(), vae_of(), torch.zeros(2, 4, 8, 8), 0.0, encodes=False)
     out.is_alone = alone
@@ -167,25 +165,3 @@ def test_what_sharing_out_gains_counts_for_the_prompt_where_both_were_timed(
     assert timed.kept == [(0.1, alone)]
     assert gains == ([] if gain is None else [pytest.approx(gain)])
     assert [one.startswith(line) for one in lines] == ([] if line is None else [True])
-
-
-@pytest.mark.parametrize(
-    ("verb", "given"),
-    [("decode", (1, 4, 8, 8)), ("encode", (1, 64, 64, 3))],
-)
-def test_what_is_too_large_for_the_devices_is_left_to_comfyui_which_cuts_it_into_tiles(
-    vae_ranks, module, monkeypatch, verb, given
-):
-
-    def ends(*_, **__):
-        raise OutOfMemory("Process 1 ran out of memory on cuda:1")
-
-    monkeypatch.setattr(module.VaeShipment, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(module.VaeShipment, "run", ends)
-    monkeypatch.setattr(module, "check_splittable", lambda vae, *, encodes: None)
-    given_to(monkeypatch, vae_ranks)
-    run_unmodified = "as_sent" if verb == "decode" else "_as_network_takes"
-    monkeypatch.setattr(module, run_unmodified, lambda vae, tensor: tensor)
-    vae = vae_of(memory_used_decode=lambda *_: 0.0, memory_used_encode=lambda *_: 0.0)
-    with pytest.raises(module.CannotBeSplit, match="memory ended on the devices: Process 1 ran out"):
-        getattr(module, f"_{verb}")(vae, torch.zeros(given), StrategySettings())

@@ -1,7 +1,5 @@
 """The devices to choose from: the memory and the known users of each."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -45,14 +43,11 @@ def test_each_gpu_is_told_with_its_memory_and_who_uses_it(gauges, tmp_path, monk
     assert one["name"] == "NVIDIA H100 80GB HBM3" and one["total_bytes"] - one["free_bytes"] == 20 * 2**30
     # Neither this process nor its ranks are other programs.
     assert (one["users"], one["busy"]) == (["processes of this ComfyUI: step 3 of 28"], True)
+    (waits,) = list_devices(("cuda:0",), [_group("ready", "cuda:0", RANK)], gauges)  # keep it from nobody
+    assert (waits["users"], waits["busy"]) == (["processes of this ComfyUI: ready"], False)
     users = ["process 78: 12.0 GiB", "blender (process 77): 9.50 GiB"]
     assert (two["users"], two["busy"]) == (users, False)
     assert (three["users"], three["busy"]) == (["another ComfyUI (process 9)"], True)
-
-
-def test_ranks_that_wait_use_a_device_and_keep_it_from_nobody(gauges):
-    (told,) = list_devices(("cuda:0",), [_group("ready", "cuda:0", RANK)], gauges)
-    assert (told["users"], told["busy"]) == (["processes of this ComfyUI: ready"], False)
 
 
 def test_without_a_gpu_there_is_a_rank_for_each_core_and_those_that_a_text_names(monkeypatch):

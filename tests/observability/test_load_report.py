@@ -1,7 +1,5 @@
 """The report to a load balancer: the more prompts wait, the fewer come; a draining or broken ComfyUI gets none."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel_backend.observability.gauges import Gauge

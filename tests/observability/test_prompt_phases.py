@@ -1,7 +1,5 @@
 """The report's words on what a prompt used the devices for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from parallel_backend.observability.prompt_phases import MOST_PROMPTS, PromptPhases
@@ -20,9 +18,15 @@ def ended(request, seconds, prompt="one", result="done", loading=None):
     return RequestEnded(DEVICES, request, result, seconds, None, info, None, 1, prompt_id=prompt)
 
 
-def test_phases_have_their_seconds_and_shares_and_a_load_is_one():
+def phases_after(*events):
     phases = PromptPhases()
-    for event in (
+    for event in events:
+        phases.on_event(event)
+    return phases
+
+
+def test_phases_have_their_seconds_and_shares_and_a_load_is_one():
+    phases = phases_after(
         Changed(DEVICES),
         ended("text", 0.25),
         ended("text", 0.25),
@@ -32,8 +36,7 @@ def test_phases_have_their_seconds_and_shares_and_a_load_is_one():
         ended("sample", 100.0, prompt=""),
         ended("decode", 100.0, result="cancelled"),
         ended("sleep", 100.0),
-    ):
-        phases.on_event(event)
+    )
     assert phases.in_words("one") == [
         "this prompt on the devices: 5 s so far: text 0.5 s (10%), loading 1 s (20%), sampling 3 s (60%), "
         "decoding 0.5 s (10%)"
@@ -41,8 +44,7 @@ def test_phases_have_their_seconds_and_shares_and_a_load_is_one():
 
 
 def test_a_prompt_that_only_samples_has_no_line_and_old_ones_are_forgotten():
-    phases = PromptPhases()
-    phases.on_event(ended("sample", 4.0, loading=1.0))
+    phases = phases_after(ended("sample", 4.0, loading=1.0))
     assert phases.in_words("one") == phases.in_words("none") == []
     phases.on_event(ended("text", 1.0))
     assert phases.in_words("one")

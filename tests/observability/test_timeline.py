@@ -1,7 +1,5 @@
 """The timeline: it splits steps into computing, sending and waiting, and names the device that others wait for."""
 
-from __future__ import annotations
-
 import pytest
 
 from parallel_backend.observability.timeline import SHOWN, Spent, in_words, rows_of_timeline, timeline

@@ -43,21 +43,15 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
     assert shown_after(DONE) == [("warn", "A device is left out", False)]
 
 
-def test_a_death_is_told_at_once_and_the_start_that_follows_takes_its_place():
+def test_a_failure_is_told_at_once_and_the_start_that_follows_takes_its_place():
     toasts = []
     notifier = Notifier(toasts.append, FailingDevices(clock=lambda: 0.0))
     words = "process 1 on cuda:1 failed (killed); the job goes on after step 52 on processes started anew"
     for event in (failed(), Recovering(DEVICES, words), Started(DEVICES, 2.5, "process 1 failed: killed")):
         notifier.on_event(event)
-    died, started = toasts
-    assert (died.severity, died.detail, died.life) == ("warn", words, None)
-    assert died.about == started.about and died.summary == "A process died; starting again"
-
-
-def test_ranks_that_start_take_the_place_of_what_was_told_of_their_failure():
-    toasts = []
-    notifier = Notifier(toasts.append, FailingDevices(clock=lambda: 0.0))
     for event in (failed(broken=True), Started(("cpu:0",), 1.0, ""), Started(DEVICES, 2.5, "")):
         notifier.on_event(event)
-    broken, others, started = [toast.about for toast in toasts]
-    assert broken == started != others and broken
+    died, again, broken, others, started = toasts
+    assert (died.severity, died.detail, died.life) == ("warn", words, None)
+    assert died.about == again.about and died.summary == "A process died; starting again"
+    assert broken.about == started.about != others.about and broken.about

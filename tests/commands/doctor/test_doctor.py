@@ -10,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from comfy_harness import require_comfyui
 from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor import examine as examination
+from parallel_backend.commands.doctor import probes
 from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrub_findings
-from parallel_backend.commands.doctor.probes import (
-    probe_classes,
-    probe_leftovers,
-    probe_models,
-    probe_system,
-    probe_versions,
-)
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.machine.self_tests import SelfTestStore
@@ -93,18 +86,11 @@ def test_this_process_names_are_found(monkeypatch, tmp_path):
 # Probes.
 
 
-def test_probes_see_this_machine():
-    versions = probe_versions()
-    assert re.fullmatch(r"3\.\d+\.\d+.*", versions["python"]) and versions["torch"]
-    system = probe_system()
-    assert system.cores >= 1 and system.temp_problem == "" and system.temp_free > 0
-    assert probe_system(Path("/nowhere")).shm is None
-
-
-def test_a_temp_folder_that_cannot_be_written_to_is_told(monkeypatch, tmp_path):
+def test_folders_that_are_missing_or_cannot_be_written_to_are_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    assert probe_system().temp_problem == "Not a directory"
+    assert probes.probe_system().temp_problem == "Not a directory"
+    assert probes.probe_system(Path("/nowhere")).shm is None
 
 
 def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_path):
@@ -117,28 +103,26 @@ def test_models_are_found_by_their_headers_and_none_is_named(monkeypatch, tmp_pa
         write_tiny_flux(folder / f"{name}.safetensors", double_blocks=blocks, single_blocks=2)
     (folder / "damaged.safetensors").write_bytes(b"no header")
     (folder / "gone.safetensors").symlink_to(tmp_path / "nowhere")
-    assert probe_models() == [(6, 256), (5, 256)]
+    assert probes.probe_models() == [(6, 256), (5, 256)]
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
-    assert probe_models() == []
+    assert probes.probe_models() == []
 
 
 def test_classes_of_models_whose_code_is_new_are_named_until_they_are_tested(monkeypatch, tmp_path):
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setenv(COMFYUI, str(require_comfyui()))
-    known = check_classes(*probe_classes())
-    assert known.finding.endswith("compute as the pack knows them") and not (known.details or known.remedy)
     root = tmp_path / "ComfyUI"
     monkeypatch.setenv(COMFYUI, str(root))
-    assert probe_classes() is None
+    assert probes.probe_classes() is None
     for name in (TABLE["LTXVModel"].source, "comfy/ldm/modules/attention.py", "comfy/cli_args.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("import torch\n")
-    new = check_classes(*probe_classes())
+    new = check_classes(*probes.probe_classes())
     assert new.details == ("LTXVModel",) and new.status == "ok"
     once = ": 1 kinds of models have new code; each is tested once, 10 to 20 s, before it first runs"
     assert once in new.finding
     SelfTestStore().keep(entry_digest(str(root), "LTXVModel"), SelfTest("LTXVModel", BLOCK, 0.3))
-    assert check_classes(*probe_classes()).details == ()
+    known = check_classes(*probes.probe_classes())
+    assert known.finding.endswith("compute as the pack knows them") and not (known.details or known.remedy)
 
 
 def _process(proc, pid, arguments, parent):
@@ -160,7 +144,7 @@ def test_ranks_without_their_parent_and_dead_folders_are_found(tmp_path):
     (proc / "self").mkdir()
     for name in ("parallel-backend-100-abc", "parallel-backend-99-def", "parallel-backend-x-y", "other-99-a"):
         (temp / name).mkdir(parents=True)
-    seen = probe_leftovers(proc, temp)
+    seen = probes.probe_leftovers(proc, temp)
     assert seen.ranks == (102, 103) and seen.folders == 1
 
 
@@ -187,10 +171,20 @@ def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_p
         assert private not in said
 
 
-def test_devices_that_do_not_exist_are_refused(capsys):
-    assert main(["doctor", "--devices", "99"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "99"], "99"),
+        (["--share", "result.json"], "add --gpu"),
+        (["--gpu", "--devices", "cpu:2", "--report", "/nowhere"], "names no folder"),
+        (["--gpu", "--devices", "cluster:lab"], "on each machine, and `doctor --devices cluster:lab`"),
+        (["--gpu", "--devices", "cuda:0@lab/a"], "on each machine, and `doctor --devices cluster:lab`"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_it_begins(arguments, words, capsys):
+    assert main(["doctor", *arguments]) == 2
     said = capsys.readouterr()
-    assert "99" in said.err and said.out == ""
+    assert words in said.err and said.out == ""
 
 
 def test_it_runs_where_torch_is_missing_and_says_so():

@@ -1,7 +1,5 @@
 """The GPU check's list and report: every check is there, none can end the doctor, and nothing private is reported."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import replace
@@ -24,7 +22,6 @@ from parallel_backend.wire.checks.findings import Finding
 pytestmark = [pytest.mark.real_start, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "tests.support.check_program"
-PROGRAMS = (PROGRAM, PROGRAM)
 CPU = ("cpu:0", "cpu:1")
 # The checks that an audit requires in the first minutes on a GPU, in its order.
 LIST = (
@@ -35,8 +32,9 @@ LIST = (
 )
 
 
-def _run(subject, groups, **wishes):
-    return run_checks(subject, choose((), groups), programs=PROGRAMS, **wishes)
+def _run(*checks, subject=None, **wishes):
+    chosen = choose((), {"Ends": checks})
+    return run_checks(subject or make_subject(CPU), chosen, programs=(PROGRAM, PROGRAM), **wishes)
 
 
 # The list.
@@ -101,8 +99,8 @@ def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_pro
 ):
     monkeypatch.setattr(deadlines, "STACK", 3600.0)  # nobody waits so long for a stack that has been written
     limits = [("pid", 120.0), ("pid", 120.0), (name, 1.0 if name == "hang" else 120.0), ("pid", 120.0)]
-    checks = tuple(Check(n, examine=lambda ranks: (), limit_s=limit) for n, limit in limits)
-    report = _run(make_subject(CPU), {"Ends": checks})
+    checks = (Check(n, examine=lambda ranks: (), limit_s=limit) for n, limit in limits)
+    report = _run(*checks)
     first, again, ended, after = (result.verdicts[0] for result in report.results)
     assert (first.status, again.status, ended.status, after.status) == ("ok", "ok", "broken", "ok")
     assert words in ended.finding and ended.name == name
@@ -112,21 +110,19 @@ def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_pro
 
 
 def test_where_one_rank_dies_the_others_are_not_waited_for(no_leaks):
-    check = Check("other_rank_dies", ranks=2, limit_s=240.0)
-    (result,) = _run(make_subject(CPU), {"Ends": (check,)}).results
+    (result,) = _run(Check("other_rank_dies", ranks=2, limit_s=240.0)).results
     assert "process 1" in result.verdicts[0].finding and "SIGSEGV" in result.verdicts[0].finding
 
 
 def test_where_one_rank_raises_the_others_are_not_waited_for_to_the_end(no_leaks, monkeypatch):
     monkeypatch.setattr(processes, "_AFTER_AN_ERROR", 1.0)
-    check = Check("other_rank_raises", ranks=2, limit_s=240.0)
-    (result,) = _run(make_subject(CPU), {"Ends": (check,)}).results
+    (result,) = _run(Check("other_rank_raises", ranks=2, limit_s=240.0)).results
     waits, raises = result.verdicts
     assert (waits.status, raises.status) == ("skipped", "broken") and "no such device" in raises.finding
 
 
 def test_each_rank_answers_under_its_name(no_leaks):
-    (result,) = _run(make_subject(CPU), {"Ends": (Check("pid", ranks=2),)}).results
+    (result,) = _run(Check("pid", ranks=2)).results
     assert [v.name for v in result.verdicts] == ["pid, process 0", "pid, process 1"]
     assert len({v.finding for v in result.verdicts}) == 2
 
@@ -144,9 +140,8 @@ def test_the_report_is_whole_after_each_check_and_names_nobody(tmp_path, no_leak
         report.write(tmp_path)
         seen.append(json.loads((tmp_path / "gpu-check.json").read_text())["complete"])
 
-    checks = tuple(Check(name, examine=lambda ranks: ()) for name in ("pid", "leave", "raises"))
-    subject = replace(make_subject(CPU, str(model)), devices=CPU)
-    report = _run(subject, {"Ends": checks}, on_report=on_report)
+    checks = (Check(name, examine=lambda ranks: ()) for name in ("pid", "leave", "raises"))
+    report = _run(*checks, subject=replace(make_subject(CPU, str(model)), devices=CPU), on_report=on_report)
     assert seen == [False, False, True]
     markdown, text = (tmp_path / "gpu-check.md").read_text(), (tmp_path / "gpu-check.json").read_text()
     assert json.loads(text)["exit_status"] == report.exit_status == 1
@@ -175,8 +170,3 @@ def test_the_command_asks_both_programs_and_leaves_the_report(tmp_path, no_leaks
     assert report["complete"] and report["exit_status"] == 0
     assert statuses["Software: torch"] == statuses["device"] == "ok"
     assert str(ROOT) not in (tmp_path / "gpu-check.md").read_text()
-
-
-def test_a_report_needs_a_folder_that_is_there(tmp_path, capsys):
-    assert main(["doctor", "--gpu", "--devices", "cpu:2", "--report", str(tmp_path / "none")]) == 2
-    assert "names no folder" in capsys.readouterr().err

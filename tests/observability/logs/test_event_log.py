@@ -1,7 +1,5 @@
 """The event log: what its lines of JSON contain and omit, where they go, and that no disk can harm a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -13,16 +11,6 @@ from parallel_backend.observability.logs import event_log
 from parallel_backend.observability.logs.event_log import MAX_OLD_FILES, VARIABLE, begin_log
 from parallel_backend.requests import LoadInfo, ModelSpec, RunInfo
 from parallel_backend.sidecar.group import events
-from parallel_backend.sidecar.group.events import (
-    Changed,
-    Loaded,
-    Released,
-    RequestEnded,
-    RequestFailed,
-    Started,
-    Stepped,
-    emit,
-)
 from parallel_backend.strategy import ParallelStrategy
 
 TWO = ("cuda:0", "cuda:1")
@@ -30,25 +18,27 @@ ULYSSES = ParallelStrategy(ulysses_degree=2)
 FLUX = ModelSpec("/home/me/secret/flux.safetensors")
 RUN = RunInfo("native", ULYSSES, (0.25,), (7, 8))
 STORY = (
-    Started(TWO, 4.0, "process 1 failed: OSError: /home/me/secret"),
-    Changed(TWO),
-    Loaded(TWO, FLUX, LoadInfo(2.0, 24, False, "bf16", "bf16")),
-    Stepped(TWO, 1, 28, 0.25, ULYSSES),
-    RequestFailed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
-    RequestFailed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
-    RequestEnded(TWO, "sample", "done", 9.0, None, RUN, ULYSSES, 2, FLUX, "prompt-1", 5.0),
-    RequestEnded(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
-    Released(TWO, 60.0),
+    events.Started(TWO, 4.0, "process 1 failed: OSError: /home/me/secret"),
+    events.Changed(TWO),
+    events.Loaded(TWO, FLUX, LoadInfo(2.0, 24, False, "bf16", "bf16")),
+    events.Stepped(TWO, 1, 28, 0.25, ULYSSES),
+    events.RequestFailed(TWO, 1, "killed by SIGKILL", True, False, "signal"),
+    events.RequestFailed(TWO, 0, "OSError: [Errno 5] /home/me/secret", False, False, "error"),
+    events.RequestEnded(TWO, "sample", "done", 9.0, None, RUN, ULYSSES, 2, FLUX, "prompt-1", 5.0),
+    events.RequestEnded(TWO, "decode", "cancelled", 1.0, 0.03, None, None, 1),
+    events.Released(TWO, 60.0),
 )
 
 
 @pytest.fixture
 def began():
-    """Returns a function that begins a log, which ends with the test."""
+    """Returns a function that begins a log, which ends with the test, and emits events."""
     ends = []
 
-    def begin(target, **options):
+    def begin(target, *story, **options):
         ends.append(begin_log({VARIABLE: str(target)}, **options))
+        for event in story:
+            events.emit(event)
         return ends[-1]
 
     before = len(events._listeners)
@@ -64,10 +54,7 @@ def _lines(path):
 
 def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_path):
     file = tmp_path / "log.jsonl"
-    end = began(file, price=lambda: 3600.0)
-    for event in STORY:
-        emit(event)
-    end()
+    began(file, *STORY, price=lambda: 3600.0)()
     lines = _lines(file)
     found = " ".join(line["event"] for line in lines)
     assert found == "started loaded stepped failed failed ended ended released"
@@ -88,24 +75,18 @@ def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_p
 
 
 def test_nothing_is_logged_unless_asked_for(began):
-    before = len(events._listeners)
+    """Nor does anything listen, which the fixture sees to."""
     assert began("") is None and began("off") is None
-    assert len(events._listeners) == before
 
 
 def test_stderr_is_a_place_too(began, capfd):
-    end = began("stderr")
-    emit(STORY[3])
-    end()
+    began("stderr", STORY[3])()
     assert json.loads(capfd.readouterr().err.strip())["event"] == "stepped"
 
 
 def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp_path):
     file = tmp_path / "log.jsonl"
-    end = began(file, file_bytes=400)
-    for _ in range(40):
-        emit(STORY[3])
-    end()
+    began(file, *STORY[3:4] * 40, file_bytes=400)()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.jsonl", *(f"log.jsonl.{n}" for n in range(1, MAX_OLD_FILES + 1))]
     assert all(path.stat().st_size <= 400 and _lines(path) for path in tmp_path.iterdir())
@@ -115,10 +96,7 @@ def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp
     "target", ["/dev/full", "{}/missing/log.jsonl", "{}"], ids=["full", "missing", "a folder"]
 )
 def test_a_log_that_cannot_be_written_gives_one_warning(began, tmp_path, caplog, target):
-    end = began(target.format(tmp_path))
-    for event in STORY:
-        emit(event)
-    end()
+    began(target.format(tmp_path), *STORY)()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert VARIABLE in caplog.text and "cannot be written" in caplog.text
 
@@ -128,9 +106,7 @@ def test_a_disk_that_hangs_holds_up_neither_a_job_nor_the_end(began, tmp_path, m
     monkeypatch.setattr(event_log, "_PATIENCE", 0.1)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # opening it blocks until it has a reader
-    end = began(pipe)
-    for _ in range(50):
-        emit(STORY[3])
+    end = began(pipe, *STORY[3:4] * 50)
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # for the lines after 20
     end()
     with pipe.open() as reader:  # lets the writer continue and end

@@ -1,7 +1,5 @@
 """The queue log: it holds the accepted prompts until they have ended, and never a user's key."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from parallel_backend.errors import CheckpointError, RequestError, StrategyError
 from parallel_backend.models.comfyui.model_file import ANY_MODEL
 from parallel_backend.models.diffusers.checkpoint import PUBLISHED_DEV
-from parallel_backend.observability.preview import form as selector_inputs
 from parallel_backend.observability.preview.form import (
     LIMITS,
     Loader,
@@ -61,13 +60,16 @@ def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
     assert any_model["memory"] == "" and "24" not in any_model["why"] and "GiB" not in any_model["why"]
 
 
-def test_auto_is_shown_without_and_with_a_negative_prompt():
+def test_auto_is_shown_without_and_with_a_negative_prompt_and_decides_all_degrees():
     answer = _check(devices="cpu:2")
+    live = {"mode", "devices", "engine", "device_shares", "approximation"}
+    assert set(answer["decided"]) == set(SelectorInputs.__dataclass_fields__) - live
     assert [case["title"] for case in answer["layout"]] == [
         "Without a negative prompt: Ulysses 2",
         "With a negative prompt: CFG 2",
     ]
     assert len(_check(devices="cpu:1")["layout"]) == 1
+    assert _manual("cpu:2")["decided"] == []
 
 
 @pytest.mark.parametrize(
@@ -84,9 +86,16 @@ def test_auto_is_shown_without_and_with_a_negative_prompt():
             ["device_shares"],
             "at most",
         ),
+        (
+            {"pipefusion_degree": 2, "tensor_degree": 2, "devices": "cpu:4"},
+            ["pipefusion_degree", "tensor_degree"],
+            "the layers of a pipeline's stages are not split yet",
+        ),
         ({"mode": "magic"}, ["mode"], "magic"),
         ({"engine": "magic"}, ["engine"], "magic"),
         ({"approximation": "magic"}, ["approximation"], "magic"),
+        ({"warmup_steps": -1}, ["warmup_steps"], "it must be from 0 to 10000"),
+        ({"cfg_degree": 10**99}, ["cfg_degree"], "it must be from 1 to 64"),
     ],
 )
 def test_a_problem_names_the_inputs_it_lies_in(inputs, marked, word):
@@ -97,13 +106,17 @@ def test_a_problem_names_the_inputs_it_lies_in(inputs, marked, word):
     assert set(marked) <= set(SelectorInputs.__dataclass_fields__)
 
 
-def test_every_broken_rule_is_a_problem_of_its_own_and_says_what_a_run_would():
+def test_every_broken_rule_is_a_problem_of_its_own_says_what_a_run_would_and_what_to_change():
+    wrong = {"cfg_degree": 3, "ulysses_degree": 5}
     with pytest.raises(StrategyError) as raised:
-        inputs = SelectorInputs("manual", "cpu:2", cfg_degree=3, ulysses_degree=5)
-        preview(inputs.settings())
-    problems = _manual("cpu:2", cfg_degree=3, ulysses_degree=5)["problems"]
+        preview(SelectorInputs("manual", "cpu:2", **wrong).settings())
+    answer = _manual("cpu:2", **wrong)
+    problems, nearest = answer["problems"], answer["nearest"]
     assert [problem["inputs"][0] for problem in problems] == ["cfg_degree", "cfg_degree"]
     assert all(problem["message"] in str(raised.value) for problem in problems)
+    assert nearest == {"cfg_degree": 1, "ulysses_degree": 2}
+    answer = _manual("cpu:2", **wrong | nearest)
+    assert answer["problems"] == [] and answer["nearest"] == {}
 
 
 def test_the_rules_of_every_model_that_is_decided_for_count():
@@ -120,41 +133,6 @@ def test_the_rules_of_every_model_that_is_decided_for_count():
     assert "nearest valid setting is tensor_degree 12" in problem.message
 
 
-def test_a_refusal_says_what_to_change_and_then_nothing_is_wrong():
-    wrong = {"mode": "manual", "devices": "cpu:2", "cfg_degree": 3, "ulysses_degree": 5}
-    nearest = _check(**wrong)["nearest"]
-    assert nearest == {"cfg_degree": 1, "ulysses_degree": 2}
-    answer = _check(**{**wrong, **nearest})
-    assert answer["problems"] == [] and answer["nearest"] == {}
-
-
-def test_every_rule_that_degrees_break_is_told_with_its_inputs():
-    devices, split = _manual("cpu:2", pipefusion_degree=2, tensor_degree=2)["problems"]
-    assert devices["message"].startswith("PipeFusion 2 × tensor 2 needs 4 devices; 2 are selected")
-    assert devices["inputs"] == ["pipefusion_degree", "tensor_degree", "devices"]
-    assert "the layers of a pipeline's stages are not split yet" in split["message"]
-    assert split["inputs"] == ["pipefusion_degree", "tensor_degree"]
-
-
-def test_what_is_refused_before_a_run_is_what_no_model_can_run():
-    assert find_problems(SelectorInputs("manual", "cpu:5", ulysses_degree=5)) == ()
-    assert find_problems(SelectorInputs("auto", "cpu:1", cfg_degree=64)) == ()
-    (problem,) = find_problems(SelectorInputs("manual", "cpu:1", ulysses_degree=2))
-    assert problem.inputs == ("ulysses_degree", "devices")
-    (problem,) = find_problems(SelectorInputs(devices="gpu7"))
-    assert problem.inputs == ("devices",)
-
-
-def test_the_rules_are_those_of_the_model_that_the_loader_names():
-    dims = replace(PUBLISHED_DEV.dims, heads=6, hidden=768)
-    small = replace(PUBLISHED_DEV, path="small.safetensors", dims=dims)
-    assert _manual("cpu:7", ulysses_degree=7)["problems"] == []
-    answer = _check(lambda loader: small, mode="manual", devices="cpu:7", ulysses_degree=7)
-    assert "is more than the 6 attention heads of small.safetensors" in answer["problems"][0]["message"]
-    uneven = _check(lambda loader: small, mode="manual", devices="cpu:4", ulysses_degree=4)
-    assert uneven["problems"] == [] and uneven["layout"][0]["title"] == "Ulysses 4"
-
-
 def test_a_model_that_cannot_be_read_is_a_note():
     def refuse(loader):
         raise CheckpointError("x is refused: it is a VAE.")
@@ -166,15 +144,23 @@ def test_a_model_that_cannot_be_read_is_a_note():
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"ulysses_degree": 5}, {"tensor_degree": 5}, {"pipefusion_degree": 5}, {"cfg_degree": 5}]
+    ("inputs", "marked"),
+    [
+        (SelectorInputs("manual", "cpu:5", ulysses_degree=5), []),
+        (SelectorInputs("manual", "cpu:5", tensor_degree=5), []),
+        (SelectorInputs("manual", "cpu:5", pipefusion_degree=5), []),
+        (SelectorInputs("manual", "cpu:5", cfg_degree=5), [("cfg_degree",)]),
+        (SelectorInputs("manual", "cpu:1", ulysses_degree=2), [("ulysses_degree", "devices")]),
+        (SelectorInputs("auto", "cpu:1", cfg_degree=64), []),
+        (SelectorInputs(devices="gpu7"), [("devices",)]),
+    ],
 )
-def test_without_a_model_only_the_rules_of_any_model_count(degrees):
+def test_without_a_model_only_the_rules_of_any_model_count(inputs, marked):
     """The panel shows what the node does, which refuses what no model can run."""
-    inputs = SelectorInputs("manual", "cpu:5", **degrees)
     shown = check_inputs(inputs, Loader(), lambda loader: None)
     refused = find_problems(inputs)
     assert [problem["message"] for problem in shown["problems"]] == [problem.message for problem in refused]
-    assert bool(refused) == ("cfg_degree" in degrees)
+    assert [problem.inputs for problem in refused] == marked
     if not refused:
         assert shown["why"] == preview(inputs.settings()).why
 
@@ -183,13 +169,6 @@ def test_defaults_are_those_of_the_settings():
     assert SelectorInputs().settings() == StrategySettings()
     inputs = SelectorInputs("manual", "cpu:2", cfg_degree=2, shard_weights=True, device_shares="2,1")
     assert SelectorInputs.of(inputs.settings()) == inputs
-
-
-def test_auto_decides_the_degrees_and_nothing_else():
-    decided = _check(devices="cpu:2")["decided"]
-    live = {"mode", "devices", "engine", "device_shares", "approximation"}
-    assert set(decided) == set(SelectorInputs.__dataclass_fields__) - live
-    assert _manual("cpu:2")["decided"] == []
 
 
 @pytest.mark.parametrize(
@@ -210,15 +189,6 @@ def test_auto_decides_the_degrees_and_nothing_else():
 def test_a_body_that_is_something_else_is_refused_in_words(body, word):
     with pytest.raises(RequestError, match=word):
         read_request(body)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("ring_degree", 65), ("warmup_steps", -1), ("cfg_degree", 10**99)]
-)
-def test_a_number_out_of_range_is_a_problem(name, value):
-    least, most = LIMITS[name]
-    (problem,) = _check(**{name: value})["problems"]
-    assert problem["inputs"] == [name] and f"it must be from {least} to {most}" in problem["message"]
 
 
 _TEXT = st.one_of(
@@ -260,9 +230,7 @@ def test_any_body_is_answered_or_refused_in_words(body):
     assert len(json.dumps(answer, allow_nan=False)) < 64 * 1024
     assert bool(answer["problems"]) != bool(answer["layout"])
     for problem in answer["problems"]:
-        assert problem["message"] and set(problem["inputs"]) <= set(
-            selector_inputs.SelectorInputs.__dataclass_fields__
-        )
+        assert problem["message"] and set(problem["inputs"]) <= set(SelectorInputs.__dataclass_fields__)
 
 
 def test_cpu_1_says_that_it_is_one_process_and_which():

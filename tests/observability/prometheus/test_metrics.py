@@ -1,22 +1,19 @@
 """The metrics that Prometheus reads after jobs on real ranks; the dashboard and the page name exactly these."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import promql_parser
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from fake_nvml import h100_nvswitch, two_4090
+from fake_nvml import GIB
 from parallel_backend.errors import FAILURES, RANK_CRASHED, Cancelled, RankFailed, from_wire
-from parallel_backend.machine.probe import read_topology
-from parallel_backend.observability.gauges import DeviceGauges
+from parallel_backend.observability.gauges import Gauge
 from parallel_backend.observability.prometheus.metrics import MOST_MODELS, PREFIX, Metrics, pack_version
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
@@ -43,8 +40,8 @@ class Scrape:
         }
         assert len(self._values) == sum(len(family.samples) for family in self.families)  # no series twice
 
-    def __call__(self, name: str, **labels: str) -> float:
-        return self._values[PREFIX + name, frozenset(labels.items())]
+    def __call__(self, name: str, **labels: str) -> float | None:
+        return self._values.get((PREFIX + name, frozenset(labels.items())))
 
     @property
     def names(self) -> set[str]:
@@ -54,21 +51,18 @@ class Scrape:
         return {label for found, labels in self._values if found == name for label, _ in labels}
 
     def states(self) -> set[str]:
-        found = [
-            dict(labels) for (name, labels), value in self._values.items() if "group_state" in name and value
-        ]
-        return {labels["state"] for labels in found}
+        found = [labels for (name, labels), value in self._values.items() if "group_state" in name and value]
+        return {dict(labels)["state"] for labels in found}
 
 
-def as_if_on_gpus(nvml):
-    """Returns a reader that gives for each of the ranks' CPU devices the gauges of the GPU with its number."""
-    gauges = DeviceGauges(nvml, read_topology(nvml).visible({}))
+CARD = Gauge("a card", 48 * GIB, 40 * GIB, 0.2, 41, 250.5, 300.0)
 
-    def read(devices):
-        found = gauges.read(tuple(device.replace("cpu", "cuda") for device in devices))
-        return {device.replace("cuda", "cpu"): gauge for device, gauge in found.items()}
 
-    return read
+def scrape_after(*events, price=0.0):
+    metrics = Metrics(list, lambda devices: {}, lambda: price)
+    for event in events:
+        metrics.on_event(event)
+    return Scrape(metrics.text())
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +70,10 @@ def story(tmp_path_factory):
     """Three scrapes: while ranks hold a model, after an idle rank has died, and after the ranks were stopped."""
     sidecar = scripted_sidecar()
     weights = scripted_weights(tmp_path_factory.mktemp("weights") / "a private name.safetensors", "good 0.5")
-    metrics = Metrics(lambda: [sidecar.status()], as_if_on_gpus(h100_nvswitch(2)))
+    metrics = Metrics(lambda: [sidecar.status()], lambda devices: dict.fromkeys(devices, CARD))
     stop = listen(metrics.on_event)
-    x = torch.ones(1, 4, 6, 6)
     try:
-        assert sidecar.sample(weights, scripted_request(steps=3), two_ranks()).latent.shape == x.shape
+        sidecar.sample(weights, scripted_request(steps=3), two_ranks())
         with pytest.raises(Cancelled):
             sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *_: sidecar.cancel())
         warm = Scrape(metrics.text())
@@ -137,25 +130,23 @@ def test_states_memory_and_bytes_are_those_of_the_moment(story):
     assert warm("device_memory_bytes", device="cpu:1", kind="working") > 0
     assert warm("device_memory_bytes", device="cpu:1", kind="weights") == 0  # a scripted model has none
     assert warm("sent_bytes_total", device="cpu:0") >= 0
-    assert PREFIX + "device_memory_bytes" not in after.names
+    assert after("device_memory_bytes", device="cpu:1", kind="working") is None
     assert [scrape("held_models", devices="cpu:0,cpu:1") for scrape in (warm, after)] == [1, 0]
 
 
-def test_devices_read_what_nvml_says_and_the_cpu_which_ranks_share_nothing(story):
-    warm, _, _ = story
-    assert warm("device_utilization_ratio", device="cpu:1") == 0.2
-    first = {"device": "cpu:0"}
-    assert warm("device_temperature_celsius", **first) == 40 and warm("device_power_watts", **first) == 250.5
-    assert warm("device_memory_free_bytes", **first) == warm("device_memory_total_bytes", **first) > 2**30
-    cards = two_4090()  # cards that do not report their power
-    group = GroupStatus(("cuda:0", "cpu:0"), "down", "", None, (), 0, 0, (), ())
-    scrape = Scrape(
-        Metrics(lambda: [group], DeviceGauges(cards, read_topology(cards).visible({})).read).text()
-    )
-    assert PREFIX + "device_power_watts" not in scrape.names
-    assert scrape("device_utilization_ratio", device="cuda:0") == 0.1
-    with pytest.raises(KeyError):
-        scrape("device_memory_total_bytes", device="cpu:0")
+def test_each_device_has_its_gauges_and_the_cpu_which_ranks_share_nothing():
+    """The second card does not measure its power."""
+    group = GroupStatus(("cuda:0", "cuda:1", "cpu:0"), "down", "", None, (), 0, 0, (), ())
+    gauges = {"cuda:0": CARD, "cuda:1": replace(CARD, power=None), "cpu:0": replace(CARD, shared=True)}
+    scrape = Scrape(Metrics(lambda: [group], lambda devices: gauges).text())
+    for name, values in (
+        ("utilization_ratio", [0.2, 0.2, None]),
+        ("temperature_celsius", [41, 41, None]),
+        ("power_watts", [250.5, None, None]),
+        ("memory_free_bytes", [40 * GIB, 40 * GIB, None]),
+        ("memory_total_bytes", [48 * GIB, 48 * GIB, None]),
+    ):
+        assert [scrape(f"device_{name}", device=device) for device in group.devices] == values
 
 
 def test_the_build_is_named_and_only_what_costs_names_a_model(story):
@@ -169,13 +160,12 @@ def test_the_build_is_named_and_only_what_costs_names_a_model(story):
 
 
 def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
-    metrics = Metrics(list, lambda devices: {})
-    for share in (1.5, 2.5):
-        strategy = ParallelStrategy(ulysses_degree=2, device_shares=(1, share))
-        metrics.on_event(Stepped(("a", "b"), 1, 1, 0.3, strategy))
-    metrics.on_event(RequestEnded(("a", "b"), "decode", "done", 0.5, None, None, None, 4))
-    metrics.on_event(RequestEnded(("a", "b"), "sample", "refused", 0.0, None, None, None, 0))
-    scrape = Scrape(metrics.text())
+    shares = [ParallelStrategy(ulysses_degree=2, device_shares=(1, share)) for share in (1.5, 2.5)]
+    scrape = scrape_after(
+        *(Stepped(("a", "b"), 1, 1, 0.3, strategy) for strategy in shares),
+        RequestEnded(("a", "b"), "decode", "done", 0.5, None, None, None, 4),
+        RequestEnded(("a", "b"), "sample", "refused", 0.0, None, None, None, 0),
+    )
     assert scrape("step_seconds_count", strategy="Ulysses 2, unequal shares") == 2
     decode = {"request": "decode", "strategy": "rows 2", "model": "vae"}
     assert scrape("images_total", **decode) == 4
@@ -186,21 +176,20 @@ def test_shares_of_any_number_make_one_label_and_a_decode_has_its_own():
 def test_waiting_is_counted_with_the_request_that_ends_it_and_with_the_end_of_the_ranks(story):
     _, dead, after = story
     assert dead("idle_device_seconds_total", devices="cpu:0,cpu:1") > 0
-    metrics = Metrics(list, lambda devices: {}, lambda: 2.5)
-    metrics.on_event(RequestEnded(("a", "b"), "decode", "done", 0.5, None, None, None, 4, idle_s=3.0))
-    metrics.on_event(Released(("a", "b"), 4.0))
-    scrape = Scrape(metrics.text())
+    ended = RequestEnded(("a", "b"), "decode", "done", 0.5, None, None, None, 4, idle_s=3.0)
+    scrape = scrape_after(ended, Released(("a", "b"), 4.0), price=2.5)
     assert scrape("idle_device_seconds_total", devices="a,b") == 14.0
     assert scrape("price_per_device_hour") == 2.5 and after("price_per_device_hour") == 0
 
 
 def test_models_without_end_make_no_labels_without_end():
-    metrics = Metrics(list, lambda devices: {})
-    for index in range(MOST_MODELS + 5):
-        spec = ModelSpec(f"/models/{'x' * 200 if index == 0 else index}.safetensors")
-        metrics.on_event(RequestEnded(("a",), "sample", "done", 1.0, None, None, ParallelStrategy(), 1, spec))
-    scrape = Scrape(metrics.text())
-    job = {"request": "sample", "strategy": ParallelStrategy().describe()}
+    one = ParallelStrategy()
+    names = ["x" * 200, *range(1, MOST_MODELS + 5)]
+    specs = [ModelSpec(f"/models/{name}.safetensors") for name in names]
+    scrape = scrape_after(
+        *(RequestEnded(("a",), "sample", "done", 1.0, None, None, one, 1, spec) for spec in specs)
+    )
+    job = {"request": "sample", "strategy": one.describe()}
     assert scrape("images_total", **job, model="other") == 5
     assert scrape("images_total", **job, model="x" * 80) == 1
     assert scrape("images_total", **job, model="7.safetensors") == 1
@@ -240,22 +229,11 @@ def test_every_expression_of_the_dashboard_uses_metrics_and_labels_that_exist(st
         assert used - {"job", "instance"} <= labels, title
 
 
-def _bases(scrape: Scrape) -> set[str]:
-    """Returns the metric names without the suffixes of histograms."""
-    return {
-        re.sub(r"_(bucket|sum|count)$", "", one.name) if family.type == "histogram" else one.name
-        for family in scrape.families
-        for one in family.samples
-    }
-
-
 def test_the_dashboard_and_the_page_know_every_metric_and_the_page_no_other(story):
-    bases = _bases(story[0])
-    shown = {
-        re.sub(r"_(bucket|sum|count)$", "", name)
-        for _, t in _expressions()
-        for name in _metrics_in(t["expr"])
-    }
+    suffix = re.compile(r"_(bucket|sum|count)$")  # of histograms
+    samples = [(family.type, one.name) for family in story[0].families for one in family.samples]
+    bases = {suffix.sub("", name) if kind == "histogram" else name for kind, name in samples}
+    shown = {suffix.sub("", name) for _, t in _expressions() for name in _metrics_in(t["expr"])}
     assert bases - shown == set()
     assert set(re.findall(rf"`({PREFIX}\w+)", PAGE)) == bases
 

@@ -1,7 +1,5 @@
 """The metrics switch: off by default, controlled by the setting or the variable, and harmless without the library."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
