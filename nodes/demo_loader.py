@@ -62,7 +62,8 @@ class ParallelDemoLoader(io.ComfyNode):
             )
         parallel = over_file(DEMO, strategy)
         set_preview_colours(parallel.model.latent_format)
-        return io.NodeOutput(parallel, parallel, make_clip(), make_vae())
+        clip = comfy.sd.CLIP(SimpleNamespace(clip=_TextModel, tokenizer=_Tokenizer, params={}))
+        return io.NodeOutput(parallel, parallel, clip, make_vae())
 
 
 def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:
@@ -70,11 +71,6 @@ def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:
     latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
     latents.latent_rgb_factors_bias = list(RGB_BIAS)
     latents.taesd_decoder_name = None  # the format's TAESD decoder cannot decode the demo's latents
-
-
-def make_clip() -> comfy.sd.CLIP:
-    """Returns a real CLIP object around the demo's text encoder."""
-    return comfy.sd.CLIP(SimpleNamespace(clip=_TextModel, tokenizer=_Tokenizer, params={}))
 
 
 def make_vae() -> comfy.sd.VAE:

@@ -34,39 +34,48 @@ _ROWS = "rows of the latent on each: {} (exact, no tiles)"
 _TILES = "tiles on each: {} (those that VAE Decode cuts for this VAE too)"
 
 
+def _schema(verb: str, vaes: str, aliases: list[str], given: io.Input, gives: io.Output) -> io.Schema:
+    """Returns the schema of the node that decodes or encodes. `verb`: Decode or Encode; `vaes`: the end of a sentence
+    on the VAEs that it can share out, and on all others; `aliases`: beside those that both nodes have."""
+    does = verb.lower()
+    return io.Schema(
+        node_id=f"ParallelVAE{verb}",
+        display_name=f"Parallel VAE {verb}",
+        category=CATEGORY,
+        description=f"{verb}s each image or video on several devices at once, without tiles or seams: every device "
+        f"holds the weights, takes some of the rows, and needs about that part of the other memory. For the VAEs of "
+        f"{vaes}",
+        search_aliases=[
+            *(f"vae {does}", "multi gpu vae", f"{does} video", f"{does} large image"),
+            *(*aliases, "tiled vae", "distvae"),
+        ],
+        inputs=[
+            given,
+            io.Vae.Input(
+                "vae",
+                tooltip=f"The VAE to {does} it with. Its {does}r is sent to the devices if they do not hold it.",
+            ),
+            strategy_input(OF_RANKS),
+        ],
+        outputs=[
+            gives,
+            io.String.Output("report", tooltip=f"Who {does}d it, how long it took, and what was moved."),
+        ],
+    )
+
+
 class ParallelVAEDecode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ParallelVAEDecode",
-            display_name="Parallel VAE Decode",
-            category=CATEGORY,
-            description="Decodes each image or video on several devices at once, without tiles or seams: every device "
-            "holds the weights, takes some of the rows, and needs about that part of the other memory. For the VAEs of "
+        return _schema(
+            "Decode",
             "Flux.1, Flux.2, SD1.x to SD3, SDXL, SVD, Wan, Qwen-Image, HunyuanImage 2.1, HunyuanVideo, LTX-Video, "
             "LTX-2, Cosmos 1, Mochi, CogVideoX and SeedVR2, and tiny ones; MiniMax H3's cuts tiles by itself, which "
             "are shared out. Any other is decoded by ComfyUI itself, and the report says so; those of 3D shapes are "
             "refused.",
-            search_aliases=[
-                "vae decode",
-                "multi gpu vae",
-                "decode video",
-                "decode large image",
-                "tiled vae",
-                "distvae",
-            ],
-            inputs=[
-                io.Latent.Input("samples", tooltip="The latent to decode."),
-                io.Vae.Input(
-                    "vae",
-                    tooltip="The VAE to decode it with. Its decoder is sent to the devices if they do not hold it.",
-                ),
-                strategy_input(OF_RANKS),
-            ],
-            outputs=[
-                io.Image.Output("image", tooltip="The decoded image."),
-                io.String.Output("report", tooltip="Who decoded it, how long it took, and what was moved."),
-            ],
+            [],
+            io.Latent.Input("samples", tooltip="The latent to decode."),
+            io.Image.Output("image", tooltip="The decoded image."),
         )
 
     validate_inputs = refuse_literals("samples", "vae", "strategy")
@@ -89,35 +98,13 @@ class ParallelVAEDecode(io.ComfyNode):
 class ParallelVAEEncode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="ParallelVAEEncode",
-            display_name="Parallel VAE Encode",
-            category=CATEGORY,
-            description="Encodes each image or video on several devices at once, without tiles or seams: every device "
-            "holds the weights, takes some of the rows, and needs about that part of the other memory. For the VAEs of "
+        return _schema(
+            "Encode",
             "Flux.1, Flux.2, SD1.x to SD3, SDXL, SVD, Wan, Qwen-Image, HunyuanImage 2.1 and HunyuanVideo; any other is "
             "encoded by ComfyUI itself, and the report says so.",
-            search_aliases=[
-                "vae encode",
-                "multi gpu vae",
-                "encode video",
-                "encode large image",
-                "image to latent",
-                "tiled vae",
-                "distvae",
-            ],
-            inputs=[
-                io.Image.Input("pixels", tooltip="The image to encode, or the frames of a video."),
-                io.Vae.Input(
-                    "vae",
-                    tooltip="The VAE to encode it with. Its encoder is sent to the devices if they do not hold it.",
-                ),
-                strategy_input(OF_RANKS),
-            ],
-            outputs=[
-                io.Latent.Output("latent", tooltip="The latent, as VAE Encode gives it."),
-                io.String.Output("report", tooltip="Who encoded it, how long it took, and what was moved."),
-            ],
+            ["image to latent"],
+            io.Image.Input("pixels", tooltip="The image to encode, or the frames of a video."),
+            io.Latent.Output("latent", tooltip="The latent, as VAE Encode gives it."),
         )
 
     validate_inputs = refuse_literals("pixels", "vae", "strategy")

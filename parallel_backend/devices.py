@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from .errors import DeviceError
 
@@ -21,7 +20,8 @@ _CLUSTER = "cluster:"
 _CLUSTER_IN = re.compile(r"cluster:(.*)|(?:cuda|cpu):[0-9]+@([^/]*)/")
 
 _only_cpu = False
-_clusters: Clusters | None = None
+# Give the devices of a cluster, and the memory of one of its devices.
+_clusters: tuple[Callable[[str], tuple[str, ...]], Callable[[str], int]] | None = None
 
 
 def use_only_cpu() -> None:
@@ -30,25 +30,16 @@ def use_only_cpu() -> None:
     _only_cpu = True
 
 
-class Clusters(Protocol):
-    """The clusters whose head is this process."""
-
-    def devices_of(self, cluster: str) -> tuple[str, ...]:
-        """Returns the devices of a cluster, machine by machine. Raises DeviceError if no machine has joined."""
-
-    def memory_of(self, device: str) -> int:
-        """Returns the device's memory in bytes; 0 if unknown."""
-
-
-def find_clusters_by(clusters: Clusters) -> None:
-    """Sets the object that resolves cluster:NAME from now on."""
+def find_clusters_by(devices_of: Callable[[str], tuple[str, ...]], memory_of: Callable[[str], int]) -> None:
+    """Sets the functions that resolve cluster:NAME from now on. `devices_of`: returns a cluster's devices, machine by
+    machine, and raises DeviceError if no machine has joined; `memory_of`: a device's bytes, 0 if unknown."""
     global _clusters
-    _clusters = clusters
+    _clusters = devices_of, memory_of
 
 
 def memory_elsewhere(device: str) -> int:
     """Returns the memory in bytes of a device of another machine; 0 if unknown."""
-    return 0 if _clusters is None else _clusters.memory_of(device)
+    return 0 if _clusters is None else _clusters[1](device)
 
 
 def resolve_devices(text: str) -> tuple[str, ...]:
@@ -134,7 +125,7 @@ def _of_cluster(name: str) -> tuple[str, ...]:
         raise _refuse(
             f"'cluster:{name}': clusters are used by ComfyUI, and by the commands doctor and bench."
         )
-    return _clusters.devices_of(name)
+    return _clusters[0](name)
 
 
 def _remote(text: str) -> tuple[str, ...]:

@@ -11,15 +11,6 @@ from .errors import Nearest, Problem, StrategyError
 
 ENGINES = ("auto", "native", "xfuser")
 MAX_SHARE = 1e15  # per device: shares may be bytes of memory; the sum of far larger numbers overflows
-DEGREES = (
-    "data_degree",
-    "cfg_degree",
-    "pipefusion_degree",
-    "ring_degree",
-    "ulysses_degree",
-    "tensor_degree",
-)
-_NEAREST = (*DEGREES, "shard_weights", "offload_weights")  # fields that the nearest valid strategy may change
 # Labels in reports, in the order of the rank layout (slowest axis first).
 _LABELS = {
     "data_degree": "data",
@@ -29,6 +20,8 @@ _LABELS = {
     "ulysses_degree": "Ulysses",
     "tensor_degree": "tensor",
 }
+DEGREES = tuple(_LABELS)
+_NEAREST = (*DEGREES, "shard_weights", "offload_weights")  # fields that the nearest valid strategy may change
 
 
 @dataclass(frozen=True)

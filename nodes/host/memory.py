@@ -47,7 +47,11 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
         return False
     for one in (*_ahead, spec):
         if device.type == "cuda" and get_executing_context() is not None:
-            _note_taken(one, device)
+            if held := held_on(device, one):
+                _taken.append(
+                    f"before this run ComfyUI took the room of {Path(one.path).name} on {_name(device)} for other "
+                    f"work: {in_gib(held)} GiB left the device until they were needed again"
+                )
             pool.give_back(one, _name(device))
         else:
             pool.put_to_sleep(one)
@@ -65,14 +69,6 @@ def drop_modules() -> bool:
 def modules_on(device: torch.device, number: int) -> int:
     """Returns the bytes that the text encoder with this number takes now in ranks on one of ComfyUI's devices."""
     return pool.module_bytes(_name(device), number) if device.type == "cuda" else 0
-
-
-def _note_taken(spec: ModelSpec, device: torch.device) -> None:
-    if held := held_on(device, spec):
-        _taken.append(
-            f"before this run ComfyUI took the room of {Path(spec.path).name} on {_name(device)} for other work: "
-            f"{in_gib(held)} GiB left the device until they were needed again"
-        )
 
 
 def eviction_notes() -> list[str]:

@@ -101,7 +101,8 @@ def running_prompts() -> dict[str, Prompt]:
 def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
     """Lists the loaders for whose models this Strategy Selector decides: those linked to it, and those of samplers that
     are linked to it. `run`: only those that some output node needs."""
-    outputs = [node for node in prompt if _is_output(prompt, node)]
+    known = nodes.NODE_CLASS_MAPPINGS
+    outputs = [node for node in prompt if getattr(known.get(class_of(prompt, node)), "OUTPUT_NODE", False)]
     found: list[str] = []
     for node in needed(prompt, outputs) if run else prompt:
         given = {name: origin for name, origin, _ in links(inputs_of(prompt, node))}
@@ -111,7 +112,3 @@ def loaders_for(prompt: Prompt, selector: str, *, run: bool) -> list[str]:
             if loader is not None and loader not in found:
                 found.append(loader)
     return found
-
-
-def _is_output(prompt: Prompt, node: str) -> bool:
-    return bool(getattr(nodes.NODE_CLASS_MAPPINGS.get(class_of(prompt, node)), "OUTPUT_NODE", False))

@@ -83,7 +83,11 @@ def count_facts(path: str, model: comfy.model_base.BaseModel, verdict: ClassVerd
         ),
         mode=mode,
         why_less=verdict.words,
-        unet=_unet_facts(module, mode) if isinstance(module, UNetModel) else None,
+        unet=(
+            UNetFacts(_attention_of(module), _image_heads(module), _band_rows(module) if mode == BANDS else 0)
+            if isinstance(module, UNetModel)
+            else None
+        ),
     )
 
 
@@ -92,10 +96,6 @@ def _fp8_loaded_as(stored: str, model: comfy.model_base.BaseModel) -> str:
     dtype = str(model.get_dtype()).removeprefix("torch.")
     is_plain = getattr(model.model_config, "quant_config", None) is None
     return dtype if is_plain and stored.startswith("float8") and dtype != stored and dtype in ITEMSIZE else ""
-
-
-def _unet_facts(unet: UNetModel, mode: str) -> UNetFacts:
-    return UNetFacts(_attention_of(unet), _image_heads(unet), _band_rows(unet) if mode == BANDS else 0)
 
 
 def _band_rows(unet: nn.Module) -> int:

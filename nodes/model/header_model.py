@@ -48,7 +48,10 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
     _choose_dtypes(config, tensors, prefix, options)
     model = build_on_meta(lambda device: config.get_model(tensors, prefix, device=device))
     if config.quant_config is not None:  # its layers create their parameters as they load them
-        model.load_model_weights({name: _outline(name, value) for name, value in tensors.items()}, prefix)
+        outlines = {
+            name: value if name.endswith(_LAYER_FORMAT) else value.to(META) for name, value in tensors.items()
+        }
+        model.load_model_weights(outlines, prefix)
     _make_parameters(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(
         model, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
@@ -114,10 +117,6 @@ def _make_parameters(module: nn.Module) -> None:
 
 def _parameter(dtype: torch.dtype | None, *shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=META), requires_grad=False)
-
-
-def _outline(name: str, tensor: Tensor) -> Tensor:
-    return tensor if name.endswith(_LAYER_FORMAT) else tensor.to(META)
 
 
 def _unknown(path: str, tensors: dict[str, Tensor]) -> CheckpointError | RequestError:

@@ -82,16 +82,16 @@ class FileLoader:
     options: Mapping[str, Options]
     family: str = ""
 
-    def offers(self, name: str) -> bool:
-        return any(name in folder_paths.get_filename_list(folder) for folder in self.folders)
+    def folder_of(self, name: str) -> str | None:
+        """Returns the first of its folders that has the file, None if none has it."""
+        return next((one for one in self.folders if name in folder_paths.get_filename_list(one)), None)
 
     def find(self, name: str, weight_dtype: object) -> NamedFile:
         """Returns the file that it reads. Raises CheckpointError if it is gone, RequestError for another dtype."""
         if weight_dtype not in self.options:
             known = ", ".join(self.options)
             raise RequestError(f"weight_dtype is {weight_dtype!r}; it must be one of {known}.")
-        found = (one for one in self.folders if name in folder_paths.get_filename_list(one))
-        folder = next(found, self.folders[-1])
+        folder = self.folder_of(name) or self.folders[-1]
         return NamedFile(
             model_path(folder, name), PARTS[folder], self.options[str(weight_dtype)], self.family
         )
@@ -133,7 +133,7 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     if loader == "ParallelDemoLoader":
         return DEMO.facts()
     found = FILE_LOADERS.get(source if loader == "ParallelModel" else loader)
-    if found is not None and found.offers(name):
+    if found is not None and found.folder_of(name) is not None:
         return found.find(name, next(iter(found.options))).facts()
     return ANY_MODEL if loader == "ParallelModel" else None
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import comfy.model_patcher
 import comfy.sd
-import torch
 
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.models.gguf_file import is_gguf
@@ -59,7 +58,7 @@ def make_spec(path: str, part: str, options: dict) -> ModelSpec:
     return ModelSpec(
         path=str(path),
         family="comfyui",
-        weight_dtype="auto" if dtype is None else _name(dtype),
+        weight_dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
         comfyui=ComfyUISource(
             root=comfyui_root(),
             flags=numeric_flags(),
@@ -67,7 +66,3 @@ def make_spec(path: str, part: str, options: dict) -> ModelSpec:
             fp8_matmul=bool(options.get("fp8_optimizations", False)),
         ),
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -23,8 +23,6 @@ from ..job.model import JobPatcher, ShippedModel
 from ..loaders import over_file
 from ..model.named_file import DEMO, FILE_LOADERS, STOCK_LOADERS
 
-_SELECTOR = tuple(field.name for field in fields(SelectorInputs))
-
 
 def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[LoadInfo, tuple[str, ...]]:
     """Loads the model that the loader `node` names. Returns facts about the load, and the devices. `only_warm`: refuse
@@ -83,7 +81,7 @@ def _settings_of(prompt: Prompt, link: object) -> StrategySettings | None:
     if selector["class_type"] != "StrategySelector":
         raise RequestError(f"The strategy comes from {selector['class_type']}, which has to run first.")
     inputs = selector["inputs"]
-    known = {name: _literal(inputs, name) for name in _SELECTOR if name in inputs}
+    known = {one.name: _literal(inputs, one.name) for one in fields(SelectorInputs) if one.name in inputs}
     return read_request({"inputs": known}).inputs.settings()
 
 

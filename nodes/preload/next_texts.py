@@ -77,8 +77,9 @@ class NextTexts:
         if clip is None:
             raise LookupError(node)
         holder = idle_holder(clip.patcher.encoder.number)
-        if holder is None or not (in_tail or _runs_elsewhere(holder)):
-            raise NotNow
+        others = [one for one in pool.all_sidecars() if one is not holder]
+        if holder is None or not (in_tail or any(one.state is State.RUNNING for one in others)):
+            raise NotNow  # others that run compute for the running prompt
         if node not in self._clips:
             encoder = EarlyEncoder(clip.patcher.encoder, self._is_gone)
             self._clips[node] = _without_manager(stand_in_of(clip, encoder))
@@ -102,11 +103,6 @@ def _without_manager(clip: Any) -> Any:
     clip.load_model = lambda *_, **__: (clip.patcher.partially_load(), clip.patcher)[1]
     clip.clone = lambda *args, **kwargs: _without_manager(clone(*args, **kwargs))
     return clip
-
-
-def _runs_elsewhere(idle: Any) -> bool:
-    """Returns True if the running prompt computes on other devices."""
-    return any(one.state is State.RUNNING for one in pool.all_sidecars() if one is not idle)
 
 
 def _kind(prompt: Prompt, node: str) -> Any:

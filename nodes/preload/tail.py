@@ -40,7 +40,8 @@ def nodes_on_ranks(prompt: Prompt, outputs: Iterable[str]) -> set[str]:
             found |= more
         return found
 
-    return reached((*LOADERS, *WITHOUT_A_MODEL), _may_be_model) | reached((ENCODER,), _is_encoder)
+    of_encoders = reached((ENCODER,), lambda kind, output: kind == ENCODER or output in _ENCODERS)
+    return reached((*LOADERS, *WITHOUT_A_MODEL), _may_be_model) | of_encoders
 
 
 def loaders(prompt: Prompt, outputs: Iterable[str]) -> list[str]:
@@ -55,10 +56,6 @@ def _givers(prompt: Prompt, node: str, passes: Callable[[str, str | None], bool]
     for _, origin, slot in links(prompt[node]["inputs"]):
         if passes(class_of(prompt, origin), type_of(prompt, origin, slot)):
             yield origin
-
-
-def _is_encoder(kind: str, output: str | None) -> bool:
-    return kind == ENCODER or output in _ENCODERS
 
 
 def _may_be_model(kind: str, output: str | None) -> bool:

@@ -63,23 +63,17 @@ async def _last_message(process: asyncio.subprocess.Process, tell: _Tell) -> dic
     assert process.stdout is not None
     report, words = None, ""
     async for line in process.stdout:
-        message = _from_line(line)
-        if message is None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):  # the words of another program
             words = line.decode(errors="replace").rstrip()
         elif "phase" in message:
             await tell({"line": message["phase"]})
         else:
             report = message
     return words if report is None else report
-
-
-def _from_line(line: bytes) -> dict[str, object] | None:
-    """Returns the JSON object of a line; None for the words of another program."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
 
 
 async def _check_gpu(request: web.Request) -> web.StreamResponse:

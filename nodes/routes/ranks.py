@@ -91,14 +91,10 @@ def _restart(sidecar: Sidecar) -> None:
     sidecar.start()
 
 
-def _reset(sidecar: Sidecar) -> None:
-    pool.reset()
-
-
 _ACTIONS: dict[str, Callable[[Sidecar], object]] = {
     "sleep": Sidecar.sleep,
     "wake": Sidecar.wake,
     "restart": _restart,
     "stop": _stop,
-    "reset": _reset,
+    "reset": lambda sidecar: pool.reset(),
 }

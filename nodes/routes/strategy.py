@@ -8,7 +8,6 @@ from contextlib import closing
 
 from aiohttp import web
 
-from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.observability.device_list import (
     list_clusters,
     list_devices,
@@ -18,7 +17,7 @@ from ...parallel_backend.observability.device_list import (
 )
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.panel import Shown
-from ...parallel_backend.observability.preview.form import MOST_BYTES, Loader, check_inputs, read_request
+from ...parallel_backend.observability.preview.form import MOST_BYTES, check_inputs, read_request
 from ..model.named_file import read_named
 from .http import read_json, same_origin_only
 from .status import groups
@@ -44,7 +43,7 @@ def add_routes(routes: web.RouteTableDef) -> None:
     @same_origin_only
     async def check(request: web.Request) -> web.Response:
         body = read_request(await read_json(request, MOST_BYTES))
-        return web.json_response(await asyncio.to_thread(check_inputs, body.inputs, body.loader, _find_file))
+        return web.json_response(await asyncio.to_thread(check_inputs, body.inputs, body.loader, read_named))
 
 
 def _list(text: str) -> Shown:
@@ -57,7 +56,3 @@ def _list(text: str) -> Shown:
         "selected": list(chosen),
         "machine": machine_words(),
     }
-
-
-def _find_file(loader: Loader) -> ModelFile | None:
-    return read_named(loader.node, loader.unet_name, loader.source)

@@ -51,7 +51,8 @@ def write_report(record: RunRecord) -> str:
         else "load: 0 s (weights were warm)"
     )
     lines += [f"switched to {load.model} (held, {load.seconds * 1e3:.1f} ms)" for load in record.switches]
-    lines += _loras(record)
+    if record.patched:
+        lines.append(f"LoRA: {_count(record.patched, 'weight')} changed")
     moved = sum(sum(run.bytes_sent) for run in runs)
     lines.append(f"moved between devices: {moved / 2**20:.2f} MiB")
     lines += phases_in_words(record.prompt_id)
@@ -164,10 +165,6 @@ def _computing(record: RunRecord) -> list[str]:
     elif compiled:
         lines.append("compile: blocks (were compiled)")
     return lines
-
-
-def _loras(record: RunRecord) -> list[str]:
-    return [f"LoRA: {_count(record.patched, 'weight')} changed"] if record.patched else []
 
 
 def _cost(record: RunRecord) -> list[str]:

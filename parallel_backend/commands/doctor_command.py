@@ -50,14 +50,20 @@ def run(args: argparse.Namespace) -> int:
         from ..wire.parent_death import die_with_parent
 
         die_with_parent(args.parent)
+    from .doctor.devices import numbered
     from .doctor.examine import examine
 
     devices: tuple[str, ...] = ()
     if args.devices:
-        if args.gpu:
-            _refuse_cluster(args.devices)
+        if args.gpu and (cluster := cluster_of(args.devices)):
+            raise RequestError(
+                f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it "
+                f"on each machine, and `doctor --devices cluster:{cluster}` here for what lies between them."
+            )
         devices = resolve_for_command(args.devices, say_progress)
-        _name_machines(devices)
+        # The report can be shown to others, so it has numbers only.
+        for machine, called in numbered(devices).items():
+            sys.stderr.write(f"{called}: {machine}\n")
     if args.gpu:
         return _run_gpu_check(args, devices)
     if args.share:
@@ -73,25 +79,10 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_status
 
 
-def _refuse_cluster(devices: str) -> None:
-    if cluster := cluster_of(devices):
-        raise RequestError(
-            f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it on "
-            f"each machine, and `doctor --devices cluster:{cluster}` here for what lies between them."
-        )
-
-
-def _name_machines(devices: tuple[str, ...]) -> None:
-    """Prints the machines' names to stderr; the report only has numbers, so that it can be shown to others."""
-    from .doctor.devices import numbered
-
-    for machine, called in numbered(devices).items():
-        sys.stderr.write(f"{called}: {machine}\n")
-
-
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     """Prints a line per check and writes the report after each, so that a killed run leaves the results so far."""
     from .bench.shared import check_path
+    from .doctor.examine import TWO_ON_CPU
     from .gpu_check.report import FILES, GpuReport
     from .gpu_check.run import choose, make_subject, run_checks
 
@@ -113,7 +104,8 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
             progress.write(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}\n")
         progress.flush()
 
-    subject = make_subject(devices or _gpus_or_cpu(), args.model)
+    usual = resolve_devices("all")  # also a single GPU
+    subject = make_subject(devices or (TWO_ON_CPU if is_cpu(usual) else usual), args.model)
     report = run_checks(subject, choose(args.only), on_begin=on_begin, on_report=on_report)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
@@ -145,12 +137,6 @@ def _share(subject: CheckSubject, path: Path) -> None:
         say=say_progress,
     )
     share(outcome, path)
-
-
-def _gpus_or_cpu() -> tuple[str, ...]:
-    """Returns all GPUs, even if there is only one, or two ranks on the CPU if there is none."""
-    found = resolve_devices("all")
-    return ("cpu:0", "cpu:1") if is_cpu(found) else found
 
 
 def _tell_parent(text: str) -> None:

@@ -77,19 +77,15 @@ class _Target:
         seconds = float(wait) if wait.isdigit() else 1.0
         return _Answer(status, known, cookie.value if cookie else session, seconds)
 
-    def new_session(self) -> str:
-        """Returns the cookie of a new session; a front door chooses the ComfyUI that has least to do."""
-        return self._look("/queue", "").session
-
     def knows(self, prompt_id: str, session: str) -> bool:
         """Returns True if the prompt waits, runs or has ended at the session's ComfyUI."""
-        queue = self._look("/queue", session).body
+        queue = self.look("/queue", session).body
         items = [*queue.get("queue_running", ()), *queue.get("queue_pending", ())]
         if any(item[1] == prompt_id for item in items):
             return True
-        return prompt_id in self._look(f"/history/{prompt_id}", session).body
+        return prompt_id in self.look(f"/history/{prompt_id}", session).body
 
-    def _look(self, path: str, session: str) -> _Answer:
+    def look(self, path: str, session: str) -> _Answer:
         answer = self.ask(path, session)
         if answer.status != 200:
             reason = _reason(answer) or "no ComfyUI is there"
@@ -162,7 +158,8 @@ def _send(log: QueueLogFile, target: _Target, entry: Entry) -> bool:
     """Sends the prompt unless the target already has it. Returns True if the target has it now."""
     if entry.sending is not None and target.knows(entry.prompt_id, entry.sending):
         return True
-    session = target.new_session()
+    # A new session: a front door chooses the ComfyUI that has least to do.
+    session = target.look("/queue", "").session
     if target.knows(entry.prompt_id, session):
         return True
     log.append({"sending": entry.prompt_id, "to": target.url, "session": session})

@@ -23,7 +23,8 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     layout = layouts.get(strategy)
     strategy.check(inspect_model(spec.path, spec.family).shape, layouts.world.world_size)
     shared = None
-    if _is_worth_sharding(layout):
+    # A single rank on the CPU can neither shard nor offload.
+    if strategy.shards and (layout.shard.size > 1 or device.type != "cpu"):
         shared = ByteSharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
     part = ModelPart(layout.pipe.index, layout.stage_shares, slices_of(layout.tensor, layouts), shared)
     return load_model(spec, device, part, peers)
@@ -40,9 +41,3 @@ def notes_on_weights(layout: Layout) -> list[str]:
             f"shard_weights changes nothing under {strategy.describe()}: no two devices hold the same"
         )
     return notes
-
-
-def _is_worth_sharding(layout: Layout) -> bool:
-    """Returns True if weights are sharded or offloaded; a single rank on the CPU can do neither."""
-    alone = layout.shard.size == 1
-    return layout.strategy.shards and not (alone and layout.world.device.type == "cpu")

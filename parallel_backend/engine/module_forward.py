@@ -32,7 +32,7 @@ from .blocks.block_calls import BlockCalls, run_unmodified
 from .blocks.compile import Compiler, start_compiler
 from .blocks.step_cache import CachedCall, ModuleCache, ReuseVote
 from .comm.collectives import all_gather
-from .comm.groups import Axis, Layout, Layouts
+from .comm.groups import ALONE, Axis, Layout, Layouts
 from .comm.traffic_counter import Traffic
 from .load import notes_on_weights
 from .stages.stages import ModuleStages
@@ -226,7 +226,8 @@ class ModuleForward:
 
     def lay_out_stages(self) -> None:
         """Makes this rank compute one stage of the model (PipeFusion)."""
-        calls = (self._block_calls(layout) for layout in (self.layout, self.layout.unshared_sequence))
+        alone = replace(self.layout, sequence=ALONE, ring=ALONE, ulysses=ALONE)  # all tokens on every rank
+        calls = self._block_calls(self.layout), self._block_calls(alone)
         self.stages = ModuleStages(self.model, self.layout, self.traffic, *calls)
 
     def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: StaleKeyCache | None) -> Answer:

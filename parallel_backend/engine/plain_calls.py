@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,15 +19,11 @@ def answers_to(rows: list[Rows], module: torch.nn.Module, compute: Compute) -> l
     """Returns the module's answer [r, C, h, w] float32 to each entry. Neighbouring entries whose prompts have the same
     shape go into one call."""
     found: list[Tensor] = []
-    first = 0
-    while first < len(rows):
-        stop = first + 1
-        while stop < len(rows) and _form(rows[stop]) == _form(rows[first]):
-            stop += 1
-        entries = rows[first:stop]
-        answer: Tensor = compute(_call(entries, module, tuple(range(first, stop))))
+    for _, same in groupby(rows, _form):
+        entries = list(same)
+        numbers = range(len(found), len(found) + len(entries))
+        answer: Tensor = compute(_call(entries, module, tuple(numbers)))
         found += answer.float().split([len(entry.x) for entry in entries])
-        first = stop
     return found
 
 

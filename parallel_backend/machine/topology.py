@@ -6,6 +6,7 @@ Devices are matched by UUID, so that neither the order nor the spelling of CUDA_
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -136,10 +137,7 @@ class Topology:
         """Returns one sentence for the user."""
         if not self.devices:
             return "No GPU: processes run on the CPU over gloo."
-        counts: dict[str, int] = {}
-        for d in self.devices:
-            label = f"{d.name} ({d.memory / 2**30:.0f} GiB)"
-            counts[label] = counts.get(label, 0) + 1
+        counts = Counter(f"{d.name} ({d.memory / 2**30:.0f} GiB)" for d in self.devices)
         cards = " + ".join(f"{n} × {name}" for name, n in counts.items())
         if len(self.devices) == 1:
             return f"{cards}."

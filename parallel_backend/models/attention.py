@@ -63,10 +63,6 @@ class AttentionCall:
         """The dim of q, k and v that has the tokens."""
         return 2 if self.skip_reshape else 1
 
-    @property
-    def output_token_dim(self) -> int:
-        return 2 if self.skip_output_reshape else 1
-
     def by_heads(self) -> AttentionCall:
         """Returns the same call with tensors [B, H, S, D] in and out."""
         if self.skip_reshape:

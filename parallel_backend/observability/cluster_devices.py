@@ -20,16 +20,12 @@ def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...
     clusters.find_by_name()
     head = clusters.open_head(cluster)
     say(f"waiting on port {head.port} for the machines of the cluster {cluster}")
-    named = text.strip().lower() != f"cluster:{cluster}"
+    names = set(text.lower().replace(",", " ").replace(";", " ").split())
     until, found, since = time.monotonic() + deadlines.MACHINES, head.devices(), time.monotonic()
     while time.monotonic() < until and (not found or time.monotonic() - since < deadlines.GATHER):
         time.sleep(deadlines.POLL)
         if (now := head.devices()) != found:
             found, since = now, time.monotonic()
-        if named and _has_all(text, found):
+        if names <= set(found):
             break
     return resolve_devices(text)
-
-
-def _has_all(text: str, found: tuple[str, ...]) -> bool:
-    return set(text.lower().replace(",", " ").replace(";", " ").split()) <= set(found)

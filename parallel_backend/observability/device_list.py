@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..devices import MAX_CPU_RANKS, is_cpu, machine_of, memory_elsewhere, resolve_devices
@@ -47,7 +47,11 @@ def list_devices(
         other = device_lock.holder_of(device)
         users = [f"processes of this ComfyUI: {group_words(group)}" for group in ours]
         users += [f"another ComfyUI ({other})"] if other else []
-        users += _programs(running.get(device, {}), our_pids, proc)
+        users += [
+            f"{_name_of(pid, proc)}: {in_gib(size)} GiB"
+            for pid, size in sorted(running.get(device, {}).items(), key=lambda one: -one[1])
+            if pid not in our_pids and size >= _SMALL
+        ]
         listed.append(
             {
                 "device": device,
@@ -80,14 +84,6 @@ def selected(text: str) -> tuple[str, ...]:
         return resolve_devices(text)
     except DeviceError:
         return ()
-
-
-def _programs(running: Mapping[int, int], our_pids: set[int | None], proc: Path) -> list[str]:
-    found = []
-    for pid, size in sorted(running.items(), key=lambda one: -one[1]):
-        if pid not in our_pids and size >= _SMALL:
-            found.append(f"{_name_of(pid, proc)}: {in_gib(size)} GiB")
-    return found
 
 
 def _name_of(pid: int, proc: Path) -> str:

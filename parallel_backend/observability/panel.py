@@ -88,7 +88,7 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
             "pid": rank.pid,
             "weight_bytes": rank.weight_bytes,
             "working_bytes": rank.working_bytes,
-            "bytes_sent": rank.bytes_sent,
+            "bytes_sent": rank.sent_bytes,
             "gauge": asdict(gauges[rank.device]) if rank.device in gauges else None,
         }
         for rank in _ranks(status)
@@ -111,7 +111,8 @@ def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     if status.ranks and status.state in (*_BUSY, *_WARM):
         return status.ranks
     return tuple(
-        RankStatus(rank, device, None, 0, 0.0, 0, 0, 0) for rank, device in enumerate(status.devices)
+        RankStatus(False, "", 0, 0, frozenset(), 0.0, rank=rank, device=device)
+        for rank, device in enumerate(status.devices)
     )
 
 

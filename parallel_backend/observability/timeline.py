@@ -9,7 +9,7 @@ underestimates sending.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from ..requests import RunInfo
 
@@ -17,8 +17,7 @@ SHOWN = 60  # steps that fit in a picture
 WORTH_TELLING = 0.1  # share of a step: from it on, the report names the device that the others wait for
 
 
-@dataclass(frozen=True)
-class Spent:
+class Spent(NamedTuple):
     """Seconds of one step on one rank."""
 
     computing: float
@@ -52,7 +51,7 @@ def rows_of_timeline(
         "ranks": [
             {
                 "device": device,
-                "steps": [[round(part, 5) for part in astuple(spent)] for spent in steps[-SHOWN:]],
+                "steps": [[round(part, 5) for part in spent] for spent in steps[-SHOWN:]],
             }
             for device, steps in zip(devices, ranks, strict=True)
         ]
@@ -63,10 +62,8 @@ def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[s
     """Returns report lines: shares of all steps, and the device that the others wait for; empty without times."""
     if not ranks:
         return []
-    computing, sending, waiting = (
-        sum(getattr(spent, part) for steps in ranks for spent in steps)
-        for part in ("computing", "sending", "waiting")
-    )
+    every = [spent for steps in ranks for spent in steps]
+    computing, sending, waiting = map(sum, zip(*every, strict=True))
     total = computing + sending + waiting
     if total <= 0:
         return []

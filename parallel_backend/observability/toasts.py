@@ -36,26 +36,20 @@ class Notifier:
     def on_event(self, event: Event) -> None:
         names = ", ".join(event.devices)
         if isinstance(event, Started) and event.after:
-            self._show(
-                Toast("warn", "Processes started again", f"On {names}, after: {event.after}", _LONGER, names)
-            )
+            words = f"On {names}, after: {event.after}"
+            self._show(Toast("warn", "Processes started again", words, _LONGER, names))
         elif isinstance(event, Recovering):
             self._show(Toast("warn", "A process died; starting again", event.words, about=names))
         elif isinstance(event, Started):
-            self._show(
-                Toast("success", "Processes started", f"On {names}, in {event.seconds:.1f} s", _BRIEF, names)
-            )
+            words = f"On {names}, in {event.seconds:.1f} s"
+            self._show(Toast("success", "Processes started", words, _BRIEF, names))
         elif isinstance(event, RequestFailed) and event.broken:
             who = "all processes" if event.rank is None else f"process {event.rank} on {event.device}"
-            self._show(
-                Toast(
-                    "error",
-                    "The processes failed too often",
-                    f"On {names}; last {who}: {event.cause}. They are not started again by themselves for now: "
-                    f"look with the doctor, or press Allow restarts in the sidebar tab Parallel.",
-                    about=names,
-                )
+            words = (
+                f"On {names}; last {who}: {event.cause}. They are not started again by themselves for now: look with "
+                f"the doctor, or press Allow restarts in the sidebar tab Parallel."
             )
+            self._show(Toast("error", "The processes failed too often", words, about=names))
         if isinstance(event, (RequestFailed, RequestEnded)):
             self._look_for_failing(event.devices)
 

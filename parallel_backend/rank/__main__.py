@@ -183,14 +183,11 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     if isinstance(envelope.message, (Sample, RunJob, KeepModels)):
         # Before ComfyUI goes on: it may need the memory for a VAE of its own.
         give_back()
-    if result is None:
-        link.send(Envelope(epoch, envelope.request, answer), timeout=SEND)
-    else:
-        payload = (pack_tensors(result),)
-        try:
-            link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
-        finally:
-            close_all(payload)
+    payload = () if result is None else (pack_tensors(result),)
+    try:
+        link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
+    finally:
+        close_all(payload)
 
 
 def _answer(

@@ -74,12 +74,6 @@ class _Patch:
         self._running = self._step(self.x, self._sigmas, self.steps_done, self._history)
         self.wish = next(self._running)
 
-    @property
-    def next_call(self) -> tuple[Tensor, Tensor]:
-        """(x, sigma) of the patch's next model call."""
-        assert self.wish is not None, "it has ended"
-        return self.wish
-
     def answer(self, denoised: Tensor) -> bool:
         """Continues with the denoised patch; returns True if that ended a step."""
         try:
@@ -127,7 +121,8 @@ class PatchSampling:
     def enter(self, patch: slice) -> Tensor:
         """Returns the input of a patch's next model call, [B, elements]."""
         state = self._states.get(patch.start) or self._start(patch)
-        return state.next_call[0]
+        assert state.wish is not None, "it has ended"
+        return state.wish[0]
 
     def leave(self, patch: slice, denoised: Tensor) -> None:
         """Takes the denoised patch that this model call gave, [B, elements]."""

@@ -85,12 +85,6 @@ class RankInventory:
         gone = [model.key.name for model in models if model not in self.models]
         return [f"dropped {name}: {LACK_OF_MEMORY}" for name in gone]
 
-    def check_files(self) -> None:
-        """Raises CheckpointError, after a crash, if a file that the ranks map was truncated. A process that reads past
-        its end is killed: no device is at fault, and a restart would crash again."""
-        for held in self.models:
-            held.check_file()
-
     def load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
         """Makes the ranks load what `message` names, of `size` bytes; returns the record of each rank."""
         self.is_synced = False
@@ -190,7 +184,7 @@ class RankHoldings:
         file at its path now is used and noted there."""
         started = time.perf_counter()
         info = self._ensure_loaded(spec, strategy, lease, lease.file)
-        lease.file = self.current.identity
+        lease.file = self.current.key.identity
         return replace(info, seconds=time.perf_counter() - started) if info.switched else info
 
     def _ensure_loaded(
@@ -341,11 +335,6 @@ class RankHoldings:
         staying = [model for model in self.held.models if model.key.spec != absolute(spec)]
         if self._ranks.running and len(staying) < len(self.held.models):
             self.held.keep(staying, lease)
-
-    def release_cache(self, lease: Lease) -> None:
-        """Frees the device memory that torch caches, see Sidecar.release_cache."""
-        if self._ranks.running and self.held.models:
-            self.held.keep(self.held.models, lease)
 
     def drop_modules(self, lease: Lease) -> Room:
         """Makes the ranks drop text encoders and VAEs; returns the room then. The next call of one sends it again; most

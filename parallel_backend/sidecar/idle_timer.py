@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import Cancelled, ParallelError
 from .group.events import Event, RequestEnded, Started
@@ -31,13 +30,6 @@ class Timeouts:
     stop_s: float
 
 
-class _Timer(Protocol):
-    daemon: bool
-
-    def start(self) -> None: ...
-    def cancel(self) -> None: ...
-
-
 class IdleWatch:
     """The watch over `sidecars()`: it puts idle ones to sleep or ends them. `on_event` is a listener of events.py.
 
@@ -50,12 +42,12 @@ class IdleWatch:
         timeouts: Callable[[], Timeouts],
         *,
         clock: Callable[[], float] = time.monotonic,
-        timer: Callable[[float, Callable[[], None]], _Timer] = threading.Timer,
+        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
     ) -> None:
         self._sidecars, self._timeouts, self._clock, self._make_timer = sidecars, timeouts, clock, timer
         self._lock = threading.Lock()
         self._used: dict[tuple[str, ...], float] = {}  # when the last request of these devices ended
-        self._timer: _Timer | None = None
+        self._timer: threading.Timer | None = None
         self._runs_out = 0.0
 
     def on_event(self, event: Event) -> None:

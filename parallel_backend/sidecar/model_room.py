@@ -95,21 +95,22 @@ class CountedModel:
     takes: Room
     offloaded_ranks: frozenset[int] = frozenset()
 
-    @property
-    def identity(self) -> FileIdentity:
-        return self.key.identity
-
     def bytes_on(self, rank: int) -> int:
         """Returns the bytes that it occupies on the rank's accelerator now."""
         return 0 if rank in self.offloaded_ranks else self.takes.devices[rank]
 
     def check_file(self) -> None:
-        """Raises CheckpointError if its file is shorter than it was."""
-        size, left = self.identity.size, bytes_left(self.key.spec.path, self.identity)
-        if left is not None and left < size:
+        """Raises CheckpointError if its file is shorter than it was. Ranks still map the old one if its path leads to
+        another file, or to none."""
+        pinned = self.key.identity
+        try:
+            found = read_identity(self.key.spec.path)
+        except CheckpointError:
+            return
+        if found.is_place_of(pinned) and found.size < pinned.size:
             raise CheckpointError(
-                f"{self.key.name} was cut short while the devices read it: of {size} bytes {left} are left. "
-                f"Download the file again, or choose another one; the devices start again with the next prompt."
+                f"{self.key.name} was cut short while the devices read it: of {pinned.size} bytes {found.size} are "
+                f"left. Download the file again, or choose another one; the devices start again with the next prompt."
             )
 
 
@@ -120,15 +121,6 @@ class CountedModule:
 
     rank: int
     infos: tuple[LoadInfo, ...]
-
-
-def bytes_left(path: str, pinned: FileIdentity) -> int | None:
-    """Returns the size of `pinned` now; None if `path` leads to another file, as ranks still map the old one then."""
-    try:
-        found = read_identity(path)
-    except CheckpointError:
-        return None
-    return found.size if found.is_place_of(pinned) else None
 
 
 def predict_room(key: ModelKey, devices: Sequence[str]) -> Room:

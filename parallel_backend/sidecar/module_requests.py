@@ -210,20 +210,15 @@ class ModuleRequests:
     def _free_devices(self, needed: int, lease: Lease) -> tuple[int, ...]:
         """Returns the bytes of each device that weights may take beside the awaited model. Drops the held text encoders
         and VAEs if `needed` bytes fit on one device only without them, or do not even fit in equal parts."""
-        holdings, awaited = self._holdings, self._awaited_bytes()
-        held = holdings.held
+        holdings, held = self._holdings, self._holdings.held
+        model, size = self._awaited or (None, 0)
+        awaited = size if size and model not in holdings.models else 0  # else the ranks hold it already
         free = [size - awaited for size in holdings.free_room(lease).devices]
         without = [size + held.module_bytes(device) for size, device in zip(free, self.devices, strict=True)]
         fits_without = max(free) < needed <= max(without)
         if held.has_modules_on_devices and (fits_without or min(free) < needed // len(free)):
             free = [size - awaited for size in holdings.drop_modules(lease).devices]
         return tuple(free)
-
-    def _awaited_bytes(self) -> int:
-        """Returns the bytes of each device that the awaited model will take, 0 once the ranks hold it."""
-        if self._awaited is None or self._awaited[0] in self._holdings.models:
-            return 0
-        return self._awaited[1]
 
 
 def _within_limit(tensors: Tensors, what: str, remedy: str) -> Tensors:

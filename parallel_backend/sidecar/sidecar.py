@@ -212,7 +212,9 @@ class Sidecar(ModuleRequests):
                 return attempt()
             except RankFailed as error:
                 if error.cause.startswith(BUS_ERROR):
-                    self._holdings.held.check_files()
+                    # If a file was cut short, no device is at fault, and a restart would crash again.
+                    for held in self._holdings.held.models:
+                        held.check_file()
                 raise
 
         try:
@@ -267,7 +269,8 @@ class Sidecar(ModuleRequests):
         """Frees the device memory that torch caches for the next model call. Raises Cancelled if a request has the
         ranks."""
         with self._ranks.lease("give back", waits=False) as lease:
-            self._holdings.release_cache(lease)
+            if self._ranks.running and self.models:
+                self._holdings.free_room(lease)  # ranks that answer have freed it
 
     def drop_modules(self) -> None:
         """Makes the ranks drop text encoders and VAEs; the next call of one sends it again."""

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..wire.heartbeat import RankBeat
 from .group.phases import Phase
 from .group.supervisor import RankGroup
 
 
 @dataclass(frozen=True)
-class RankStatus:
-    """The status of one rank. `step`: finished steps of its request; `loaded`: the part of its model that is loaded, 0
-    to 1; `weight_bytes`, `working_bytes`: on its device, for weights and for all else; `bytes_sent`: to other ranks
-    since it began."""
+class RankStatus(RankBeat):
+    """The latest beat of a rank, its device and its process."""
 
-    rank: int
-    device: str
-    pid: int | None
-    step: int
-    loaded: float
-    weight_bytes: int
-    working_bytes: int
-    bytes_sent: int
+    rank: int = 0
+    device: str = ""
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,15 +47,6 @@ def read_ranks(group: RankGroup | None) -> tuple[RankStatus, ...]:
     except ValueError:  # the page was closed meanwhile
         return ()
     return tuple(
-        RankStatus(
-            rank=rank,
-            device=group.devices[rank],
-            pid=group.pid_of(rank),
-            step=beat.step,
-            loaded=beat.loaded,
-            weight_bytes=beat.weight_bytes,
-            working_bytes=beat.working_bytes,
-            bytes_sent=beat.sent_bytes,
-        )
-        for rank, beat in enumerate(beats)
+        RankStatus(**vars(beat), rank=rank, device=device, pid=group.pid_of(rank))
+        for rank, (beat, device) in enumerate(zip(beats, group.devices, strict=True))
     )

@@ -17,7 +17,7 @@ RANK, BLENDER, UNSEEN, DESKTOP = 4100, 77, 78, 79  # process ids
 
 
 def _group(state: str, device: str, pid: int | None) -> GroupStatus:
-    rank = RankStatus(0, device, pid, 3, 1.0, 0, 0, 0)
+    rank = RankStatus(False, "", 3, 0, frozenset(), 0.0, 1.0, device=device, pid=pid)
     return GroupStatus((device,), state, "", Phase(PhaseKind.SAMPLING), ("a",), 3, 28, (), (rank,))
 
 

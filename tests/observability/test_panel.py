@@ -13,8 +13,8 @@ from parallel_backend.sidecar.group.phases import Phase, PhaseKind
 from parallel_backend.sidecar.status import GroupStatus, RankStatus
 
 RANKS = (
-    RankStatus(0, "cuda:0", 11, 12, 0.5, 10, 20, 30),
-    RankStatus(1, "cuda:1", 12, 11, 0.25, 11, 21, 31),
+    RankStatus(False, "", 12, 0, frozenset(), 0.0, 0.5, 10, 20, 30, 0, "cuda:0", 11),
+    RankStatus(False, "", 11, 0, frozenset(), 0.0, 0.25, 11, 21, 31, 1, "cuda:1", 12),
 )
 MODELS = ("low.safetensors", "high.safetensors")
 GROUP = GroupStatus(("cuda:0", "cuda:1"), "ready", "", None, MODELS, 0, 0, (0.25, 0.5), RANKS)

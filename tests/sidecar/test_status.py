@@ -36,7 +36,7 @@ def test_ranks_tell_their_steps_memory_and_bytes_while_they_work(two_real_ranks,
     assert all((rank.step, rank.loaded) == (3, 1.0) and rank.pid for rank in ranks)
     held = (tmp_path / "tiny.safetensors").stat().st_size
     assert all(rank.weight_bytes == pytest.approx(held, rel=0.1) for rank in ranks)
-    assert all(rank.working_bytes > 0 and rank.bytes_sent > 0 for rank in ranks)
+    assert all(rank.working_bytes > 0 and rank.sent_bytes > 0 for rank in ranks)
     assert (after.step, after.steps, after.phase) == (0, 0, None)
     assert (asleep.state, asleep.models) == ("asleep", ())
     assert [rank.weight_bytes for rank in asleep.ranks] == [0, 0]

@@ -95,7 +95,7 @@ def difference_of_patches(
 
 def make_others(keys: StaleKeyCache) -> None:
     """Changes the stored keys, as another call would have done."""
-    for held in keys._held.values():
+    for held in keys.held.values():
         for tensor in held:
             tensor += 1.0
 

@@ -83,7 +83,8 @@ def run_rounds(
                         if turn == 0 and s.world_size > 1:
                             calibrations.append(sidecar.calibrate(placement))
                     except ParallelError as error:
-                        rows[s] = replace(rows[s], problem=_first_line(error))
+                        lines = str(error).strip().splitlines() or [type(error).__name__]
+                        rows[s] = replace(rows[s], problem=lines[0].strip())
                         continue
                     if turn == 0:
                         reference = result.latent if reference is None else reference
@@ -112,7 +113,3 @@ def _with_run(row: StrategyRow, info: RunInfo) -> StrategyRow:
         step_seconds=(*row.step_seconds, *warm),
         sent_bytes=sum(info.bytes_sent) / max(1, len(info.step_seconds)),
     )
-
-
-def _first_line(error: ParallelError) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -33,6 +33,7 @@ from .system import check_leftovers, check_system
 from .versions import check_classes, check_platform, check_versions
 
 OnPhase = Callable[[str], None]
+TWO_ON_CPU = ("cpu:0", "cpu:1")  # the ranks to try if there are no GPUs
 SOFTWARE, SYSTEM, DEVICES, MACHINES = "Software", "System", "Devices", "Machines"
 LINKS, ATTENTION, SAMPLING = "Links", "Attention", "Sampling"
 # Ranks cannot start without these.
@@ -55,7 +56,9 @@ def examine(
     found = _look_at_system()
     if found[0].status != "broken":
         topology, driver_problem = _probe_topology(torch_problem := probe_torch())
-        devices = devices or _usual_devices(len(topology.devices))
+        usual = resolve_devices("all") if len(topology.devices) > 1 else ()
+        # torch may see fewer GPUs than NVML does.
+        devices = devices or (usual if len(usual) > 1 else TWO_ON_CPU)
         on_gpus = devices[0].startswith("cuda")
         found += _look_at_installation(devices, topology, torch_problem, driver_problem)
         if any(one.status == "broken" and one.name in _NEEDED for one in found):
@@ -152,11 +155,6 @@ def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
         except Exception as error:  # the driver's library raises many types for a GPU that fell off the bus
             return Topology((), source="none"), f"{type(error).__name__}: {error}"
     return Topology((), source="none"), ""
-
-
-def _usual_devices(gpus: int) -> tuple[str, ...]:
-    found = resolve_devices("all") if gpus > 1 else ()
-    return found if len(found) > 1 else ("cpu:0", "cpu:1")  # torch may see fewer GPUs than NVML does
 
 
 def _cause(error: Exception) -> str:

@@ -52,7 +52,9 @@ def check_system(seen: System, ranks: int, on_gpus: bool) -> Iterator[Finding]:
     yield _cores(seen, ranks, on_gpus)
     yield _shared_memory(seen, ranks, on_gpus)
     yield _open_files(seen)
-    yield _locked_memory(seen)
+    locked = "no limit" if seen.locked_memory < 0 else _size(seen.locked_memory)
+    # CUDA pins host memory through its driver, which ignores this limit. Only InfiniBand's verbs are bound by it.
+    yield Finding("locked memory", "ok", f"{locked} (ulimit -l; matters for InfiniBand only)")
     yield _temp_folder(seen)
     for name, values, cost in VARIABLES:
         if seen.variables.get(name, "").upper() in values:
@@ -114,12 +116,6 @@ def _open_files(seen: System) -> Finding:
     if 0 <= seen.open_files < ENOUGH_FILES:
         return Finding("open files", "slow", f"{finding}: enough for few processes only", remedy)
     return Finding("open files", "ok", finding)
-
-
-def _locked_memory(seen: System) -> Finding:
-    finding = "no limit" if seen.locked_memory < 0 else _size(seen.locked_memory)
-    # CUDA pins host memory through its driver, which ignores this limit. Only InfiniBand's verbs are bound by it.
-    return Finding("locked memory", "ok", f"{finding} (ulimit -l; matters for InfiniBand only)")
 
 
 def _temp_folder(seen: System) -> Finding:

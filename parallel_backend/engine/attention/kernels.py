@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,6 @@ class Kernel:
     nvidia: bool = False
 
 
-def _flash_3_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = _dispatch(query, key, value, "_flash_3", return_lse=True)
-    return out.transpose(1, 2), lse.transpose(1, 2)  # diffusers returns the lse as [B, S, H]
-
-
 def _cudnn_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     # Called by its aten operator, cuDNN gives wrong numbers for other strides (diffusers' attention_dispatch).
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))
@@ -57,9 +53,10 @@ def _cudnn_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     return out, lse
 
 
-def _flash_with_lse(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = _dispatch(query, key, value, "flash", return_lse=True)
-    return out.transpose(1, 2), lse
+def _flash_with_lse(backend: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _dispatch(query, key, value, backend, return_lse=True)
+    # diffusers returns the lse of _flash_3 as [B, S, H].
+    return out.transpose(1, 2), lse.transpose(1, 2) if backend == "_flash_3" else lse
 
 
 # Fastest first. FlashAttention 3 is for Hopper. cuDNN's fused attention comes with torch and is faster than torch's
@@ -72,12 +69,12 @@ KERNELS = (
         "flash_attn_3",
         least=(9, 0),
         auto=(9, 0),
-        with_lse=_flash_3_with_lse,
+        with_lse=partial(_flash_with_lse, "_flash_3"),
         most=(9, 9),
         nvidia=True,
     ),
     Kernel("cudnn", "_native_cudnn", None, "", _AMPERE, (9, 0), _cudnn_with_lse, nvidia=True),
-    Kernel("flash", "flash", "flash_attn", "flash-attn", _AMPERE, _AMPERE, _flash_with_lse),
+    Kernel("flash", "flash", "flash_attn", "flash-attn", _AMPERE, _AMPERE, partial(_flash_with_lse, "flash")),
     Kernel("sage", "sage", "sageattention", "sageattention", _AMPERE, None, None),
 )
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}

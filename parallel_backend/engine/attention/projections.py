@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -50,28 +51,25 @@ class Exchanges(Protocol):
     ) -> Callable[[], Tensor]: ...
 
 
+@dataclass(eq=False)
 class PairedProjections:
-    """The projections of one call of a block. `common`: for each stream that is exchanged before projection, the number
-    of tokens that both ranks have; `rotary`: this rank's share of the argument that rotates queries and keys, and its
-    description; `attention`: makes the exchanges."""
+    """The projections of one call of a block. `_common`: for each stream that is exchanged before projection, how many
+    tokens both ranks have; `_rotary`: this rank's share of the argument that rotates queries and keys, and its
+    description; `_attention`: makes the exchanges."""
 
-    def __init__(
-        self,
-        block: nn.Module,
-        words: Projections,
-        common: dict[str, int],
-        rotary: tuple[Any, Tokens] | None,
-        model: ModuleModel,
-        tokens: BlockTokens,
-        layout: Layout,
-        attention: Exchanges,
-    ) -> None:
-        self._block, self._words, self._common = block, words, common
-        self._model, self._tokens, self._attention = model, tokens, attention
-        self._ulysses = layout.ulysses
-        self._first = layout.ring.index * RANKS  # index of the pair's first rank on the sequence axis
-        self._heads = _heads(block, words)
-        self._rotary = rotary
+    _block: nn.Module
+    _words: Projections
+    _common: dict[str, int]
+    _rotary: tuple[Any, Tokens] | None
+    _model: ModuleModel
+    _tokens: BlockTokens
+    _layout: Layout
+    _attention: Exchanges
+
+    def __post_init__(self) -> None:
+        self._ulysses = self._layout.ulysses
+        self._first = self._layout.ring.index * RANKS  # index of the pair's first rank on the sequence axis
+        self._heads = _heads(self._block, self._words)
         self._rotated = self._inside = False
         self._arrived: tuple[Tensor, Tensor] | None = None  # (tokens sent, tokens received)
 

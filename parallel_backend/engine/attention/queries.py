@@ -35,17 +35,15 @@ class QueryAttention:
         mask, dim = call.mask, call.token_dim
         queries, keys = call.q.shape[dim], call.k.shape[dim]
         sizes = split_sizes(queries, self._axis.size, self._weights)
-        if keys < MIN_KEYS or 0 in sizes or _may_be_of_rows(mask, call.q, queries):
+        # A mask [a, keys] is ambiguous if there are as many queries as rows: some of ComfyUI's functions take `a` as
+        # queries, others as rows.
+        is_ambiguous = mask is not None and mask.ndim == 2 and mask.shape[0] == queries == call.q.shape[0]
+        if keys < MIN_KEYS or 0 in sizes or is_ambiguous:
             return library(call)
         local = slice_of(sizes, self._axis.index)
         if mask is not None and mask.ndim > 1 and mask.shape[-2] == queries:
             mask = mask[..., local, :]
         q = call.q.narrow(dim, local.start, local.stop - local.start)
         part = library(replace(call, q=q, mask=mask))
-        return all_gather(part, sizes, self._axis, self._traffic, call.output_token_dim).contiguous()
-
-
-def _may_be_of_rows(mask: Tensor | None, q: Tensor, queries: int) -> bool:
-    """Returns True if a mask [a, keys] is ambiguous, because there are as many queries as rows: some of ComfyUI's
-    functions take `a` as queries, others as rows."""
-    return mask is not None and mask.ndim == 2 and mask.shape[0] == queries == q.shape[0]
+        dim = 2 if call.skip_output_reshape else 1
+        return all_gather(part, sizes, self._axis, self._traffic, dim).contiguous()

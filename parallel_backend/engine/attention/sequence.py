@@ -88,7 +88,7 @@ class SequenceAttention:
         guides = None
         if isinstance(attends, Guided):
             guides, attends = self._guides, attends.stream
-        queries, keys = _streams(attends)
+        queries, keys = attends if isinstance(attends, tuple) else (attends, attends)
         if keys is None:
             return library(call)
         by_heads = call.by_heads()
@@ -380,8 +380,3 @@ class SequenceAttention:
                 f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
             )
         return self._tokens.local(tensor, stream, 2)
-
-
-def _streams(attends: str | tuple[str | None, str | None] | None) -> tuple[str | None, str | None]:
-    """Returns (the stream of the queries, the stream of the keys)."""
-    return attends if isinstance(attends, tuple) else (attends, attends)

@@ -63,7 +63,7 @@ class XfuserEngine:
         self._layout, self._traffic = layout, traffic
         self._xfuser = load_xfuser(on_cpu=layout.world.device.type == "cpu")
         self._backend = _backend(self._xfuser, kernel, layout)
-        self._add_note = add_note
+        self.add_note = add_note
         self.attended = False  # True if xfuser has computed some attention since `prepare`
         _lay_groups(self._xfuser, layout)
 
@@ -88,9 +88,6 @@ class XfuserEngine:
         out = self._usp(main, {**joint, "joint_strategy": "rear"})
         mine = slice_of(surplus, self._layout.sequence.index)
         return torch.cat([out[:, :, :common], out[:, :, common + mine.start : common + mine.stop]], dim=2)
-
-    def leave_to_native(self, reason: str) -> None:
-        self._add_note(f"engine xfuser fell back to native: {reason}")
 
     def _usp(self, main: list[Tensor], joint: dict[str, object]) -> Tensor:
         with heartbeat.inside("xfuser's attention", self._layout.sequence.ranks):
@@ -126,7 +123,7 @@ class UspAttention(SequenceAttention):
         lengths = self._tokens.lengths(streams.keys)
         reason = self._refusal(call, streams, lengths)
         if reason:
-            self._engine.leave_to_native(reason)
+            self._engine.add_note(f"engine xfuser fell back to native: {reason}")
             return super()._attend(library, call, streams)
         return self._engine.attend(call.q, call.k, call.v, lengths)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from ...errors import RequestError
-from ...models.comfyui.rows.banded import RowAttention, RowSpan
+from ...models.comfyui.rows.banded import RowAttention, RowSpan, reads_rows
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
 from ..comm.groups import Axis
@@ -197,8 +197,21 @@ class BandGroupNorm(nn.GroupNorm):
         return self._normed(x, *self._full_affine(moments, x), torch.empty_like(x))
 
     def _moments(self, x: Tensor) -> Tensor:
-        """Returns mean and variance of this band, [2, B, groups] float32."""
-        return torch.stack(_moments(x, self.num_groups))
+        """Returns mean and variance of this band, [2, B, groups] float32, by torch's own group norm kernel."""
+        batch, channels = x.shape[:2]
+        each = channels // self.num_groups
+        slices = min(8, self.num_groups, max(1, x.numel() // SLICE_ELEMENTS))
+        means, variances = [], []
+        for part in x.split(each * -(-self.num_groups // slices), dim=1):
+            part = part.float().contiguous()
+            here = part.shape[1] // each
+            per_image = part[0].numel() // part.shape[1]
+            _, mean, rstd = torch.native_group_norm(
+                part, None, None, batch, part.shape[1], per_image, here, eps=0.0
+            )
+            means.append(mean.view(batch, here))
+            variances.append(rstd.view(batch, here) ** -2)
+        return torch.stack([torch.cat(means, dim=1), torch.cat(variances, dim=1)]).float()
 
     def _full_affine(self, moments: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scale and shift [B, C, 1, …] of the norm, from the moments of all bands [ranks, 2, B, groups]."""
@@ -206,43 +219,20 @@ class BandGroupNorm(nn.GroupNorm):
         parts = self.bands.parts
         whole = (parts * mean).sum(0)
         spread = (parts * (var + (mean - whole) ** 2)).sum(0)
-        scale, shift = self._affine(whole, (spread + self.eps).rsqrt(), x.shape[1])
+        each, rstd = x.shape[1] // self.num_groups, (spread + self.eps).rsqrt()
+        center, scale = (moment.repeat_interleave(each, dim=1) for moment in (whole, rstd))
+        if self.weight is not None:
+            scale = scale * self.weight.double()
+        shift = -center * scale
+        if self.bias is not None:
+            shift = shift + self.bias.double()
         ones = (1,) * (x.ndim - 2)
-        return scale.view(*scale.shape, *ones), shift.view(*shift.shape, *ones)
+        return scale.float().view(*scale.shape, *ones), shift.float().view(*shift.shape, *ones)
 
     @staticmethod
     def _normed(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """Computes x * scale + shift into `out` in float32, rounded once, as torch's own kernel does."""
         return torch.addcmul(shift, x, scale, out=out)
-
-    def _affine(self, mean: Tensor, rstd: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Returns scale and shift [B, C] float32 of the norm, from mean and rstd [B, groups]."""
-        each = channels // self.num_groups
-        mean, scale = (moment.repeat_interleave(each, dim=1) for moment in (mean, rstd))
-        if self.weight is not None:
-            scale = scale * self.weight.double()
-        shift = -mean * scale
-        if self.bias is not None:
-            shift = shift + self.bias.double()
-        return scale.float(), shift.float()
-
-
-def _moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance per image and group, [B, groups] float32, by torch's own group norm kernel."""
-    batch, channels = x.shape[:2]
-    each = channels // groups
-    slices = min(8, groups, max(1, x.numel() // SLICE_ELEMENTS))
-    means, variances = [], []
-    for part in x.split(each * -(-groups // slices), dim=1):
-        part = part.float().contiguous()
-        here = part.shape[1] // each
-        per_image = part[0].numel() // part.shape[1]
-        _, mean, rstd = torch.native_group_norm(
-            part, None, None, batch, part.shape[1], per_image, here, eps=0.0
-        )
-        means.append(mean.view(batch, here))
-        variances.append(rstd.view(batch, here) ** -2)
-    return torch.cat(means, dim=1).float(), torch.cat(variances, dim=1).float()
 
 
 def split_rows(network: nn.Module, bands: Bands) -> None:
@@ -252,7 +242,9 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
     """
     for name, layer in list(network.named_modules()):
         if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
-            if not _is_simple(layer):
+            # Its own row, or one above and below; with a stride of 2 its caller pads.
+            ways, modes = ((1, 0, 1), (3, 0, 1), (3, 1, 1), (3, 0, 2)), ("zeros", "replicate", "reflect")
+            if not reads_rows(layer, *ways, padding_modes=modes):
                 raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
             kind = type(layer)  # a subclass of it, for networks that check the class
             _become(layer, type(f"Band{kind.__name__}", (BandConv, kind), {}), bands)
@@ -267,13 +259,6 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
 def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
     layer.__class__ = kind
     vars(layer)["bands"] = bands
-
-
-def _is_simple(conv: nn.Conv2d | nn.Conv3d) -> bool:
-    """Returns True if `conv` reads only its own row, or one above and below; with a stride of 2 its caller pads."""
-    rows = conv.kernel_size[-2], conv.padding[-2], conv.stride[-2]
-    plain = conv.dilation[-2] == 1 and conv.padding_mode in ("zeros", "replicate", "reflect")
-    return plain and rows in ((1, 0, 1), (3, 0, 1), (3, 1, 1), (3, 0, 2))
 
 
 def _banded_norm(kind: type[nn.GroupNorm]) -> type[nn.Module]:

@@ -14,7 +14,7 @@ from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_halves import TiledComfyUIVae
 from ..comm.collectives import all_to_all
 from ..comm.groups import Layouts
-from .vae import check_limit
+from .vae import check_limit, frames_of
 
 _MAX_SIDE = 1024  # rows of a latent that every network cuts into tiles
 
@@ -57,7 +57,7 @@ class TiledDecoder:
                     on_step()
         if world.rank != 0:
             return None
-        return self._frames(vae.join(placed, (tile for tile in computed if tile is not None))).cpu()
+        return frames_of(vae.join(placed, (tile for tile in computed if tile is not None))).cpu()
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -78,7 +78,7 @@ class TiledDecoder:
         if shared is None:
             return
         placed = self._placed(latent)
-        whole = self._frames(vae.join(placed, map(vae.compute, vae.tiles(placed)))).cpu()
+        whole = frames_of(vae.join(placed, map(vae.compute, vae.tiles(placed)))).cpu()
         check_limit(shared, whole, vae.compute_dtype, "tiles shared out are")
 
     def _placed(self, latent: Tensor) -> Tensor:
@@ -104,9 +104,3 @@ class TiledDecoder:
         for number, shape, part in zip(numbers, shapes, tile.split(sizes), strict=True):
             if number is not None and shape is not None:
                 computed[number] = part.reshape(shape).cpu()
-
-    @staticmethod
-    def _frames(pixels: Tensor) -> Tensor:
-        """Rearranges [1, 3, (T,) H, W] to [T, H, W, 3]."""
-        whole = pixels[0]
-        return (whole if whole.ndim == 4 else whole[:, None]).permute(1, 2, 3, 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ class BandedNetwork:
         self.vae = vae
         self._layouts, self._world = layouts, layouts.world
         self._bands = Bands(layouts.traffic)
-        self._steps = _Steps(0, 1, _nothing)
+        self._steps: Iterator[None] = iter(())
         split_rows(vae.network, self._bands)
         for layer in vae.step_layers:
-            layer.register_forward_hook(lambda *_: self._steps.count())
+            layer.register_forward_hook(lambda *_: next(self._steps, None))
 
     def parts(self, given: Tensor, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Returns how many rows of the latent each rank computes of an input [C, (t,) rows, w]."""
@@ -56,16 +56,18 @@ class BandedNetwork:
         active = tuple(rank for rank, count in enumerate(rows) if count)
         group = self._layouts.group(active)
         in_rows = tuple(count * vae.unit for count in rows)
-        self._steps = _Steps(vae.steps, vae.layers_per_step(latent), on_step or _nothing)
+        self._steps = _step_by_layers(vae.steps, vae.layers_per_step(latent), on_step or (lambda: None))
+        next(self._steps)
         band: Tensor | None = None
         try:
             if rows[world.rank]:
                 axis = Axis(active, active.index(world.rank), group)
                 self._bands.share_out(axis, tuple(rows[rank] for rank in active), world.device)
                 band = self._decode(latent[..., slice_of(in_rows, world.rank), :])
-            self._steps.end()
+            for _ in self._steps:
+                pass
         finally:
-            self._steps = _Steps(0, 1, _nothing)
+            self._steps = iter(())
         return self._on_rank_0(band)
 
     @torch.inference_mode()
@@ -85,8 +87,7 @@ class BandedNetwork:
 
     def _decode(self, rows: Tensor) -> Tensor:
         """Decodes [C, (t,) rows, w] to [T, scale * rows, scale * w, 3] on the device; an encoder, pixels to latent."""
-        pixels = self.vae(rows[None].to(self._world.device, self.vae.compute_dtype))[0]
-        return (pixels if pixels.ndim == 4 else pixels[:, None]).permute(1, 2, 3, 0)
+        return frames_of(self.vae(rows[None].to(self._world.device, self.vae.compute_dtype)))
 
     def _on_rank_0(self, band: Tensor | None) -> Tensor | None:
         """Joins the bands ([T, rows, W, 3] or None) on rank 0, frame by frame: no device holds two whole frames."""
@@ -112,6 +113,12 @@ class BandedNetwork:
         return whole
 
 
+def frames_of(pixels: Tensor) -> Tensor:
+    """Rearranges [1, 3, (T,) H, W] to [T, H, W, 3]."""
+    whole = pixels[0]
+    return (whole if whole.ndim == 4 else whole[:, None]).permute(1, 2, 3, 0)
+
+
 def check_limit(found: Tensor, whole: Tensor, dtype: torch.dtype, what: str) -> None:
     """Raises PlatformError if `found` differs from `whole` by more than rounding in `dtype` explains."""
     same_shape = found.shape == whole.shape
@@ -130,28 +137,9 @@ def _rounding(dtype: torch.dtype, device: torch.device) -> float:
     return _CHECK_LIMIT_TF32 if is_coarse else _CHECK_LIMIT
 
 
-@dataclass
-class _Steps:
-    """A counter that calls `_on_step` after every `_layers` layers; `end` makes up the calls that are left."""
-
-    _left: int
-    _layers: int
-    _on_step: Callable[[], None]
-    _counted: int = 0
-
-    def count(self) -> None:
-        self._counted += 1
-        if self._left and self._counted % self._layers == 0:
-            self._step()
-
-    def end(self) -> None:
-        while self._left:
-            self._step()
-
-    def _step(self) -> None:
-        self._left -= 1
-        self._on_step()
-
-
-def _nothing() -> None:
-    pass
+def _step_by_layers(steps: int, layers: int, on_step: Callable[[], None]) -> Iterator[None]:
+    """Yields before each layer, and calls `on_step` after every `layers` of them; ends after `steps` calls."""
+    for _ in range(steps):
+        for _ in range(layers):
+            yield
+        on_step()

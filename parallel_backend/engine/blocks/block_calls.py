@@ -136,10 +136,7 @@ class BlockCalls:
             if self.sends_tokens:
                 self._pair(block, tokens, attention, args, kwargs, inside)
             for path, argument in block.kind.whole.items():
-                module = block.module.get_submodule(path)
-                gather, cut = _gather_and_cut(tokens, argument)
-                inside.callback(module.register_forward_pre_hook(gather).remove)
-                inside.callback(module.register_forward_hook(cut).remove)
+                _compute_whole(block.module.get_submodule(path), tokens, argument, inside)
             run = run_unmodified if block.kind.whole else self._run_block
             out = run(block.module, args, kwargs)
             if block.kind.attends and not attention.calls:
@@ -195,7 +192,9 @@ class _Pass:
             out = compute() if cached is None else cached.run(block, args, kwargs, compute, tokens)
             if self._stays:
                 self._tokens = tokens
-                self._cut_control(block, tokens)
+                if self._control is not None:
+                    tokens.cut_residuals(self._control, main_stream(block.kind))
+                    self._control = None
                 if not block.is_last or self._region.leave != LAST_BLOCK:
                     return out
             self._tokens = None
@@ -220,22 +219,13 @@ class _Pass:
         tokens, self._tokens = self._tokens, None
         return (tokens.gather(args[0], tokens_of(self._region.leaves)), *args[1:])
 
-    def _cut_control(self, block: Block, tokens: BlockTokens) -> None:
-        if self._control is not None:
-            tokens.cut_residuals(self._control, main_stream(block.kind))
-            self._control = None
 
-
-def _gather_and_cut(tokens: BlockTokens, argument: Tokens) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns two hooks: one gathers a module's first argument, the other cuts its output."""
-
-    def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (tokens.gather(args[0], argument), *args[1:])
-
-    def cut(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return tokens.cut(out, argument, carried=True)
-
-    return gather, cut
+def _compute_whole(module: nn.Module, tokens: BlockTokens, argument: Tokens, inside: ExitStack) -> None:
+    """Hooks a module: its first argument is gathered, and its output cut."""
+    gather = module.register_forward_pre_hook(lambda _, args: (tokens.gather(args[0], argument), *args[1:]))
+    cut = module.register_forward_hook(lambda _, args, out: tokens.cut(out, argument, carried=True))
+    inside.callback(gather.remove)
+    inside.callback(cut.remove)
 
 
 def cut_arguments(

@@ -154,11 +154,8 @@ def _beyond_max_versions() -> type[Exception]:
 
 
 def _with_plain_strides(argument: Any) -> Any:
-    """Gives tokens plain strides: the first block gets them with other strides than the next blocks."""
-    is_tokens = isinstance(argument, Tensor) and argument.ndim == 3 and argument.is_floating_point()
-    return _plain(argument) if is_tokens and 0 not in argument.stride() else argument
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns the tensor with the strides of a new tensor, so that different views need no separate versions."""
-    return tensor.contiguous().flatten().view(tensor.shape)
+    """Gives tokens the strides of a new tensor, so that different views need no separate versions: the first block gets
+    them with other strides than the next blocks."""
+    if not isinstance(argument, Tensor) or argument.ndim != 3 or not argument.is_floating_point():
+        return argument
+    return argument if 0 in argument.stride() else argument.contiguous().flatten().view(argument.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -140,11 +140,6 @@ class Layout:
     def sequence_shares(self) -> tuple[float, ...]:
         """The share of an image's tokens that each rank of a sequence axis takes; empty for equal shares."""
         return self._coordinates.sequence_shares(self.strategy)
-
-    @property
-    def unshared_sequence(self) -> Layout:
-        """This layout with all tokens of an image on every rank."""
-        return replace(self, sequence=ALONE, ring=ALONE, ulysses=ALONE)
 
     @property
     def stage_shares(self) -> tuple[float, ...]:

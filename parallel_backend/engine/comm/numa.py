@@ -23,9 +23,12 @@ def stay_near(device: torch.device, sys_root: Path = SYS) -> None:
     """
     if device.type != "cuda":
         return
-    address = _address(torch.cuda.get_device_properties(device))
+    card: Any = torch.cuda.get_device_properties(device)
+    if (bus := getattr(card, "pci_bus_id", None)) is None:  # torch before 2.8 does not tell it
+        return
+    address = f"{card.pci_domain_id:04x}:{bus:02x}:{card.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
-    near = (cores_near(address, sys_root) if address else set()) & allowed
+    near = cores_near(address, sys_root) & allowed
     if near and near != allowed:
         os.sched_setaffinity(0, near)
 
@@ -47,11 +50,3 @@ def parse_cores(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores |= set(range(int(first), int(last or first) + 1))
     return cores
-
-
-def _address(card: Any) -> str | None:
-    """Returns the name of a GPU in sysfs; None if torch does not provide it (before 2.8)."""
-    bus = getattr(card, "pci_bus_id", None)
-    if bus is None:
-        return None
-    return f"{card.pci_domain_id:04x}:{bus:02x}:{card.pci_device_id:02x}.0"

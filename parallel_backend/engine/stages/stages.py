@@ -31,7 +31,7 @@ from ..tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
 from ..tokens.region_blocks import Block, blocks_of, tokens_of
 from .owners import pack, unpack
 from .p2p import P2PChannel, PendingRecv
-from .stale_keys import NO_KEYS, StaleKeyCache
+from .stale_keys import NO_KEYS, BlockKeys, StaleKeyCache
 
 _MARKS = 4  # tries; a low-precision layer hides a change in all of them for one element in ten billion
 
@@ -169,18 +169,14 @@ class ModuleStages:
                 break
         assert found is not None, "there is a mark"
         owner, owners = found.int().argmax(0), found.sum(0)
-        behind = torch.arange(len(owner), device=owner.device) >= self._first_answer()
+        first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]  # of several answers
+        behind = torch.arange(len(owner), device=owner.device) >= first.shape[1:].numel()
         owner[behind & (owners == 0)] = patches - 1
         return owner.where((owners == 1) | (behind & (owners == 0)), -torch.ones_like(owner))
 
-    def _first_answer(self) -> int:
-        """Returns the number of elements in a row of the answer, or of the first of several answers."""
-        first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]
-        return first.shape[1:].numel()
-
     def _marked(self, call: ModuleCall, patch: ImagePatch | None, mark: int, keys: StaleKeyCache) -> Tensor:
         """Returns a row of the answer if all tokens leave the blocks with one value, those of `patch` with another."""
-        cut = None if patch is None else self._tokens_of(patch, keys, ALONE)
+        cut = None if patch is None else self._tokens_of(patch, ALONE, keys.among)
 
         def marked(tokens: Tensor) -> Tensor:
             plain = torch.empty_like(tokens)
@@ -222,12 +218,13 @@ class ModuleStages:
 
         return last.module.register_forward_hook(given).remove
 
-    def _tokens_of(self, patch: ImagePatch | None, keys: StaleKeyCache | None, axis: Axis) -> BlockTokens:
+    def _tokens_of(self, patch: ImagePatch | None, axis: Axis, among: int) -> BlockTokens:
         """Returns the tokens of a patch, or of whole images, over the ranks of `axis`. If text comes before the image
-        in its stream, patches are those of the longest prompt's stream: so every image is cut at the same places."""
+        in its stream, patches are those of the longest prompt's stream: so every image is cut at the same places.
+        `among`: the number of tokens of that stream, 0 if patches are those of the image's own."""
         weights = self._shares if axis.size > 1 else ()
-        if patch is not None and keys is not None and keys.among:
-            return LastTokens(axis, weights, self._traffic, patch, among=keys.among)
+        if patch is not None and among:
+            return LastTokens(axis, weights, self._traffic, patch, among=among)
         return BlockTokens(axis, weights, self._traffic, patch)
 
     @contextmanager
@@ -238,7 +235,8 @@ class ModuleStages:
         stay = call.tokens == STAY and call.kwargs.get("control") is None
         self.shares_tokens = stay
         cuts = stay and (keys is not None or self._sequence.size > 1)
-        tokens = self._tokens_of(patch, keys, self._sequence) if cuts else None
+        among = 0 if keys is None else keys.among
+        tokens = self._tokens_of(patch, self._sequence, among) if cuts else None
 
         def leave(left: Tensor) -> Tensor:
             if tokens is not None:
@@ -253,7 +251,9 @@ class ModuleStages:
                 restore.callback(block.module.__dict__.pop, "forward")
             last = None
             if self.is_first and stay and keys is not None:
-                last = self._refined_tokens(patch, call, keys)
+                # A refiner's tokens are the last ones of the image's stream, which the self-test verifies.
+                among = 0 if patch is None else among or keys.counts[call.prompts]
+                last = self._tokens_of(patch, ALONE, among)
             for region, blocks in enumerate(self._refiners):
                 for number, block in enumerate(blocks):
                     block.module.forward = self._refiner_of((region, number), block, call, last, keys)
@@ -289,7 +289,7 @@ class ModuleStages:
                 args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
             if tokens is None:
                 return self._calls.run_unshared(block, args, kwargs)
-            stale = NO_KEYS if keys is None else keys.of_block((call.prompts, number), tokens)
+            stale = NO_KEYS if keys is None else BlockKeys(keys, (call.prompts, number), tokens)
             return self._calls.run(block, tokens, args, kwargs, stale)
 
         return forward
@@ -313,18 +313,11 @@ class ModuleStages:
             if region > 0 or tokens is None or keys is None:
                 return self._calls_alone.run_unshared(block, args, kwargs)
             args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            stale = keys.of_block((call.prompts, "refiner", number), tokens)
+            stale = BlockKeys(keys, (call.prompts, "refiner", number), tokens)
             out = self._calls_alone.run(block, tokens, args, kwargs, stale)
             return tokens.gather(out, block.image[1]) if block.is_last else out
 
         return forward
-
-    def _refined_tokens(self, patch: ImagePatch | None, call: ModuleCall, keys: StaleKeyCache) -> BlockTokens:
-        """Returns a refiner's tokens: the last ones of the image's stream, which the self-test verifies."""
-        if patch is None:
-            return BlockTokens(ALONE, (), self._traffic)
-        among = keys.among or keys.counts[call.prompts]
-        return LastTokens(ALONE, (), self._traffic, patch, among=among)
 
     def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Receives what the previous stage sent, in new tensors like these."""

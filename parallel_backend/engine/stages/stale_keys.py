@@ -19,7 +19,9 @@ class StaleKeyCache:
     def __init__(self) -> None:
         self.counts: dict[Hashable, int] = {}
         self.masked = False  # True if attention had a mask: how to cut it to a patch is unknown
-        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self.held: dict[
+            Hashable, tuple[Tensor, Tensor]
+        ] = {}  # all keys and values, in the order of their tokens
 
     @property
     def among(self) -> int:
@@ -27,22 +29,6 @@ class StaleKeyCache:
         otherwise 0."""
         counts = set(self.counts.values())
         return max(counts) if len(counts) > 1 else 0
-
-    def of_block(self, place: Hashable, tokens: BlockTokens) -> BlockKeys:
-        """Returns the keys of one call of a block, for its attention. `place`: (prompts of the rows, block); `tokens`:
-        those of a patch, whose keys and values replace older ones, or of whole images, which are all stored."""
-        return BlockKeys(self, place, tokens)
-
-    def put(self, place: Hashable, k: Tensor, v: Tensor, numbers: Tensor, *, whole: bool) -> None:
-        """Stores keys and values [B, h, s, D]. `numbers`: those of their tokens; `whole`: these are all tokens."""
-        if whole:
-            self._held[place] = torch.empty_like(k), torch.empty_like(v)
-        for held, new in zip(self._held[place], (k, v), strict=True):
-            held.index_copy_(2, numbers, new)
-
-    def get(self, place: Hashable) -> tuple[Tensor, Tensor]:
-        """Returns all keys and values, in the order of their tokens."""
-        return self._held[place]
 
 
 class NoKeys:
@@ -58,7 +44,9 @@ NO_KEYS = NoKeys()
 
 
 class BlockKeys:
-    """The keys for one call of a block (sequence.StaleKeys); its attention calls come in the same order each time."""
+    """The keys for one call of a block (sequence.StaleKeys); its attention calls come in the same order each time.
+    `place`: (prompts of the rows, block); `tokens`: those of a patch, whose keys and values replace older ones, or of
+    whole images, which are all stored."""
 
     def __init__(self, keys: StaleKeyCache, place: Hashable, tokens: BlockTokens) -> None:
         self._keys, self._place, self._tokens = keys, place, tokens
@@ -73,5 +61,9 @@ class BlockKeys:
         given ones for whole images, the stored ones of all tokens for a patch."""
         place, whole = (self._place, self._calls), self._tokens.patch is None
         self._calls += 1
-        self._keys.put(place, k, v, self._tokens.order(stream, k.device), whole=whole)
-        return (k, v) if whole else self._keys.get(place)
+        if whole:
+            self._keys.held[place] = torch.empty_like(k), torch.empty_like(v)
+        numbers, held = self._tokens.order(stream, k.device), self._keys.held[place]
+        for kept, new in zip(held, (k, v), strict=True):
+            kept.index_copy_(2, numbers, new)
+        return (k, v) if whole else held

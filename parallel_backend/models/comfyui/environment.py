@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -22,13 +21,7 @@ from .attention_router import install_router
 _ALWAYS = ("--disable-smart-memory",)
 
 
-@dataclass(frozen=True)
-class _Imported:
-    root: str
-    flags: tuple[str, ...]
-
-
-_imported: _Imported | None = None
+_imported: tuple[str, tuple[str, ...]] | None = None  # ComfyUI's folder, and the flags of its command line
 
 
 def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
@@ -38,38 +31,38 @@ def import_comfyui(source: ComfyUISource, device: torch.device) -> None:
     """
     global _imported
     flags = tuple(dict.fromkeys((*source.flags, *_ALWAYS, *(("--cpu",) if device.type == "cpu" else ()))))
-    named = _Imported(os.path.realpath(source.root), flags)
+    named = os.path.realpath(source.root), flags
     if _imported is None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # ComfyUI uses the current device
-        _import(named, device)
+        _import(*named, device)
         _imported = named
     elif named != _imported:
         raise RequestError(
-            f"The processes have imported ComfyUI from {_imported.root} with the flags {' '.join(_imported.flags)}, "
-            f"and this model asks for {named.root} with {' '.join(named.flags)}; Python cannot take an import back. "
+            f"The processes have imported ComfyUI from {_imported[0]} with the flags {' '.join(_imported[1])}, "
+            f"and this model asks for {named[0]} with {' '.join(flags)}; Python cannot take an import back. "
             f"Restart ComfyUI, so that the processes start anew."
         )
 
 
-def _import(named: _Imported, device: torch.device) -> None:
-    root = Path(named.root)
+def _import(folder: str, flags: tuple[str, ...], device: torch.device) -> None:
+    root = Path(folder)
     if not (root / "comfy" / "cli_args.py").is_file():
         raise RequestError(
             f"{root} is not ComfyUI's folder: it has no comfy/cli_args.py. The processes run the modules of the "
             f"ComfyUI that they are told of; start them from there."
         )
     # At the end: ComfyUI's folder has modules with common names, such as `nodes`, `utils` and `server`.
-    sys.path.append(named.root)
+    sys.path.append(folder)
     # `comfy` has no __init__.py, so a package of that name elsewhere on the path would win or mix with it.
     spec = ModuleSpec("comfy", None, is_package=True)
     spec.submodule_search_locations = [str(root / "comfy")]
     sys.modules["comfy"] = module_from_spec(spec)
     try:
-        _read_command_line(named.flags)
-        _import_modules(named.flags, device)
+        _read_command_line(flags)
+        _import_modules(flags, device)
     except BaseException:
-        sys.path.remove(named.root)
+        sys.path.remove(folder)
         for name in [name for name in sys.modules if name.partition(".")[0] == "comfy"]:
             del sys.modules[name]
         raise

@@ -263,7 +263,9 @@ def _parameters_assigned() -> Iterator[dict[str, torch.dtype]]:
         def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(model, *args, **kwargs)
             built.clear()
-            built.update({name: tensor.dtype for name, tensor in _tensors_of(model.diffusion_model)})
+            module = model.diffusion_model
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            built.update({name: tensor.dtype for name, tensor in tensors})
 
         def is_dynamic(self) -> bool:
             return True
@@ -274,8 +276,3 @@ def _parameters_assigned() -> Iterator[dict[str, torch.dtype]]:
         yield built
     finally:
         comfy.model_patcher.CoreModelPatcher = stock
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()

@@ -19,7 +19,7 @@ from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, InputShapes
 from ...strategy import ModelShape, ParallelStrategy
 from .. import gguf_file
 from ..arithmetic import BlockCounts, Family
-from ..checkpoint import Header, TensorEntry, read_header
+from ..checkpoint import TensorEntry, read_header
 from ..dtypes import BYTES_PER_VALUE, GGUF, Dtypes
 from ..footprint import HeldWeights, MemoryPeak, TokenLoad
 from ..tokens.table import has_stages, sends_tokens, slices_layers
@@ -60,11 +60,6 @@ class LatentSizes:
     @property
     def token_channels(self) -> int:
         return self.channels * math.prod(self.patch)
-
-    @property
-    def token_pixels(self) -> int:
-        """The image pixels along a side of a token."""
-        return self.pixels * self.patch[1]
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ class ComfyUIModelFile:
             ),
             parameters=parameters,
             text_tokens=512,
-            spatial=self.latent.token_pixels,
+            spatial=self.latent.pixels * self.latent.patch[1],
             temporal=self.latent.patch[0],
             latent_pixels=self.latent.pixels,
             image_flop=0.0 if self.is_transformer else 2.0 * parameters * _UNET_TOKENS,
@@ -212,7 +207,7 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
     """
     packed = gguf_file.is_gguf(path)
     header = gguf_file.read_header(path) if packed else read_header(path)
-    prefix = _prefix(header)
+    prefix = next((one for one in PREFIXES if any(key.startswith(one) for key in header.tensors)), "")
     if not packed:
         check_quantised(header, prefix)
     tensors = known_weights(header.tensors, prefix)
@@ -232,11 +227,6 @@ def inspect(path: str | os.PathLike[str]) -> ComfyUIModelFile:
         mode=ROWS if is_unet else STAY,
         unet=UNetFacts() if is_unet else None,
     )
-
-
-def _prefix(header: Header) -> str:
-    """Returns the prefix of the diffusion model's keys, or ""."""
-    return next((prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header.tensors)), "")
 
 
 def _width(entries: Iterable[TensorEntry]) -> int:

@@ -35,7 +35,8 @@ def place(
         sharding.shard(module, list(blocks_of(module)), dtypes)
     for key in absent:
         path, _, own = key.rpartition(".")
-        setattr(module.get_submodule(path), own, _stand_in(module.get_parameter(key)))
+        empty = torch.empty(0, dtype=module.get_parameter(key).dtype)  # code may ask for the dtype
+        setattr(module.get_submodule(path), own, nn.Parameter(empty, requires_grad=False))
     requested = {
         id(tensor): dtypes[name]
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -74,7 +75,8 @@ def moved(
     parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None, staged: StagedReader | None
 ) -> nn.Parameter:
     """Returns a parameter on `device`; in `dtype`, unless that is None or the parameter is quantised."""
-    return as_parameter(as_built(_moved(parameter, device, staged), dtype))
+    value = as_built(_moved(parameter, device, staged), dtype)
+    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
 
 
 def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader | None) -> Tensor:
@@ -84,15 +86,6 @@ def _moved(parameter: nn.Parameter, device: torch.device, staged: StagedReader |
         return parameter.to(device)
     pieces, assemble_tensor = component_tensors(parameter)
     return assemble_tensor([staged.to_device(piece) for piece in pieces])
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns an empty parameter of the same dtype, which code may ask for."""
-    return nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False)
-
-
-def as_parameter(value: Tensor) -> nn.Parameter:
-    return value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -76,12 +76,9 @@ def _routed(
         return [found] if isinstance(found, Tensor) else list(found)
 
     tensors, by = [given[name] for name in names], given[_FREQUENCIES]
-    rotated = rotate(apply, tensors, by, _dim_of_heads(tensors[0], by))
+    # Tensors are [B, H, S, D] or [B, S, H, D], and `by` has size 1 in the dim of the heads.
+    dim = 1 if by.shape[1] == 1 and by.shape[2] == tensors[0].shape[2] else 2
+    rotated = rotate(apply, tensors, by, dim)
     if in_place:
         rotated = tensors
     return rotated[0] if len(names) == 1 else tuple(rotated)
-
-
-def _dim_of_heads(tensor: Tensor, by: Tensor) -> int:
-    """Returns the dim of the heads: tensors are [B, H, S, D] or [B, S, H, D], and `by` has size 1 in that dim."""
-    return 1 if by.shape[1] == 1 and by.shape[2] == tensor.shape[2] else 2

@@ -11,24 +11,19 @@ PATCH = 2
 
 def pack(latent: Tensor) -> Tensor:
     """Packs [B, C, h, w] to [B, ceil(h/2) * ceil(w/2), C * 4], row by row; pads odd sides circularly, as ComfyUI."""
-    batch, channels, height, width = latent.shape
+    height, width = latent.shape[-2:]
     padded = (
         F.pad(latent, (0, width % PATCH, 0, height % PATCH), mode="circular")
         if (height | width) % PATCH
         else latent
     )
-    rows, columns = token_grid(height, width)
-    patches = padded.reshape(batch, channels, rows, PATCH, columns, PATCH)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * PATCH * PATCH)
+    return F.pixel_unshuffle(padded, PATCH).flatten(2).transpose(1, 2).contiguous()
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     """Unpacks [B, ceil(h/2) * ceil(w/2), C * 4] to [B, C, h, w]; crops the padding of odd sides."""
-    batch, _, patch_channels = tokens.shape
-    channels = patch_channels // PATCH**2
-    rows, columns = token_grid(height, width)
-    patches = tokens.reshape(batch, rows, columns, channels, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(batch, channels, rows * PATCH, columns * PATCH)[:, :, :height, :width]
+    patches = tokens.transpose(1, 2).unflatten(2, token_grid(height, width))
+    return F.pixel_shuffle(patches, PATCH)[:, :, :height, :width]
 
 
 def token_grid(height: int, width: int) -> tuple[int, int]:

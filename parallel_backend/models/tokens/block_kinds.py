@@ -115,46 +115,38 @@ DIFFUSERS_FLUX = Region(
     "img",
 )
 
-_WAN_PROJECTIONS = Projections(
-    _apart("x", "self_attn.q", "self_attn.k", "self_attn.v"),
-    "self_attn.num_heads",
-    rotary="freqs",
-    norms=("self_attn.norm_q", "self_attn.norm_k"),
-)
-_WAN_SLICED = Sliced(
-    (
-        Branch(("self_attn.q", "self_attn.k", "self_attn.v"), "self_attn.o"),
-        Branch(
-            ("cross_attn.q", "cross_attn.k", "cross_attn.v", "cross_attn.k_img", "cross_attn.v_img"),
-            "cross_attn.o",
-        ),
-        Branch(("ffn.0",), "ffn.2"),
-    ),
-    counts=("self_attn.num_heads", "cross_attn.num_heads"),
-    norms=(
-        "self_attn.norm_q",
-        "self_attn.norm_k",
-        "cross_attn.norm_q",
-        "cross_attn.norm_k",
-        "cross_attn.norm_k_img",
-    ),
-    replicated=("before_proj", "after_proj"),
-)
 WAN = Blocks(
     {"x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
     gives=("x",),
     attends=("x",),
-    projections=_WAN_PROJECTIONS,
-    sliced=_WAN_SLICED,
+    projections=Projections(
+        _apart("x", "self_attn.q", "self_attn.k", "self_attn.v"),
+        "self_attn.num_heads",
+        rotary="freqs",
+        norms=("self_attn.norm_q", "self_attn.norm_k"),
+    ),
+    sliced=Sliced(
+        (
+            Branch(("self_attn.q", "self_attn.k", "self_attn.v"), "self_attn.o"),
+            Branch(
+                ("cross_attn.q", "cross_attn.k", "cross_attn.v", "cross_attn.k_img", "cross_attn.v_img"),
+                "cross_attn.o",
+            ),
+            Branch(("ffn.0",), "ffn.2"),
+        ),
+        counts=("self_attn.num_heads", "cross_attn.num_heads"),
+        norms=(
+            "self_attn.norm_q",
+            "self_attn.norm_k",
+            "cross_attn.norm_q",
+            "cross_attn.norm_k",
+            "cross_attn.norm_k_img",
+        ),
+        replicated=("before_proj", "after_proj"),
+    ),
 )
 WAN_BLOCKS = Region({"blocks": WAN}, "head", "x")
-WAN_VACE = Blocks(
-    {"c": Tokens("x"), "x": Tokens("x"), "freqs": Tokens("x"), "e": Tokens("x", grouped=True, ndim=4)},
-    gives=("c", "c"),
-    attends=("x",),
-    projections=_WAN_PROJECTIONS,
-    sliced=_WAN_SLICED,
-)
+WAN_VACE = replace(WAN, arguments={"c": Tokens("x"), **WAN.arguments}, gives=("c", "c"))
 
 HUMO = replace(WAN, attends=("x", None, None), whole={"audio_cross_attn_wrapper": Tokens("x")}, sliced=None)
 

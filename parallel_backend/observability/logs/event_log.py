@@ -52,7 +52,9 @@ def begin_log(
     if not target or target.lower() == "off":
         return None
     waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_WAITING_LINES)
-    handler = _writer(target, file_bytes)
+    handler: logging.Handler = _Stderr()
+    if target.lower() != "stderr":
+        handler = _File(target, maxBytes=file_bytes, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)
     # A separate logger, so that the console's handlers do not see the lines.
     lines = logging.Logger(__name__ + ".lines", logging.INFO)
     lines.addHandler(_Waiting(waiting))
@@ -176,9 +178,3 @@ class _File(_WarnsOnce, logging.handlers.RotatingFileHandler):
 
 class _Stderr(_WarnsOnce, logging.StreamHandler):  # type: ignore[type-arg]  # takes none before Python 3.11
     """ComfyUI's own stderr."""
-
-
-def _writer(target: str, file_bytes: int) -> logging.Handler:
-    if target.lower() == "stderr":
-        return _Stderr()
-    return _File(target, maxBytes=file_bytes, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)

@@ -114,7 +114,7 @@ def _filled(value: object, defaults: object) -> object:
 
 
 def check_inputs(
-    inputs: SelectorInputs, loader: Loader, find_file: Callable[[Loader], ModelFile | None]
+    inputs: SelectorInputs, loader: Loader, find_file: Callable[[str, str, str], ModelFile | None]
 ) -> dict[str, object]:
     """Returns the page's content as JSON: `problems` to mark, else `why`, `basis`, `layout`, `notes` and `memory`.
 
@@ -122,12 +122,13 @@ def check_inputs(
     `decided`: inputs that have no effect because `auto` decides them. Without a model file, only the rules of any model
     count, as in `find_problems`.
 
-    `find_file`: returns a loader's model file, None for an unknown loader; may raise CheckpointError.
+    `find_file(node, unet_name, source)`: returns a loader's model file, None for an unknown loader; may raise
+    CheckpointError.
     """
     notes: tuple[str, ...] = ()
     file = None
     try:
-        file = find_file(loader)
+        file = find_file(loader.node, loader.unet_name, loader.source)
     except (CheckpointError, RequestError, OSError) as error:
         notes = (f"Checked by the rules of any model, since this one cannot be read: {error}",)
     dtype = loader.weight_dtype if file and loader.weight_dtype in WEIGHT_DTYPES else "auto"

@@ -125,13 +125,17 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
     )
     memory = _memory(subject, plain.strategy, machine)
     name = model.file.name
-    same_plan = plain.strategy == with_cfg.strategy
     sentences = [f"auto on {', '.join(machine.devices)}"]
-    if same_plan:
+    cases = [("With or without a negative prompt", plain.strategy, 1)]
+    if plain.strategy == with_cfg.strategy:
         sentences.append(f"Plan for {name}: {plain.reason}")
     else:
         sentences.append(f"Plan for {name} without a negative prompt: {plain.reason}")
         sentences.append(f"With one: {with_cfg.reason}")
+        cases = [
+            ("Without a negative prompt", plain.strategy, 1),
+            ("With a negative prompt", with_cfg.strategy, 2),
+        ]
     left = [left_out(machine.failing)] if machine.failing else []
     notes = tuple(dict.fromkeys([*left, *plain.notes, *with_cfg.notes]))
     if subject.is_known and not fits(MemoryCheck(subject.job, plain.strategy, machine.devices)):
@@ -139,13 +143,6 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
             f"At {subject.size} that does not fit in the memory of these devices: auto then shards the weights or "
             f"keeps them in host memory.",
         )
-    if same_plan:
-        cases = [("With or without a negative prompt", plain.strategy, 1)]
-    else:
-        cases = [
-            ("Without a negative prompt", plain.strategy, 1),
-            ("With a negative prompt", with_cfg.strategy, 2),
-        ]
     return Preview(
         ". ".join([*sentences, *_lines(memory, subject)]) + ".",
         f"Plan for {name}. The first run measures and may pick a faster one.",

@@ -231,7 +231,7 @@ class _LiveReadings:
         for device, rank in ranks.items():
             memory.add_metric([device, "weights"], rank.weight_bytes)
             memory.add_metric([device, "working"], rank.working_bytes)
-            sent.add_metric([device], rank.bytes_sent)
+            sent.add_metric([device], rank.sent_bytes)
         yield from (state, memory, sent, models)
 
     def _devices(self, devices: tuple[str, ...]) -> Iterator[Metric]:

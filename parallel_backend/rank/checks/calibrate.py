@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from statistics import median
 
 import torch
@@ -48,7 +48,16 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
     transfers: list[Transfer] = []
     collective_s = 0.0
     if world.world_size > 1:
-        used = _largest_in_use(layout)
+        # The largest group in which the strategy has collectives; pipelines return results over one.
+        groups = (
+            layout.ulysses,
+            layout.ring,
+            layout.sequence,
+            layout.tensor,
+            layout.row,
+            layout.return_group,
+        )
+        used = max(groups, key=lambda axis: axis.size)
         ring = layout.ring if layout.ring.size > 1 else used
         ulysses = layout.ulysses if layout.ulysses.size > 1 else used
         _connect(world, ring, ulysses, message.thorough)
@@ -68,12 +77,6 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
         seconds=time.perf_counter() - started,
         facts=_facts(world) if message.thorough else None,
     )
-
-
-def _largest_in_use(layout: Layout) -> Axis:
-    """Returns the largest group in which the strategy has collectives; pipelines return results over one."""
-    groups = (layout.ulysses, layout.ring, layout.sequence, layout.tensor, layout.row, layout.return_group)
-    return max(groups, key=lambda axis: axis.size)
 
 
 def _connect(world: World, ring: Axis, ulysses: Axis, thorough: bool) -> None:
@@ -134,15 +137,11 @@ class _Meter:
     def time_pairs(self) -> list[Transfer]:
         """Times each pair of ranks alone, while the others wait; reports half of the time there and back."""
         found, rank = [], self._world.rank
-        for one in range(self._world.world_size):
-            for other in range(one + 1, self._world.world_size):
-                for size in SIZES:
-                    timed = self.time_exchange(
-                        PAIR, size, partial(_there_and_back, size, one, other, self._world)
-                    )
-                    if rank in (one, other):
-                        peer = other if rank == one else one
-                        found += [Transfer(PAIR, size, size, t.seconds / 2, peer, t.intact) for t in timed]
+        for (one, other), size in product(combinations(range(self._world.world_size), 2), SIZES):
+            timed = self.time_exchange(PAIR, size, partial(_there_and_back, size, one, other, self._world))
+            if rank in (one, other):
+                peer = other if rank == one else one
+                found += [Transfer(PAIR, size, size, t.seconds / 2, peer, t.intact) for t in timed]
         return found
 
     def _batch(self, exchange: Transmit, count: int) -> float:
@@ -283,6 +282,7 @@ def _try_kernel(device: torch.device) -> tuple[str, str]:
     try:
         from ...engine.attention.kernel_choice import kernel_for  # takes seconds: diffusers
         from ...engine.attention.kernels import attend
+        from .gpu_attention import exact
 
         choice = kernel_for(device, torch.bfloat16)
         name = choice.name
@@ -293,9 +293,7 @@ def _try_kernel(device: torch.device) -> tuple[str, str]:
             query, key, value = inputs.unbind()
             out = attend(query, key, value, None, name).float()
             name = "; ".join([name, *choice.notes])
-            query, key, value = inputs.float().unbind()
-            exact = torch.softmax(query @ key.mT / query.shape[-1] ** 0.5, dim=-1) @ value
-        error = (out - exact).abs().max().item()
+            error = (out - exact(query, key, value)).abs().max().item()
         # Outputs are of order 0.1. bf16 rounds them by 4e-4; a kernel that quantises is off by a few percent.
         return name, "" if error < 0.1 else f"it is off by {error:.2g} from exact attention"
     except Exception as error:  # a build that does not fit this torch fails in its own way

@@ -179,14 +179,10 @@ def describe_profile(averages: Any, wall_s: float, on_gpu: bool, strategy: str) 
     what = "the device computes" if on_gpu else "operators take"
     words = f"{strategy}, compiled: one model call takes {wall_s * 1e3:.1f} ms, of which {what} {busy * 1e3:.1f} ms"
     table = tuple(
-        f"{time_us / 1e3:9.3f} ms {count:5d} × {_shortened(key)}"
+        f"{time_us / 1e3:9.3f} ms {count:5d} × {key if len(key) <= _NAME_WIDTH else key[: _NAME_WIDTH - 1] + '…'}"
         for key, time_us, count in rows[:_ROWS_SHOWN]
     )
     return Finding("profile", "ok", words, details=table)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
 
 
 def _place(error: BaseException) -> str:

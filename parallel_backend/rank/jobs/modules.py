@@ -83,16 +83,13 @@ class Modules:
             return HeldVae(module, self._layouts)
         assert isinstance(module, HeldTextEncoder), "nothing else is loaded so"
         try:
-            return self._encoder(module, message.rank)
+            if message.rank == ALL_RANKS:
+                share_layers(module.module, self._layouts, lambda error: self._meeting.meet(error))
+            return HeldEncoder(module.module, module.kind, self._layouts.world, message.rank)
         except Exception as failure:
             if isinstance(failure, ParallelError) or _is_fault(failure):
                 raise
             raise as_refusal(failure) from failure
-
-    def _encoder(self, one: HeldTextEncoder, rank: int) -> HeldEncoder:
-        if rank == ALL_RANKS:
-            share_layers(one.module, self._layouts, lambda error: self._meeting.meet(error))
-        return HeldEncoder(one.module, one.kind, self._layouts.world, rank)
 
     def run(
         self, held: HeldEncoder | HeldVae, tensors: Tensors, on_step: StepCallback

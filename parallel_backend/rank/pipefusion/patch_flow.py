@@ -94,11 +94,6 @@ def history_of(request: FlowRequest, device: torch.device) -> History:
     return start_history(request.seed, device, request.noise_scale if is_flow else 1.0)
 
 
-def calls_from(step: Callable[..., Step], sigmas: Sigmas, first: int) -> list[Tensor]:
-    """Returns the sigma of each model call from step `first` on."""
-    return [sigma for i in range(first, len(sigmas) - 1) for sigma in model_calls(step, sigmas, i)]
-
-
 @dataclass(frozen=True)
 class _Coming:
     """A patch's part of one network answer, on its way back to the first stage. `shares`: rows of each pipeline."""
@@ -214,7 +209,8 @@ class PatchFlow:
         self._lead = lead
         self._returning: dict[int, tuple[list[_Coming], Tensor]] = {}  # by patch, with the sigma of its call
         stopped = False
-        for sigma in calls_from(step_of(self.request), sigmas, first):
+        step = step_of(self.request)
+        for sigma in [one for i in range(first, len(sigmas) - 1) for one in model_calls(step, sigmas, i)]:
             for number in range(len(self.patches)):
                 stopped = on_step.is_stopped(self._stages.count)
                 if stopped:

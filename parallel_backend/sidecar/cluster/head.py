@@ -119,16 +119,14 @@ class ClusterHead:
         gone = [name for name in names if name in self._gone]
         gone.sort(key=lambda name: (not self._gone[name].silent, self._gone[name].at))
         name = (gone or list(names))[0]
-        return DeviceError(f"Machine {name} of the cluster {self.endpoint.cluster} {self._why(name)}")
-
-    def _why(self, name: str) -> str:
-        if name in self._machines:
-            return "serves other processes of this ComfyUI; stop those (sidebar tab Parallel, Stop)."
-        gone = self._gone.get(name)
-        return (
-            f"is not there ({gone.words if gone else 'it has not joined'}; waited {deadlines.MACHINES:g} s). See that "
-            f"torchrun runs on it; until it is back, mode auto of Strategy Selector does without it."
-        )
+        why = "serves other processes of this ComfyUI; stop those (sidebar tab Parallel, Stop)."
+        if name not in self._machines:
+            left = self._gone[name].words if name in self._gone else "it has not joined"
+            why = (
+                f"is not there ({left}; waited {deadlines.MACHINES:g} s). See that torchrun runs on it; until it is "
+                f"back, mode auto of Strategy Selector does without it."
+            )
+        return DeviceError(f"Machine {name} of the cluster {self.endpoint.cluster} {why}")
 
     def take(
         self, devices: Sequence[str], epoch: int, page: Page, on_departure: OnDeparture
@@ -298,7 +296,7 @@ def open_head(cluster: str) -> ClusterHead:
 
 def find_by_name() -> None:
     """Allows cluster:NAME as a set of devices. A head starts to listen when it is first used."""
-    find_clusters_by(_Registry())
+    find_clusters_by(_devices_of, _memory_of)
 
 
 def serve_known() -> None:
@@ -316,23 +314,21 @@ def served() -> dict[str, tuple[str, ...]]:
     return {cluster: head.devices() for cluster, head in tuple(_heads.items())}
 
 
-class _Registry:
-    """The heads of this process, as devices.Clusters."""
+def _devices_of(cluster: str) -> tuple[str, ...]:
+    head = open_head(cluster)
+    devices = head.devices()
+    if not devices:
+        raise DeviceError(
+            f"devices 'cluster:{cluster}': no machine has joined it yet. Start torchrun on each machine "
+            f"(docs/deployment.md, Several machines); this computer waits for them on port {head.port}.",
+            nearest=(("devices", "all"),),
+        )
+    return devices
 
-    def devices_of(self, cluster: str) -> tuple[str, ...]:
-        head = open_head(cluster)
-        devices = head.devices()
-        if not devices:
-            raise DeviceError(
-                f"devices 'cluster:{cluster}': no machine has joined it yet. Start torchrun on each machine "
-                f"(docs/deployment.md, Several machines); this computer waits for them on port {head.port}.",
-                nearest=(("devices", "all"),),
-            )
-        return devices
 
-    def memory_of(self, device: str) -> int:
-        cluster = machine_of(device).partition("/")[0]
-        return _heads[cluster].memory_of(device) if cluster in _heads else 0
+def _memory_of(device: str) -> int:
+    cluster = machine_of(device).partition("/")[0]
+    return _heads[cluster].memory_of(device) if cluster in _heads else 0
 
 
 def departure_reason(device: str) -> str:

@@ -50,13 +50,10 @@ def left_out(failing: Sequence[str]) -> str:
     """Returns the line of a report on devices that are left out."""
     absent = {machine_of(d): words for d in failing if (words := clusters.departure_reason(d))}
     parts = [f"machine {name} left out until it is back: {words}" for name, words in absent.items()]
-    failing = [device for device in failing if machine_of(device) not in absent]
-    return "; ".join([*parts, *([_failed_too_often(failing)] if failing else [])])
-
-
-def _failed_too_often(failing: Sequence[str]) -> str:
-    return (
-        f"{', '.join(failing)} left out: processes there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
-        f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Allow restarts in ComfyUI's sidebar tab Parallel "
-        f"takes it back at once"
-    )
+    if often := [device for device in failing if machine_of(device) not in absent]:
+        parts.append(
+            f"{', '.join(often)} left out: processes there failed at least {FAILURES_UNTIL_LEFT_OUT} times in the last "
+            f"{BROKEN_WINDOW / 60:.0f} minutes. Look with the doctor; Allow restarts in ComfyUI's sidebar tab Parallel "
+            f"takes it back at once"
+        )
+    return "; ".join(parts)

@@ -15,7 +15,6 @@ import logging
 import selectors
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from ...errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, TransportError, from_wire
@@ -24,7 +23,7 @@ from ...wire.heartbeat import find_laggard, in_words
 from ...wire.payloads import Tensors
 from ...wire.protocol import NO_REQUEST, PEER_FAILED, Cancel, Done, Envelope, Failed, Message, encode
 from ...wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unpack_tensors
-from .liveness import MOST_EXTENSIONS, is_computing, last_beat
+from .liveness import MOST_EXTENSIONS, is_computing, is_stopped, last_beat
 from .supervisor import RankGroup, get_supervisor
 
 # Errors that all ranks raise at the same point, so that no collective is left unfinished.
@@ -315,7 +314,7 @@ class Exchange:
         if self._interrupt is not None:
             return self._kill(self._interrupt)
         beats = [self._group.heartbeat.read(rank) for rank in range(self._group.world_size)]
-        stopped = [rank for rank in sorted(self._pending) if _is_stopped(self._group, rank)]
+        stopped = [rank for rank in sorted(self._pending) if is_stopped(self._group, rank)]
         rank = stopped[0] if stopped else find_laggard(beats, self._pending)
         how = "was stopped by a signal" if stopped else "gave no sign of life"
         if rank is None:  # all wait for each other: no device is to blame, so none should be left out
@@ -334,12 +333,3 @@ class Exchange:
 
     def _envelope(self, message: Message) -> Envelope:
         return Envelope(self._group.epoch, self._request, message)
-
-
-def _is_stopped(group: RankGroup, rank: int) -> bool:
-    """Returns True if the rank's process is stopped by SIGSTOP or a debugger."""
-    pid = group.pid_of(rank)
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False

@@ -266,14 +266,9 @@ class RankGroupRunner:
             self.discard()
             lease.on_phase(Phase(PhaseKind.RECOVERING, text))
             emit(Recovering(self.devices, text))
-            self._back_off(lease)
+            if (earlier := self.crashes.count - 1) > 0:  # a driver may need time to recover
+                lease.wait(time.monotonic() + deadlines.BACK_OFF * 2 ** (earlier - 1))
             return attempt()
-
-    def _back_off(self, lease: Lease) -> None:
-        """Gives a driver time to recover unless this is the first recent crash; the time doubles with each crash."""
-        earlier = self.crashes.count - 1
-        if earlier > 0:
-            lease.wait(time.monotonic() + deadlines.BACK_OFF * 2 ** (earlier - 1))
 
     def start(self, lease: Lease) -> float:
         """Starts the ranks, after it has ended any that were left; returns the seconds it took."""

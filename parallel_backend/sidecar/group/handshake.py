@@ -26,16 +26,12 @@ def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
             world_size=group.world_size,
             devices=group.devices,
             rendezvous=group.rendezvous,
-            backend=_backend(group.devices),
+            backend="nccl" if all(device.startswith("cuda") for device in group.devices) else "gloo",
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         exchange.send_to(rank, setup)
 
     exchange.wait(lambda: deadlines.START, greet)
-
-
-def _backend(devices: tuple[str, ...]) -> str:
-    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
 
 
 def _check_versions(rank: int, hello: Hello) -> None:

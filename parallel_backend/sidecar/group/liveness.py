@@ -43,9 +43,17 @@ def is_computing(group: RankGroup, pending: Collection[int]) -> bool:
 
 def _processor_seconds(pid: int | None) -> float:
     """Returns the processor seconds that a process has used; 0.0 if it is gone."""
+    return sum(map(int, _fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(group: RankGroup, rank: int) -> bool:
+    """Returns True if the rank's process is stopped by SIGSTOP or a debugger."""
+    return _fields(group.pid_of(rank))[:1] in (["T"], ["t"])
+
+
+def _fields(pid: int | None) -> list[str]:
+    """Returns what the kernel says of a process after its name (proc(5), stat), from its state on; [] if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    user, system = map(int, fields[11:13])
-    return (user + system) / os.sysconf("SC_CLK_TCK")
+        return []

@@ -17,9 +17,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -36,20 +36,20 @@ _LOCKS = Path("/proc/locks")  # proc(5): …, MAJOR:MINOR:INODE, the first byte,
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class DeviceLocks:
     """The locks of a group's devices, held until `release`. `held`: the lock file's descriptor by device name."""
 
-    def __init__(self, held: Mapping[str, int] = MappingProxyType({})) -> None:
-        self._held = dict(held)
+    held: dict[str, int] = field(default_factory=dict)
 
     def of(self, device: str) -> tuple[int, ...]:
         """Returns the descriptors that the rank on `device` inherits: one, or none if the device is not locked."""
-        return (self._held[device],) if device in self._held else ()
+        return (self.held[device],) if device in self.held else ()
 
     def release(self) -> None:
         """Closes the descriptors. The locks end once the ranks that inherited them are gone as well."""
-        while self._held:
-            os.close(self._held.popitem()[1])
+        while self.held:
+            os.close(self.held.popitem()[1])
 
 
 def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> DeviceLocks:
@@ -58,29 +58,26 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
     Raises DeviceError if another process holds one, and says who, since when, and what to do. If no lock file can be
     written, it logs a warning and locks nothing: that should not prevent a run.
     """
-    chosen = environ.get(VARIABLE, "").strip()
-    cpu_too = environ.get(CPU_TOO, "").strip().lower() == "on"
-    names = {device: name for device in devices if (name := _file_name(device, cpu_too)) is not None}
-    if chosen.lower() == "off" or not names:
-        return DeviceLocks()
-    held: dict[str, int] = {}
+    names = {device: name for device in devices if (name := _file_name(device, environ)) is not None}
+    locks = DeviceLocks()
+    if not names:
+        return locks
     try:
-        folder = Path(chosen) if chosen else _locks_folder()
+        folder = _locks_folder(environ)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for device in sorted(names, key=lambda device: names[device]):
-            held[device] = _lock(folder / names[device], device)
+            locks.held[device] = _lock(folder / names[device], device)
     except OSError as error:
-        DeviceLocks(held).release()
+        locks.release()
         log.warning(
             "parallel sampling: devices cannot be locked against other processes (%s); %s may name a folder for it",
             error.strerror,
             VARIABLE,
         )
-        return DeviceLocks()
     except BaseException:
-        DeviceLocks(held).release()
+        locks.release()
         raise
-    return DeviceLocks(held)
+    return locks
 
 
 def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -88,12 +85,11 @@ def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
 
     Reads the kernel's list of locks. Taking the lock for a moment could refuse it to a process that starts just then.
     """
-    chosen = environ.get(VARIABLE, "").strip()
-    name = _file_name(device, environ.get(CPU_TOO, "").strip().lower() == "on")
-    if chosen.lower() == "off" or name is None:
+    name = _file_name(device, environ)
+    if name is None:
         return ""
     try:
-        path = (Path(chosen) if chosen else _locks_folder()) / name
+        path = _locks_folder(environ) / name
         inode = path.stat().st_ino
         held = {
             line.split()[-3].rpartition(":")[2]
@@ -110,13 +106,14 @@ def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
     return "" if ours else _who(note)
 
 
-def _file_name(device: str, cpu_too: bool) -> str | None:
+def _file_name(device: str, environ: Mapping[str, str]) -> str | None:
     """Returns the name of the device's lock file, None if the device is not locked."""
     kind, _, index = device.partition(":")
-    if machine_of(device):  # a machine serves one head only, which tracks its groups
+    # A machine serves one head only, which tracks its groups.
+    if machine_of(device) or environ.get(VARIABLE, "").strip().lower() == "off":
         return None
     if kind == "cpu":
-        return f"cpu-{index}.lock" if cpu_too else None
+        return f"cpu-{index}.lock" if environ.get(CPU_TOO, "").strip().lower() == "on" else None
     try:
         uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", index))
     except (RuntimeError, AssertionError):  # no such GPU: its rank will report that
@@ -124,11 +121,14 @@ def _file_name(device: str, cpu_too: bool) -> str | None:
     return f"gpu-{re.sub(r'[^A-Za-z0-9-]', '-', uuid)}.lock"
 
 
-def _locks_folder() -> Path:
-    """Returns this user's folder for locks. Raises OSError if another user owns it or can write to it.
+def _locks_folder(environ: Mapping[str, str]) -> Path:
+    """Returns the folder for locks: VARIABLE, else this user's. Raises OSError if another user owns that or can write
+    to it.
 
     Not $XDG_RUNTIME_DIR: only logins have it, services do not, and it is removed at logout, which ranks outlive.
     """
+    if chosen := environ.get(VARIABLE, "").strip():
+        return Path(chosen)
     folder = Path(tempfile.gettempdir(), f"comfyui-parallel-sampling-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -22,7 +22,7 @@ from parallel_backend.observability.preview.preview import preview
 from parallel_backend.planner.rules import StrategySettings
 
 
-def _check(find_file=lambda loader: None, **inputs):
+def _check(find_file=lambda *loader: None, **inputs):
     body = read_request({"inputs": inputs})
     answer = check_inputs(body.inputs, body.loader, find_file)
     json.dumps(answer, allow_nan=False)
@@ -51,12 +51,12 @@ def test_what_can_run_is_laid_out_and_said_as_the_node_says_it():
 def test_memory_is_told_of_a_known_model_alone_and_at_the_size_of_its_images():
     chosen = SelectorInputs(devices="cpu:2")
     assert "GiB" not in preview(chosen.settings()).why
-    told = check_inputs(chosen, Loader("ParallelDemoLoader"), lambda loader: PUBLISHED_DEV)["memory"]
+    told = check_inputs(chosen, Loader("ParallelDemoLoader"), lambda *loader: PUBLISHED_DEV)["memory"]
     assert " at 128x128, on the fullest device: " in told and "; once for all processes, " in told
-    flux = check_inputs(chosen, Loader("ParallelFluxLoader"), lambda loader: PUBLISHED_DEV)
+    flux = check_inputs(chosen, Loader("ParallelFluxLoader"), lambda *loader: PUBLISHED_DEV)
     assert "at 1024x1024" in flux["memory"]
-    assert check_inputs(chosen, Loader(), lambda loader: None)["memory"] == ""
-    any_model = check_inputs(chosen, Loader("ParallelModel"), lambda loader: ANY_MODEL)
+    assert check_inputs(chosen, Loader(), lambda *loader: None)["memory"] == ""
+    any_model = check_inputs(chosen, Loader("ParallelModel"), lambda *loader: ANY_MODEL)
     assert any_model["memory"] == "" and "24" not in any_model["why"] and "GiB" not in any_model["why"]
 
 
@@ -134,7 +134,7 @@ def test_the_rules_of_every_model_that_is_decided_for_count():
 
 
 def test_a_model_that_cannot_be_read_is_a_note():
-    def refuse(loader):
+    def refuse(*loader):
         raise CheckpointError("x is refused: it is a VAE.")
 
     answer = _check(refuse, devices="cpu:2")
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_read_is_a_note():
 )
 def test_without_a_model_only_the_rules_of_any_model_count(inputs, marked):
     """The panel shows what the node does, which refuses what no model can run."""
-    shown = check_inputs(inputs, Loader(), lambda loader: None)
+    shown = check_inputs(inputs, Loader(), lambda *loader: None)
     refused = find_problems(inputs)
     assert [problem["message"] for problem in shown["problems"]] == [problem.message for problem in refused]
     assert [problem.inputs for problem in refused] == marked
@@ -226,7 +226,7 @@ def test_any_body_is_answered_or_refused_in_words(body):
     except RequestError as error:
         assert str(error) and len(str(error)) < 500
         return
-    answer = check_inputs(request.inputs, request.loader, lambda loader: None)
+    answer = check_inputs(request.inputs, request.loader, lambda *loader: None)
     assert len(json.dumps(answer, allow_nan=False)) < 64 * 1024
     assert bool(answer["problems"]) != bool(answer["layout"])
     for problem in answer["problems"]:

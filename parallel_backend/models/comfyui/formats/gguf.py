@@ -55,9 +55,9 @@ def is_packed(tensor: Tensor) -> bool:
     return LAYOUT in sys.modules and _layout().is_packed(tensor)
 
 
-def format_of(tensor: Tensor) -> str:
+def format_of(tensor: Any) -> str:
     """Returns the name of the tensor's format or dtype, as in models/dtypes.py."""
-    return _layout().kind_of(tensor) if is_packed(tensor) else str(tensor.dtype).removeprefix("torch.")
+    return tensor._params.kind if is_packed(tensor) else str(tensor.dtype).removeprefix("torch.")
 
 
 def unpacked(tensor: Tensor) -> Tensor:

@@ -68,11 +68,6 @@ def is_packed(tensor: Any) -> bool:
     return isinstance(tensor, QuantizedTensor) and tensor._layout_cls == LAYOUT
 
 
-def kind_of(tensor: Any) -> str:
-    kind: str = tensor._params.kind
-    return kind
-
-
 def unpacking_to(tensor: Any, dtype: torch.dtype) -> Tensor:
     """Returns a packed tensor over the same bytes that unpacks to `dtype` (`tensor.to` would copy the bytes)."""
-    return packed(tensor._qdata, kind_of(tensor), tensor._params.orig_shape, dtype)
+    return packed(tensor._qdata, tensor._params.kind, tensor._params.orig_shape, dtype)

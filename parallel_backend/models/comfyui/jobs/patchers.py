@@ -35,9 +35,18 @@ def root_patcher(model: ComfyUIModel) -> Any:
     from comfy.model_patcher import ModelPatcher
 
     base: Any = model.patcher.model
-    packed = any(is_packed(parameter) for parameter in base.parameters())
     is_sharded = model.byte_sharding is not None
-    members = _in_place(is_sharded=is_sharded, has_packed=packed)
+    # ComfyUI asks how many prompts fit into a call, and how much of the weights onto the device. The planner has
+    # decided both.
+    members: dict[str, Any] = {
+        "get_free_memory": lambda self, device: sys.maxsize,
+        "model_size": lambda self: 1,
+        "loaded_size": lambda self: 1,
+    }
+    if is_sharded:
+        members |= {"load": _load_sharded, "pin_weight_to_device": lambda self, key: None}
+    if is_sharded or any(is_packed(parameter) for parameter in base.parameters()):
+        members |= {"patch_hooks": _patch_hooks_late, "unpatch_hooks": _unpatch_hooks_late}
     if model.cuts:
         members |= {
             "patch_weight_to_device": partialmethod(_patch_slice, ModelPatcher, model),
@@ -112,21 +121,6 @@ def _kind_of(base: type, members: Mapping[str, Any], files: FileWeights | None =
         **members,
     }
     return type(base.__name__, (base,), found)
-
-
-def _in_place(*, is_sharded: bool, has_packed: bool) -> dict[str, Any]:
-    """Returns methods for a model whose weights stay in place. ComfyUI asks how many prompts fit into a call, and how
-    much of the weights onto the device. The planner has decided both."""
-    members: dict[str, Any] = {
-        "get_free_memory": lambda self, device: sys.maxsize,
-        "model_size": lambda self: 1,
-        "loaded_size": lambda self: 1,
-    }
-    if is_sharded:
-        members |= {"load": _load_sharded, "pin_weight_to_device": lambda self, key: None}
-    if is_sharded or has_packed:
-        members |= {"patch_hooks": _patch_hooks_late, "unpatch_hooks": _unpatch_hooks_late}
-    return members
 
 
 def _outside_inference_mode(base: type, name: str) -> Callable[..., Any]:

@@ -6,10 +6,19 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 # Progress steps of one decode or encode, whatever its length: enough to interrupt it within a second or two.
 STEPS = 32
 OTHER_VERSION = "this version of ComfyUI computes its VAE in another way than the pack knows"
+
+
+def reads_rows(
+    convolution: _ConvNd, *ways: tuple[int, int, int], padding_modes: tuple[str, ...] = ("zeros",)
+) -> bool:
+    """Returns True if a convolution reads neighbouring rows in one of the `ways` (kernel, padding, stride)."""
+    rows = convolution.kernel_size[-2], convolution.padding[-2], convolution.stride[-2]
+    return rows in ways and convolution.dilation[-2] == 1 and convolution.padding_mode in padding_modes
 
 
 class RowSpan(nn.Module):

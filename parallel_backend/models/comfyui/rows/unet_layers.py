@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ....errors import RequestError
+from .banded import reads_rows
 
 
 @dataclass
@@ -58,7 +59,7 @@ def _add(found: UNetLayers, layer: nn.Module, level: int) -> None:
         if part in paired:
             continue
         if isinstance(part, nn.modules.conv._ConvNd):
-            if not _is_known(part):
+            if not reads_rows(part, (1, 0, 1), (3, 1, 1), (3, 1, 2)):
                 raise RequestError(f"the convolution {name} ({part})")
             found.convolutions.append((part, level))
         elif isinstance(part, nn.GroupNorm):
@@ -82,7 +83,8 @@ def _pairs(layer: nn.Module) -> Iterable[tuple[nn.Module, nn.Module]]:
         ways.append(layer)
     for norm, *others, convolution in map(list, ways):
         zero_stays = all(isinstance(other, (nn.SiLU, nn.Dropout)) for other in others)
-        if zero_stays and isinstance(norm, nn.GroupNorm) and _is_simple(convolution):
+        convolves = isinstance(convolution, nn.modules.conv._ConvNd) and reads_rows(convolution, (3, 1, 1))
+        if zero_stays and isinstance(norm, nn.GroupNorm) and convolves:
             yield norm, convolution
 
 
@@ -94,18 +96,3 @@ def _attentions(layer: nn.Module) -> Iterable[tuple[nn.Module, bool]]:
     if isinstance(layer, SpatialTransformer):
         for block in layer.transformer_blocks:
             yield from ((block.attn1, not block.disable_self_attn), (block.attn2, False))
-
-
-def _is_simple(part: nn.Module) -> bool:
-    """Returns True for a convolution that sees one row above and one below, with stride 1."""
-    return isinstance(part, nn.modules.conv._ConvNd) and _is_known(part) and _rows(part) == (3, 1, 1)
-
-
-def _is_known(convolution: nn.modules.conv._ConvNd) -> bool:
-    plain = (convolution.dilation[-2], convolution.padding_mode) == (1, "zeros")
-    return plain and _rows(convolution) in ((1, 0, 1), (3, 1, 1), (3, 1, 2))
-
-
-def _rows(convolution: nn.modules.conv._ConvNd) -> tuple[int | str, ...]:
-    """Returns (kernel, padding, stride) along the rows."""
-    return convolution.kernel_size[-2], convolution.padding[-2], convolution.stride[-2]

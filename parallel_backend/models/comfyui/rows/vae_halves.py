@@ -78,15 +78,11 @@ class ComfyUIVae(ComfyUIHalf):
         at_once = self.latent_dims == 2 or (self._found is not None and self._found.at_once)
         return max(1, len(self.step_layers) * (1 if at_once else latent.shape[1]) // self.steps)
 
-    @property
-    def min_side(self) -> int:
-        """The fewest rows and columns of a latent: 2 if its border is padded with the neighbouring ones."""
-        modes = {getattr(layer, "padding_mode", "zeros") for layer in self.step_layers}
-        return 2 if "reflect" in modes else 1
-
     def check_input(self, latent: Tensor) -> None:
         """Raises RequestError, worded for users, for a batch that it does not decode."""
-        channels, dims, least = self.latent_channels, self.latent_dims, self.min_side
+        channels, dims = self.latent_channels, self.latent_dims
+        # Layers that pad a border with the neighbouring rows and columns need two of them.
+        least = 1 + any(getattr(layer, "padding_mode", "zeros") == "reflect" for layer in self.step_layers)
         if latent.ndim != 2 + dims:
             raise RequestError(
                 f"the latent has shape {list(latent.shape)}; expected [batch, channels, {'frames, ' * (dims - 2)}"

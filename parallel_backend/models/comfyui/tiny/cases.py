@@ -31,18 +31,21 @@ _DATA = json.loads(Path(__file__).with_name("cases.json").read_text())
 _SIZE = re.compile(r"(\d*)(b|hw|h|w)?(?:/(\d+))?")  # 16, b, 2h, hw/5 (rounded up)
 
 
+def _entry(kind: str, name: str, inner: str) -> dict[str, Any]:
+    """Returns an entry of cases.json over the entry that it is `like`; so its dict `inner`."""
+    entry = _DATA[kind][name]
+    like = _DATA[kind].get(entry.get("like"), {})
+    return {**like, **entry, inner: {**like.get(inner, {}), **entry.get(inner, {})}}
+
+
 def config_of(name: str) -> dict[str, Any]:
     """Returns the configuration of a model in cases.json."""
-    entry = _DATA["models"][name]
-    like = _DATA["models"].get(entry.get("like"), {})
-    config = {**like.get("config", {}), **entry.get("config", {})}
-    return {key: _dtype_or(value) for key, value in config.items()}
+    return {key: _dtype_or(value) for key, value in _entry("models", name, "config")["config"].items()}
 
 
 def build_tiny(name: str, **changes: Any) -> nn.Module:
     """Builds a model of cases.json on the CPU with uninitialised weights. `changes`: changes of its configuration."""
-    entry = _DATA["models"][name]
-    entry = {**_DATA["models"].get(entry.get("like"), {}), **entry}
+    entry = _entry("models", name, "config")
     module, _, kind = entry["class"].rpartition(".")
     comfyui = importlib.import_module(module)
     config = config_of(name) | changes
@@ -59,15 +62,12 @@ def build_tiny(name: str, **changes: Any) -> nn.Module:
 def _call(name: str, b: int, h: int, w: int) -> Call:
     if name in special_cases.CALLS:
         return special_cases.CALLS[name](b, h, w, _call)
-    entry = _DATA["calls"][name]
-    like = _DATA["calls"].get(entry.get("like"), {})
-    kwargs = {**like.get("kwargs", {}), **entry.get("kwargs", {})}
-    entry = {**like, **entry}
+    entry = _entry("calls", name, "kwargs")
     sides = entry.get("sides", {})
     multiple, plus = sides.get("multiple", 1), sides.get("plus", 0)
     sizes = {"b": b, **{side: plus + -(-of // multiple) * multiple for side, of in (("h", h), ("w", w))}}
     x, times = (_value(value, sizes) for value in entry["args"])
-    return (x, times), {key: _value(value, sizes) for key, value in kwargs.items()}
+    return (x, times), {key: _value(value, sizes) for key, value in entry["kwargs"].items()}
 
 
 def _value(spec: Any, sizes: Mapping[str, int]) -> Any:

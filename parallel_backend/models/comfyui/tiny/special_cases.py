@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +103,6 @@ def _ltxv_guides(b: int, h: int, w: int, calls: Calls) -> Call:
     return (guided, _guided_timesteps(b, h, w)), kw | _guides(b, h, w) | {"attention_mask": _text_mask(b)}
 
 
-def _ltxv_strengths(b: int, h: int, w: int, calls: Calls) -> Call:
-    args, kw = _ltxv_guides(b, h, w, calls)
-    return args, kw | _strengths(h, w)
-
-
 def _text_mask(b: int) -> Tensor:
     mask = torch.ones(b, 9, dtype=torch.long)
     mask[:, :2] = 0
@@ -153,8 +149,10 @@ def _ltxav_guides(b: int, h: int, w: int, calls: Calls) -> Call:
     return ([picture, sound], (_guided_timesteps(b, h, w), of_sound)), kw | _guides(b, h, w) | masks
 
 
-def _ltxav_strengths(b: int, h: int, w: int, calls: Calls) -> Call:
-    args, kw = _ltxav_guides(b, h, w, calls)
+def _strengths_of(
+    guides: Callable[[int, int, int, Calls], Call], b: int, h: int, w: int, calls: Calls
+) -> Call:
+    args, kw = guides(b, h, w, calls)
     return args, kw | _strengths(h, w)
 
 
@@ -222,10 +220,10 @@ CALLS: dict[str, Callable[[int, int, int, Calls], Call]] = {
     "wan, time per frame": _wan_frames,
     "ltx, time per token": _ltxv_tokens,
     "ltx, guides": _ltxv_guides,
-    "ltx, strengths": _ltxv_strengths,
+    "ltx, strengths": partial(_strengths_of, _ltxv_guides),
     "ltx-2": _ltxav,
     "ltx-2, guides": _ltxav_guides,
-    "ltx-2, strengths": _ltxav_strengths,
+    "ltx-2, strengths": partial(_strengths_of, _ltxav_guides),
     "minimax": _minimax,
     "minimax, first frame": _minimax_keyframes,
     "minimax, references": _minimax_references,

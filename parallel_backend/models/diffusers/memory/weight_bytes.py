@@ -16,6 +16,8 @@ from ..keys import FluxDims, diffusers_shapes
 
 # The way in which tensor parallelism slices blocks, by the list of blocks at the start of a parameter's name.
 _SLICED = {path.rpartition(".")[2]: kind.sliced for path, kind in DIFFUSERS_FLUX.lists.items()}
+# A slice of these weights is in two places of the file (attention, feed-forward), so that it is copied.
+_APART = ".proj_out.weight"
 
 
 def stays_in_compute_dtype(name: str, dtypes: Dtypes) -> bool:
@@ -64,7 +66,7 @@ def _parts(
         if shares:
             totals[0] += -(-first // shares) * rest * ITEMSIZE[kept]
             totals[2] += -(-first // shares) * shares * rest * ITEMSIZE[kept]
-        elif on_cpu and kept == dtypes.file and not _lies_apart(name, tensor_degree):
+        elif on_cpu and kept == dtypes.file and not (tensor_degree > 1 and name.endswith(_APART)):
             totals[1] += size
         else:
             totals[0] += size
@@ -99,8 +101,3 @@ def _sliced(name: str, shape: tuple[int, ...], degree: int) -> tuple[int, int]:
     if kind == "weight" and any(layer == branch.out for branch in sliced.branches):
         return rows, rest // degree
     return rows, rest
-
-
-def _lies_apart(name: str, degree: int) -> bool:
-    """Returns True if a rank's slice is in two places of the file (attention, feed-forward), so that it is copied."""
-    return degree > 1 and "single_transformer_blocks." in name and name.endswith(".proj_out.weight")
