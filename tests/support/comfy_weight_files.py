@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
-from parallel_backend.models.comfyui.tiny.cases import build_tiny
 from parallel_backend.requests import ModelSpec
+from tiny_flux import tiny_flux_tensors
 
 CPU = torch.device("cpu")
 HIDDEN, CONTEXT, POOLED = 256, 256, 128  # multiples of the sizes that quantised kernels need (convrot: 256)
@@ -63,25 +63,9 @@ def write(
 
 
 def random_tensors(blocks: int, hidden: int = HIDDEN) -> dict[str, Tensor]:
-    import_comfyui_here()
-    model = build_tiny(
-        "flux",
-        vec_in_dim=POOLED,
-        context_in_dim=CONTEXT,
-        hidden_size=hidden,
-        num_heads=hidden // 128,
-        depth=blocks,
-        depth_single_blocks=blocks,
-        axes_dim=[16, 56, 56],
-    )
-    generator, found = torch.Generator().manual_seed(7), {}
-    for name, p in model.state_dict().items():
-        values = torch.randn(p.shape, generator=generator)
-        if p.ndim == 2:
-            found[name] = values * (0.8 / p.shape[1] ** 0.5)
-        else:
-            found[name] = 1 + 0.2 * values if name.endswith("scale") else 0.2 * values
-    return found
+    """Returns the tensors of a Flux with this number of blocks of each kind."""
+    sizes = {"heads": hidden // 128, "context_dim": CONTEXT, "pooled_dim": POOLED}
+    return tiny_flux_tensors(**sizes, double_blocks=blocks, single_blocks=blocks)
 
 
 def _quantised(name: str, weight: Tensor, kind: str, options: dict) -> dict[str, Tensor]:
