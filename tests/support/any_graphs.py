@@ -103,22 +103,22 @@ class AnyGraph(Graph):
         strategy = self.strategy(devices or f"cpu:{world_size}", **choice)
         return self.add("ParallelModel", model=model, strategy=strategy, exchange_dtype=exchange_dtype)
 
-    def prompt_of(self, draw: int) -> list:
+    def text_of(self, draw: int) -> list:
         model = MODELS[self.kind]
-        found = self.text(draw, **{"guidance": 3.5, "tokens": 7 + draw * self.uneven, **model["text"]})
-        if "reference" in model:
-            latent = [self.add("TestShapedLatent", shape=model["reference"], draw=20), 0]
-            found = [self.add("ReferenceLatent", conditioning=found, latent=latent), 0]
-        if "start" in model:
-            latent = [self.add("TestShapedLatent", shape=model["start"], draw=21), 0]
-            found = [self.add("TestVideoStart", conditioning=found, latent=latent), 0]
-        if "keyframe" in model:
-            latent = [self.add("TestShapedLatent", shape=model["keyframe"], draw=22), 0]
-            found = [self.add("TestKeyframe", conditioning=found, latent=latent), 0]
-        for extra in model.get("extras", ()):
-            found = [self.add("TestPromptExtra", conditioning=found, **extra), 0]
+        found = self.text(draw, **{"tokens": 7 + draw * self.uneven, **model["text"]})
         if "padding" in model:
             found = [self.add("TestTextMask", conditioning=found, padding=model["padding"]), 0]
+        return found
+
+    def prompt_of(self, draw: int) -> list:
+        model, found = MODELS[self.kind], self.text_of(draw)
+        pictures = {"reference": "ReferenceLatent", "start": "TestVideoStart", "keyframe": "TestKeyframe"}
+        for draw, (picture, added) in enumerate(pictures.items(), start=20):
+            if picture in model:
+                latent = [self.add("TestShapedLatent", shape=model[picture], draw=draw), 0]
+                found = [self.add(added, conditioning=found, latent=latent), 0]
+        for extra in model.get("extras", ()):
+            found = [self.add("TestPromptExtra", conditioning=found, **extra), 0]
         return found
 
     def request(self, batch: int = 1) -> tuple[list, list, list]:
