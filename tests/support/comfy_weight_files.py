@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
+from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec
 from tiny_flux import tiny_flux_tensors
 
@@ -78,12 +79,8 @@ def _quantised(name: str, weight: Tensor, kind: str, options: dict) -> dict[str,
     return {**tensors, name.removesuffix("weight") + "comfy_quant": torch.tensor(list(about)).to(torch.uint8)}
 
 
-def inputs(rows: int = 2, height: int = 10, width: int = 6, dtype=torch.float32) -> tuple[tuple, dict]:
-    generator = torch.Generator().manual_seed(rows + height)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows).to(dtype))
+def inputs(rows: int = 2, height: int = 10, width: int = 6) -> tuple[tuple, dict]:
+    """Returns (args, kwargs) of a call of the model."""
+    args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows))
     prompt = {"context": random(rows, 7, CONTEXT), "y": random(rows, POOLED)}
-    return args, {**prompt, "guidance": torch.full((rows,), 3.5).to(dtype), "transformer_options": {}}
+    return args, {**prompt, "guidance": torch.full((rows,), 3.5), "transformer_options": {}}
