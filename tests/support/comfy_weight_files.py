@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
-from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.comfyui.tiny.cases import build_tiny
+from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.requests import ModelSpec
-from tiny_flux import tiny_flux_tensors
 
 CPU = torch.device("cpu")
 HIDDEN, CONTEXT, POOLED = 256, 256, 128  # multiples of the sizes that quantised kernels need (convrot: 256)
@@ -65,8 +65,10 @@ def write(
 
 def random_tensors(blocks: int, hidden: int = HIDDEN) -> dict[str, Tensor]:
     """Returns the tensors of a Flux with this number of blocks of each kind."""
-    sizes = {"heads": hidden // 128, "context_dim": CONTEXT, "pooled_dim": POOLED}
-    return tiny_flux_tensors(**sizes, double_blocks=blocks, single_blocks=blocks)
+    import_comfyui_here()
+    sizes = {"hidden_size": hidden, "num_heads": hidden // 128, "axes_dim": [16, 56, 56]}
+    sizes |= {"vec_in_dim": POOLED, "context_in_dim": CONTEXT, "depth": blocks, "depth_single_blocks": blocks}
+    return dict(fill(build_tiny("flux", **sizes)).state_dict())
 
 
 def _quantised(name: str, weight: Tensor, kind: str, options: dict) -> dict[str, Tensor]:
