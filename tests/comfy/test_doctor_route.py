@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from pages import processes_with
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.wire.checks.findings import Finding
+from scripted import processes_with
 from waiting import wait_until
 
 ROUTE = "/parallel_sampling/doctor"
@@ -42,10 +42,10 @@ def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, meas
     page.wait_for_function(
         "() => document.querySelector('dialog.parallel-doctor pre').textContent.includes('\\n')"
     )
-    assert processes_with("--json", measuring[0])
+    assert processes_with("--json", str(measuring[0].server.pid))
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
-    wait_until(lambda: not processes_with("--json", measuring[0]))
+    wait_until(lambda: not processes_with("--json", str(measuring[0].server.pid)))
 
     lines = [{"line": "Software"}, {"report": FOUND.as_dict()}]
     page.route(

@@ -17,10 +17,9 @@ import pytest
 
 from front_door import NAMES, FrontDoor, front_door
 from graphs import Graph
-from own_loop import run_in_own_loop
 from parallel_backend.__main__ import main
 from parallel_backend.observability.logs.queue_log import QueueLogFile
-from waiting import wait_until
+from waiting import run_in_own_loop, wait_until
 
 PROMPTS = 80
 _SEEDS = itertools.count(1)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pages import processes_with
+from scripted import processes_with
 from waiting import wait_until
 
 COMMAND = "() => void app.extensionManager.command.execute('parallel_sampling.gpu_check')"
@@ -60,7 +60,7 @@ def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dial
 def test_closing_the_dialog_ends_the_check(page, dialog, measuring):
     dialog.get_by_role("button", name="Run").click()
     dialog.get_by_text(re.compile(r"\[1/\d+\] installation")).wait_for()
-    assert processes_with("--gpu", measuring[0])
+    assert processes_with("--gpu", str(measuring[0].server.pid))
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
-    wait_until(lambda: not processes_with("--gpu", measuring[0]), 120)
+    wait_until(lambda: not processes_with("--gpu", str(measuring[0].server.pid)), 120)

@@ -24,6 +24,7 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from tests.closed_forms.traffic import expected_bytes
 from tests.closed_forms.weights_traffic import tensor_bytes
+from tiny_flux import write_tiny_flux
 
 EXACT = 1e-5  # relative to the largest value
 STRATEGIES = {
@@ -75,9 +76,8 @@ def subject(tmp_path_factory):
 
 def _subject(tmp_path_factory, sizes, names):
     import_comfyui_here()
-    path = tmp_path_factory.mktemp("adapted") / "flux.safetensors"
-    adapted(path, sizes=sizes)
-    theirs = comfyui_flux(path, sizes)
+    path = write_tiny_flux(tmp_path_factory.mktemp("adapted") / "flux.safetensors", **sizes)
+    theirs = comfyui_flux(path)
     with torch.inference_mode():
         return str(path), {name: theirs(*made[0], **made[1]) for name in names for made in [CALLS[name]()]}
 
@@ -95,7 +95,7 @@ def loaded(path, layouts, strategy):
     if strategy.shard_weights:
         sharding = ByteSharding(layout.shard, layouts.world.device, layouts.traffic, offload=False)
     part = ModelPart(layout.pipe.index, shares, slices_of(layout.tensor, layouts), byte_sharding=sharding)
-    return adapted(path, part, written=True)
+    return adapted(path, part)
 
 
 def module_call(name, tokens=None):

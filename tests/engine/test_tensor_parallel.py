@@ -11,7 +11,7 @@ import torch
 
 from adapted_flux import CALLS
 from differences import relative_difference
-from mapped_files import mapped_ranges
+from mapped_files import is_mapped
 from parallel_backend.engine import tensor_parallel
 from parallel_backend.engine.comm.groups import Axis, Layouts
 from parallel_backend.engine.comm.traffic_counter import Traffic
@@ -102,11 +102,10 @@ def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_
     path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
     slices = Slices(2, 1, lambda partial: partial, lambda columns: columns)
     model = load(ModelSpec(str(path)), torch.device("cpu"), ModelPart(slices=slices))
-    ranges = mapped_ranges(path)
     copies = {
         name
         for name, parameter in model.module.transformer.named_parameters()
-        if ".norm_" not in name and not any(b <= parameter.data_ptr() < e for b, e in ranges)
+        if ".norm_" not in name and not is_mapped(path, parameter)
     }
     assert copies == {f"single_transformer_blocks.{i}.proj_out.weight" for i in range(SINGLE)}
 

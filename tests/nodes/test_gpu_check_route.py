@@ -8,10 +8,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 import parallel_backend.sidecar.pool as pool
-from own_loop import run_in_own_loop
 from pack_nodes import import_node_module
 from scripted import is_running
-from waiting import wait_until
+from waiting import run_in_own_loop, wait_until
 
 doctor = import_node_module("nodes.routes.doctor")
 

@@ -10,66 +10,35 @@ from graphs import AXES, Graph
 CHECKPOINTS = ("sd3", "unet", "sdxl", "sound")
 ROWS_ONLY = ("sound",)
 
-# By name of the tiny model: shapes of its latent and text, and what else its prompts need.
+_WAN = {"latent": "{b},16,3,10,6", "text": {"width": 4096}}
+_HUNYUAN = {"latent": "{b},16,3,10,6", "text": {"width": 48, "pooled_width": 768}}
+_PICTURE, _REFERENCE = "1,16,3,10,6", ["1,16,1,10,6"]
+_VIDEO_AND_SOUND = {"control_video": _PICTURE, "audio_embed": "1,25,1024,12"}
+# By name of the tiny model: shapes of its latent and text, and what else its prompts need. `extras`: shapes of further
+# tensors by name, in a list if the prompt has a list of them.
 MODELS = {
     "flux": {"latent": "{b},16,11,9", "text": {"width": 64, "pooled_width": 32}},
     "flux2": {"latent": "{b},128,5,7", "text": {"width": 48, "pooled_width": 4}, "reference": "1,128,4,3"},
-    "wan_t2v": {"latent": "{b},16,3,9,7", "text": {"width": 4096}},
-    "wan_i2v": {"latent": "{b},16,3,10,6", "text": {"width": 4096}, "start": "1,16,3,10,6"},
-    "hunyuan_video": {"latent": "{b},16,3,10,6", "text": {"width": 48, "pooled_width": 768}},
+    "wan_t2v": _WAN | {"latent": "{b},16,3,9,7"},
+    "wan_i2v": _WAN | {"start": _PICTURE},
+    "hunyuan_video": _HUNYUAN,
     "sd3": {"latent": "{b},16,11,9", "text": {"width": 48, "pooled_width": 2048}},
     "ltx_video": {"latent": "{b},128,3,5,3", "text": {"width": 48}, "padding": 2},
-    "ltx_sound": {
-        "latent": "{b},128,3,5,3;{b},8,7,16",
-        "text": {"width": 48, "tokens": 128},
-        "padding": 0,
-    },
-    "wan_ti2v": {"latent": "{b},48,3,6,5", "text": {"width": 4096}, "first_frame": True},
-    "wan_vace": {
-        "latent": "{b},16,3,10,6",  # ComfyUI's own module takes no odd sizes here
-        "text": {"width": 4096},
-        "extras": [
-            {"name": "vace_frames", "shape": "1,32,3,10,6", "listed": True},
-            {"name": "vace_mask", "shape": "1,64,3,10,6", "listed": True},
-        ],
-    },
+    "ltx_sound": {"latent": "{b},128,3,5,3;{b},8,7,16", "text": {"width": 48, "tokens": 128}, "padding": 0},
+    "wan_ti2v": _WAN | {"latent": "{b},48,3,6,5", "first_frame": True},
+    # ComfyUI's own module takes no odd sizes here.
+    "wan_vace": _WAN | {"extras": {"vace_frames": ["1,32,3,10,6"], "vace_mask": ["1,64,3,10,6"]}},
     "hunyuan_video_15": {"latent": "{b},32,3,5,3", "text": {"width": 48, "pooled_width": 4}},
-    "skyreels_i2v": {
-        "latent": "{b},16,3,10,6",
-        "text": {"width": 48, "pooled_width": 768},
-        "extras": [{"name": "concat_latent_image", "shape": "1,16,3,10,6", "listed": False}],
-    },
-    "wan_camera": {
-        "latent": "{b},16,3,10,6",
-        "text": {"width": 4096},
-        "extras": [
-            {"name": "concat_latent_image", "shape": "1,16,3,10,6", "listed": False},
-            {"name": "camera_conditions", "shape": "1,24,3,80,48", "listed": False},
-        ],
-    },
-    "wan_scail": {
-        "latent": "{b},16,3,10,6",
-        "text": {"width": 4096},
-        "extras": [
-            {"name": "reference_latents", "shape": "1,16,1,10,6", "listed": True},
-            {"name": "pose_video_latent", "shape": "1,16,3,5,3", "listed": False},
-        ],
-    },
-    "wan_s2v": {
-        "latent": "{b},16,3,10,6",
-        "text": {"width": 4096},
-        "extras": [
-            {"name": "reference_latents", "shape": "1,16,1,10,6", "listed": True},
-            {"name": "control_video", "shape": "1,16,3,10,6", "listed": False},
-            {"name": "audio_embed", "shape": "1,25,1024,12", "listed": False},
-        ],
-    },
+    "skyreels_i2v": _HUNYUAN | {"extras": {"concat_latent_image": _PICTURE}},
+    "wan_camera": _WAN | {"extras": {"concat_latent_image": _PICTURE, "camera_conditions": "1,24,3,80,48"}},
+    "wan_scail": _WAN | {"extras": {"reference_latents": _REFERENCE, "pose_video_latent": "1,16,3,5,3"}},
+    "wan_s2v": _WAN | {"extras": {"reference_latents": _REFERENCE, **_VIDEO_AND_SOUND}},
     "lens": {"latent": "{b},128,5,7", "text": {"width": 48, "pooled_width": 4}, "padding": 2},
     "joyimage": {"latent": "{b},16,1,7,9", "text": {"width": 4096}, "reference": "1,16,1,4,6"},
     "hunyuan_3d": {"latent": "{b},64,21", "text": {"width": 48}},
-    "wan_causal": {"latent": "{b},16,3,10,6", "text": {"width": 4096}},
-    "wan_talk": {"latent": "{b},16,3,10,6", "text": {"width": 4096}},
-    "wan_fp8": {"latent": "{b},16,3,9,7", "text": {"width": 4096}},
+    "wan_causal": _WAN,
+    "wan_talk": _WAN,
+    "wan_fp8": _WAN | {"latent": "{b},16,3,9,7"},
     "cogvideo": {"latent": "{b},16,3,10,6", "text": {"width": 48}},
     "qwen_image": {"latent": "{b},16,1,7,9", "text": {"width": 3584}, "reference": "1,16,1,4,6"},
     "minimax": {"latent": "{b},24,2,6,4;{b},32,2,5", "text": {"width": 48}, "keyframe": "1,24,1,6,4"},
@@ -103,22 +72,23 @@ class AnyGraph(Graph):
         strategy = self.strategy(devices or f"cpu:{world_size}", **choice)
         return self.add("ParallelModel", model=model, strategy=strategy, exchange_dtype=exchange_dtype)
 
-    def prompt_of(self, draw: int) -> list:
+    def text_of(self, draw: int) -> list:
         model = MODELS[self.kind]
-        found = self.text(draw, **{"guidance": 3.5, "tokens": 7 + draw * self.uneven, **model["text"]})
-        if "reference" in model:
-            latent = [self.add("TestShapedLatent", shape=model["reference"], draw=20), 0]
-            found = [self.add("ReferenceLatent", conditioning=found, latent=latent), 0]
-        if "start" in model:
-            latent = [self.add("TestShapedLatent", shape=model["start"], draw=21), 0]
-            found = [self.add("TestVideoStart", conditioning=found, latent=latent), 0]
-        if "keyframe" in model:
-            latent = [self.add("TestShapedLatent", shape=model["keyframe"], draw=22), 0]
-            found = [self.add("TestKeyframe", conditioning=found, latent=latent), 0]
-        for extra in model.get("extras", ()):
-            found = [self.add("TestPromptExtra", conditioning=found, **extra), 0]
+        found = self.text(draw, **{"tokens": 7 + draw * self.uneven, **model["text"]})
         if "padding" in model:
             found = [self.add("TestTextMask", conditioning=found, padding=model["padding"]), 0]
+        return found
+
+    def prompt_of(self, draw: int) -> list:
+        model, found = MODELS[self.kind], self.text_of(draw)
+        pictures = {"reference": "ReferenceLatent", "start": "TestVideoStart", "keyframe": "TestKeyframe"}
+        for draw, (picture, added) in enumerate(pictures.items(), start=20):
+            if picture in model:
+                latent = [self.add("TestShapedLatent", shape=model[picture], draw=draw), 0]
+                found = [self.add(added, conditioning=found, latent=latent), 0]
+        for name, shapes in model.get("extras", {}).items():
+            extra = {"name": name, "shape": "".join(shapes), "listed": isinstance(shapes, list)}
+            found = [self.add("TestPromptExtra", conditioning=found, **extra), 0]
         return found
 
     def request(self, batch: int = 1) -> tuple[list, list, list]:

@@ -1,4 +1,4 @@
-"""Shared by tests of ComfyUI's VAEs in bands of rows: runs of VAE halves on a rank, and ranks with broken exchanges."""
+"""Shared by tests of ComfyUI's VAEs in bands of rows: ranks with broken exchanges, and refusals of networks."""
 
 from __future__ import annotations
 
@@ -39,34 +39,17 @@ def go_without(what: str) -> None:
         Bands.gather = lambda self, mine: mine
 
 
-def compute(
-    world: World, half: Half, inputs: dict[str, Tensor], shares: tuple[float, ...] = (), broken: str = ""
-) -> dict[str, tuple[Tensor, int, int]]:
-    """Returns by name, for this rank: (output [t, h, w, C] or an empty tensor, steps reported, bytes sent)."""
-    if broken:
-        go_without(broken)
-    layouts, found = Layouts(world), {}
-    for name, given in inputs.items():
-        network, steps, before = half(name, layouts), [], layouts.traffic.bytes_sent
-        output = network(given, shares, lambda steps=steps: steps.append(1))
-        sent = layouts.traffic.bytes_sent - before
-        found[name] = torch.empty(0) if output is None else output, len(steps), sent
-    return found
-
-
 def refusals(world: World, half: Half, names: list[str], broken: str = "") -> list[str]:
     """Returns for each network this rank's refusal message, or an empty string if it accepts the network."""
     if broken:
         go_without(broken)
-    words, layouts = [], Layouts(world)
+    words, layouts = dict.fromkeys(names, ""), Layouts(world)
     for name in names:
         try:
             half(name, layouts).check()
         except PlatformError as refusal:
-            words.append(str(refusal))
-        else:
-            words.append("")
-    return words
+            words[name] = str(refusal)
+    return list(words.values())
 
 
 def in_frames(output: Tensor) -> Tensor:

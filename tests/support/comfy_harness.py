@@ -26,6 +26,7 @@ from comfyui_source import find_comfyui
 from forked_ranks import ForkedProcess, ForkedSubprocess
 from graphs import ON_GPU
 from parallel_backend.sidecar.group import supervisor
+from scripted import processes_with
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,14 +97,7 @@ class Comfy:
 
     def ranks(self) -> list[psutil.Process]:
         """Returns the running ranks."""
-
-        def is_rank(process: psutil.Process) -> bool:
-            try:
-                return "--parent" in process.cmdline()
-            except psutil.NoSuchProcess:
-                return False
-
-        return list(filter(is_rank, self.server.children()))
+        return processes_with("--parent", str(self.server.pid))
 
     def request(
         self, path: str, body: object = None, method: str = "POST", **headers: str

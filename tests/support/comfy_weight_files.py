@@ -11,6 +11,7 @@ from torch import Tensor
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.models.comfyui.tiny.cases import build_tiny
+from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.requests import ModelSpec
 
 CPU = torch.device("cpu")
@@ -63,25 +64,11 @@ def write(
 
 
 def random_tensors(blocks: int, hidden: int = HIDDEN) -> dict[str, Tensor]:
+    """Returns the tensors of a Flux with this number of blocks of each kind."""
     import_comfyui_here()
-    model = build_tiny(
-        "flux",
-        vec_in_dim=POOLED,
-        context_in_dim=CONTEXT,
-        hidden_size=hidden,
-        num_heads=hidden // 128,
-        depth=blocks,
-        depth_single_blocks=blocks,
-        axes_dim=[16, 56, 56],
-    )
-    generator, found = torch.Generator().manual_seed(7), {}
-    for name, p in model.state_dict().items():
-        values = torch.randn(p.shape, generator=generator)
-        if p.ndim == 2:
-            found[name] = values * (0.8 / p.shape[1] ** 0.5)
-        else:
-            found[name] = 1 + 0.2 * values if name.endswith("scale") else 0.2 * values
-    return found
+    sizes = {"hidden_size": hidden, "num_heads": hidden // 128, "axes_dim": [16, 56, 56]}
+    sizes |= {"vec_in_dim": POOLED, "context_in_dim": CONTEXT, "depth": blocks, "depth_single_blocks": blocks}
+    return dict(fill(build_tiny("flux", **sizes)).state_dict())
 
 
 def _quantised(name: str, weight: Tensor, kind: str, options: dict) -> dict[str, Tensor]:
@@ -94,12 +81,8 @@ def _quantised(name: str, weight: Tensor, kind: str, options: dict) -> dict[str,
     return {**tensors, name.removesuffix("weight") + "comfy_quant": torch.tensor(list(about)).to(torch.uint8)}
 
 
-def inputs(rows: int = 2, height: int = 10, width: int = 6, dtype=torch.float32) -> tuple[tuple, dict]:
-    generator = torch.Generator().manual_seed(rows + height)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows).to(dtype))
+def inputs(rows: int = 2, height: int = 10, width: int = 6) -> tuple[tuple, dict]:
+    """Returns (args, kwargs) of a call of the model."""
+    args = (random(rows, 16, height, width), torch.linspace(0.9, 0.5, rows))
     prompt = {"context": random(rows, 7, CONTEXT), "y": random(rows, POOLED)}
-    return args, {**prompt, "guidance": torch.full((rows,), 3.5).to(dtype), "transformer_options": {}}
+    return args, {**prompt, "guidance": torch.full((rows,), 3.5), "transformer_options": {}}

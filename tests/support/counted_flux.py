@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from diffusers import ContextParallelConfig, FluxTransformer2DModel
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dispatch_counter import CPU, DEVICE, Counts, DispatchCounter, counted, world_of_one_process
+from dispatch_counter import CPU, DEVICE, Counts, counted, world_of_one_process
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
@@ -55,27 +55,15 @@ class Size:
 FLUX_DEV_1024 = Size()
 
 
-class _Boundaries:
-    """Step boundaries that never stop the job and record the counts up to each step."""
-
-    def __init__(self) -> None:
-        self.counter: DispatchCounter | None = None
-        self.counts: list[Counts] = []
-
-    def __call__(self, i: int, denoised: Tensor) -> None:
-        assert self.counter is not None, "steps are counted"
-        self.counts.append(self.counter.counts)
-
-
 @contextmanager
 def flux_calls(
-    strategy: ParallelStrategy, double: int, single: int, rank: int = 0, size: Size = FLUX_DEV_1024
+    strategy: ParallelStrategy, double: int, single: int, size: Size = FLUX_DEV_1024
 ) -> Iterator[ModuleForward]:
-    """Yields a rank's forward of a model with `double` and `single` blocks."""
+    """Yields the first rank's forward of a model with `double` and `single` blocks."""
     dims = replace(size.dims, double_blocks=double, single_blocks=single)
     with (
         tempfile.TemporaryDirectory() as folder,
-        world_of_one_process(rank, strategy.world_size, size.device) as world,
+        world_of_one_process(0, strategy.world_size, size.device) as world,
     ):
         path = write_sparse(Path(folder) / "flux.safetensors", original_shapes(dims))
         layouts = Layouts(world)
@@ -83,17 +71,13 @@ def flux_calls(
         yield make_module_forward(model, layouts, Placement(strategy))
 
 
-def call_counted(
-    forward: ModuleForward,
-    size: Size = FLUX_DEV_1024,
-    began: Callable[[DispatchCounter], None] = lambda counter: None,
-) -> DispatchCounter:
-    """Runs a model call of one row and returns its counter. `began`: called with the counter before the model."""
+def call_counted(forward: ModuleForward) -> Counts:
+    """Returns the counts of a model call of one row."""
+    size = FLUX_DEV_1024
     rows = [Rows(size.empty(*size.latent), size.empty(1), size.prompt())]
-    with torch.inference_mode(), counted(size.device) as counter:
-        began(counter)
+    with torch.inference_mode(), counted() as counter:
         answers_to(rows, forward.model.module, forward)
-    return counter
+    return counter.counts
 
 
 def step_counted(forward: ModuleForward, cfg: float = 1.0, size: Size = FLUX_DEV_1024) -> Counts:
@@ -105,27 +89,24 @@ def step_counted(forward: ModuleForward, cfg: float = 1.0, size: Size = FLUX_DEV
         negative=size.prompt() if cfg != 1.0 else None,
         cfg=cfg,
     )
-    boundaries = _Boundaries()
-    with counted(size.device) as boundaries.counter:
-        run_plain(forward, request, boundaries)
-    return boundaries.counts[1] - boundaries.counts[0]
+    counts: list[Counts] = []  # up to each step boundary
+    with counted(size.device) as counter:
+        run_plain(forward, request, lambda i, denoised: counts.append(counter.counts))
+    return counts[1] - counts[0]
 
 
-def diffusers_call(blocks: tuple[int, int], ranks: int = 2) -> Counts:
-    """Returns the counts of a Flux.1-dev call under diffusers' own Ulysses. `blocks`: (double, single)."""
-    size, dtype = FLUX_DEV_1024, torch.bfloat16
-    dims = replace(size.dims, double_blocks=blocks[0], single_blocks=blocks[1])
-    with world_of_one_process(0, ranks), torch.device(DEVICE):
+def diffusers_call(blocks: tuple[int, int]) -> Counts:
+    """Returns the counts of a Flux.1-dev call under diffusers' own Ulysses of two. `blocks`: (double, single)."""
+    size, dims, dtype = FLUX_DEV_1024, FLUX_DEV, torch.bfloat16
+    with world_of_one_process(0, 2), torch.device(DEVICE):
         model = FluxTransformer2DModel(
-            num_layers=dims.double_blocks, num_single_layers=dims.single_blocks, guidance_embeds=True
+            num_layers=blocks[0], num_single_layers=blocks[1], guidance_embeds=True
         )
         model = model.to(dtype).eval()
-        with torch.device(CPU):
-            mesh = DeviceMesh("cpu", torch.arange(ranks).view(1, ranks), mesh_dim_names=("ring", "ulysses"))
-            with patch(
-                "torch.accelerator.device_count", return_value=1
-            ):  # diffusers asks which device the rank computes on
-                model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks, mesh=mesh))
+        # diffusers asks which device the rank computes on
+        with torch.device(CPU), patch("torch.accelerator.device_count", return_value=1):
+            mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("ring", "ulysses"))
+            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, mesh=mesh))
         tokens = size.latent[2] * size.latent[3] // 4
         with torch.inference_mode(), warnings.catch_warnings(), counted() as counter:
             warnings.simplefilter("ignore", FutureWarning)  # torch warns about diffusers' code

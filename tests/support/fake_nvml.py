@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 PIX, PHB, NODE, SYS = 10, 30, 40, 50  # NVML_TOPOLOGY_*
@@ -14,7 +15,7 @@ class NVMLError(Exception):
     pass
 
 
-@dataclass
+@dataclass(eq=False)
 class Board:
     """One GPU as NVML describes it. `links`: the device at the other end of each of its NVLinks."""
 
@@ -36,8 +37,8 @@ class Board:
 
 
 class FakeNvml:
-    """A machine with `boards`. `paths`: (i, j) -> path level; `peers`: (i, j) -> True if peer access works;
-    `bytes_text`: True to give text as bytes, as old versions of the library do."""
+    """A machine with `boards`, which are also their handles. `paths`: (i, j) -> path level; `peers`: True if peer
+    access works; `bytes_text`: True to give text as bytes, as old versions of the library do."""
 
     NVMLError = NVMLError
 
@@ -65,106 +66,95 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index):
         if self.boards[index].is_lost:
             raise NVMLError("GPU is lost")
-        return (index, None)
-
-    def nvmlDeviceGetUUID(self, handle):
-        board = self.boards[handle[0]]
-        return self._text(
-            board.uuid if handle[1] is None else f"MIG-{handle[0]:04x}{handle[1]:04x}-1111-2222"
-        )
-
-    def nvmlDeviceGetName(self, handle):
-        board = self.boards[handle[0]]
-        return self._text(
-            board.name if handle[1] is None else f"{board.name} MIG {board.slices[handle[1]][0]}"
-        )
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        board = self.boards[handle[0]]
-        if handle[1] is None and not board.tells_memory:
-            raise NVMLError("Insufficient Permissions")
-        size = board.memory_gib if handle[1] is None else board.slices[handle[1]][1]
-        used = int(board.used_gib * GIB)
-        return SimpleNamespace(total=int(size * GIB), free=int(size * GIB) - used, used=used)
+        return self.boards[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
-        for i, board in enumerate(self.boards):
+        for board in self.boards:
             if board.uuid == uuid:
-                return (i, None)
+                return board
         raise NVMLError("Not Found")
 
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        return SimpleNamespace(gpu=10 * (handle[0] + 1), memory=0)
+    nvmlDeviceGetCudaComputeCapability = attrgetter("capability")
+    nvmlDeviceGetComputeMode = attrgetter("compute_mode")
+    nvmlDeviceGetNumaNodeId = attrgetter("numa")
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+    def nvmlDeviceGetUUID(self, board):
+        return self._text(board.uuid)
+
+    def nvmlDeviceGetName(self, board):
+        return self._text(board.name)
+
+    def nvmlDeviceGetMemoryInfo(self, board):
+        if not board.tells_memory:
+            raise NVMLError("Insufficient Permissions")
+        total, used = int(board.memory_gib * GIB), int(board.used_gib * GIB)
+        return SimpleNamespace(total=total, free=total - used, used=used)
+
+    def nvmlDeviceGetUtilizationRates(self, board):
+        return SimpleNamespace(gpu=10 * (self.boards.index(board) + 1), memory=0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, board):
         return [
             SimpleNamespace(pid=pid, usedGpuMemory=int(size * GIB) or None)
-            for pid, size in self.boards[handle[0]].programs.items()
+            for pid, size in board.programs.items()
         ]
 
-    def nvmlDeviceGetTemperature(self, handle, sensor):
-        return 40 + handle[0]
+    def nvmlDeviceGetTemperature(self, board, sensor):
+        return 40 + self.boards.index(board)
 
-    def nvmlDeviceGetPowerUsage(self, handle):
-        if "GeForce" in self.boards[handle[0]].name:
+    def nvmlDeviceGetPowerUsage(self, board):
+        if "GeForce" in board.name:
             raise NVMLError("Not Supported")
-        return 250_500 + handle[0]  # mW
+        return 250_500 + self.boards.index(board)  # mW
 
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle):
+    def nvmlDeviceGetEnforcedPowerLimit(self, board):
         return 700_000
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle):
-        return self.boards[handle[0]].capability
+    def nvmlDeviceGetPciInfo(self, board):
+        return SimpleNamespace(busId=self._text(board.bus))
 
-    def nvmlDeviceGetPciInfo(self, handle):
-        return SimpleNamespace(busId=self._text(self.boards[handle[0]].bus))
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, board):
+        return board.pcie[0]
 
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle):
-        return self.boards[handle[0]].pcie[0]
+    def nvmlDeviceGetMaxPcieLinkWidth(self, board):
+        return board.pcie[1]
 
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle):
-        return self.boards[handle[0]].pcie[1]
-
-    def nvmlDeviceGetComputeMode(self, handle):
-        return self.boards[handle[0]].compute_mode
-
-    def nvmlDeviceGetNumaNodeId(self, handle):
-        return self.boards[handle[0]].numa
-
-    def nvmlDeviceGetNvLinkState(self, handle, link):
-        links = self.boards[handle[0]].links
-        if not links:
+    def nvmlDeviceGetNvLinkState(self, board, link):
+        if not board.links:
             raise NVMLError("Not Supported")
-        return int(link < len(links))
+        return int(link < len(board.links))
 
-    def nvmlDeviceGetNvLinkVersion(self, handle, link):
-        return self.boards[handle[0]].link_version
+    def nvmlDeviceGetNvLinkVersion(self, board, link):
+        return board.link_version
 
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):
-        return self.boards[handle[0]].links[link][0]
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, board, link):
+        return board.links[link][0]
 
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):
-        return SimpleNamespace(busId=self._text(self.boards[handle[0]].links[link][1]))
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, board, link):
+        return SimpleNamespace(busId=self._text(board.links[link][1]))
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one, other):
-        return self.paths(one[0], other[0])
+        return self.paths(self.boards.index(one), self.boards.index(other))
 
     def nvmlDeviceGetP2PStatus(self, one, other, index):
-        return 0 if self.peers(one[0], other[0]) else 1  # 1: CHIPSET_NOT_SUPPORTED
+        return 0 if self.peers else 1  # 1: CHIPSET_NOT_SUPPORTED
 
-    def nvmlDeviceGetMigMode(self, handle):
-        board = self.boards[handle[0]]
+    def nvmlDeviceGetMigMode(self, board):
         if board.capability < (8, 0) or "RTX" in board.name:
             raise NVMLError("Not Supported")
         return (int(board.slices is not None),) * 2
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+    def nvmlDeviceGetMaxMigDeviceCount(self, board):
         return 7
 
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
-        if index >= len(self.boards[handle[0]].slices):
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, board, index):
+        if index >= len(board.slices):
             raise NVMLError("Not Found")
-        return (handle[0], index)
+        profile, size = board.slices[index]
+        uuid = f"MIG-{self.boards.index(board):04x}{index:04x}-1111-2222"
+        return replace(
+            board, name=f"{board.name} MIG {profile}", memory_gib=size, uuid=uuid, tells_memory=True
+        )
 
 
 def _bus(i):
@@ -177,22 +167,20 @@ def h100_nvswitch(count=8):
         Board("NVIDIA H100 80GB HBM3", 79.65, (9, 0), _bus(i), i // 4, (5, 16), switches, 6)
         for i in range(count)
     ]
-    return FakeNvml(boards, lambda a, b: NODE if a // 4 == b // 4 else SYS, lambda a, b: True)
+    return FakeNvml(boards, lambda a, b: NODE if a // 4 == b // 4 else SYS, True)
 
 
 def two_4090():
     boards = [Board("NVIDIA GeForce RTX 4090", 23.99, (8, 9), _bus(i)) for i in range(2)]
-    return FakeNvml(boards, lambda a, b: PHB, lambda a, b: False, bytes_text=True)
+    return FakeNvml(boards, lambda a, b: PHB, False, bytes_text=True)
 
 
 def a6000_pairs():
-    boards = []
-    for i in range(4):
-        partner = _bus(i ^ 1)
-        boards.append(
-            Board("NVIDIA RTX A6000", 47.99, (8, 6), _bus(i), i // 2, (4, 16), [(GPU, partner)] * 4, 5)
-        )
-    return FakeNvml(boards, lambda a, b: NODE if a // 2 == b // 2 else SYS, lambda a, b: True)
+    boards = [
+        Board("NVIDIA RTX A6000", 47.99, (8, 6), _bus(i), i // 2, (4, 16), [(GPU, _bus(i ^ 1))] * 4, 5)
+        for i in range(4)
+    ]
+    return FakeNvml(boards, lambda a, b: NODE if a // 2 == b // 2 else SYS, True)
 
 
 def l40_two_sockets():
@@ -201,7 +189,7 @@ def l40_two_sockets():
     def path(a, b):
         return PIX if a // 2 == b // 2 else NODE if a // 4 == b // 4 else SYS
 
-    return FakeNvml(boards, path, lambda a, b: True)
+    return FakeNvml(boards, path, True)
 
 
 def mixed_4080_4090():
@@ -209,7 +197,7 @@ def mixed_4080_4090():
         Board("NVIDIA GeForce RTX 4080", 15.99, (8, 9), _bus(0)),
         Board("NVIDIA GeForce RTX 4090", 23.99, (8, 9), _bus(1)),
     ]
-    return FakeNvml(boards, lambda a, b: PHB, lambda a, b: False)
+    return FakeNvml(boards, lambda a, b: PHB, False)
 
 
 def mig():
@@ -218,4 +206,4 @@ def mig():
         Board("NVIDIA H100 80GB HBM3", 79.65, (9, 0), _bus(0), 0, (5, 16), slices=cut),
         Board("NVIDIA H100 80GB HBM3", 79.65, (9, 0), _bus(1), 0, (5, 16), slices=[]),
     ]
-    return FakeNvml(boards, lambda a, b: NODE, lambda a, b: True)
+    return FakeNvml(boards, lambda a, b: NODE, True)

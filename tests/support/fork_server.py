@@ -10,7 +10,6 @@ itself the subreaper of its descendants. There it is a child like any other: it 
 
 from __future__ import annotations
 
-import array
 import ctypes
 import fcntl
 import gc
@@ -47,7 +46,7 @@ def main() -> None:
 def serve(control: socket.socket) -> None:
     """Forks a rank for each order, until the other end of `control` is closed."""
     while True:
-        data, descriptors = _receive(control)
+        data, descriptors, *_ = socket.recv_fds(control, LARGEST_ORDER, MOST_DESCRIPTORS)
         if not data:
             return
         control.send(str(_fork(control, json.loads(data), descriptors)).encode())
@@ -80,17 +79,6 @@ def _modules() -> Iterator[str]:
         for module in pkgutil.walk_packages([str(path)], f"parallel_backend.{room}."):
             if not module.name.endswith(".__main__"):
                 yield module.name
-
-
-def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    numbers = array.array("i")
-    data, ancillary, _, _ = control.recvmsg(
-        LARGEST_ORDER, socket.CMSG_SPACE(MOST_DESCRIPTORS * numbers.itemsize)
-    )
-    for level, kind, received in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            numbers.frombytes(received)
-    return data, list(numbers)
 
 
 def _fork(control: socket.socket, order: dict, descriptors: list[int]) -> int:
@@ -134,7 +122,10 @@ def _become(order: dict, descriptors: list[int]) -> int:
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(order["env"])
-    _use_threads(int(order["env"]["OMP_NUM_THREADS"]))
+    if order["env"]["OMP_NUM_THREADS"] != "1":  # the number with which this process started
+        import torch
+
+        torch.set_num_threads(int(order["env"]["OMP_NUM_THREADS"]))
     command = order["command"]
     show_as(command)
     module, *arguments = command[command.index("-m") + 1 :]
@@ -149,14 +140,6 @@ def _become(order: dict, descriptors: list[int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
-
-
-def _use_threads(count: int) -> None:
-    """Does what OMP_NUM_THREADS does when a process starts with it; this process started with 1."""
-    import torch
-
-    if count != 1:
-        torch.set_num_threads(count)
 
 
 def show_as(command: list[str]) -> None:

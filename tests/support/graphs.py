@@ -6,6 +6,7 @@ import os
 
 ON_GPU = "PARALLEL_TEST_GPU"  # if set, ComfyUI computes on the GPU; its value has more arguments for ComfyUI
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
+LATENT = {"batch": 1, "draw": -1, "batch_index": "", "noise_mask": False}
 SAMPLING = {"seed": 7, "steps": 3, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 AXES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
 OURS, STOCK = "ours", "stock"
@@ -38,19 +39,8 @@ class Graph:
     def text(self, draw: int, guidance: float = 3.5, **changes) -> list:
         return [self.add("TestConditioning", draw=draw, guidance=guidance, **{**TEXT, **changes}), 0]
 
-    def latent(self, width=16, height=12, batch=1, draw=-1, batch_index="", noise_mask=False) -> list:
-        return [
-            self.add(
-                "TestLatent",
-                width=width,
-                height=height,
-                batch=batch,
-                draw=draw,
-                batch_index=batch_index,
-                noise_mask=noise_mask,
-            ),
-            0,
-        ]
+    def latent(self, width: int = 16, height: int = 12, **changes) -> list:
+        return [self.add("TestLatent", width=width, height=height, **LATENT | changes), 0]
 
     def strategy(self, devices: str, engine: str = "auto", **settings) -> list:
         """Adds a StrategySelector. `settings`: degrees by axis, and optional inputs by name. Its mode is manual if
@@ -84,19 +74,20 @@ class Graph:
             return [self.add(kind, model_name=unet, weight_dtype="default", **own), 1]
         return [self.add(kind, unet_name=unet, weight_dtype="auto", **own), 0]
 
-    def ksampler(self, model: list, positive: list, negative: list, latent: list, **changes) -> list:
-        inputs = SAMPLING | changes
-        names = {"positive": positive, "negative": negative, "latent_image": latent}
-        return [self.add("KSampler", model=model, **names, **inputs), 0]
+    def ksampler(self, model: list, *links: list, **changes) -> list:
+        """Adds a KSampler. `links`: the positive prompt, the negative one and the latent."""
+        return self._sampler("KSampler", {"model": model}, *links, **changes)
 
-    def parallel_sampler(
-        self, loader: str | list, positive: list, negative: list, latent: list, **changes
-    ) -> list:
+    def parallel_sampler(self, loader: str | list, *links: list, **changes) -> list:
         """Adds a ParallelSampler. `loader`: a model output, or a node whose first output is the model."""
-        inputs = SAMPLING | changes
-        names = {"positive": positive, "negative": negative, "latent_image": latent}
         model = loader if isinstance(loader, list) else [loader, 0]
-        return [self.add("ParallelSampler", parallel_model=model, **names, **inputs), 0]
+        return self._sampler("ParallelSampler", {"parallel_model": model}, *links, **changes)
+
+    def _sampler(
+        self, class_type: str, inputs: dict, positive: list, negative: list, latent: list, **changes
+    ) -> list:
+        inputs = {**inputs, "positive": positive, "negative": negative, "latent_image": latent}
+        return [self.add(class_type, **inputs, **SAMPLING | changes), 0]
 
     def custom_sampler(
         self, model: list, guider: str, sampler: str, latent: list, scheduler: str = "simple", steps: int = 3

@@ -22,7 +22,7 @@ from parallel_backend.requests import LoopState
 from parallel_backend.wire.heartbeat import MOST_RANKS, PAGE_BYTES, Page, find_laggard, in_words
 from parallel_backend.wire.payloads import sample_request, sample_tensors, state_tensors, take_state
 from parallel_backend.wire.protocol import Envelope, Failed, Progress, Sample, decode, encode
-from parallel_backend.wire.transport import unpack_tensors
+from parallel_backend.wire.transport import seal, unpack_tensors
 from scripted import scripted_request, two_ranks
 
 MESSAGE = Sample(two_ranks(), cfg=1.0, previews=True)
@@ -83,20 +83,17 @@ def parse_frame(data: bytes) -> None:
 
 def parse_payload(data: bytes) -> None:
     """Reads the bytes as a rank and ComfyUI's process read the tensors of a message."""
-    import fcntl
-
     descriptor = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, data)
-        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        seal(descriptor)
         tensors = _allowing(TransportError, unpack_tensors, descriptor)
     finally:
         os.close(descriptor)
-    if tensors is None:
-        return
-    for reader in (lambda: (take_state(copy := dict(tensors)), sample_request(MESSAGE, copy)),):
-        _allowing((TransportError, RequestError), reader)
+    if tensors is not None:
+        _allowing(
+            (TransportError, RequestError), lambda: (take_state(tensors), sample_request(MESSAGE, tensors))
+        )
 
 
 def parse_file(data: bytes, path: Path) -> None:

@@ -13,9 +13,9 @@ from shipped_jobs import LoopJob
 STEPS = 4
 
 
-def tiny_model(folder, form: str = "fp32"):
+def tiny_model(folder):
     """Writes a file with one block of each kind and returns its ModelSpec."""
-    return spec(write(folder / "loop.safetensors", form, blocks=1))
+    return spec(write(folder / "loop.safetensors", "fp32", blocks=1))
 
 
 def loop_job(
@@ -37,25 +37,19 @@ def loop_job(
     kept[..., :3] = 0.25
     sigmas = torch.linspace(1, 0, steps + 1)
     sigmas = 3 * sigmas / (1 + 2 * sigmas)
-    request = LoopJob(
-        noise=noise,
-        latent=latent if mask else torch.zeros_like(noise),
-        sigmas=sigmas,
-        conds={
-            side: [
-                {
-                    "model_conds": {
-                        "c_crossattn": ("CONDCrossAttn", random(1, 7, CONTEXT)),
-                        "y": ("CONDRegular", random(1, POOLED)),
-                        "guidance": ("CONDRegular", torch.tensor([3.5])),
-                    }
+    conds = {
+        side: [
+            {
+                "model_conds": {
+                    "c_crossattn": ("CONDCrossAttn", random(1, 7, CONTEXT)),
+                    "y": ("CONDRegular", random(1, POOLED)),
+                    "guidance": ("CONDRegular", torch.tensor([3.5])),
                 }
-            ]
-            for side in ("positive", "negative")
-        },
-        cfg=2.5,
-        sampler=sampler,
-        seed=11,
-        denoise_mask=kept if mask else None,
+            }
+        ]
+        for side in ("positive", "negative")
+    }
+    request = LoopJob(
+        noise, latent if mask else torch.zeros_like(noise), sigmas, conds, 2.5, sampler, seed=11
     )
-    return replace(request, **changes)
+    return replace(request, denoise_mask=kept if mask else None, **changes)

@@ -20,15 +20,19 @@ def pair(out: int, inputs: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     return up, torch.randn(rank, inputs, generator=generator)
 
 
-def _pairs(
-    names: dict[str, tuple[int, int]], up: str, down: str, rank: int = 4, alpha: float | None = None
-) -> dict:
+def _pairs(names: dict[str, tuple[int, int]], up: str, down: str, alpha: float | None = None) -> dict:
     found = {}
     for seed, (name, (out, inputs)) in enumerate(names.items()):
-        found[f"{name}.{up}"], found[f"{name}.{down}"] = pair(out, inputs, rank, seed)
+        found[f"{name}.{up}"], found[f"{name}.{down}"] = pair(out, inputs, 4, seed)
         if alpha is not None:
             found[f"{name}.alpha"] = torch.tensor(alpha)
     return found
+
+
+def _drawn(prefix: str, seed: int, deviation: float, sizes: dict[str, tuple[int, ...]]) -> dict:
+    """Returns random tensors of these sizes, by `prefix` and name."""
+    generator = torch.Generator().manual_seed(seed)
+    return {prefix + name: deviation * torch.randn(size, generator=generator) for name, size in sizes.items()}
 
 
 ORIGINAL = {
@@ -71,40 +75,25 @@ def _xlabs() -> dict:
 
 def _bfl_own() -> dict:
     """Returns a LoRA with Black Forest Labs' names: no prefix, with biases and norms, and always with img_in."""
-    generator = torch.Generator().manual_seed(10)
     found = _pairs({"img_in": (H, 64), **ORIGINAL}, *B_A)
-    for name, (out, _) in ORIGINAL.items():
-        found[f"{name}.lora_B.bias"] = 0.2 * torch.randn(out, generator=generator)
+    found |= _drawn("", 10, 0.2, {f"{name}.lora_B.bias": (out,) for name, (out, _) in ORIGINAL.items()})
     for norm in ("single_blocks.0.norm.key_norm", "double_blocks.0.img_attn.norm.query_norm"):
-        found[f"{norm}.scale"] = 0.5 + torch.rand(128, generator=generator)
+        found[f"{norm}.scale"] = 0.5 + torch.rand(128, generator=torch.Generator().manual_seed(11))
     return found
 
 
 def _loha() -> dict:
-    name, generator = "lora_unet_double_blocks_0_img_mlp_0", torch.Generator().manual_seed(3)
+    name = "lora_unet_double_blocks_0_img_mlp_0"
     sizes = {"w1_a": (4 * H, 3), "w1_b": (3, H), "w2_a": (4 * H, 3), "w2_b": (3, H)}
-    found = {
-        f"{name}.hada_{part}": 0.4 * torch.randn(size, generator=generator) for part, size in sizes.items()
-    }
-    return found | {f"{name}.alpha": torch.tensor(2.0)}
+    return _drawn(f"{name}.hada_", 3, 0.4, sizes) | {f"{name}.alpha": torch.tensor(2.0)}
 
 
 def _lokr() -> dict:
-    generator = torch.Generator().manual_seed(4)
-
-    def draw(*size: int) -> Tensor:
-        return 0.3 * torch.randn(size, generator=generator)
-
     whole, low = "lycoris_transformer_blocks_0_attn_to_k", "lycoris_single_transformer_blocks_0_proj_out"
-    return {
-        f"{whole}.lokr_w1": draw(16, 16),
-        f"{whole}.lokr_w2": draw(16, 16),
-        f"{whole}.alpha": torch.tensor(1.0),
-        f"{low}.lokr_w1": draw(4, 4),
-        f"{low}.lokr_w2_a": draw(H // 4, 4),
-        f"{low}.lokr_w2_b": draw(4, 5 * H // 4),
-        f"{low}.alpha": torch.tensor(2.0),
-    }
+    parts = {"w1": (4, 4), "w2_a": (H // 4, 4), "w2_b": (4, 5 * H // 4)}
+    alphas = {f"{whole}.alpha": torch.tensor(1.0), f"{low}.alpha": torch.tensor(2.0)}
+    both = {"w1": (16, 16), "w2": (16, 16)}
+    return _drawn(f"{whole}.lokr_", 4, 0.3, both) | _drawn(f"{low}.lokr_", 5, 0.3, parts) | alphas
 
 
 def _dora() -> dict:
@@ -118,32 +107,11 @@ def _dora() -> dict:
 
 
 def _differences() -> dict:
-    generator = torch.Generator().manual_seed(6)
-    return {
-        "diffusion_model.double_blocks.0.img_mlp.0.diff": 0.05 * torch.randn(4 * H, H, generator=generator),
-        "diffusion_model.double_blocks.0.img_mlp.0.diff_b": 0.3 * torch.randn(4 * H, generator=generator),
-        "diffusion_model.double_blocks.0.img_attn.norm.query_norm.set_weight": torch.rand(
-            128, generator=generator
-        ),
-    }
-
-
-def _oft() -> dict:
-    generator = torch.Generator().manual_seed(7)
-    blocks = 0.2 * torch.randn(8, H // 8, H // 8, generator=generator)
-    return {"lora_unet_double_blocks_0_img_attn_proj.oft_blocks": blocks}
-
-
-def _glora() -> dict:
-    name, generator = "lora_unet_single_blocks_0_linear2", torch.Generator().manual_seed(8)
-    sizes = {"a1": (5 * H, 4), "a2": (4, 5 * H), "b1": (H, 4), "b2": (4, 5 * H)}
-    return {
-        f"{name}.{part}.weight": 0.05 * torch.randn(size, generator=generator) for part, size in sizes.items()
-    }
-
-
-def _halves(tensors: dict) -> dict:
-    return {key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}
+    block = "diffusion_model.double_blocks.0."
+    scale = torch.rand(128, generator=torch.Generator().manual_seed(6))
+    found = _drawn(block, 6, 0.05, {"img_mlp.0.diff": (4 * H, H)})
+    found |= _drawn(block, 7, 0.3, {"img_mlp.0.diff_b": (4 * H,)})
+    return found | {f"{block}img_attn.norm.query_norm.set_weight": scale}
 
 
 def _integers(names: dict) -> dict:
@@ -161,7 +129,9 @@ def _integers(names: dict) -> dict:
 TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (8, 8)}, *UP_DOWN)
 LAYOUTS = {
     "kohya": _pairs(_kohya(ORIGINAL), *UP_DOWN, alpha=2.0),
-    "kohya, no alpha, bf16": _halves(_pairs(_kohya(ORIGINAL), *UP_DOWN)),
+    "kohya, no alpha, bf16": {
+        key: tensor.bfloat16() for key, tensor in _pairs(_kohya(ORIGINAL), *UP_DOWN).items()
+    },
     "bfl": _pairs({f"diffusion_model.{n}": s for n, s in ORIGINAL.items()}, *B_A),
     "bfl, own names": _bfl_own(),
     "peft": _pairs({f"transformer.{n}": s for n, s in DIFFUSERS.items()}, *B_A),
@@ -174,8 +144,13 @@ LAYOUTS = {
     "lokr": _lokr(),
     "dora": _dora(),
     "differences": _differences(),
-    "oft": _oft(),
-    "glora": _glora(),
+    "oft": _drawn("lora_unet_double_blocks_0_img_attn_proj.", 7, 0.2, {"oft_blocks": (8, H // 8, H // 8)}),
+    "glora": _drawn(
+        "lora_unet_single_blocks_0_linear2.",
+        8,
+        0.05,
+        {"a1.weight": (5 * H, 4), "a2.weight": (4, 5 * H), "b1.weight": (H, 4), "b2.weight": (4, 5 * H)},
+    ),
     "integers": _integers(_kohya(_ONE)),
 }
 # LoRAs for the node LoraLoader, which also changes a CLIP: one for both models, and one for the text encoder alone.
@@ -196,11 +171,11 @@ BAD = {
 def of_all_layers(double_blocks: int) -> dict[str, Tensor]:
     """Returns a LoRA of all attention and MLP layers of that many double blocks, in kohya's layout."""
     wide = {"attn.qkv": (3 * H, H), "attn.proj": (H, H), "mlp.0": (4 * H, H), "mlp.2": (H, 4 * H)}
-    layers = {f"{side}_{name}": size for side in ("img", "txt") for name, size in wide.items()}
     names = {
-        f"double_blocks.{block}.{name}": size
+        f"double_blocks.{block}.{side}_{name}": size
         for block in range(double_blocks)
-        for name, size in layers.items()
+        for side in ("img", "txt")
+        for name, size in wide.items()
     }
     return _pairs(_kohya(names), *UP_DOWN, alpha=2.0)
 

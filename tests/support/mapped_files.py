@@ -1,11 +1,14 @@
-"""Address ranges and resident bytes of files that this process maps."""
+"""Files that this process maps: which tensors are views of them, and how much of them is in memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+from torch import Tensor
 
-def mapped_ranges(path: Path) -> list[tuple[int, int]]:
+
+def mapped_ranges(path: Path | str) -> list[tuple[int, int]]:
     """Returns the address ranges of this process that map the file."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -15,13 +18,11 @@ def mapped_ranges(path: Path) -> list[tuple[int, int]]:
     return ranges
 
 
+def is_mapped(path: Path | str, tensor: Tensor) -> bool:
+    """Returns True if a tensor's numbers are where this process maps the file."""
+    return any(begin <= tensor.data_ptr() < end for begin, end in mapped_ranges(path))
+
+
 def resident_bytes(path: Path | str) -> int:
-    """Returns the bytes of the file's pages that this process has in memory now (Rss)."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *values = line.split()
-        if not name.endswith(":"):
-            inside = line.endswith(str(path))
-        elif inside and name == "Rss:":
-            found += int(values[0]) * 1024
-    return found
+    """Returns the bytes of the file's pages that this process has in memory now."""
+    return sum(part.rss for part in psutil.Process().memory_maps() if part.path == str(path))

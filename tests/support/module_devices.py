@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dispatch_counter import DEVICE, counted, world_of_one_process
 from parallel_backend.engine.blocks.step_cache import ModuleCache
@@ -32,7 +32,6 @@ from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 
 _DRAWS = ("rand", "normal_", "bernoulli", "uniform", "exponential")
-_TINY = (cases, special_cases)
 HALF = torch.bfloat16
 SIZE = (9, 7)  # latent height and width: tokens that two and three ranks do not divide
 
@@ -68,13 +67,15 @@ def comfyui_on_the_device() -> Iterator[None]:
     """Makes ComfyUI compute on the stand-in inside the block."""
     import comfy.model_management
 
-    management = comfy.model_management
-    with ExitStack() as inside:
-        inside.enter_context(patch.object(management, "get_torch_device", lambda: DEVICE))
-        for asked in ("get_free_memory", "get_total_memory"):
-            inside.enter_context(patch.object(management, asked, lambda *device, **named: 2**40))
-        inside.enter_context(patch.object(torch, "autocast", _autocast))  # torch's refuses the meta device
-        inside.enter_context(patch.object(attention, "_attend", _AttentionOfGpus(attention._attend)))
+    def memory(*device: Any, **named: Any) -> int:
+        return 2**40
+
+    asked = {"get_free_memory": memory, "get_total_memory": memory, "get_torch_device": lambda: DEVICE}
+    with (
+        patch.multiple(comfy.model_management, **asked),
+        patch.object(torch, "autocast", _autocast),  # torch's refuses the meta device
+        patch.object(attention, "_attend", _AttentionOfGpus(attention._attend)),
+    ):
         yield
 
 
@@ -137,18 +138,15 @@ class Subject:
     def call(self, tokens: str, prompts: tuple[int, ...] = ()) -> ModuleCall:
         """Returns a call with new arguments, placed as in a rank."""
         (latent, *times), kwargs = self._inputs(self._rows, *SIZE)
-        kwargs = {name: _halved(value, deep=name == "control") for name, value in kwargs.items()}
+        control = {part: _halved(tensors) for part, tensors in kwargs.get("control", {}).items()}
+        kwargs = {name: control if name == "control" else _halved(kwargs[name]) for name in kwargs}
         args, kwargs = as_in_a_rank((_halved(latent), *times), kwargs | {"transformer_options": {}})
         return ModuleCall(args, kwargs, self._rows, tokens, prompts=prompts)
 
     def alone(self) -> Found:
         """Calls the module as ComfyUI itself does."""
         call = self.call("")
-
-        def run() -> Any:
-            return self.model.module(*call.args, **call.kwargs)
-
-        return watched(run)
+        return watched(lambda: self.model.module(*call.args, **call.kwargs))
 
     def on_rank(self, strategy: ParallelStrategy, rank: int, tokens: str) -> Found:
         """Calls the module as this rank does."""
@@ -184,29 +182,25 @@ class Subject:
 def _in_half() -> Iterator[None]:
     """Builds tiny models inside the block as ComfyUI builds them for a GPU."""
     made = operations() | {"dtype": HALF}
-    with ExitStack() as inside:
-        for module in _TINY:
-            inside.enter_context(patch.object(module, "operations", lambda: made))
+    with (
+        patch.object(cases, "operations", lambda: made),
+        patch.object(special_cases, "operations", lambda: made),
+    ):
         yield
 
 
-def _halved(value: Any, deep: bool = False) -> Any:
-    """Casts an argument as ComfyUI's BaseModel does: tensors and lists of them. `deep`: also the values of a dict."""
-    if isinstance(value, Tensor):
-        return value.to(HALF) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_halved, value))
-    return {name: _halved(item) for name, item in value.items()} if deep else value
+def _halved(value: Any) -> Any:
+    """Casts an argument as ComfyUI's BaseModel does: tensors and lists of them, but no tensor in a dict."""
+
+    def half(tensor: Tensor) -> Tensor:
+        return tensor.to(HALF) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, half, value, is_leaf=lambda part: isinstance(part, dict))
 
 
 def watched(run: Callable[[], Any]) -> Found:
     with torch.inference_mode(), comfyui_on_the_device(), counted() as counter:
         answer = run()
     drawn = [event for event in counter.events if any(word in event for word in _DRAWS)]
-    return Found(counter.counts.host_syncs, counter.own_syncs, drawn, _leaves(answer))
-
-
-def _leaves(answer: Any) -> list[Tensor]:
-    if isinstance(answer, Tensor):
-        return [answer]
-    return [leaf for item in answer for leaf in _leaves(item)] if isinstance(answer, (list, tuple)) else []
+    tensors = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+    return Found(counter.counts.host_syncs, counter.own_syncs, drawn, tensors)

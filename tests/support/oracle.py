@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from safetensors.torch import load_file
 
@@ -27,20 +28,12 @@ def oracle_subject(folder, cases, **sizes):
 @torch.no_grad()
 def oracle_velocity(model, x, sigma, prompt):
     """Returns the velocity [1, 16, h, w] for x [1, 16, h, w]: one image, one prompt, one call."""
-    _, channels, height, width = x.shape
-    even = torch.cat([x, x[:, :, :1]], dim=2) if height % 2 else x
-    even = torch.cat([even, even[..., :1]], dim=3) if width % 2 else even
-    rows, columns = even.shape[2] // 2, even.shape[3] // 2
-    tokens = torch.stack(
-        [
-            even[0, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2].reshape(-1)
-            for r in range(rows)
-            for c in range(columns)
-        ]
-    )
+    height, width = x.shape[2:]
+    cells = F.pixel_unshuffle(F.pad(x, (0, width % 2, 0, height % 2), mode="circular"), 2)
+    rows, columns = cells.shape[2:]
     ids = torch.tensor([[0.0, r, c] for r in range(rows) for c in range(columns)])
     (out,) = model(
-        hidden_states=tokens[None],
+        hidden_states=cells.flatten(2).transpose(1, 2),
         encoder_hidden_states=prompt.context[:1],
         pooled_projections=prompt.pooled[:1],
         timestep=sigma.reshape(1),
@@ -49,10 +42,7 @@ def oracle_velocity(model, x, sigma, prompt):
         txt_ids=torch.zeros(prompt.context.shape[1], 3),
         return_dict=False,
     )
-    image = torch.empty(1, channels, rows * 2, columns * 2)
-    for n in range(rows * columns):
-        r, c = divmod(n, columns)
-        image[0, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] = out[0, n].reshape(channels, 2, 2)
+    image = F.pixel_shuffle(out.transpose(1, 2).unflatten(2, (rows, columns)), 2)
     return image[:, :, :height, :width]
 
 

@@ -4,69 +4,51 @@
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.vae_networks import frames_are_a_batch
-from video_vaes import VaeCase
+from video_vaes import HALVES, VaeCase, config_of, engine
 
 
-def ltx_config(**more: object) -> dict:
-    """Returns the config of a narrow LTX VAE. `more`: entries of LTX-Video 0.9.1 and later, or of LTX-2."""
-    blocks = [["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}]]
-    config = dict(dims=3, latent_channels=128, norm_layer="pixel_norm", patch_size=4)
-    config |= dict(
-        encoder_blocks=[["res_x", {"num_layers": 1}], ["compress_all", {}]],
-        decoder_blocks=[*blocks, ["compress_space", {"multiplier": 2}], ["res_x", {"num_layers": 1}]],
-        encoder_base_channels=8,
-        decoder_base_channels=4,
-        latent_log_var="uniform",
-        causal_decoder=False,
+def _ltx(**more: object) -> nn.Module:
+    """Returns a narrow LTX VAE. `more`: options of the decoder's first block."""
+    layers = {"num_layers": 1}
+    last = [["compress_space", {"multiplier": 2}], ["res_x", layers]]
+    decoder = [["res_x", layers | more], ["compress_all", {"residual": True, "multiplier": 2}], *last]
+    config = dict(
+        dims=3, latent_channels=128, norm_layer="pixel_norm", patch_size=4, latent_log_var="uniform"
     )
-    return config | more
-
-
-def ltx(**more: object) -> nn.Module:
-    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
-
-    return VideoVAE(config=ltx_config(**more))
+    config |= dict(encoder_blocks=[["res_x", layers], ["compress_all", {}]], decoder_blocks=decoder)
+    config |= dict(encoder_base_channels=8, decoder_base_channels=4, causal_decoder=False)
+    network = resolve_name("comfy.ldm.lightricks.vae.causal_video_autoencoder:VideoVAE")
+    return network(config=config | {"timestep_conditioning": bool(more)})
 
 
 def _noisy_ltx() -> nn.Module:
     """Returns it as a rank decodes: the latent has its noise already, and the layers draw the same noise each time."""
-    config = ltx_config(timestep_conditioning=True)
-    config["decoder_blocks"] = [[name, dict(more)] for name, more in config["decoder_blocks"]]
-    config["decoder_blocks"][0][1]["inject_noise"] = True
-    network = ltx(**config)
+    network = _ltx(inject_noise=True)
     network.timestep_conditioning = False
     return network
 
 
 def _svd() -> nn.Module:
-    from comfy.ldm.models.autoencoder import AutoencodingEngine
-
-    sizes = dict(z_channels=4, resolution=64, in_channels=3, out_ch=3, ch=32, num_res_blocks=1)
-    config = dict(double_z=True, attn_resolutions=[], ch_mult=[1, 1, 1, 1], **sizes)
+    config = config_of(ch=32)
     video = config | dict(video_kernel_size=[3, 1, 1], alpha=0.0)
-    return AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
-        decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
-    )
+    decoder = {"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video}
+    return engine(HALVES, config, decoder=decoder)
 
 
 def _cosmos() -> nn.Module:
-    from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer
-
-    sizes = dict(
-        z_channels=16, latent_channels=16, z_factor=1, resolution=1024, in_channels=3, out_channels=3
-    )
+    sizes = dict(z_channels=16, latent_channels=16, z_factor=1, resolution=1024, in_channels=3)
     widths = dict(channels=8, channels_mult=[2, 4, 4], num_res_blocks=1, attn_resolutions=[32], dropout=0.0)
-    return CausalContinuousVideoTokenizer(
-        **sizes, **widths, patch_size=4, num_groups=1, temporal_compression=8, spacial_compression=8
-    )
+    patches = dict(patch_size=4, num_groups=1, temporal_compression=8, spacial_compression=8)
+    network = resolve_name("comfy.ldm.cosmos.vae:CausalContinuousVideoTokenizer")
+    return network(out_channels=3, **sizes, **widths, **patches)
 
 
 def _mochi() -> nn.Module:
@@ -74,65 +56,45 @@ def _mochi() -> nn.Module:
 
     network = VideoVAE.__new__(VideoVAE)  # __init__ would build the real sizes
     nn.Module.__init__(network)
-    network.decoder = Decoder(
-        latent_dim=12,
-        base_channels=32,
-        channel_multipliers=[1, 1, 1, 1],
-        num_res_blocks=[1, 1, 1, 1, 1],
-        temporal_expansions=[1, 2, 3],
-        spatial_expansions=[2, 2, 2],
-        has_attention=[False] * 5,
-        padding_mode="replicate",
-        output_norm=False,
-    )
+    expansions = dict(temporal_expansions=[1, 2, 3], spatial_expansions=[2, 2, 2])
+    blocks = dict(channel_multipliers=[1] * 4, num_res_blocks=[1] * 5, has_attention=[False] * 5)
+    sizes = dict(latent_dim=12, base_channels=32, padding_mode="replicate", output_norm=False)
+    network.decoder = Decoder(**sizes, **blocks, **expansions)
     return network
-
-
-def _cogvideo() -> nn.Module:
-    from comfy.ldm.cogvideo.vae import AutoencoderKLCogVideoX
-
-    return AutoencoderKLCogVideoX(block_out_channels=(8, 8, 16, 16), layers_per_block=1, groups=4)
 
 
 def _seedvr() -> nn.Module:
     from comfy.ldm.seedvr import vae
 
-    widths, vae.BYTEDANCE_BLOCK_OUT_CHANNELS = vae.BYTEDANCE_BLOCK_OUT_CHANNELS, (32, 32, 64, 64)
-    try:
+    with patch.object(vae, "BYTEDANCE_BLOCK_OUT_CHANNELS", (32, 32, 64, 64)):
         return vae.VideoAutoencoderKLWrapper()
-    finally:
-        vae.BYTEDANCE_BLOCK_OUT_CHANNELS = widths
+
+
+def _cogvideo() -> nn.Module:
+    network = resolve_name("comfy.ldm.cogvideo.vae:AutoencoderKLCogVideoX")
+    return network(block_out_channels=(8, 8, 16, 16), layers_per_block=1, groups=4)
 
 
 def _taesd(channels: int) -> nn.Module:
-    from comfy.taesd.taesd import TAESD
-
-    return TAESD(latent_channels=channels)
+    return resolve_name("comfy.taesd.taesd:TAESD")(latent_channels=channels)
 
 
 def _taehv() -> nn.Module:
-    from comfy import latent_formats
-    from comfy.taesd.taehv import TAEHV
-
-    return TAEHV(latent_channels=16, latent_format=latent_formats.HunyuanVideo)
+    latent_format = resolve_name("comfy.latent_formats:HunyuanVideo")
+    return resolve_name("comfy.taesd.taehv:TAEHV")(latent_channels=16, latent_format=latent_format)
 
 
 def _minimax() -> nn.Module:
     """Returns a VAE with tiles of 3 latent positions that overlap by 1."""
     from comfy.ldm.minimax import vae
 
-    decoder, vae.ViT3DDecoder = (
-        vae.ViT3DDecoder,
-        partial(vae.ViT3DDecoder, num_layers=2, heads=2, dim_head=16),
-    )
-    try:
+    narrow = partial(vae.ViT3DDecoder, num_layers=2, heads=2, dim_head=16)
+    with patch.object(vae, "ViT3DDecoder", narrow):
         return vae.MiniMaxH3VideoVAE(ch=32, tile_size=48, tile_overlap_min=16)
-    finally:
-        vae.ViT3DDecoder = decoder
 
 
 BANDED = {
-    "ltx": VaeCase(lambda: ltx(), 128, 16, frames=lambda t: 2 * t - 1),
+    "ltx": VaeCase(_ltx, 128, 16, frames=lambda t: 2 * t - 1),
     "ltx with noise": VaeCase(_noisy_ltx, 128, 16, frames=lambda t: 2 * t - 1),
     "stable video diffusion": VaeCase(_svd, 4, 8, frames=lambda t: t),
     "cosmos": VaeCase(_cosmos, 16, 8, frames=lambda t: 8 * t - 7),
@@ -152,12 +114,12 @@ def build(case: VaeCase) -> nn.Module:
     for part in ("encoder", "quant_conv", "taesd_encoder"):
         if hasattr(network, part):
             delattr(network, part)
-    kept = [value for name, value in network.named_buffers() if name not in network.state_dict()]
-    values = [value.clone() for value in kept]
-    for buffer, value in zip(kept, values, strict=True):
+    state = network.state_dict()
+    kept = [(value, value.clone()) for name, value in network.named_buffers() if name not in state]
+    for buffer, value in kept:
         buffer.data = value.clone()  # some are views of one number
     fill(network)
-    for buffer, value in zip(kept, values, strict=True):
+    for buffer, value in kept:
         buffer.data = value
     return network
 

@@ -7,9 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from comfy_harness import ROOT, Comfy
+from comfy_harness import ROOT
 from graphs import STOCK, Graph
 
 if TYPE_CHECKING:  # not every computer has it
@@ -157,12 +155,6 @@ def open_picker(page):
     picker = page.locator(".parallel-devices fieldset")
     picker.locator("input").first.wait_for()
     return picker
-
-
-def processes_with(option: str, comfy: Comfy) -> list[int]:
-    """Returns the ids of the pack's programs with this option that this ComfyUI has started."""
-    lines = [(process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    return [pid for pid, line in lines if option in line and str(comfy.server.pid) in line]
 
 
 def run(page) -> None:

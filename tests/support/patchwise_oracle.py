@@ -7,6 +7,7 @@ the keys and values of all tokens and replaces those of the given tokens (PipeFu
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from parallel_backend.layout import slice_of, split_sizes
 from parallel_backend.models.attention import attention_by
@@ -41,10 +42,6 @@ def patchwise_sample(model, request, warmup_steps, patches):
     patch_diffusers("cpu")
     ids = torch.tensor([[0.0, r, c] for r in range(rows) for c in range(columns)])
 
-    def tokens_of(latent):
-        cut = latent.unflatten(3, (columns, 2)).unflatten(2, (rows, 2))
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(1, rows * columns, -1)
-
     def velocity(x, sigma, part, words):
         attention.places = [*(("text", n) for n in words), *(("image", n) for n in part)]
         with attention_by(attention.attend):
@@ -60,12 +57,11 @@ def patchwise_sample(model, request, warmup_steps, patches):
             )
         return out
 
-    x = tokens_of(request.sigmas[0] * request.noise)
+    x = F.pixel_unshuffle(request.sigmas[0] * request.noise, 2).flatten(2).transpose(1, 2).contiguous()
     everything, words = list(range(rows * columns)), list(range(text))
     texts = split_sizes(text, len(patches))
     parts = [(everything[slice_of(patches, i)], words[slice_of(texts, i)]) for i in range(len(patches))]
     for i, (sigma, following) in enumerate(zip(request.sigmas[:-1], request.sigmas[1:], strict=True)):
         for part, said in [(everything, words)] if i < warmup_steps else parts:
             x[:, part] += (following - sigma) * velocity(x, sigma, part, said)
-    latent = x.reshape(1, rows, columns, 16, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return latent.reshape(1, 16, 2 * rows, 2 * columns)
+    return F.pixel_shuffle(x.transpose(1, 2).unflatten(2, (rows, columns)), 2)

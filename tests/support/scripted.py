@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import torch
 
 from parallel_backend.requests import Conditioning, ModelSpec, Placement, SampleRequest
@@ -56,29 +57,26 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def processes_with(*words: str) -> list[psutil.Process]:
+    """Returns the running processes whose command lines have all these words."""
+    running = psutil.process_iter(["cmdline"])
+    return [process for process in running if set(words) <= set(process.info["cmdline"] or ())]
+
+
 def ranks_of(parent: int) -> list[int]:
     """Returns the process ids of running ranks that were started for this parent, even if they now have another."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"--parent" in words and words[words.index(b"--parent") + 1] == str(parent).encode():
-                found.append(int(entry.name))
-    return [pid for pid in found if is_running(pid)]
+    return [process.pid for process in processes_with("--parent", str(parent))]
 
 
-def call_model(ranks, spec, x=None, behaviour=0, *, conditioning=None, placement=None, **options):
+def call_model(ranks, spec, x=None, behaviour=0, **options):
     """Runs a job of one step; returns (the model's velocity for x at sigma 1, how the job ran)."""
     x = torch.randn(2, 4, 6, 6) if x is None else x
     request = SampleRequest(
         noise=x,
         sigmas=torch.tensor([1.0, 0.0]),
-        positive=conditioning or scripted_prompt(behaviour),
+        positive=scripted_prompt(behaviour),
         negative=None,
         cfg=1.0,
     )
-    result = ranks.sample(spec, request, placement or two_ranks(), **options)
+    result = ranks.sample(spec, request, two_ranks(), **options)
     return x - result.latent, result.info

@@ -3,6 +3,7 @@ networks, text encoders and VAEs."""
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Mapping
@@ -35,7 +36,6 @@ from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import STAY, InputShapes, ModelSpec
 from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.trials import NO_TRIALS, TrialPlan
-from samplings import sampling_of
 
 ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
 
@@ -44,7 +44,7 @@ ANYTHING = InputShapes("a model", 0, 0, 0, 0, "", "")
 class LoopJob:
     """A sampler run. noise, latent: [B, C, …] float32; sigmas: [S + 1]; `conds`: by side, the prompts as ComfyUI has
     them, but with (name of a class in comfy.conds, value) as model_conds; `sampling`: arguments of
-    samplings.sampling_of, to replace the model's sampling; `changes`: tensors to add to weights, by name."""
+    sampling_of, to replace the model's sampling; `changes`: tensors to add to weights, by name."""
 
     noise: Tensor
     latent: Tensor
@@ -59,14 +59,21 @@ class LoopJob:
     changes: dict[str, Tensor] = field(default_factory=dict)
 
 
-_stock: dict[ModelSpec, Any] = {}
-
-
+@functools.cache
 def stock_model(spec: ModelSpec):
     """Returns the model of a file, loaded once in this process."""
-    if spec not in _stock:
-        _stock[spec] = load(spec, CPU)
-    return _stock[spec]
+    return load(spec, CPU)
+
+
+def sampling_of(schedule: str, kind: str, **values: Any) -> nn.Module:
+    """Returns a sampling made of two classes of comfy.model_sampling, by their names. `values`: its attributes."""
+    import_comfyui_here()
+    import comfy.model_sampling as known
+
+    found = type("ModelSampling", (getattr(known, schedule), getattr(known, kind)), {})()
+    for name, value in values.items():
+        setattr(found, name, value)
+    return found
 
 
 def guider_of(spec: ModelSpec, job: LoopJob):
@@ -135,7 +142,7 @@ def stock_latent(spec: ModelSpec, job: LoopJob) -> Tensor:
 def ship(spec: ModelSpec, job: LoopJob, mode: str = STAY, trials: TrialPlan = NO_TRIALS) -> ShippedRequest:
     """Returns the request for a sampler run. `mode`: token mode of the model's class, see requests.TOKEN_MODES."""
     work = SamplerRun(guider_of(spec, job), [], _arguments(job), None)
-    tensors = _payload(spec, work, mode, job.cache_threshold)
+    tensors = _pack(work, stock_model(spec).patcher.model, mode, job.cache_threshold)
     return ShippedRequest(
         job.noise, len(job.sigmas) - 1, lambda _: tensors, job.cache_threshold, trials=trials
     )
@@ -146,7 +153,7 @@ def ship_call(
 ) -> ShippedRequest:
     """Returns the request for one call of a network."""
     work = NetworkCall(stock_model(spec).patcher.clone(), args, dict(kwargs))
-    tensors = _payload(spec, work, mode, 0.0)
+    tensors = _pack(work, stock_model(spec).patcher.model, mode)
     first = args[0] if isinstance(args[0], Tensor) else args[0][0]
     return ShippedRequest(first, 1, lambda _: tensors, is_call=True)
 
@@ -156,26 +163,22 @@ def ship_module(module: nn.Module | HalfVae):
     from comfy.model_patcher import ModelPatcher
 
     work = module if isinstance(module, HalfVae) else HeldTextEncoder(module, ModelPatcher)
-    return _pack(work, None, "", 0.0)
+    return _pack(work)
 
 
 def ship_encoder_call(module: nn.Module, args: tuple[Any, ...], method: str = ""):
     """Returns the payload of a call of a text encoder."""
     from comfy.model_patcher import ModelPatcher
 
-    return _pack(EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {}), module, "", 0.0)
+    return _pack(EncoderCall(ModelPatcher(module, CPU, CPU), "", method, args, {}), module)
 
 
 def ship_vae_call(inputs: Tensor, shares: tuple[float, ...] = ()):
     """Returns the payload of a decode or encode."""
-    return _pack(VaeCall(shares), None, "", 0.0) | {INPUTS: inputs}
+    return _pack(VaeCall(shares)) | {INPUTS: inputs}
 
 
-def _payload(spec: ModelSpec, work: SamplerRun | NetworkCall, mode: str, threshold: float):
-    return _pack(work, stock_model(spec).patcher.model, mode, threshold)
-
-
-def _pack(work, base: nn.Module | None, mode: str, threshold: float):
+def _pack(work, base: nn.Module | None = None, mode: str = "", threshold: float = 0.0):
     from comfy.model_patcher import ModelPatcher
 
     states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), None)

@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 
-def optimized(
-    q,
-    k,
-    v,
-    heads,
-    mask=None,
-    attn_precision=None,
-    skip_reshape=False,
-    skip_output_reshape=False,
-    scale=None,
-    enable_gqa=False,
-):
-    """Computes attention with the shapes of ComfyUI's functions; several heads may share keys, or values."""
+def optimized(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False, scale=None, **others):
+    """Computes attention with the shapes of ComfyUI's functions; several heads may share keys, or values. `others`: of
+    their arguments, without effect here."""
     if not skip_reshape:
         channels = q.shape[-1] // heads
         q, k, v = (t.unflatten(-1, (-1, channels)).transpose(1, 2) for t in (q, k, v))

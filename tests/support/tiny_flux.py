@@ -10,6 +10,7 @@ timestep: a test that drops one of them must see a difference far above rounding
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,40 +150,37 @@ def tiny_flux_config(
     }
 
 
-_ROOT_NAMES = {
-    "img_in": "x_embedder",
-    "txt_in": "context_embedder",
-    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
-    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
-    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
-    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
-    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
-    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
-    "final_layer.linear": "proj_out",
-}
-_DOUBLE_NAMES = {
-    "img_mod.lin": "norm1.linear",
-    "txt_mod.lin": "norm1_context.linear",
-    "img_attn.proj": "attn.to_out.0",
-    "txt_attn.proj": "attn.to_add_out",
-    "img_mlp.0": "ff.net.0.proj",
-    "img_mlp.2": "ff.net.2",
-    "txt_mlp.0": "ff_context.net.0.proj",
-    "txt_mlp.2": "ff_context.net.2",
-    "img_attn.norm.query_norm": "attn.norm_q",
-    "img_attn.norm.key_norm": "attn.norm_k",
-    "txt_attn.norm.query_norm": "attn.norm_added_q",
-    "txt_attn.norm.key_norm": "attn.norm_added_k",
-}
-_DOUBLE_QKV = {
-    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-}
-_SINGLE_NAMES = {
-    "modulation.lin": "norm.linear",
-    "linear2": "proj_out",
-    "norm.query_norm": "attn.norm_q",
-    "norm.key_norm": "attn.norm_k",
+# diffusers' names for each original layer, where {} is the number of a block; several share the rows of a fused layer.
+_NAMES = {
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
+    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
+    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
+    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
+    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
+    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    "double_blocks.{}.img_mod.lin": ("norm1.linear",),
+    "double_blocks.{}.txt_mod.lin": ("norm1_context.linear",),
+    "double_blocks.{}.img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "double_blocks.{}.txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "double_blocks.{}.img_attn.proj": ("attn.to_out.0",),
+    "double_blocks.{}.txt_attn.proj": ("attn.to_add_out",),
+    "double_blocks.{}.img_mlp.0": ("ff.net.0.proj",),
+    "double_blocks.{}.img_mlp.2": ("ff.net.2",),
+    "double_blocks.{}.txt_mlp.0": ("ff_context.net.0.proj",),
+    "double_blocks.{}.txt_mlp.2": ("ff_context.net.2",),
+    "double_blocks.{}.img_attn.norm.query_norm": ("attn.norm_q",),
+    "double_blocks.{}.img_attn.norm.key_norm": ("attn.norm_k",),
+    "double_blocks.{}.txt_attn.norm.query_norm": ("attn.norm_added_q",),
+    "double_blocks.{}.txt_attn.norm.key_norm": ("attn.norm_added_k",),
+    "single_blocks.{}.modulation.lin": ("norm.linear",),
+    "single_blocks.{}.linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+    "single_blocks.{}.linear2": ("proj_out",),
+    "single_blocks.{}.norm.query_norm": ("attn.norm_q",),
+    "single_blocks.{}.norm.key_norm": ("attn.norm_k",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+    "final_layer.linear": ("proj_out",),
 }
 
 
@@ -191,37 +189,16 @@ def to_diffusers_layout(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     converted: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         name, kind = key.rsplit(".", 1)
-        kind = "weight" if kind == "scale" else kind
-        if name in _ROOT_NAMES:
-            converted[f"{_ROOT_NAMES[name]}.{kind}"] = tensor
-        elif name == "final_layer.adaLN_modulation.1":
+        prefix = ""
+        if block := re.match(r"(double|single)_blocks\.(\d+)", name):
+            prefix = f"{'single_' if block[1] == 'single' else ''}transformer_blocks.{block[2]}."
+            name = name.replace(block[2], "{}", 1)
+        if name == "final_layer.adaLN_modulation.1":
             # The original computes (shift, scale), diffusers' AdaLayerNormContinuous (scale, shift).
-            shift, scale = tensor.chunk(2, dim=0)
-            converted[f"norm_out.linear.{kind}"] = torch.cat((scale, shift), dim=0)
-        else:
-            family, index, part = name.split(".", 2)
-            _convert_block_tensor(converted, family, index, part, kind, tensor)
+            tensor = torch.cat(tensor.chunk(2)[::-1])
+        parts = _NAMES[name]
+        rows = len(tensor) // (3 + MLP_RATIO if "proj_mlp" in parts else len(parts))
+        pieces = tensor.tensor_split([rows * n for n in range(1, len(parts))])
+        for part, piece in zip(parts, pieces, strict=True):
+            converted[f"{prefix}{part}.{'weight' if kind == 'scale' else kind}"] = piece
     return converted
-
-
-def _convert_block_tensor(
-    converted: dict[str, torch.Tensor], family: str, index: str, part: str, kind: str, tensor: torch.Tensor
-) -> None:
-    """Adds one block tensor to ``converted`` under its diffusers key or keys."""
-    if family == "double_blocks":
-        block = f"transformer_blocks.{index}"
-        if part in _DOUBLE_QKV:
-            for name, piece in zip(_DOUBLE_QKV[part], tensor.chunk(3, dim=0), strict=True):
-                converted[f"{block}.{name}.{kind}"] = piece
-        else:
-            converted[f"{block}.{_DOUBLE_NAMES[part]}.{kind}"] = tensor
-        return
-    block = f"single_transformer_blocks.{index}"
-    if part == "linear1":
-        hidden = tensor.shape[0] // (3 + MLP_RATIO)
-        names = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-        pieces = tensor.split([hidden, hidden, hidden, MLP_RATIO * hidden], dim=0)
-        for name, piece in zip(names, pieces, strict=True):
-            converted[f"{block}.{name}.{kind}"] = piece
-    else:
-        converted[f"{block}.{_SINGLE_NAMES[part]}.{kind}"] = tensor

@@ -5,40 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import spec
-from parallel_backend.models.comfyui.tiny.weights import fill, operations, random
+from parallel_backend.models.comfyui.tiny.cases import build_tiny
+from parallel_backend.models.comfyui.tiny.weights import fill, random
 from parallel_backend.requests import ModelSpec
-from samplings import sampling_of
-from shipped_jobs import LoopJob, stock_model
+from shipped_jobs import LoopJob, sampling_of, stock_model
 
 BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
 FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens; the last row of each frame reaches beyond the latent
 
 
+KINDS = {"t2v": "wan", "i2v": "wan i2v"}
+
+
 def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS, dim: int = 128):
     """Writes a tiny Wan to a file and returns its ModelSpec."""
     import_comfyui_here()
-    from comfy.ldm.wan.model import WanModel
-
-    in_dim = 36 if kind == "i2v" else 16
-    module = fill(
-        WanModel(
-            model_type=kind,
-            in_dim=in_dim,
-            dim=dim,
-            ffn_dim=3 * dim // 2,
-            text_dim=TEXT,
-            num_heads=dim // 128,
-            num_layers=blocks,
-            **operations(),
-        )
-    )
+    sizes = {"dim": dim, "ffn_dim": 3 * dim // 2, "num_heads": dim // 128, "num_layers": blocks}
     path = folder / f"{kind} {blocks} {dim}.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in module.state_dict().items()}, path)
+    save_model(fill(build_tiny(KINDS[kind], freq_dim=256, text_dim=TEXT, **sizes)), path)
     return spec(path)
 
 
@@ -61,21 +50,17 @@ def wan_job(
             "c_concat": ("CONDNoiseShape", random(batch, 20, *shape[2:], seed=3)),
             "clip_fea": ("CONDRegular", random(batch, 5, 1280, seed=4)),
         }
-    request = LoopJob(
-        noise=random(*shape, seed=1),
-        latent=torch.zeros(shape),
-        sigmas=sigmas,
-        conds={
-            side: [
-                {"model_conds": {"c_crossattn": ("CONDRegular", random(1, words, TEXT, seed=5)), **beside}}
-            ]
-            for side, words in (("positive", 7), ("negative", 4))
-        },
-        cfg=2.5,
-        sampler=sampler,
-        seed=11,
-    )
+    conds = two_prompts(TEXT, beside)
+    request = LoopJob(random(*shape, seed=1), torch.zeros(shape), sigmas, conds, 2.5, sampler, seed=11)
     return replace(request, **changes)
+
+
+def two_prompts(width: int, beside: dict) -> dict:
+    """Returns prompts of different lengths. `width`: of a text token; `beside`: what else both have."""
+    return {
+        side: [{"model_conds": {"c_crossattn": ("CONDRegular", random(1, words, width, seed=5)), **beside}}]
+        for side, words in (("positive", 7), ("negative", 4))
+    }
 
 
 class _StaleKeys:

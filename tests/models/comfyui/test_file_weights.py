@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from comfy_modules import CPU, import_comfyui_here
-from mapped_files import mapped_ranges
+from mapped_files import is_mapped
 from parallel_backend.models.comfyui.file_weights import FileWeights
 from parallel_backend.models.comfyui.jobs.patchers import root_patcher
 from parallel_backend.models.comfyui.load import load
@@ -35,10 +35,6 @@ def _values(model):
     return {name: parameter.clone() for name, parameter in model.module.named_parameters()}
 
 
-def _lies_in(path, tensor):
-    return any(begin <= tensor.data_ptr() < end for begin, end in mapped_ranges(path))
-
-
 def _assert_same(found, expected):
     for name, value in expected.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
@@ -46,11 +42,11 @@ def _assert_same(found, expected):
 
 def test_weights_that_leave_the_device_lie_in_the_file_and_come_back_to_the_bit(model, path):
     expected = _values(model)
-    assert not any(_lies_in(path, parameter) for parameter in model.module.parameters())
+    assert not any(is_mapped(path, parameter) for parameter in model.module.parameters())
     model.leave_device()
-    assert all(_lies_in(path, parameter) for parameter in model.module.parameters())
+    assert all(is_mapped(path, parameter) for parameter in model.module.parameters())
     model.come_back()
-    assert not any(_lies_in(path, parameter) for parameter in model.module.parameters())
+    assert not any(is_mapped(path, parameter) for parameter in model.module.parameters())
     _assert_same(_values(model), expected)
 
 
@@ -87,7 +83,7 @@ def test_a_patched_weight_is_kept_nowhere_and_read_again(model, path, leaves):
     patcher.add_patches({LAYER: ("diff", (change,))})
     patcher.patch_model(CPU)
     (backup,) = patcher.backup.values()
-    assert _lies_in(path, backup.weight)
+    assert is_mapped(path, backup.weight)
     if leaves:
         model.leave_device()
         model.come_back()

@@ -12,7 +12,7 @@ import gguf_files
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
 from differences import relative_difference
-from mapped_files import mapped_ranges
+from mapped_files import is_mapped
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
@@ -117,10 +117,9 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
     module = load(spec(files[form]), CPU).module
     stock = comfy.sd.load_diffusion_model(files[form]).model.diffusion_model
     assert answer(module).equal(answer(stock))
-    ranges = mapped_ranges(files[form])
     codes = component_tensors(module.get_parameter(WEIGHT))[0][0]
     assert codes.dtype.itemsize == 1, "as the file has them"
-    assert any(begin <= codes.data_ptr() < end for begin, end in ranges)
+    assert is_mapped(files[form], codes)
 
 
 @pytest.mark.xdist_group("split_formats")
@@ -178,13 +177,12 @@ def test_weights_for_a_gpu_come_by_large_reads_of_the_file(files, form, monkeypa
         return readers[0]
 
     monkeypatch.setattr(import_module(load.__module__), "staged_reader", as_on_a_gpu)
-    found, ranges, in_file = load(spec(files[form]), CPU), mapped_ranges(files[form]), 0
+    found, in_file = load(spec(files[form]), CPU), 0
     for name, parameter in expected.module.named_parameters():
         pieces = component_tensors(parameter)[0]
         others = component_tensors(found.module.get_parameter(name))[0]
         assert [_bits(one) for one in pieces] == [_bits(one) for one in others]
-        mapped = [one for one in pieces if any(begin <= one.data_ptr() < end for begin, end in ranges)]
-        in_file += sum(one.nbytes for one in mapped)
+        in_file += sum(one.nbytes for one in pieces if is_mapped(files[form], one))
     assert 0.5 * expected.bytes < in_file <= readers[0].bytes_read <= expected.bytes
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from comfy_modules import CPU, import_comfyui_here
 from fake_cuda import FakeCuda
-from mapped_files import mapped_ranges, resident_bytes
+from mapped_files import is_mapped, resident_bytes
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import CheckpointError, RequestError
@@ -42,11 +42,11 @@ def _load(path, source, part="diffusion_model", weight_dtype="auto"):
 
 def _share_in_file(module, path):
     """Returns the share of the parameters' bytes that are pages of the file."""
-    ranges, inside, total = mapped_ranges(path), 0, 0
+    inside, total = 0, 0
     for parameter in module.parameters():
         stored = getattr(parameter, "_qdata", parameter)  # if ComfyUI quantised it
         total += stored.nbytes
-        inside += stored.nbytes * any(begin <= stored.data_ptr() < end for begin, end in ranges)
+        inside += stored.nbytes * is_mapped(path, stored)
     return inside / total
 
 

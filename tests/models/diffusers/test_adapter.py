@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from adapted_flux import CALLS, adapted, comfyui_flux
+from adapted_flux import CALLS, SIZES, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
 from parallel_backend.models.diffusers.packing import image_ids
+from tiny_flux import write_tiny_flux
 
 EXACT = 1e-5  # relative to the largest value
 
@@ -13,7 +14,7 @@ EXACT = 1e-5  # relative to the largest value
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     import_comfyui_here()
-    path = tmp_path_factory.mktemp("adapter") / "flux.safetensors"
+    path = write_tiny_flux(tmp_path_factory.mktemp("adapter") / "flux.safetensors", **SIZES)
     return adapted(path).module, comfyui_flux(path)
 
 

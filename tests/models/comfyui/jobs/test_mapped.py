@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from comfy_modules import import_comfyui_here
-from mapped_files import mapped_ranges
+from mapped_files import is_mapped, mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.job.prints import print_of
 from parallel_backend.models.comfyui.jobs.mapped import MappedFiles
@@ -26,7 +26,7 @@ def spec(tmp_path):
 def test_what_a_job_names_lies_in_the_files_pages(spec):
     models, identity = MappedFiles(print_of), read_identity(spec.path)
     weight = models.find(spec, identity, "param", WEIGHT)
-    assert any(begin <= weight.data_ptr() < end for begin, end in mapped_ranges(spec.path))
+    assert is_mapped(spec.path, weight)
     layer = models.find(spec, identity, "module", "diffusion_model.img_in")
     assert layer.weight is weight
     models.forget_unused()
@@ -40,7 +40,7 @@ def test_a_tensor_lies_in_the_files_pages_and_writing_leaves_the_file_alone(spec
     files, identity = MappedFiles(print_of), read_identity(spec.path)
     before = Path(spec.path).read_bytes()
     tensor = files.find_tensor(spec.path, identity, "img_in.weight", 1)
-    assert any(begin <= tensor.data_ptr() < end for begin, end in mapped_ranges(spec.path))
+    assert is_mapped(spec.path, tensor)
     files.forget_unused()
     assert files.find_tensor(spec.path, identity, "img_in.weight", 1) is tensor, "the same for the next job"
     tensor.data.zero_()
