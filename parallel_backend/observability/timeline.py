@@ -60,7 +60,7 @@ def rows_of_timeline(
 
 def in_words(ranks: Sequence[Sequence[Spent]], devices: Sequence[str]) -> list[str]:
     """Returns report lines: shares of all steps, and the device that the others wait for; empty without times."""
-    if not ranks:
+    if not any(ranks):
         return []
     every = [spent for steps in ranks for spent in steps]
     computing, sending, waiting = map(sum, zip(*every, strict=True))

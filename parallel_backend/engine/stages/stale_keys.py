@@ -19,9 +19,8 @@ class StaleKeyCache:
     def __init__(self) -> None:
         self.counts: dict[Hashable, int] = {}
         self.masked = False  # True if attention had a mask: how to cut it to a patch is unknown
-        self.held: dict[
-            Hashable, tuple[Tensor, Tensor]
-        ] = {}  # all keys and values, in the order of their tokens
+        # All keys and values, in the order of their tokens.
+        self.held: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @property
     def among(self) -> int:
