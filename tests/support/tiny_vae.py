@@ -30,10 +30,10 @@ def banded(sizes: VaeSizes, dtype: torch.dtype = torch.float32) -> ComfyUIVae:
     return ComfyUIVae(random_vae(sizes), sizes.channels, 2, dtype, CPU)
 
 
-def write_vae(path: Path, sizes: VaeSizes, **more: Tensor) -> Path:
+def write_vae(path: Path, sizes: VaeSizes, seed: int = 0, **more: Tensor) -> Path:
     """Writes the decoder of a random VAE as stock VAELoader reads it. `more`: additional tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    state = random_vae(sizes).state_dict()
+    state = random_vae(sizes, seed).state_dict()
     of_decoder = {name: state[name] for name in state if not name.startswith(("encoder.", "quant_conv."))}
     save_file(of_decoder | more, path)
     return path
