@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from .errors import DeviceError
 
@@ -20,8 +21,16 @@ _CLUSTER = "cluster:"
 _CLUSTER_IN = re.compile(r"cluster:(.*)|(?:cuda|cpu):[0-9]+@([^/]*)/")
 
 _only_cpu = False
-# Give the devices of a cluster, and the memory of one of its devices.
-_clusters: tuple[Callable[[str], tuple[str, ...]], Callable[[str], int]] | None = None
+
+
+class _Clusters(NamedTuple):
+    """The functions that find_clusters_by was given."""
+
+    devices_of: Callable[[str], tuple[str, ...]]
+    memory_of: Callable[[str], int]
+
+
+_clusters: _Clusters | None = None
 
 
 def use_only_cpu() -> None:
@@ -34,12 +43,12 @@ def find_clusters_by(devices_of: Callable[[str], tuple[str, ...]], memory_of: Ca
     """Sets the functions that resolve cluster:NAME from now on. `devices_of`: returns a cluster's devices, machine by
     machine, and raises DeviceError if no machine has joined; `memory_of`: a device's bytes, 0 if unknown."""
     global _clusters
-    _clusters = devices_of, memory_of
+    _clusters = _Clusters(devices_of, memory_of)
 
 
 def memory_elsewhere(device: str) -> int:
     """Returns the memory in bytes of a device of another machine; 0 if unknown."""
-    return 0 if _clusters is None else _clusters[1](device)
+    return 0 if _clusters is None else _clusters.memory_of(device)
 
 
 def resolve_devices(text: str) -> tuple[str, ...]:
@@ -125,7 +134,7 @@ def _of_cluster(name: str) -> tuple[str, ...]:
         raise _refuse(
             f"'cluster:{name}': clusters are used by ComfyUI, and by the commands doctor and bench."
         )
-    return _clusters[0](name)
+    return _clusters.devices_of(name)
 
 
 def _remote(text: str) -> tuple[str, ...]:

@@ -104,8 +104,10 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
             progress.write(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}\n")
         progress.flush()
 
-    usual = resolve_devices("all")  # also a single GPU
-    subject = make_subject(devices or (TWO_ON_CPU if is_cpu(usual) else usual), args.model)
+    if not devices:
+        usual = resolve_devices("all")  # also a single GPU
+        devices = TWO_ON_CPU if is_cpu(usual) else usual
+    subject = make_subject(devices, args.model)
     report = run_checks(subject, choose(args.only), on_begin=on_begin, on_report=on_report)
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")

@@ -56,9 +56,9 @@ def examine(
     found = _look_at_system()
     if found[0].status != "broken":
         topology, driver_problem = _probe_topology(torch_problem := probe_torch())
-        usual = resolve_devices("all") if len(topology.devices) > 1 else ()
-        # torch may see fewer GPUs than NVML does.
-        devices = devices or (usual if len(usual) > 1 else TWO_ON_CPU)
+        if not devices:
+            usual = resolve_devices("all") if len(topology.devices) > 1 else ()
+            devices = usual if len(usual) > 1 else TWO_ON_CPU  # torch may see fewer GPUs than NVML does
         on_gpus = devices[0].startswith("cuda")
         found += _look_at_installation(devices, topology, torch_problem, driver_problem)
         if any(one.status == "broken" and one.name in _NEEDED for one in found):
