@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO
 
 from ...errors import RankFailed, TransportError
@@ -20,6 +19,7 @@ from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import interpreter_flags
 from ...sidecar.process.exit_status import describe_exit, written_stack
 from ...sidecar.process.rank_process import MAX_OUTPUT
+from ...sidecar.process.rendezvous import RendezvousFolder
 from ...wire import deadlines
 from ...wire.checks.findings import Finding
 from ...wire.checks.gpu_check import SHOW_STACK, Answer, CheckSubject
@@ -44,7 +44,7 @@ class CheckProcesses:
 
     def __init__(self, module: str, subject: CheckSubject, ranks: int, environ: Mapping[str, str]) -> None:
         self.module, self.ranks = module, ranks
-        self._folder = tempfile.TemporaryDirectory(prefix="parallel-doctor-")
+        self._folder = RendezvousFolder()
         self._outputs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._unread = [b""] * ranks
@@ -107,11 +107,11 @@ class CheckProcesses:
                     stream.close()
         for output in self._outputs:
             output.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
     def _start(self, rank: int, environ: Mapping[str, str]) -> None:
         arguments = ["--parent", str(os.getpid()), "--rank", str(rank)]
-        arguments += ["--rendezvous", str(Path(self._folder.name) / "store")]
+        arguments += ["--rendezvous", self._folder.store]
         output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
         self._outputs.append(output)
         self._processes.append(

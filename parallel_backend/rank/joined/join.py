@@ -12,7 +12,6 @@ import functools
 import os
 import re
 import socket
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from ...cluster.endpoint import MACHINE, PORT, check_name, read_endpoint
 from ...errors import PlatformError, RequestError
 from ...options import DEVICE_QUEUES
+from ...wire.cache_folder import lock_folder
 from ...wire.parent_death import die_with_parent
 
 if TYPE_CHECKING:
@@ -150,9 +150,7 @@ def _hosted_store() -> object:
 
 def _address(parent: int) -> Path:
     """Returns the path of the socket at which the processes of one torchrun meet, in a folder of this user."""
-    folder = Path(tempfile.gettempdir(), f"comfyui-parallel-sampling-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or folder.is_symlink():
-        raise PlatformError(f"{folder} is another user's, or others can write there; remove it.")
-    return folder / f"join-{parent}"
+    try:
+        return lock_folder() / f"join-{parent}"
+    except PermissionError as error:
+        raise PlatformError(f"{error.strerror}: remove {error.filename}.") from None

@@ -7,14 +7,11 @@ by a crash.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +23,7 @@ import torch
 from ...devices import machine_of
 from ...errors import DeviceError
 from ...wire import deadlines
+from ...wire.cache_folder import lock_folder
 from .rendezvous import lives
 
 VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # the lock folder, which several containers may share, or `off`
@@ -63,7 +61,7 @@ def lock_devices(devices: Sequence[str], environ: Mapping[str, str] = os.environ
     if not names:
         return locks
     try:
-        folder = _locks_folder(environ)
+        folder = _folder(environ)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for device in sorted(names, key=lambda device: names[device]):
             locks.held[device] = _lock(folder / names[device], device)
@@ -89,7 +87,7 @@ def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
     if name is None:
         return ""
     try:
-        path = _locks_folder(environ) / name
+        path = _folder(environ) / name
         inode = path.stat().st_ino
         held = {
             line.split()[-3].rpartition(":")[2]
@@ -106,6 +104,11 @@ def holder_of(device: str, environ: Mapping[str, str] = os.environ) -> str:
     return "" if ours else _who(note)
 
 
+def _folder(environ: Mapping[str, str]) -> Path:
+    chosen = environ.get(VARIABLE, "").strip()
+    return Path(chosen) if chosen else lock_folder()
+
+
 def _file_name(device: str, environ: Mapping[str, str]) -> str | None:
     """Returns the name of the device's lock file, None if the device is not locked."""
     kind, _, index = device.partition(":")
@@ -119,23 +122,6 @@ def _file_name(device: str, environ: Mapping[str, str]) -> str | None:
     except (RuntimeError, AssertionError):  # no such GPU: its rank will report that
         return None
     return f"gpu-{re.sub(r'[^A-Za-z0-9-]', '-', uuid)}.lock"
-
-
-def _locks_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder for locks: VARIABLE, else this user's. Raises OSError if another user owns that or can write
-    to it.
-
-    Not $XDG_RUNTIME_DIR: only logins have it, services do not, and it is removed at logout, which ranks outlive.
-    """
-    if chosen := environ.get(VARIABLE, "").strip():
-        return Path(chosen)
-    folder = Path(tempfile.gettempdir(), f"comfyui-parallel-sampling-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(0, "the folder for locks is another user's")
-    return folder
 
 
 def _lock(path: Path, device: str) -> int:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from parallel_backend.sidecar.group.lease import State
 from parallel_backend.sidecar.process import device_lock
 from parallel_backend.sidecar.process.device_lock import CPU_TOO, VARIABLE, holder_of, lock_devices
 from parallel_backend.sidecar.sidecar import Sidecar
+from parallel_backend.wire.cache_folder import lock_folder
 from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -142,15 +144,9 @@ def test_gpus_are_locked_by_what_they_are_and_not_by_their_numbers(folder, monke
     assert [path.name for path in folder.iterdir()] == [f"gpu-{Properties.uuid}.lock"]
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "somebody's"])
-def test_where_nothing_can_be_locked_ranks_start_and_the_log_says_so(tmp_path, monkeypatch, caplog, obstacle):
-    monkeypatch.setattr(device_lock.tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"comfyui-parallel-sampling-{os.getuid()}"
-    if obstacle == "a file":
-        folder.write_text("")
-    else:
-        folder.mkdir()
-        folder.chmod(0o777)  # anyone could put links there
+def test_where_nothing_can_be_locked_ranks_start_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock_folder().chmod(0o777)  # anyone could put links there
     assert lock_devices(("cpu:0",), {CPU_TOO: "on"}).of("cpu:0") == ()
     assert "cannot be locked" in caplog.text and str(tmp_path) not in caplog.text
 

@@ -7,14 +7,15 @@ import importlib
 import importlib.util
 import os
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+
+from ....wire.cache_folder import lock_folder
 
 # Modules in ComfyUI's folder. Packs, this one included, have modules of the same names.
 _TOP = {
@@ -139,15 +140,32 @@ class Packages:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        with (Path(tempfile.gettempdir()) / f"parallel-imports-{os.getppid()}").open("w") as file:
-            with self._waiting():
-                fcntl.flock(file, fcntl.LOCK_EX)
+        path = lock_folder() / f"imports-{os.getppid()}"
+        with self._waiting():
+            descriptor = _locked(path)
+        try:
             yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
 
     def _import_pack(self, name: str) -> None:
         file, is_package = self._packs[name]
         folders = [str(Path(file).parent)] if is_package else None
         _execute(name, importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders))
+
+
+def _locked(path: Path) -> int:
+    """Waits until no other process holds the lock file, and returns its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(
+                os.fstat(descriptor), path.stat()
+            ):  # else its holder has deleted it meanwhile
+                return descriptor
+        os.close(descriptor)
 
 
 def _put_comfyui_first(root: Path) -> None:
