@@ -50,9 +50,11 @@ def root_patcher(model: ComfyUIModel) -> Any:
     if model.cuts:
         members |= {
             "patch_weight_to_device": partialmethod(_patch_slice, ModelPatcher, model),
-            "patch_hooks": _refuse_hooks,
+            "patch_hook_weight_to_device": partialmethod(_patch_hook_slice, ModelPatcher, model),
             "load": partialmethod(_load_slices, members.get("load"), frozenset(model.cuts)),
         }
+        if "patch_hooks" in members:
+            members["patch_hooks"] = _refuse_hooks
     kind: Any = _kind_of(ModelPatcher, members, model.files)
     found = kind(model.patcher.model, model.patcher.load_device, model.patcher.offload_device)
     found.offload_device = found.load_device
@@ -180,11 +182,15 @@ def _patch_slice(self: Any, base: Any, model: ComfyUIModel, key: str, *args: Any
     if cut is None or key not in self.patches:
         return base.patch_weight_to_device(self, key, *args, **kwargs)
     self.backup.setdefault(key, _Backup(weight, False))
-    whole = moved(cast(nn.Parameter, model.originals[key]), weight.device, weight.dtype, None)
-    set_attr_param(self.model, key, whole)
+    set_attr_param(self.model, key, _whole(model, key, weight))
     patched = base.patch_weight_to_device(self, key, *args, **kwargs)
     set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
     return patched
+
+
+def _whole(model: ComfyUIModel, key: str, part: torch.Tensor) -> nn.Parameter:
+    """Returns a weight of the file like `part`, this rank's slice of it."""
+    return moved(cast(nn.Parameter, model.originals[key]), part.device, part.dtype, None)
 
 
 def _load_slices(
@@ -215,6 +221,37 @@ def _refuse_hooks(self: Any, hooks: Any) -> None:
             "LoRA before the model."
         )
     self.current_hooks = hooks
+
+
+def _patch_hook_slice(
+    self: Any,
+    base: Any,
+    model: ComfyUIModel,
+    hooks: Any,
+    combined_patches: Any,
+    key: str,
+    original_weights: dict[str, Any],
+    memory_counter: Any,
+) -> None:
+    """Patches the whole weight from the file with the job's LoRAs and a prompt's (hooks), and gives the model this
+    rank's slice of the result."""
+    from comfy.utils import get_attr, set_attr_param
+
+    cut = model.cuts.get(key)
+    if cut is not None:
+        weight = get_attr(self.model, key)
+        self.hook_backup.setdefault(key, (weight, weight.device))
+        whole = _whole(model, key, weight)
+        original_weights[key][0] = (whole, *original_weights[key][0][1:])
+        # ComfyUI writes the result into the weight, and this one may be the mapped file.
+        set_attr_param(self.model, key, whole if key in self.patches else whole.clone())
+        if key in self.patches:
+            base.patch_weight_to_device(self, key)
+    base.patch_hook_weight_to_device(self, hooks, combined_patches, key, original_weights, memory_counter)
+    if cut is not None:
+        set_attr_param(self.model, key, cut.of(get_attr(self.model, key)))
+        if (cached := self.cached_hook_patches.get(hooks, {}).get(key)) is not None:
+            self.cached_hook_patches[hooks][key] = (cut.of(cached[0]), cached[1])
 
 
 def _patch_hook_weight(
