@@ -15,9 +15,12 @@ from ...parallel_backend.errors import RequestError
 from .mapped import is_mapped
 
 
-def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) -> None:
+def check_patches(
+    patches: Mapping[Any, Any], parameters: Mapping[str, Tensor], *, may_enlarge: bool = False
+) -> None:
     """Raises RequestError, with the parameter's name, for a patch that does not fit or is not finite. `patches`:
-    ComfyUI's, by name or (name, part of it). Has ComfyUI apply them to meta tensors, so no weight is computed."""
+    ComfyUI's, by name or (name, part of it); `may_enlarge`: True if a patch may make a weight larger, as ComfyUI allows
+    for those of a whole run. Has ComfyUI apply them to meta tensors, so no weight is computed."""
     for key, patch in patches.items():
         name, offset, function = (*key, None, None)[:3] if isinstance(key, tuple) else (key, None, None)
         weight = parameters.get(name)
@@ -46,10 +49,10 @@ def check_patches(patches: Mapping[Any, Any], parameters: Mapping[str, Tensor]) 
                 f"The LoRA does not fit this model: {short} has the shape {list(weight.shape)}, and the LoRA's factors "
                 f"for it have {sizes}. It was made for another model; choose one for this model."
             )
-        if changed.shape != weight.shape:
+        if changed.shape != weight.shape and not may_enlarge:
             raise RequestError(
-                f"The LoRA makes {short} larger (as those that add an input do), which the devices cannot yet; use the "
-                f"full model that it was taken from, or stock loaders for this graph."
+                f"The LoRA makes {short} larger (as those that add an input do), which a prompt's hook cannot; load it "
+                f"for the whole run instead."
             )
 
 

@@ -166,7 +166,7 @@ class JobPatcher(WeightlessPatcher):
         return self.model
 
     def add_patches(self, patches: dict, strength_patch: float = 1.0, strength_model: float = 1.0) -> list:
-        self._check(patches)
+        self._check(patches, may_enlarge=True)
         added: list = super().add_patches(patches, strength_patch, strength_model)
         return added
 
@@ -178,14 +178,14 @@ class JobPatcher(WeightlessPatcher):
         added: list = super().add_hook_patches(hook, patches, strength_patch, strength_model)
         return added
 
-    def _check(self, patches: dict) -> None:
+    def _check(self, patches: dict, *, may_enlarge: bool = False) -> None:
         if not patches:
             model = self.job_model.file.family.name
             raise RequestError(
                 f"The LoRA changes nothing that this model has: none of its keys is known to ComfyUI for {model}. It "
                 f"was made for another model; choose one for {model}."
             )
-        check_patches(patches, dict(self.model.named_parameters()))
+        check_patches(patches, dict(self.model.named_parameters()), may_enlarge=may_enlarge)
 
     def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
         if key == _COMPILE:  # from TorchCompileModel and similar nodes: the ranks compile

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -95,6 +95,7 @@ class ByteSharding:
         self._traffic = traffic
         self._host = offload and device.type != "cpu"
         self.shares = nn.ParameterList()
+        self._parts: list[_Part] = []
         self._around: _Part | None = None
         self._order: list[_Part] = []  # blocks in the order in which the previous call gathered them
         self._taken: list[_Part] = []  # blocks that this call has gathered so far
@@ -134,6 +135,7 @@ class ByteSharding:
                 pinned=self._host,
             )
             self.shares.append(part.share)
+            self._parts.append(part)
             if whole is module:
                 self._around = part
             else:
@@ -156,6 +158,10 @@ class ByteSharding:
             self._drop_ahead()
             if self._around is not None:
                 self._around.drop()
+
+    def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        for part in self._parts:
+            part.show_shapes(shapes)
 
     def rest(self) -> None:
         """Tells that no further block of this call computes. All ranks call it at the same block."""
@@ -236,13 +242,16 @@ class _Arrival:
 class _Shared:
     """A parameter of a part: its owners, and the plain tensors that it consists of (dtype, shape, first byte).
 
-    `absent` takes its place while the part is not gathered: code may ask for its shape, dtype and device.
+    `absent` takes its place while the part is not gathered: code may ask for its shape, dtype and device. `number`: its
+    one number in memory.
     """
 
     owners: Owners
     pieces: list[tuple[torch.dtype, torch.Size, int]]
     assemble_tensor: Callable[[Sequence[Tensor]], Tensor]
-    absent: nn.Parameter
+    shape: torch.Size
+    number: Tensor
+    absent: nn.Parameter = field(init=False)
 
     def put(self, parameter: nn.Parameter) -> None:
         for owner, name in self.owners:
@@ -271,14 +280,19 @@ class _Part:
                 found.append((tensor, end))
                 end += _aligned(tensor.nbytes)
             number = torch.empty((), dtype=parameter.dtype, device=device)
-            absent = number.expand(parameter.shape).as_subclass(AbsentWeight)
-            self._shared[name] = _Shared(owners, pieces, assemble_tensor, absent)
+            self._shared[name] = _Shared(owners, pieces, assemble_tensor, parameter.shape, number)
         size = _aligned(-(-end // axis.size))
         memory = torch.empty(size, dtype=_BYTES, device="cpu" if pinned else device, pin_memory=pinned)
         self.share = nn.Parameter(memory, requires_grad=False)
         self._first = axis.index * size
         for tensor, begin in found:
             self._keep(tensor, begin)
+        self.show_shapes({})
+
+    def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        for name, shared in self._shared.items():
+            shape = shapes.get(name, shared.shape)
+            shared.absent = shared.number.expand(*shape).as_subclass(AbsentWeight)
         self.drop()
 
     def fill(self, whole: Tensor) -> None:

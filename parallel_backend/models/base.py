@@ -49,6 +49,10 @@ class WeightSharding(Protocol):
     def call(self) -> AbstractContextManager[None]:
         """Gathers weights for one call of the module; wrap it around each call of any of its methods."""
 
+    def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Sets the shapes that parameters show while they are not gathered, by name in the module: a patch that is
+        applied on use may make a weight larger. All others show the shapes that they have."""
+
     def rest(self) -> None:
         """Stops gathering: the remaining blocks of this call do not compute. All ranks call it at the same block."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from any_runs import latents
 from differences import relative_difference
 from graphs import OURS, STOCK, Graph
 from tiny_flux import tiny_flux_tensors
@@ -232,26 +233,48 @@ def test_xfuser_stands_back_for_a_mask_and_says_so(comfy):
     assert "engine xfuser fell back to native: it computes no attention masks" in report
 
 
-@pytest.mark.parametrize("unet", [FILL, DEPTH], ids=["Fill", "Depth"])
-def test_fill_and_depth_models_take_their_images(comfy, unet):
-    def inpaint(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
-        mask = [graph.add("SolidMask", value=0.7, width=128, height=96), 0]
-        images = {"vae": _vae(graph), "pixels": _image(graph)}
-        if unet == FILL:
-            made = graph.add(
-                "InpaintModelConditioning",
-                positive=positive,
-                negative=negative,
-                mask=mask,
-                noise_mask=True,
-                **images,
-            )
-        else:
-            made = graph.add("InstructPixToPixConditioning", positive=positive, negative=negative, **images)
-        return [made, 0], [made, 1]
+def _controlled(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+    images = {"vae": _vae(graph), "pixels": _image(graph)}
+    made = graph.add("InstructPixToPixConditioning", positive=positive, negative=negative, **images)
+    return [made, 0], [made, 1]
 
-    theirs = _sample(comfy, STOCK, inpaint, unet=unet)
+
+def _inpainted(graph: Graph, positive: list, negative: list) -> tuple[list, list]:
+    mask = [graph.add("SolidMask", value=0.7, width=128, height=96), 0]
+    images = {"vae": _vae(graph), "pixels": _image(graph), "mask": mask, "noise_mask": True}
+    made = graph.add("InpaintModelConditioning", positive=positive, negative=negative, **images)
+    return [made, 0], [made, 1]
+
+
+@pytest.mark.parametrize(("unet", "extra"), [(FILL, _inpainted), (DEPTH, _controlled)], ids=["Fill", "Depth"])
+def test_fill_and_depth_models_take_their_images(comfy, unet, extra):
+    theirs = _sample(comfy, STOCK, extra, unet=unet)
     assert relative_difference(_sample(comfy, STOCK, _plain, unet=unet), theirs) > 0.01
-    assert relative_difference(_sample(comfy, OURS, inpaint, "CFG 2", unet=unet), theirs) < TOLERANCE
-    latent, report = _sample(comfy, OURS, inpaint, "Ulysses 2", node="ParallelSampler", unet=unet)
+    assert relative_difference(_sample(comfy, OURS, extra, "CFG 2", unet=unet), theirs) < TOLERANCE
+    latent, report = _sample(comfy, OURS, extra, "Ulysses 2", node="ParallelSampler", unet=unet)
     assert relative_difference(latent, theirs) < TOLERANCE and "result: exact" in report
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"cfg": 2},
+        {"ulysses": 2, "shard_weights": True},
+        {"tensor": 2},
+        {"pipefusion": 2, "warmup_steps": 2},
+    ],
+    ids=str,
+)
+def test_a_lora_that_adds_an_input_takes_its_image(comfy, loras, choice):
+    """Black Forest Labs' LoRAs for Canny and Depth make `img_in` wider."""
+    graph = Graph()
+    request = (*_controlled(graph, graph.text(1), graph.text(2)), graph.latent())
+    models = {}
+    for kind in (STOCK, OURS):
+        models[kind] = graph.model(kind, DEV, "cpu:2", **choice)
+        models[f"{kind} with it"] = graph.lora(models[kind], loras["wider input"], 0.8)
+    ways = {name: graph.ksampler(model, *request, cfg=3.0, steps=2) for name, model in models.items()}
+    found = latents(comfy, graph, ways)
+    for way in ("", " with it"):
+        assert relative_difference(found[OURS + way], found[STOCK + way]) <= TOLERANCE
+    assert relative_difference(found[f"{STOCK} with it"], found[STOCK]) > 0.01

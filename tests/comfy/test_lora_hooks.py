@@ -124,7 +124,11 @@ def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
 
 @pytest.mark.parametrize(
     ("lora", "words"),
-    [("wrong shapes", r"has the shape \[256, 256\]"), ("no key", "none of its keys is known")],
+    [
+        ("wrong shapes", r"has the shape \[256, 256\]"),
+        ("no key", "none of its keys is known"),
+        ("wider input, comfyui", r"makes img_in\.weight larger .* load it for the whole run"),
+    ],
 )
 def test_one_that_does_not_fit_is_refused_by_what_is_wrong_with_it(comfy, unet, loras, lora, words):
     graph = Hooked()

@@ -158,8 +158,13 @@ WITH_TEXT = {
     "both": TEXT | _pairs(_kohya(ORIGINAL), *UP_DOWN, alpha=2.0),
     "text": TEXT,
 }
-BAD = {
+# Like those for Canny and Depth, which add an input.
+WIDER = {
     "wider input": _bfl_own() | _pairs({"img_in": (H, 128)}, *B_A),
+    "wider input, comfyui": _pairs({"diffusion_model.img_in": (H, 128)}, *B_A)
+    | {"diffusion_model.img_in.reshape_weight": torch.tensor([H, 128])},
+}
+BAD = {
     "wrong shapes": _pairs({"lora_unet_double_blocks_0_img_attn_proj": (512, 512)}, *UP_DOWN),
     "no key": _pairs({"lora_unet_down_blocks_0_attn": (H, H)}, *UP_DOWN),
     "nan": {key: tensor * float("nan") for key, tensor in _pairs(_kohya(_ONE), *UP_DOWN).items()},
@@ -184,7 +189,7 @@ def write_loras(folder: Path) -> dict[str, str]:
     """Writes each layout and each bad LoRA to `folder`; returns the file names by layout."""
     folder.mkdir(exist_ok=True)
     names = {}
-    for layout, tensors in {**LAYOUTS, **WITH_TEXT, **BAD}.items():
+    for layout, tensors in {**LAYOUTS, **WITH_TEXT, **WIDER, **BAD}.items():
         names[layout] = f"lora_{layout.replace(' ', '_').replace(',', '')}.safetensors"
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / names[layout])
     return names

@@ -16,6 +16,7 @@ from ..placing import moved
 from .mapped import find_in
 
 if TYPE_CHECKING:
+    from ...base import WeightSharding
     from ..file_weights import FileWeights
     from ..model import ComfyUIModel
 
@@ -44,7 +45,8 @@ def root_patcher(model: ComfyUIModel) -> Any:
         "loaded_size": lambda self: 1,
     }
     if is_sharded:
-        members |= {"load": _load_sharded, "pin_weight_to_device": lambda self, key: None}
+        load = partialmethod(_load_sharded, model.byte_sharding)
+        members |= {"load": load, "pin_weight_to_device": lambda self, key: None}
     if is_sharded or any(is_packed(parameter) for parameter in base.parameters()):
         members |= {"patch_hooks": _patch_hooks_late, "unpatch_hooks": _unpatch_hooks_late}
     if model.cuts:
@@ -266,18 +268,30 @@ def _patch_hook_weight(
 
 def _load_sharded(
     self: Any,
+    sharding: WeightSharding,
     device_to: Any = None,
     lowvram_model_memory: int = 0,
     force_patch_weights: bool = False,
     full_load: bool = False,
 ) -> None:
     """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
+    from comfy.lora import calculate_shape
     from comfy.model_patcher import ModelPatcher
+    from comfy.utils import get_attr
 
     # ComfyUI lists the modules whose weights it patches: those without others inside.
     listed = {f"{name}.{own}" for *_, name, _, parameters in self._load_list() for own in parameters}
     for key in listed & self.patches.keys():
         _functions_of(self, key)
+    sharding.show_shapes({})
+    weights = {key: get_attr(self.model, key) for key in self.patches}
+    sharding.show_shapes(
+        {
+            key.removeprefix("diffusion_model."): calculate_shape(self.patches[key], weight, key)
+            for key, weight in weights.items()
+            if weight is not None  # a bias that another rank has
+        }
+    )
     ModelPatcher.load(self, device_to, 0, False, False)
 
 
