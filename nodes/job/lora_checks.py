@@ -20,7 +20,7 @@ def check_patches(
 ) -> None:
     """Raises RequestError, with the parameter's name, for a patch that does not fit or is not finite. `patches`:
     ComfyUI's, by name or (name, part of it); `may_enlarge`: True if a patch may make a weight larger, as ComfyUI allows
-    for those of a whole run. Has ComfyUI apply them to meta tensors, so no weight is computed."""
+    for those of a whole run. Has ComfyUI apply them to zeros, mostly on the meta device, which computes nothing."""
     for key, patch in patches.items():
         name, offset, function = (*key, None, None)[:3] if isinstance(key, tuple) else (key, None, None)
         weight = parameters.get(name)
@@ -36,13 +36,15 @@ def check_patches(
             )
         if weight is None or not factors or not is_adapter:
             continue  # other patches are whole weights, as in a merge
-        outline = torch.empty(weight.shape, dtype=torch.float32, device="meta")
-        with _errors() as errors:
-            try:
-                changed = comfy.lora.calculate_weight([(1.0, patch, 1.0, offset, function)], outline, name)
-            except (RuntimeError, ValueError, TypeError, KeyError, NotImplementedError) as error:
-                errors.append(str(error))
-                changed = outline
+        for device in (
+            "meta",
+            "cpu",
+        ):  # OFT with a constraint asks for numbers, which meta tensors do not have
+            changed, errors = _apply(
+                (1.0, patch, 1.0, offset, function), torch.zeros(weight.shape, device=device), name
+            )
+            if not errors:
+                break
         if errors:
             sizes = " and ".join(str(list(factor.shape)) for factor in factors if factor.ndim > 1)
             raise RequestError(
@@ -54,6 +56,15 @@ def check_patches(
                 f"The LoRA makes {short} larger (as those that add an input do), which a prompt's hook cannot; load it "
                 f"for the whole run instead."
             )
+
+
+def _apply(patch: tuple[Any, ...], weight: Tensor, name: str) -> tuple[Tensor, list[str]]:
+    """Returns the patched weight, and the errors that ComfyUI raised or logged."""
+    with _errors() as errors:
+        try:
+            return comfy.lora.calculate_weight([patch], weight, name), errors
+        except (RuntimeError, ValueError, TypeError, KeyError, NotImplementedError) as error:
+            return weight, [*errors, str(error)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

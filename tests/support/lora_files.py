@@ -145,6 +145,12 @@ LAYOUTS = {
     "dora": _dora(),
     "differences": _differences(),
     "oft": _drawn("lora_unet_double_blocks_0_img_attn_proj.", 7, 0.2, {"oft_blocks": (8, H // 8, H // 8)}),
+    "oft, constrained": _drawn(
+        "lora_unet_double_blocks_0_img_attn_proj.", 12, 0.2, {"oft_blocks": (8, H // 8, H // 8)}
+    )
+    | {"lora_unet_double_blocks_0_img_attn_proj.alpha": torch.tensor(1.5)},
+    "boft": _drawn("lora_unet_double_blocks_0_img_attn_proj.", 13, 0.2, {"oft_blocks": (2, H // 8, 8, 8)})
+    | {"lora_unet_double_blocks_0_img_attn_proj.alpha": torch.tensor(1.5)},
     "glora": _drawn(
         "lora_unet_single_blocks_0_linear2.",
         8,
