@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
+from differences import relative_difference
+from gguf_files import write
 from graphs import STOCK, Graph
 from pages import LINKS, OVERLAPS, SEND, command, menu_of, show_prompt, three_samplers, toast, words_of
 
@@ -108,6 +110,37 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
             assert (found[name] - one).abs().max() <= tolerance * one.abs().max()
     command(page, "parallel_sampling.make_stock")
     assert _links(page) == links
+
+
+@pytest.fixture
+def packed(measuring) -> str:
+    folder = measuring[0].server.base_directory / "models" / "diffusion_models"
+    write(folder / "made.gguf", "Q8_0", tensors=load_file(folder / UNET))
+    return "made.gguf"
+
+
+def test_a_loader_of_gguf_files_is_exchanged_for_ours_which_gives_its_latent(packed, page, measuring):
+    comfy = measuring[0]
+    graph = Graph()
+    model = [graph.add("UnetLoaderGGUF", unet_name=packed, virtual_vram=7), 0]
+    shifted = [graph.add("ModelSamplingAuraFlow", model=model, shift=2.0), 0]
+    latent = graph.ksampler(shifted, graph.text(1), graph.text(2), graph.latent(), steps=2)
+    graph.save(latent, "gguf.safetensors")
+    comfy.run(graph.prompt)
+    stock = load_file(comfy.output("gguf.safetensors"))
+    show_prompt(page, graph.prompt)
+    links, sent = _links(page), page.evaluate(SEND)
+    command(page, "parallel_sampling.make_parallel")
+    (made,) = _links(page)
+    assert made == sorted([a.replace("UnetLoaderGGUF", "ParallelModelLoader"), b, n] for a, b, n in links[0])
+    comfy.output("gguf.safetensors").unlink()
+    comfy.run(page.evaluate(SEND))
+    ours = load_file(comfy.output("gguf.safetensors"))
+    for name, expected in stock.items():
+        assert relative_difference(ours[name], expected) <= 3e-3  # the pack's weights unpack to float16
+    assert words_of()["make_stock"] in page.evaluate(MENU)
+    command(page, "parallel_sampling.make_stock")
+    assert _links(page) == links and page.evaluate(SEND) == sent
 
 
 def _coders() -> Graph:

@@ -15,6 +15,13 @@ export const slotOf = (slots, name) => slots?.findIndex((slot) => slot.name === 
 export const slotOfType = (node, type) => node?.outputs?.findIndex((output) => output.type === type) ?? -1;
 export const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name);
 
+// Returns true if the node class `kind` offers, in its input `name`, the file that input `own` of `node` names.
+export function offersFile(kind, name, node, own) {
+  const { required } = globalThis.LiteGraph.registered_node_types[kind].nodeData.input;
+  const [options, more] = required[name];
+  return (Array.isArray(options) ? options : more.options).includes(widgetOf(node, own)?.value);
+}
+
 export function linksOf(graph, node, slot) {
   return (node.outputs[slot]?.links ?? []).map((id) => linkOf(graph, id)).filter(Boolean);
 }

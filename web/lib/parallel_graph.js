@@ -1,6 +1,8 @@
-// Puts Parallel Model behind every loader of the graph that has none, and takes it out again; links and values are kept. If
-// the settings say so, it also puts in Parallel CLIP, and exchanges ComfyUI's VAE nodes for the pack's.
+// Puts Parallel Model behind every loader of the graph that has none, and takes it out again; links and values are kept.
+// Loaders of GGUF files are exchanged. If the settings say so, it also puts in Parallel CLIP, and exchanges ComfyUI's VAE
+// nodes for the pack's.
 import { app } from "../../../scripts/app.js";
+import { exchangeBack, exchangedLoaders, exchangeLoader, isGgufLoader } from "./gguf_loaders.js";
 import { nodesOf, rootGraph } from "./graph.js";
 import { ACTIVE, activeOf, change, exchange, GAP, graphs, linkOf, linksOf, move, OUTSIDE, place } from "./graph_changes.js";
 
@@ -70,7 +72,8 @@ const isNeeded = (node) => Boolean(node.outputs[FOR_SAMPLERS]?.links?.length);
 export const canMakeParallel = () => kinds().some((kind) => stockOf(kind).length > 0) || stockVaes().length > 0;
 export const hasStockEncoders = () =>
   stockOf(ENCODERS).length > 0 || graphs().some((graph) => STOCK_VAES.some((kind) => activeOf(graph, kind).length > 0));
-export const canTakeOut = () => parallelNodes().some(([, node]) => !isNeeded(node)) || parallelVaes().length > 0;
+export const canTakeOut = () =>
+  parallelNodes().some(([, node]) => !isNeeded(node)) || exchangedLoaders().length > 0 || parallelVaes().length > 0;
 export const givesStockModel = (node) => kinds().some((kind) => stockOf(kind).some(([, loader]) => loader === node));
 
 // Returns the nodes that contain this subgraph, directly or through the subgraphs around them.
@@ -87,6 +90,10 @@ export function makeParallel() {
     const found = kinds().flatMap((kind) => stockOf(kind).map((stock) => [...stock, kind.parallel]));
     const added = [];
     for (const [graph, loader, slot, links, parallel] of found) {
+      if (isGgufLoader(loader) && links.length === linksOf(graph, loader, slot).length) {
+        added.push(exchangeLoader(graph, loader).id);
+        continue;
+      }
       const node = globalThis.LiteGraph.createNode(parallel);
       graph.add(node);
       place(graph, node, [loader.pos[0], loader.pos[1] + loader.size[1] + GAP / 2]);
@@ -99,7 +106,7 @@ export function makeParallel() {
     for (const [graph, node, parallel, type] of vaes) added.push(exchange(graph, node, parallel, {}, [type]).id);
     const every = [...found, ...vaes];
     const inside = new Set(every.filter(([graph]) => graph !== rootGraph()).map(([graph]) => titleOf({ graph, title: graph.name })));
-    const areThere = () => [...parallelNodes(), ...parallelVaes()].some(([, node]) => added.includes(node.id));
+    const areThere = () => [...parallelNodes(), ...exchangedLoaders(), ...parallelVaes()].some(([, node]) => added.includes(node.id));
     return { count: every.length, inside: [...inside], areThere };
   });
 }
@@ -117,8 +124,10 @@ export function takeOut() {
       if (origin) for (const own of linksOf(graph, node, SLOT)) move(graph, own, origin, link.origin_slot);
       graph.remove(node);
     }
+    const loaders = exchangedLoaders();
+    for (const [graph, node] of loaders) exchangeBack(graph, node);
     const vaes = parallelVaes();
     for (const [graph, node, stock, type] of vaes) exchange(graph, node, stock, {}, [type]);
-    return { out: all.length - needed.length + vaes.length, stay: needed.length };
+    return { out: all.length - needed.length + loaders.length + vaes.length, stay: needed.length };
   });
 }

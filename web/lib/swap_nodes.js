@@ -3,7 +3,7 @@
 // Parallel Model is put before the sampler. Parallel Model takes no model that is parallel already.
 import { followersOf, loaderOf, originOf } from "./graph.js";
 import {
-  ACTIVE, activeOf, bring, change, exchange, GAP, graphs, linkOf, linksOf, OUTSIDE, place, slotOf, slotOfType, widgetOf,
+  ACTIVE, activeOf, bring, change, exchange, GAP, graphs, linkOf, linksOf, offersFile, OUTSIDE, place, slotOf, slotOfType,
 } from "./graph_changes.js";
 
 const STOCK = { loader: "UNETLoader", sampler: "KSampler" };
@@ -14,12 +14,7 @@ const FILE = { UNETLoader: "unet_name", ParallelModelLoader: "model_name" }; // 
 
 const isUsed = (graph, node, type) => linksOf(graph, node, slotOfType(node, type)).length > 0;
 
-// Returns true if the loader class `kind` offers the file that this loader names.
-function takesFile(kind, node) {
-  const { required } = globalThis.LiteGraph.registered_node_types[kind].nodeData.input;
-  const [options, more] = required[FILE[kind]];
-  return (Array.isArray(options) ? options : more.options).includes(widgetOf(node, FILE[node.comfyClass])?.value);
-}
+const takesFile = (kind, node) => offersFile(kind, FILE[kind], node, FILE[node.comfyClass]);
 
 // Returns true if the loader's model goes directly to active KSamplers, to no other nodes, and not out of a subgraph.
 function servesSamplersAlone(graph, loader) {
