@@ -275,7 +275,7 @@ def _load_sharded(
     full_load: bool = False,
 ) -> None:
     """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
-    from comfy.lora import calculate_shape
+    import comfy.lora
     from comfy.model_patcher import ModelPatcher
     from comfy.utils import get_attr
 
@@ -284,14 +284,17 @@ def _load_sharded(
     for key in listed & self.patches.keys():
         _functions_of(self, key)
     sharding.show_shapes({})
-    weights = {key: get_attr(self.model, key) for key in self.patches}
-    sharding.show_shapes(
-        {
-            key.removeprefix("diffusion_model."): calculate_shape(self.patches[key], weight, key)
-            for key, weight in weights.items()
-            if weight is not None  # a bias that another rank has
-        }
-    )
+    if hasattr(comfy.lora, "calculate_shape"):  # ComfyUI before 0.14 has none
+        weights = {key: get_attr(self.model, key) for key in self.patches}
+        sharding.show_shapes(
+            {
+                key.removeprefix("diffusion_model."): comfy.lora.calculate_shape(
+                    self.patches[key], weight, key
+                )
+                for key, weight in weights.items()
+                if weight is not None  # a bias that another rank has
+            }
+        )
     ModelPatcher.load(self, device_to, 0, False, False)
 
 
