@@ -27,7 +27,7 @@ from .links import (
     parallel_model_output,
     strategy_input,
 )
-from .model.source import spec_of
+from .model.named_file import find_spec
 from .preload.early_start import start_early
 from .preload.next_texts import remember
 from .runs.stock_run import stock_run
@@ -96,7 +96,7 @@ class ParallelModelNode(io.ComfyNode):
                 "This MODEL is parallel already. Connect a loader of ComfyUI's own, or take this node out."
             )
         computing = ComputeOptions(compile, exchange_dtype=exchange_dtype)
-        parallel = over_devices(model, spec_of(model), strategy or default_settings(), computing)
+        parallel = over_devices(model, find_spec(model), strategy or default_settings(), computing)
         return io.NodeOutput(parallel, parallel)
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import comfy.model_base
+import comfy.model_patcher
 import folder_paths
 import torch
 
 from ...parallel_backend.errors import CheckpointError, ParallelError, RequestError
 from ...parallel_backend.models.comfyui.model_file import ANY_MODEL
+from ...parallel_backend.models.gguf_file import is_gguf
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.models.registry import check_family
 from ...parallel_backend.requests import FP8_FAST, ModelSpec
 from ..host.comfyui_flags import comfyui_root
-from ..host.prompt_graph import Prompt, class_of, loader_before, value_of
-from ..host.prompt_links import loaders_for
+from ..host.prompt_graph import Prompt, class_of, inputs_of, loader_before, value_of
+from ..host.prompt_links import current_node, loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
 from .files import DEMO_MODEL, GGUF_FOLDER, PARTS, model_path
 from .header_model import open_model
-from .source import make_spec
+from .source import make_spec, spec_of
 
 Options = Mapping[str, Any]  # ComfyUI's model_options
 _FP8 = {"dtype": torch.float8_e4m3fn}
@@ -49,18 +51,22 @@ class NamedFile:
 
     def facts(self) -> ModelFile:
         """Returns what planning needs, from its header. Raises as `spec` does, or OSError."""
+        model = self.outline()
+        name = type(model.diffusion_model).__name__
+        return count_facts(self.path, model, known_verdict(comfyui_root(), name))
+
+    def outline(self) -> comfy.model_base.BaseModel:
+        """Returns the model on the meta device, as ComfyUI builds it by default. Raises as `facts`."""
         self.spec()
         status = Path(self.path).stat()
         try:
-            model = _opened(self.path, self.part, (status.st_mtime_ns, status.st_size))
+            return _opened(self.path, self.part, (status.st_mtime_ns, status.st_size))
         except (ParallelError, OSError):
             raise
         except Exception as error:  # ComfyUI's detection may raise anything
             raise CheckpointError(
                 f"ComfyUI cannot tell which model {Path(self.path).name} is ({type(error).__name__}: {error})."
             ) from error
-        name = type(model.diffusion_model).__name__
-        return count_facts(self.path, model, known_verdict(comfyui_root(), name))
 
 
 @functools.lru_cache(maxsize=4)
@@ -122,6 +128,47 @@ FILE_LOADERS = {
     "ParallelModelLoader": FileLoader("model_name", tuple(PARTS), _STOCK_OPTIONS),
     **STOCK_LOADERS,
 }
+
+
+def find_spec(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
+    """Returns a MODEL's file and how it was read, as ComfyUI's loaders note it, or as another pack's loader in the
+    running prompt names it. Raises as `spec_of` and `spec`."""
+    try:
+        return spec_of(patcher)
+    except RequestError:
+        found = _spec_by_prompt(patcher)
+        if found is None:
+            raise
+        return found
+
+
+def _spec_by_prompt(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec | None:
+    """Returns the file of a MODEL if its loader in the running prompt names just one. None otherwise, and for models
+    with layers of another pack. Ranks compare the file's weights with the MODEL's, and get those that differ."""
+    here, config = current_node(), patcher.model.model_config
+    if here is None or config.custom_operations is not None:
+        return None
+    loader = loader_before(*here)
+    if class_of(here[0], loader) in FILE_LOADERS:  # they note it: a node has made this MODEL of others
+        return None
+    names = [value for value in inputs_of(here[0], loader).values() if isinstance(value, str)]
+    found = {
+        (path, part)
+        for name in names
+        for folder, part in PARTS.items()
+        if (path := folder_paths.get_full_path(folder, name)) is not None
+    }
+    if len(found) != 1 or is_gguf(next(iter(found))[0]):
+        return None
+    file, options = NamedFile(*found.pop(), {}), dict[str, Any]()
+    outline = file.outline()
+    if outline.state_dict().keys() != patcher.model.state_dict().keys():
+        return None  # the loader has read another file too
+    if patcher.model.get_dtype() != outline.get_dtype():
+        options["dtype"] = patcher.model.get_dtype()
+    if config.optimizations.get("fp8"):
+        options["fp8_optimizations"] = True
+    return replace(file, options=options).spec()
 
 
 def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:

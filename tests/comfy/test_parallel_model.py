@@ -181,3 +181,19 @@ def test_a_file_replaced_in_mid_run_never_shares_a_picture_with_the_one_before(c
         assert relative_difference(sampled(), expected) > 100 * TOLERANCE
     finally:
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("default", 1.0), ("default", 1.5), ("bfloat16", 1.0), ("float8_e4m3fn", 1.0)]
+)
+def test_the_file_that_another_packs_loader_names_is_enough(comfy, dtype, scale):
+    """A weight that the loader has changed is sent with the job."""
+    graph = AnyGraph(comfy, "flux")
+    stock = [graph.add("TestPackLoader", model_name=graph.file, dtype=dtype, scale=scale), 0]
+    request = graph.request()
+    ways = {
+        "stock": graph.ksampler(stock, *request, steps=2),
+        "ours": graph.ksampler([graph.parallel(stock, ulysses=2), 0], *request, steps=2),
+    }
+    found = latents(comfy, graph, ways)
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import comfy.sd
+import comfy.utils
 import folder_paths
 import gguf
 import torch
@@ -154,6 +155,24 @@ def unknown_loader(model, notes):
     model = model.clone()
     model.cached_patcher_init = (unknown_loader, (model, notes)) if notes else None
     return model
+
+
+@node(
+    "TestPackLoader",
+    [
+        io.String.Input("model_name"),
+        io.Combo.Input("dtype", options=["default", "bfloat16", "float8_e4m3fn"]),
+        io.Float.Input("scale", default=1.0),
+    ],
+    [io.Model.Output()],
+)
+def load_state_dict(model_name, dtype, scale):
+    """Loads a model as other packs' loaders do, from a dict of weights, the first of which it may scale."""
+    weights = comfy.utils.load_torch_file(folder_paths.get_full_path("diffusion_models", model_name))
+    first = next(name for name in weights if name.endswith("proj.weight"))
+    weights[first] = weights[first] * scale
+    options = {} if dtype == "default" else {"dtype": getattr(torch, dtype)}
+    return comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)
 
 
 @node("TestNumericFlags", [io.String.Input("line")], [io.String.Output()])
