@@ -104,8 +104,7 @@ def test_every_layout_and_dtype_gives_diffusers_forward(tmp_path, dtype, layout,
     assert error(velocity(model), judged(dtype, guidance=guidance)) < 1e-5
 
 
-@pytest.mark.parametrize("prefix", ["", PREFIX], ids=["bare", "prefixed"])
-@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
+@pytest.mark.parametrize(("layout", "prefix"), [("bfl", ""), ("diffusers", PREFIX)])
 def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefix):
     path = write_tiny_flux(tmp_path / "x.safetensors", dtype=FP8, layout=layout, prefix=prefix, **SIZES)
     model = loaded(path)
@@ -132,7 +131,7 @@ def test_files_that_comfyui_saved_load_too(tmp_path):
     assert torch.equal(velocity(loaded(tmp_path / "saved.safetensors")), velocity(loaded(path)))
 
 
-@pytest.mark.parametrize("padding", [1, 2, 3, 5])
+@pytest.mark.parametrize("padding", [1, 2])
 def test_a_file_whose_data_lie_at_an_odd_offset_loads(tmp_path, padding):
     path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
     content = path.read_bytes()
@@ -157,6 +156,7 @@ NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_block
         (F16, "auto", CPU, F32, F16, F16, F16),
         (FP8, "auto", CPU, BF16, FP8, FP8, FP8),
         (BF16, "bfloat16", CPU, BF16, BF16, BF16, BF16),
+        (F16, "float16", CPU, F16, F16, F16, F16),
         (BF16, "float32", CPU, F32, BF16, BF16, BF16),
         (F32, "bfloat16", CPU, BF16, F32, F32, F32),
         (F32, "float16", CPU, F16, F32, F32, F32),
@@ -188,7 +188,7 @@ def test_weight_dtype_decides_storage_and_arithmetic(
     if device is CPU:
         rounded = judged(FP8 if FP8 in (stored, large) else stored)
         # float8_e4m3fn does not round embedders and biases, so it is closer to the plain weights than `rounded` is.
-        allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 0.03
+        allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 4 * torch.finfo(compute).eps
         assert error(velocity(model), rounded) < allowed
 
 
@@ -240,13 +240,6 @@ def test_the_timestep_is_not_rounded_in_half_precision(tmp_path):
     assert guidance.tolist() == [3504.0, 3296.0]  # rounded, as ComfyUI rounds it
 
 
-def test_half_precision_stays_within_its_own_rounding(tmp_path):
-    for dtype, wish, bits in ((BF16, "bfloat16", 8), (F16, "float16", 11)):
-        model = loaded(write_tiny_flux(tmp_path / "x.safetensors", dtype=dtype, **SIZES), wish)
-        # Against ComfyUI's own model at the same precision: 0.010 (bf16), 0.0014 (fp16); the roundings add up.
-        assert error(velocity(model), judged(dtype)) < 8 * 2.0**-bits
-
-
 def test_without_guidance_none_is_embedded_and_schnell_ignores_it(tmp_path):
     dev = loaded(write_tiny_flux(tmp_path / "dev.safetensors", **SIZES))
     disabled = velocity(dev, guidance=None)
@@ -293,9 +286,11 @@ def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
-@pytest.mark.parametrize(("dtype", "wish"), [(F32, "auto"), (BF16, "auto"), (FP8, "auto"), (F32, "bfloat16")])
-def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(tmp_path, layout, dtype, wish):
+@pytest.mark.parametrize(
+    ("dtype", "wish", "layout"),
+    [(F32, "auto", "bfl"), (BF16, "auto", "diffusers"), (FP8, "auto", "bfl"), (F32, "bfloat16", "diffusers")],
+)
+def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(tmp_path, dtype, wish, layout):
     path = write_tiny_flux(tmp_path / "x.safetensors", layout=layout, dtype=dtype, **SIZES)
     model = loaded(path, wish)
     velocity(model)
