@@ -8,6 +8,7 @@ import pytest
 
 import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
+from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine import device_shares, local
 from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
@@ -234,8 +235,6 @@ def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
 
 
 def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
-    from parallel_backend.commands.bench.rounds import random_request
-
     model = CheckpointModel(flux_file(FP8))
     request = random_request(
         model.file.inputs, width=512, height=768, batch=3, text=16, steps=20, with_cfg=True
