@@ -77,48 +77,32 @@ def test_a_text_names_devices_in_its_order(gpus, text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "message"),
+    ("text", "count", "message", "nearest"),
     [
-        ("0,0", 2, "twice"),
-        ("0,5", 2, "GPU 5 does not exist; this machine has GPUs 0 to 1"),
-        ("1", 1, "GPU 0 only"),
-        ("0", 0, "cpu:2"),
-        ("cpu:0", 0, "1 to 16"),
-        (f"cpu:{MAX_CPU_RANKS + 1}", 0, "1 to 16"),
-        ("cpu:1,cpu:1", 0, "each named once"),
-        (f"cpu:0,cpu:{MAX_CPU_RANKS}", 0, "cpu:0 to cpu:15"),
-        ("cpu:0,cuda:0", 1, "not understood"),
-        ("-1", 2, "not understood"),
-        ("0;;1", 2, "not understood"),
-        ("1-0", 2, "write the smaller GPU first"),
-        ("0-99999999999", 2, "GPU 2 does not exist; this machine has GPUs 0 to 1"),
-        ("0-2,1", 4, "twice"),
-        ("0-4", 2, "GPU 2 does not exist"),
-        ("gpu0", 2, "not understood"),
-        ("1" * 5000, 2, r"devices '1{20}\.\.\.' has 5000 letters"),
-        ("cpu:" + "1" * 5000, 0, "has 5004 letters"),
+        ("0,0", 2, "twice", "0"),
+        ("0,5", 2, "GPU 5 does not exist; this machine has GPUs 0 to 1", "0"),
+        ("1", 1, "GPU 0 only", "all"),
+        ("0", 0, "cpu:2", "all"),
+        ("cpu:0", 0, "1 to 16", "cpu:1"),
+        (f"cpu:{MAX_CPU_RANKS + 1}", 0, "1 to 16", "cpu:16"),
+        ("cpu:1,cpu:1", 0, "each named once", "cpu:2"),
+        (f"cpu:0,cpu:{MAX_CPU_RANKS}", 0, "cpu:0 to cpu:15", "cpu:2"),
+        ("cpu:0,cuda:0", 1, "not understood", "all"),
+        ("-1", 2, "not understood", "all"),
+        ("0;;1", 2, "not understood", "all"),
+        ("1-0", 2, "write the smaller GPU first", "all"),
+        ("0-99999999999", 2, "GPU 2 does not exist; this machine has GPUs 0 to 1", "0,1"),
+        ("0-2,1", 4, "twice", "0,1,2"),
+        ("gpu0", 2, "not understood", "all"),
+        ("1" * 5000, 2, r"devices '1{20}\.\.\.' has 5000 letters", "all"),
+        ("cpu:" + "1" * 5000, 0, "has 5004 letters", "all"),
     ],
 )
-def test_what_does_not_exist_is_refused_by_name(gpus, text, count, message):
+def test_what_does_not_exist_is_refused_by_name_with_the_nearest_devices_that_are_there(
+    gpus, text, count, message, nearest
+):
     gpus(count)
-    with pytest.raises(DeviceError, match=message):
-        resolve_devices(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "nearest"),
-    [
-        ("0,5", 2, "0"),
-        ("0-999999", 2, "0,1"),
-        ("5", 2, "all"),
-        ("0,0,1", 2, "0,1"),
-        ("gpu0", 2, "all"),
-        ("cpu:99", 0, "cpu:16"),
-    ],
-)
-def test_a_refusal_knows_the_nearest_devices_that_are_there(gpus, text, count, nearest):
-    gpus(count)
-    with pytest.raises(DeviceError) as refused:
+    with pytest.raises(DeviceError, match=message) as refused:
         resolve_devices(text)
     (problem,) = refused.value.problems
     assert problem.inputs == ("devices",) and problem.nearest == (("devices", nearest),)
