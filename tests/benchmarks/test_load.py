@@ -1,4 +1,4 @@
-"""Verdicts of the load and soak tests: whether a latent is its seed's, and what grew; percentiles of prompt times."""
+"""Verdicts of the load, soak and fault tests: whether a latent is its seed's, what grew, and limits in seconds."""
 
 import math
 import os
@@ -9,6 +9,7 @@ import pytest
 import torch
 from adversaries.descriptors import added, kinds_of
 from adversaries.soak import MIB, Usage, growth
+from fault_cases.case import Check
 from hypothesis import given
 from hypothesis import strategies as st
 from load_test.mix import ALL, MODELS, graph_of, orders
@@ -106,3 +107,16 @@ def test_the_mix_has_every_model_and_size_and_cancels_and_is_the_same_each_time(
     )
     first, second = (graph_of(mixed[0].picture, number, ranks=2) for number in (1, 2))
     assert first != second  # else ComfyUI would answer from its cache
+
+
+@pytest.mark.parametrize(
+    ("check", "slowness", "passes"),
+    [
+        (Check("noticed", 0.9, 0.5, timed=True), 1.0, False),
+        (Check("noticed", 0.9, 0.5, timed=True), 2.0, True),
+        (Check("processes left", 1, 0), 9.0, False),
+        (Check("ready", 99.0), 1.0, True),  # without a limit: only measured
+    ],
+)
+def test_a_limit_in_seconds_holds_times_how_slow_the_machine_was(check, slowness, passes):
+    assert check.passes(slowness) is passes
