@@ -103,7 +103,7 @@ def test_a_proof_is_of_the_entry_too(root, monkeypatch):
         assert entry_digest(str(root), "Flux") != before
 
 
-def test_an_entry_has_one_digest_in_every_process(root):
+def test_an_entry_has_one_digest_in_every_process():
     """The order of a set of strings differs between processes."""
     code = (
         "import sys; from parallel_backend.models.proof import states; "
