@@ -10,7 +10,7 @@ import torch
 
 import gguf_files
 from comfy_modules import import_comfyui_here
-from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
+from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, random_tensors, spec, write
 from differences import relative_difference
 from mapped_files import is_mapped
 from parallel_backend.engine.comm.groups import Layouts
@@ -39,11 +39,16 @@ WEIGHT = "double_blocks.0.img_mlp.0.weight"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("formats")
+    folder, tensors, more = (
+        tmp_path_factory.mktemp("formats"),
+        random_tensors(blocks=1),
+        random_tensors(blocks=2),
+    )
     found = {
-        form: write(folder / f"{number}.safetensors", form, blocks=1) for number, form in enumerate(FORMS)
+        form: write(folder / f"{number}.safetensors", form, tensors=tensors)
+        for number, form in enumerate(FORMS)
     }
-    found |= {kind: gguf_files.write(folder / f"{kind}.gguf", kind) for kind in PACKED}
+    found |= {kind: gguf_files.write(folder / f"{kind}.gguf", kind, tensors=more) for kind in PACKED}
     return {form: str(path) for form, path in found.items()}
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comfy_modules import import_comfyui_here
-from comfy_weight_files import CPU, FORMATS, OLD, spec, write
+from comfy_weight_files import CPU, FORMATS, OLD, random_tensors, spec, write
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.model_file import inspect
@@ -21,10 +20,9 @@ NEW = list(FORMATS)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    import_comfyui_here()
-    folder = tmp_path_factory.mktemp("quantised")
+    folder, tensors = tmp_path_factory.mktemp("quantised"), random_tensors(blocks=1)
     return {
-        form: write(folder / f"{number}.safetensors", form, blocks=1)
+        form: write(folder / f"{number}.safetensors", form, tensors=tensors)
         for number, form in enumerate([*NEW, OLD])
     }
 

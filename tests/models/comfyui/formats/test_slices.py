@@ -97,8 +97,11 @@ FORMS = ["fp32", "bf16", "fp8", "float8_e4m3fn", "float8_e5m2", files.OLD]
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """The answers of one process, those of each of two ranks that slice the layers, and the sizes of the model."""
-    folder = tmp_path_factory.mktemp("slices")
-    paths = {form: files.write(folder / f"{number}.safetensors", form) for number, form in enumerate(FORMS)}
+    folder, tensors = tmp_path_factory.mktemp("slices"), files.random_tensors(blocks=2)
+    paths = {
+        form: files.write(folder / f"{number}.safetensors", form, tensors=tensors)
+        for number, form in enumerate(FORMS)
+    }
     (alone,) = run_ranks(_answers, 1, paths, ParallelStrategy())
     return alone, run_ranks(_answers, 2, paths, TENSOR), inspect_flux(paths["bf16"]).dims
 
