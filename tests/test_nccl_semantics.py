@@ -91,24 +91,28 @@ def _error_of(act):
     return ""
 
 
+def _ended(world, act):
+    """Returns the error of `act` once all ranks have ended it."""
+    said = _error_of(act)
+    dist.barrier(group=world.control)
+    return said
+
+
 def _alone(world):
     """Sends from rank 0 without a receive on rank 1. Gloo would take the message and go on."""
     nccl_device.PATIENCE = SHORT
-    said = _error_of(lambda: dist.isend(torch.zeros(1), 1)) if world.rank == 0 else ""
-    dist.barrier(group=world.control)
-    return said
+    return _ended(world, lambda: None if world.rank else dist.isend(torch.zeros(1), 1))
 
 
 def _both_send_first(world, batched):
     peer, sent, arriving = 1 - world.rank, torch.ones(1), torch.zeros(1)
     # The pair's communicator is made before the operations that must hang.
     (dist.isend if world.rank else dist.irecv)(arriving, peer).wait()
-    if not batched:
-        nccl_device.PATIENCE = SHORT
     if batched:
         operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, arriving, peer)]
         works = dist.batch_isend_irecv(operations)
     else:
+        nccl_device.PATIENCE = SHORT
         works = [dist.isend(sent, peer), dist.irecv(arriving, peer)]
     said, *_ = [_error_of(work.wait) for work in works]
     dist.barrier(group=world.control)
@@ -123,9 +127,7 @@ def _another_collective(world):
         )
         work.wait()  # the call itself raises no error
 
-    said = _error_of(act)
-    dist.barrier(group=world.control)
-    return said
+    return _ended(world, act)
 
 
 def _written_too_early(world):
@@ -135,9 +137,7 @@ def _written_too_early(world):
         tensor += 1
         work.wait()
 
-    said = _error_of(act)
-    dist.barrier(group=world.control)
-    return said
+    return _ended(world, act)
 
 
 @pytest.mark.parametrize(
@@ -215,26 +215,24 @@ def test_sizes_that_differ_are_an_error():
 
 def _refused(world):
     """Returns the errors of calls that a communicator refuses at once, so that no rank waits for them."""
-    whole, said = torch.zeros(4), []
-    thread_said = []
-    for act in (
+    whole, thread_said = torch.zeros(4), []
+    refused = (
         lambda: dist.all_reduce(torch.zeros(2, dtype=torch.int16)),
         lambda: dist.all_reduce(torch.zeros(2, 2).T),
         lambda: dist.all_to_all_single(whole, whole),
         lambda: dist.all_gather([whole[:2], whole[1:3]], torch.zeros(2)),
         lambda: dist.all_to_all_single(torch.zeros(2), whole, [1, 1], [3, 2]),
         lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3)),
-    ):
-        said.append(_error_of(act))
+    )
+    said = [_error_of(act) for act in refused]
     other = threading.Thread(
         target=lambda: thread_said.append(_error_of(lambda: dist.all_reduce(torch.zeros(2))))
     )
     dist.all_reduce(torch.zeros(2))
     other.start()
     other.join()
-    dist.all_gather(
-        list(whole.chunk(2)), whole[2 * world.rank :][:2]
-    )  # in place: the input lies where this rank's share arrives
+    # In place: the input lies where this rank's share arrives.
+    dist.all_gather(list(whole.chunk(2)), whole[2 * world.rank :][:2])
     return [*said, *thread_said]
 
 

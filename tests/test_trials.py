@@ -57,16 +57,13 @@ def test_each_strategy_gets_a_few_steps_and_the_fastest_the_rest():
     assert run.results[0] == Trial(ULYSSES, (1.0, 1.0, 1.0))
 
 
-def test_one_that_is_behind_ends_after_its_first_timed_step():
-    said, run, _ = ran({ULYSSES: 1.0, RING: BEHIND + 0.01, CFG: 1.0, ONE: 1.0})
-    assert said[4:6] == [RING] * 2 and said[6] == CFG
-    assert run.results[1] == Trial(RING, (BEHIND + 0.01,))
-
-
-def test_one_that_is_far_behind_ends_even_before_and_leaves_no_time():
-    said, run, _ = ran({ULYSSES: 1.0, RING: FAR_BEHIND + 0.01, CFG: 1.0, ONE: 1.0})
-    assert said[4] == RING and said[5] == CFG
-    assert run.results[1] == Trial(RING, ())
+@pytest.mark.parametrize(("seconds", "steps", "timed"), [(BEHIND, 2, True), (FAR_BEHIND, 1, False)])
+def test_one_that_is_behind_ends_after_its_first_timed_step_and_one_far_behind_even_before(
+    seconds, steps, timed
+):
+    said, run, _ = ran({ULYSSES: 1.0, RING: seconds + 0.01, CFG: 1.0, ONE: 1.0})
+    assert said[4 : 5 + steps] == [RING] * steps + [CFG]
+    assert run.results[1] == Trial(RING, (seconds + 0.01,) * timed)
 
 
 def test_the_first_one_stays_unless_another_is_clearly_ahead():

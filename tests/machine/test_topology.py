@@ -16,6 +16,17 @@ def _read(nvml, tmp_path):
     return read_topology(nvml, sys_root=tmp_path)
 
 
+def _fails(nvml, *names, error="Unknown Error"):
+    """Returns an NVML that answers these questions with an error."""
+
+    def fail(*_):
+        raise nvml.NVMLError(error)
+
+    for name in names:
+        setattr(nvml, name, fail)
+    return nvml
+
+
 @pytest.fixture
 def box(tmp_path):
     return lambda shape: _read(shape(), tmp_path)
@@ -50,15 +61,11 @@ def test_four_a6000_joined_in_pairs(box):
     assert neighbours_first(shuffled) == (ids[0], ids[1], ids[2], ids[3])
 
 
-def test_eight_l40_over_two_sockets(box):
+def test_sockets_and_cards_that_differ_are_said(box):
     topology = box(fake_nvml.l40_two_sockets)
-    assert topology.kind == "SYS"
-    assert "over 2 NUMA nodes" in topology.describe()
-
-
-def test_cards_that_differ_are_said(box):
-    topology = box(fake_nvml.mixed_4080_4090)
-    assert topology.mixed and "differ" in topology.describe()
+    assert topology.kind == "SYS" and "over 2 NUMA nodes" in topology.describe()
+    mixed = box(fake_nvml.mixed_4080_4090)
+    assert mixed.mixed and "differ" in mixed.describe()
 
 
 def test_mig_slices_replace_their_gpu_and_have_no_peer_access(box):
@@ -135,13 +142,8 @@ def test_devices_are_found_by_the_uuid_that_torch_prints(box):
 
 
 def test_questions_that_a_driver_does_not_know_leave_gaps_not_errors(tmp_path):
-    nvml = fake_nvml.l40_two_sockets()
-
-    def unknown(*_):
-        raise fake_nvml.NVMLError("Not Supported")
-
-    for name in ("nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNumaNodeId"):
-        setattr(nvml, name, unknown)
+    questions = ("nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNumaNodeId")
+    nvml = _fails(fake_nvml.l40_two_sockets(), *questions)
     topology = _read(nvml, tmp_path)
     assert {(p.path, p.peer) for _, _, p in topology.pairs} == {("unknown", None)}
     assert topology.devices[0].numa is None
@@ -164,26 +166,19 @@ def test_slices_are_told_where_only_root_may_ask_for_the_memory_of_their_gpu(tmp
 
 
 def test_nvml_is_closed_also_when_a_question_fails(tmp_path):
-    nvml = fake_nvml.two_4090()
-
-    def fails():
-        raise fake_nvml.NVMLError("Unknown Error")
-
-    nvml.nvmlDeviceGetCount = fails
+    nvml = _fails(fake_nvml.two_4090(), "nvmlDeviceGetCount")
     with pytest.raises(fake_nvml.NVMLError):
         _read(nvml, tmp_path)
     assert nvml.open == 0
 
 
+def _without_nvml(nvml):
+    return _fails(nvml, "nvmlInit", error="Library Not Found")
+
+
 def test_without_a_gpu_ranks_run_on_the_cpu(tmp_path, monkeypatch):
-    nvml = fake_nvml.two_4090()
-
-    def no_driver():
-        raise fake_nvml.NVMLError("Driver Not Loaded")
-
-    nvml.nvmlInit = no_driver
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    topology = _read(nvml, tmp_path)
+    topology = _read(_without_nvml(fake_nvml.two_4090()), tmp_path)
     assert topology.devices == () and topology.kind == "gloo on CPU"
     assert "gloo" in topology.describe()
 
@@ -204,14 +199,6 @@ def torch_sees(monkeypatch):
         monkeypatch.setattr("torch.version.hip", hip)
 
     return see
-
-
-def _without_nvml(nvml):
-    def not_there():
-        raise nvml.NVMLError("Library Not Found")
-
-    nvml.nvmlInit = not_there
-    return nvml
 
 
 def test_rocm_asks_torch(torch_sees, tmp_path):

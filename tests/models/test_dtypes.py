@@ -7,7 +7,6 @@ import torch
 
 from parallel_backend.engine.comm.groups import Layouts, World
 from parallel_backend.engine.load import load_under
-from parallel_backend.models.comfyui.common_dtypes import agree_on_dtypes
 from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.casting import CastingLinear, Fp8Linear
 from parallel_backend.models.diffusers.load import halves_of, multiply_fp8
@@ -81,13 +80,11 @@ def test_fp8_is_multiplied_where_all_cards_can(monkeypatch):
     assert not multiply_fp8([ada, ampere]) and not multiply_fp8([torch.device("cpu")])
 
 
-@pytest.mark.parametrize(
-    ("wish", "can", "layer"), [(FP8_FAST, True, Fp8Linear), (FP8_FAST, False, CastingLinear)]
-)
-def test_flux_multiplies_in_fp8_where_it_was_asked_for_and_can_be(tmp_path, monkeypatch, wish, can, layer):
+@pytest.mark.parametrize(("can", "layer"), [(True, Fp8Linear), (False, CastingLinear)])
+def test_flux_multiplies_in_fp8_where_it_was_asked_for_and_can_be(tmp_path, monkeypatch, can, layer):
     monkeypatch.setattr(flux, "multiply_fp8", lambda devices: can)
     path = write_tiny_flux(tmp_path / "flux.safetensors")
-    for weight_dtype, expected in ((wish, layer), ("float8_e4m3fn", CastingLinear)):
+    for weight_dtype, expected in ((FP8_FAST, layer), ("float8_e4m3fn", CastingLinear)):
         model = flux.load(ModelSpec(path, weight_dtype=weight_dtype), torch.device("cpu"))
         assert type(model.module.transformer.transformer_blocks[0].ff.net[2]) is expected
 
@@ -95,33 +92,10 @@ def test_flux_multiplies_in_fp8_where_it_was_asked_for_and_can_be(tmp_path, monk
 def test_ranks_load_flux_in_what_the_least_card_computes_in(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(flux, "halves_of", lambda devices: asked.append(devices) or HALVES)
-    cpu, turing = torch.device("cpu"), torch.device("cuda:1")
+    devices = (torch.device("cuda:0"), torch.device("cuda:1"))
     world = World(
-        rank=0,
-        world_size=1,
-        device=cpu,
-        backend="gloo",
-        store_path="",
-        devices=(torch.device("cuda:0"), turing),
+        rank=0, world_size=1, device=torch.device("cpu"), backend="gloo", store_path="", devices=devices
     )
     spec = ModelSpec(write_tiny_flux(tmp_path / "flux.safetensors"))
     load_under(spec, Layouts(world), ParallelStrategy())
-    assert asked == [(torch.device("cuda:0"), turing)]
-
-
-def test_comfyui_asks_every_card_while_a_rank_loads():
-    answers = {0: True, 1: False}
-
-    def should_use_bf16(device=None, model_params=0):
-        return True if device.type == "cpu" else answers[device.index]
-
-    management = SimpleNamespace(should_use_bf16=should_use_bf16, supports_fp8_compute=lambda device: True)
-    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
-    with agree_on_dtypes(management, devices):
-        assert not management.should_use_bf16(model_params=12)  # ComfyUI omits its own device
-        assert not management.should_use_bf16(devices[0])
-        assert management.should_use_bf16(torch.device("cpu"))
-        assert management.supports_fp8_compute(devices[0])
-    assert management.should_use_bf16 is should_use_bf16
-    with agree_on_dtypes(management, devices[:1]):
-        assert management.should_use_bf16(devices[0])
+    assert asked == [devices]

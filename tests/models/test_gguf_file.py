@@ -60,6 +60,19 @@ def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) ->
     return struct.pack("<Q", len(name)) + name.encode() + sizes + struct.pack("<IQ", kind, offset)
 
 
+def holding(*tensors: bytes) -> bytes:
+    return header(len(tensors), 0, b"".join(tensors) + bytes(99))
+
+
+def noting(key: str, kind: int, rest: bytes) -> bytes:
+    """Returns a file with one field of metadata."""
+    return header(0, 1, field(key, kind, rest))
+
+
+def aligned(kind: int, rest: bytes) -> bytes:
+    return header(1, 1, field("general.alignment", kind, rest) + tensor("w", (4,)))
+
+
 @pytest.mark.parametrize("alignment", [None, 64])
 def test_the_header_says_what_the_packages_reader_finds(tmp_path, alignment):
     path = tmp_path / "valid.gguf"
@@ -81,54 +94,30 @@ def test_a_noted_shape_is_the_true_one(tmp_path):
 
 _HUGE = 2**40
 HOSTILE = {
-    "an array of 2^40 numbers": (
-        header(0, 1, field("a", 9, struct.pack("<IQ", 0, _HUGE)) + bytes(4096)),
-        "announced",
-    ),
-    "an array of 2^64 - 1": (header(0, 1, field("a", 9, struct.pack("<IQ", 12, 2**64 - 1))), "announced"),
-    "an array of 2^40 texts": (header(0, 1, field("a", 9, struct.pack("<IQ", 8, _HUGE))), "announced"),
-    "a text of 2^40 bytes": (header(0, 1, field("a", 8, struct.pack("<Q", _HUGE))), "announced"),
+    "an array of 2^40 numbers": (noting("a", 9, struct.pack("<IQ", 0, _HUGE) + bytes(4096)), "announced"),
+    "an array of 2^64 - 1": (noting("a", 9, struct.pack("<IQ", 12, 2**64 - 1)), "announced"),
+    "an array of 2^40 texts": (noting("a", 9, struct.pack("<IQ", 8, _HUGE)), "announced"),
+    "a text of 2^40 bytes": (noting("a", 8, struct.pack("<Q", _HUGE)), "announced"),
     "2^40 fields": (header(0, _HUGE), "announced"),
     "2^40 tensors": (header(_HUGE, 0), "announced"),
-    "an array of arrays": (
-        header(0, 1, field("a", 9, struct.pack("<IQ", 9, 1)) + bytes(99)),
-        "unknown type 9",
-    ),
-    "an unknown type": (header(0, 1, field("a", 99, bytes(99))), "unknown type 99"),
-    "an alignment of 0": (
-        header(1, 1, field("general.alignment", 4, bytes(4)) + tensor("w", (4,))),
-        "its alignment",
-    ),
-    "an alignment of 3": (
-        header(1, 1, field("general.alignment", 4, struct.pack("<I", 3)) + tensor("w", (4,))),
-        "its alignment",
-    ),
-    "an alignment in words": (
-        header(1, 1, field("general.alignment", 8, struct.pack("<Q", 0)) + tensor("w", (4,))),
-        "is no number",
-    ),
+    "an array of arrays": (noting("a", 9, struct.pack("<IQ", 9, 1) + bytes(99)), "unknown type 9"),
+    "an unknown type": (noting("a", 99, bytes(99)), "unknown type 99"),
+    "an alignment of 0": (aligned(4, bytes(4)), "its alignment"),
+    "an alignment of 3": (aligned(4, struct.pack("<I", 3)), "its alignment"),
+    "an alignment in words": (aligned(8, struct.pack("<Q", 0)), "is no number"),
     "2^31 dimensions": (header(1, 0, struct.pack("<Q", 1) + b"w" + struct.pack("<I", 2**31)), "announced"),
-    "nine dimensions": (header(1, 0, tensor("w", (1,) * 9) + bytes(99)), "9 dimensions"),
-    "a tensor without rows": (header(1, 0, tensor("w", (4, 0)) + bytes(99)), "impossible shape"),
-    "half a block": (header(1, 0, tensor("w", (33,), kind=8) + bytes(99)), "impossible shape"),
-    "a tensor of 2^60": (header(1, 0, tensor("w", (2**30, 2**30)) + bytes(99)), "beyond the end"),
-    "an offset of 2^63": (header(1, 0, tensor("w", (1,), offset=2**63) + bytes(99)), "beyond the end"),
-    "tensors over each other": (
-        header(2, 0, tensor("v", (4,)) + tensor("w", (4,), offset=8) + bytes(99)),
-        "lies over another",
-    ),
-    "one name twice": (
-        header(2, 0, tensor("w", (4,)) + tensor("w", (4,), offset=32) + bytes(99)),
-        "occurs twice",
-    ),
-    "a name that is no text": (
-        header(1, 0, struct.pack("<Q", 2) + b"\xff\xfe" + bytes(99)),
-        "not valid UTF-8",
-    ),
+    "nine dimensions": (holding(tensor("w", (1,) * 9)), "9 dimensions"),
+    "a tensor without rows": (holding(tensor("w", (4, 0))), "impossible shape"),
+    "half a block": (holding(tensor("w", (33,), kind=8)), "impossible shape"),
+    "a tensor of 2^60": (holding(tensor("w", (2**30, 2**30))), "beyond the end"),
+    "an offset of 2^63": (holding(tensor("w", (1,), offset=2**63)), "beyond the end"),
+    "tensors over each other": (holding(tensor("v", (4,)), tensor("w", (4,), offset=8)), "lies over another"),
+    "one name twice": (holding(tensor("w", (4,)), tensor("w", (4,), offset=32)), "occurs twice"),
+    "a name that is no text": (holding(struct.pack("<Q", 2) + b"\xff\xfe"), "not valid UTF-8"),
     "a negative true shape": (file_bytes(shape=[-3, -4]), "impossible shape"),
     "a true shape of another size": (file_bytes(shape=[5]), "impossible shape"),
     "a true shape of nine": (file_bytes(shape=[12] + [1] * 8), "is no number"),
-    "an unknown format": (header(1, 0, tensor("w", (4,), kind=77) + bytes(99)), "in the format number 77"),
+    "an unknown format": (holding(tensor("w", (4,), kind=77)), "in the format number 77"),
     "another version": (header(version=9), "its version is 9"),
     "no tensors": (header(), "holds no tensors"),
     "nothing": (b"", "it is empty"),
@@ -181,19 +170,18 @@ def judge(content: bytes) -> None:
         assert 0 < sum(one.data.nbytes for one in tensors) <= len(content)
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300)
 @given(st.binary(max_size=300), st.integers(0, 4), st.integers(0, 4))
 def test_random_bytes_never_raise_anything_else(content, tensors, fields):
     judge(content)
     judge(header(tensors, fields, content))
 
 
-@settings(max_examples=500, deadline=2000)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, len(VALID) - 1), st.binary(min_size=1, max_size=9)), min_size=1, max_size=4
-    )
-)
+_CHANGE = st.tuples(st.integers(0, len(VALID) - 1), st.binary(min_size=1, max_size=9))
+
+
+@settings(max_examples=500)
+@given(st.lists(_CHANGE, min_size=1, max_size=4))
 def test_a_file_with_bytes_changed_never_raises_anything_else(changes):
     content = bytearray(VALID)
     for position, new in changes:
@@ -201,7 +189,7 @@ def test_a_file_with_bytes_changed_never_raises_anything_else(changes):
     judge(bytes(content))
 
 
-@settings(max_examples=100, deadline=2000)
+@settings(max_examples=100)
 @given(st.integers(0, len(VALID) - 33))  # padding follows the last tensor
 def test_a_file_cut_short_is_refused(length):
     with tempfile.TemporaryDirectory() as folder:

@@ -39,9 +39,8 @@ def _same(found, expected):
     return torch.equal(found.contiguous().view(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    "piece", [7, 256, 1 << 20]
-)  # neither elements nor tensors need end where a read does
+# Neither elements nor tensors need end where a read does.
+@pytest.mark.parametrize("piece", [7, 256, 1 << 20])
 def test_whole_tensors_and_rows_of_them_are_read_from_the_file(opened, piece):
     path, file = opened
     with StagedReader(path, file, CPU, piece) as reader:

@@ -99,6 +99,7 @@ def test_compiled_and_uncompiled_times_and_those_of_kernels_are_kept_apart(gpus)
 
 
 def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
+    assert plan(cpus, job()).trials == NO_TRIALS, "unless it may try"
     first = plan(cpus, job(), tries=True)
     assert first.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
     assert first.devices == CPUS  # the second rank is needed for the trials
@@ -112,16 +113,15 @@ def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     assert second.reason.endswith("a step takes Ring 2 0.8 s, Ulysses 2 1.1 s, one device 1.7 s")
 
 
-def test_a_run_that_must_not_try_does_not(cpus):
-    assert plan(cpus, job()).trials == NO_TRIALS
-
-
-def test_a_run_of_one_step_says_nothing_about_a_warm_step(cpus):
-    assert not cpus.record(job(), RunInfo("native", ONE, step_seconds=(1.0,)))
-
-
-def test_a_run_whose_model_calls_were_reused_says_nothing_about_one_that_computes(cpus):
-    info = RunInfo("native", ONE, step_seconds=(1.0, 0.1, 0.1), model_calls=3, reused_calls=2)
+@pytest.mark.parametrize(
+    "info",
+    [
+        RunInfo("native", ONE, step_seconds=(1.0,)),
+        RunInfo("native", ONE, step_seconds=(1.0, 0.1, 0.1), model_calls=3, reused_calls=2),
+    ],
+    ids=["one step", "model calls were reused"],
+)
+def test_a_run_without_a_warm_step_that_computes_says_nothing(cpus, info):
     assert not cpus.record(job(), info)
 
 

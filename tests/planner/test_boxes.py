@@ -51,7 +51,8 @@ def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy,
     found = planned(box, job)
     best, reason = found.candidates[0], found.reason
     assert best.fits and best.strategy.exact and best.strategy == found.strategy
-    assert best.memory_bytes <= 0.94 * min(device.memory for device in box.devices)
+    assert best.memory_bytes == found.memory.private_bytes <= 0.94 * min(d.memory for d in box.devices)
+    assert best.step_s is None and ParallelStrategy() in [c.strategy for c in found.candidates]
     if strategy is None:
         # 24 GB of weights on 24 GB cards: the chosen strategy splits them over both.
         assert best.strategy.world_size == 2
@@ -61,6 +62,7 @@ def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy,
         assert ParallelStrategy(ulysses_degree=2) in unfit and ParallelStrategy() in unfit
     else:
         assert best.strategy == strategy
+    assert found.devices == tuple(f"cuda:{i}" for i in range(best.strategy.world_size))
     assert best.strategy.describe() in reason or reason == "one device is selected"
     assert reason.count("\n") == 0 and "measured" not in reason and "predicted" not in reason
     assert not any(c.strategy.violations(job.model.shape, len(found.devices)) for c in found.candidates[:1])

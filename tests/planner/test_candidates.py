@@ -20,6 +20,9 @@ PIPE = ParallelStrategy(pipefusion_degree=2)
 
 
 def test_every_enumerated_strategy_divides_as_it_must():
+    assert all(c.cfg_degree == 1 for c in enumerate_candidates(FLUX, 4)), (
+        "there is nothing to split by prompt"
+    )
     found = enumerate_candidates(flux_job(prompts=2, batch=2), 8)
     assert len(set(found)) == len(found) and ONE in found
     for s in found:
@@ -27,10 +30,6 @@ def test_every_enumerated_strategy_divides_as_it_must():
         assert 24 % s.tensor_degree == 0 and s.ulysses_degree * s.tensor_degree <= 24
     assert {c.world_size for c in found} == {1, 2, 3, 4, 5, 6, 7, 8}
     assert any(c.ulysses_degree == 5 for c in found) and not any(c.tensor_degree == 5 for c in found)
-
-
-def test_without_cfg_nothing_is_split_by_prompt():
-    assert all(c.cfg_degree == 1 for c in enumerate_candidates(FLUX, 4))
 
 
 def test_a_unet_is_split_by_rows_only():

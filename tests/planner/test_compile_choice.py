@@ -45,13 +45,10 @@ def _settle(job, pair, *history):
     return _mode(settled), told
 
 
-def test_what_a_person_chose_stays(pair):
+def test_what_a_person_chose_stays_and_on_a_cpu_nothing_is_compiled(pair):
     for mode in ("off", "blocks"):
         job = _job(mode)
         assert CompileChoice().settle(job, PAIR, pair) == (job, "")
-
-
-def test_on_a_cpu_nothing_is_compiled():
     job, told = CompileChoice().settle(_job(steps=100_000), ("cpu:0", "cpu:1"), NO_GPUS)
     assert (_mode(job), told) == ("off", "")
 

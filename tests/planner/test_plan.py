@@ -8,6 +8,7 @@ import pytest
 
 import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
+from parallel_backend.commands.bench.rounds import random_request
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine import device_shares, local
 from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices
@@ -63,17 +64,6 @@ def box(tmp_path, monkeypatch, store):
     return pretend
 
 
-def test_on_gpus_the_rule_chooses_among_what_fits_and_every_candidate_is_told(box):
-    box(fake_nvml.h100_nvswitch())
-    decided = plan(StrategySettings(), work(has_cfg=True))
-    assert decided.strategy.world_size == len(decided.devices) == 8
-    assert decided.strategy.cfg_degree == 2
-    candidate = decided.candidates[0]
-    assert candidate.strategy == decided.strategy and candidate.fits and candidate.step_s is None
-    assert candidate.memory_bytes == decided.memory.private_bytes
-    assert ONE in [c.strategy for c in decided.candidates]
-
-
 def test_what_the_doctor_measured_of_the_links_comes_along_for_just_these_devices(box):
     topology = box(fake_nvml.two_4090())
     devices = ("cuda:0", "cuda:1")
@@ -102,14 +92,6 @@ def test_what_was_measured_overrules_and_is_expected_again(box):
     assert {c.strategy: c.step_s for c in manual.candidates}[ONE] == 1.0
     assert {c.strategy for c in manual.candidates} == {c.strategy for c in decided.candidates}
     assert all(c.permitted == c.strategy.exact for c in manual.candidates)
-
-
-def test_weights_that_do_not_fit_are_sharded_exactly(box):
-    box(fake_nvml.two_4090())
-    decided = plan(StrategySettings(), work())
-    assert decided.strategy.shard_weights or decided.strategy.tensor_degree == 2
-    assert decided.strategy.pipefusion_degree == 1
-    assert decided.memory.private_bytes < 24 * 2**30
 
 
 def test_what_was_seen_without_patches_does_not_say_that_they_fit(box):
@@ -234,8 +216,6 @@ def test_a_device_that_failed_again_is_left_out_in_auto_and_kept_by_hand(box):
 
 
 def test_a_request_is_a_job_of_its_size_prompts_and_model_calls():
-    from parallel_backend.commands.bench.rounds import random_request
-
     model = CheckpointModel(flux_file(FP8))
     request = random_request(
         model.file.inputs, width=512, height=768, batch=3, text=16, steps=20, with_cfg=True

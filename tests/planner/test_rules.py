@@ -43,13 +43,9 @@ def _devices(count):
 def test_auto_follows_the_rule(count, prompts, heads, expected):
     decision = resolve_strategy(StrategySettings(), _job(prompts, heads), _devices(count))
     assert decision.strategy == expected
+    assert expected.ring_degree == 1 or f"{heads} attention head" in decision.reason
     assert decision.reason
     assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2, uneven_heads=True), count)
-
-
-def test_the_reason_says_why_ring_was_needed():
-    decision = resolve_strategy(StrategySettings(), _job(heads=1), _devices(2))
-    assert "1 attention head" in decision.reason
 
 
 def _manual(count, shares="", job=None, **degrees):

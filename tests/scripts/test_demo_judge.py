@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from demo_training.drawing import SIZE, draw, signed_distance
-from demo_training.judge import describe, judge
+from demo_training.judge import Verdict, describe, judge
 from demo_training.scenes import BACKGROUND, RGB, Scene, Thing, mirrored, random_scene
 from parallel_backend.models.demo.text_encoder import SHAPES
 
@@ -39,7 +40,7 @@ def test_the_same_seed_draws_the_same_picture_and_another_seed_another():
 def test_things_stay_on_the_picture():
     rng = random.Random(5)
     background = torch.tensor(BACKGROUND).view(3, 1)
-    for _ in range(200):
+    for _ in range(80):
         image = draw(random_scene(rng), rng)
         edges = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], dim=1)
         assert torch.equal(edges, background.expand_as(edges))
@@ -57,7 +58,7 @@ def test_an_unknown_shape_is_refused():
 
 def test_every_drawing_is_judged_right_also_when_said_the_other_way_round():
     rng = random.Random(6)
-    for n in range(150):
+    for n in range(60):
         scene = random_scene(rng, held_out=n % 2 == 0)
         image = draw(scene, rng)
         assert judge(image, scene).right, scene.caption
@@ -70,33 +71,35 @@ def test_what_is_found_is_described_for_a_person():
 
 def test_a_random_other_caption_is_judged_wrong():
     rng = random.Random(7)
-    for _ in range(100):
+    for _ in range(40):
         scene, other = random_scene(rng), random_scene(rng)
         if other not in (scene, mirrored(scene)):
             assert not judge(draw(scene, rng), other).right, (scene.caption, other.caption)
 
 
+NOTHING = Verdict(colours=False, shapes=False, relation=False)
+SHAPES_WRONG = Verdict(colours=True, shapes=False, relation=True)
+RELATION_WRONG = Verdict(colours=True, shapes=True, relation=False)
+
+
 @pytest.mark.parametrize(
-    ("claimed", "wrong"),
+    ("claimed", "verdict"),
     [
-        (Scene(Thing("green", "circle"), "left of", BLUE_SQUARE), "colours"),
-        (Scene(RED_CIRCLE, "left of", Thing("blue", "triangle")), "shapes"),
-        (Scene(Thing("red", "square"), "left of", Thing("blue", "circle")), "shapes"),
-        (Scene(RED_CIRCLE, "right of", BLUE_SQUARE), "relation"),
-        (Scene(RED_CIRCLE, "above", BLUE_SQUARE), "relation"),
-        (Scene(RED_CIRCLE), "colours"),
+        (Scene(Thing("green", "circle"), "left of", BLUE_SQUARE), NOTHING),
+        (Scene(RED_CIRCLE), NOTHING),
+        (Scene(RED_CIRCLE, "left of", Thing("blue", "triangle")), SHAPES_WRONG),
+        (Scene(Thing("red", "square"), "left of", Thing("blue", "circle")), SHAPES_WRONG),
+        (
+            Scene(Thing("blue", "circle"), "left of", Thing("red", "square")),
+            replace(SHAPES_WRONG, relation=False),
+        ),
+        (Scene(RED_CIRCLE, "right of", BLUE_SQUARE), RELATION_WRONG),
+        (Scene(RED_CIRCLE, "above", BLUE_SQUARE), RELATION_WRONG),
     ],
     ids=str,
 )
-def test_each_kind_of_mistake_is_named(claimed, wrong):
-    verdict = judge(drawn(SCENE), claimed)
-    assert not verdict.right
-    assert not getattr(verdict, wrong)
-
-
-def test_swapped_colours_are_wrong_in_shape():
-    verdict = judge(drawn(SCENE), Scene(Thing("blue", "circle"), "left of", Thing("red", "square")))
-    assert verdict.colours and not verdict.shapes and not verdict.relation
+def test_each_kind_of_mistake_is_named(claimed, verdict):
+    assert judge(drawn(SCENE), claimed) == verdict
 
 
 def test_side_by_side_but_askew_is_no_relation():
@@ -105,8 +108,7 @@ def test_side_by_side_but_askew_is_no_relation():
         inside = signed_distance(thing.shape, x, y, 20) < 0
         image[:, inside] = torch.tensor(RGB[thing.colour]).view(3, 1)
     for relation in ("left of", "above"):
-        verdict = judge(image, Scene(RED_CIRCLE, relation, BLUE_SQUARE))
-        assert verdict.colours and verdict.shapes and not verdict.relation
+        assert judge(image, Scene(RED_CIRCLE, relation, BLUE_SQUARE)) == RELATION_WRONG
 
 
 @pytest.mark.parametrize(
@@ -129,8 +131,7 @@ def test_a_thing_with_a_third_bitten_off_has_no_shape():
     rows = ((image[0] > 0.8) & (image[1] < 0.3)).any(1).nonzero().flatten()
     image[:, rows[0] : rows[0] + len(rows) // 3, : SIZE // 2] = torch.tensor(BACKGROUND).view(3, 1, 1)
     image[:, rows[-1] - len(rows) // 3 : rows[-1] + 1, SIZE // 2 :] = torch.tensor(BACKGROUND).view(3, 1, 1)
-    verdict = judge(image, Scene(Thing("red", "square")))
-    assert verdict.colours and not verdict.shapes
+    assert judge(image, Scene(Thing("red", "square"))) == SHAPES_WRONG
 
 
 def test_a_third_thing_is_wrong():

@@ -1,7 +1,8 @@
-"""Drawn pictures contain a digest of their sources, so that these tests find a picture that is out of date."""
+"""Drawn pictures are of their sources as they are now, of which they contain a digest; rooms follow the imports."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 
 import draw_brand
 import draw_overview
+import draw_rooms
 from draw_workflows import EXAMPLES, HELP, ROOT, sources
 from drawn_from import digest, save, source_of
 
@@ -49,3 +51,32 @@ def test_line_ends_make_no_other_source(tmp_path):
     one.write_bytes(b"a\nb\n")
     other.write_bytes(b"a\r\nb\r\n")
     assert digest([one]) == digest([other])
+
+
+def test_the_picture_of_rooms_is_of_the_imports_as_they_are():
+    assert draw_rooms.main(["--check"]) == 0, "run python scripts/draw_rooms.py"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for folder in ("parallel_backend", "nodes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / draw_rooms.PAGE).parent.mkdir()
+    shutil.copy(ROOT / draw_rooms.PAGE, tmp_path / draw_rooms.PAGE)
+    return tmp_path
+
+
+def test_a_new_import_is_noticed_and_drawn(copy):
+    file = copy / "parallel_backend" / "job" / "__init__.py"
+    file.write_text(file.read_text("utf-8") + "\nfrom ..rank import work\n", "utf-8")
+    assert draw_rooms.main(["--check"], copy) == 1
+    assert draw_rooms.main([], copy) == 0 and "    job --> rank\n" in (copy / draw_rooms.PAGE).read_text(
+        "utf-8"
+    )
+    assert draw_rooms.main(["--check"], copy) == 0
+
+
+def test_a_page_without_the_marks_is_named(copy):
+    (copy / draw_rooms.PAGE).write_text("# How it works\n", "utf-8")
+    with pytest.raises(ValueError, match="how-it-works"):
+        draw_rooms.main(["--check"], copy)

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from comfy_harness import require_comfyui
+from parallel_backend.models.attention import attention_by, attention_kernel
+from parallel_backend.models.comfyui import attention_router
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -41,7 +44,7 @@ print(json.dumps(report))
 """
 
 
-def _imports(*attempts, path=ROOT):
+def _imports(path, *attempts):
     """Imports each (root, flags) in turn, in one new process. Returns a report or an error message for each."""
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(attempts)],
@@ -56,18 +59,29 @@ def _imports(*attempts, path=ROOT):
 
 
 def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path):
-    """Packages named `comfy` and `nodes` come before it on sys.path, as the pack's own `nodes` does."""
+    """Packages named `comfy` and `nodes` come before it on sys.path, as the pack's own `nodes` does. A refused import
+    leaves room for another."""
     root = str(require_comfyui())
     for name in ("comfy", "nodes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
-    first, again, second, other_flags = _imports(
-        [root, ["--bf16-unet"]],
-        [root, ["--bf16-unet"]],
-        [str(tmp_path), ["--bf16-unet"]],
+    (tmp_path / "sageattention.py").write_text("raise ImportError(name='sageattention')")
+    flags = ["--bf16-unet", "--fast", "autotune"]
+    no_comfyui, unknown_flag, no_kernel, no_comfyui_again, first, again, second, other_flags = _imports(
+        tmp_path,
+        [str(tmp_path), []],
+        [root, ["--no-such-flag"]],
+        [root, ["--use-sage-attention"]],
+        [str(tmp_path), []],
+        [root, flags],
+        [root, flags],
+        [str(tmp_path), flags],
         [root, []],
-        path=tmp_path,
     )
+    assert "is not ComfyUI's folder" in no_comfyui
+    assert "--no-such-flag" in unknown_flag
+    assert "--use-sage-attention" in no_kernel and "Install what is missing" in no_kernel
+    assert no_comfyui_again == no_comfyui
     assert (
         first
         == again
@@ -79,7 +93,7 @@ def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path
             "nodes": str(tmp_path / "nodes" / "__init__.py"),
             "routed": True,
             "last": str(Path(root).resolve()),
-            "tunes": False,
+            "tunes": True,  # what ComfyUI's server tells cuDNN as it starts
             "imported": [],
         }
     )
@@ -87,78 +101,43 @@ def test_the_users_comfyui_with_its_flags_and_nothing_else_of_that_name(tmp_path
         assert "Restart ComfyUI" in refusal
 
 
-def test_a_refused_import_leaves_room_for_another(tmp_path):
-    require_comfyui()
-    (tmp_path / "nodes.py").touch()
-    (tmp_path / "sageattention.py").write_text("raise ImportError(name='sageattention')")
-    no_comfyui, unknown_flag, no_kernel, no_comfyui_again, after = _imports(
-        [str(tmp_path), []],
-        [str(require_comfyui()), ["--no-such-flag"]],
-        [str(require_comfyui()), ["--use-sage-attention"]],
-        [str(tmp_path), []],
-        [str(require_comfyui()), ["--fast", "autotune"]],
-        path=tmp_path,
-    )
-    assert "is not ComfyUI's folder" in no_comfyui
-    assert "--no-such-flag" in unknown_flag
-    assert "--use-sage-attention" in no_kernel and "Install what is missing" in no_kernel
-    assert no_comfyui_again == no_comfyui
-    assert after["routed"]
-    assert after["tunes"], "what ComfyUI's server tells cuDNN as it starts"
+@pytest.fixture
+def attention(comfyui_here):
+    from comfy.ldm.modules import attention
+
+    return attention
+
+
+def test_cudnn_tunes_nothing_unless_a_flag_asks_for_it(comfyui_here):
+    assert not torch.backends.cudnn.benchmark
+
+
+def times(factor):
+    """Returns a function that answers for attention with `factor` times the library's answer."""
+    return lambda library, call: factor * library(call)
 
 
 @pytest.mark.parametrize("name", ["optimized_attention", "optimized_attention_masked"])
-def test_only_a_current_call_answers_for_attention(name):
-    from comfy_modules import import_comfyui_here
-
-    import_comfyui_here()
-    import torch
-    from comfy.ldm.modules import attention
-
-    from parallel_backend.models.attention import attention_by
-
+def test_only_a_current_call_answers_for_attention(attention, name):
     q = torch.randn(1, 3, 8)
     stock = getattr(attention, name)(q, q, q, 2)
-
-    def doubled(library, call):
-        return 2 * library(call)
-
-    def tripled(library, call):
-        return 3 * library(call)
-
-    with attention_by(doubled):
-        with attention_by(tripled):
+    with attention_by(times(2)):
+        with attention_by(times(3)):
             assert torch.equal(getattr(attention, name)(q, q, q, 2), 3 * stock)
         assert torch.equal(getattr(attention, name)(q, q, q, 2), 2 * stock)
-    with pytest.raises(ZeroDivisionError), attention_by(doubled):
+    with pytest.raises(ZeroDivisionError), attention_by(times(2)):
         raise ZeroDivisionError
     assert torch.equal(getattr(attention, name)(q, q, q, 2), stock)
 
 
-def test_a_chosen_kernel_stands_in_place_of_comfyuis_attention_and_of_no_packs():
-    from comfy_modules import import_comfyui_here
-
-    import_comfyui_here()
-    import torch
-    from comfy.ldm.modules import attention
-
-    from parallel_backend.models.attention import attention_by, attention_kernel
-    from parallel_backend.models.comfyui.attention_router import reroute
-
+def test_a_chosen_kernel_stands_in_place_of_comfyuis_attention_and_of_no_packs(attention):
     q = torch.randn(1, 3, 8)
     stock = attention.optimized_attention(q, q, q, 2)
-    packs = reroute("optimized_attention", lambda q, k, v, heads: -q)
-
-    def doubled(library, call):
-        return 2 * library(call)
-
-    def tripled(library, call):
-        return 3 * library(call)
-
-    with attention_kernel(doubled):
+    packs = attention_router.reroute("optimized_attention", lambda q, k, v, heads: -q)
+    with attention_kernel(times(2)):
         assert torch.equal(attention.optimized_attention(q, q, q, 2), 2 * stock)
         assert torch.equal(packs(q, q, q, 2), -q)
-        with attention_by(tripled):
+        with attention_by(times(3)):
             assert torch.equal(attention.optimized_attention(q, q, q, 2), 6 * stock)
     assert torch.equal(attention.optimized_attention(q, q, q, 2), stock)
 
@@ -175,17 +154,8 @@ class _Container:
         return tensor
 
 
-def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(monkeypatch):
+def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(attention, monkeypatch):
     """Since ComfyUI 0.33, MiniMax-H3 passes tensors to attention in containers."""
-    from comfy_modules import import_comfyui_here
-
-    import_comfyui_here()
-    import torch
-    from comfy.ldm.modules import attention
-
-    from parallel_backend.models.attention import attention_by
-    from parallel_backend.models.comfyui import attention_router
-
     container = getattr(attention, "AttentionTensorContainer", _Container)
     monkeypatch.setattr(attention, "AttentionTensorContainer", container, raising=False)
     received = []
@@ -193,13 +163,10 @@ def test_tensors_come_out_of_their_containers_where_ranks_answer_for_attention(m
         monkeypatch.setattr(attention, name, lambda *tensors, heads: received.append(tensors))
     attention_router.install_router(torch.device("cpu"))
 
-    def answers(library, call):
-        return torch.stack([call.q, call.k, call.v]).sum() * call.heads
-
     def held():
         return [container(torch.ones(2)) for _ in range(3)]
 
-    with attention_by(answers):
+    with attention_by(lambda library, call: torch.stack([call.q, call.k, call.v]).sum() * call.heads):
         assert attention.optimized_attention(*held(), heads=2) == 12
     assert received == []
     attention.optimized_attention(*held(), heads=2)

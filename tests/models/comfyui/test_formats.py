@@ -10,7 +10,7 @@ import torch
 
 import gguf_files
 from comfy_modules import import_comfyui_here
-from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, spec, write
+from comfy_weight_files import CPU, FORMATS, HIDDEN, OLD, inputs, random_tensors, spec, write
 from differences import relative_difference
 from mapped_files import is_mapped
 from parallel_backend.engine.comm.groups import Layouts
@@ -39,12 +39,23 @@ WEIGHT = "double_blocks.0.img_mlp.0.weight"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("formats")
+    folder, tensors, more = (
+        tmp_path_factory.mktemp("formats"),
+        random_tensors(blocks=1),
+        random_tensors(blocks=2),
+    )
     found = {
-        form: write(folder / f"{number}.safetensors", form, blocks=1) for number, form in enumerate(FORMS)
+        form: write(folder / f"{number}.safetensors", form, tensors=tensors)
+        for number, form in enumerate(FORMS)
     }
-    found |= {kind: gguf_files.write(folder / f"{kind}.gguf", kind) for kind in PACKED}
+    found |= {kind: gguf_files.write(folder / f"{kind}.gguf", kind, tensors=more) for kind in PACKED}
     return {form: str(path) for form, path in found.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(files):
+    """The answer of one process, by format."""
+    return {form: answer(load(spec(path), CPU).module) for form, path in files.items()}
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +135,8 @@ def test_a_format_computes_as_in_comfyui_from_views_of_the_file(files, form):
 
 @pytest.mark.xdist_group("split_formats")
 @pytest.mark.parametrize("form", FORMS + PACKED)
-def test_a_format_split_over_ranks_computes_as_on_one(files, split, form):
-    one = answer(load(spec(files[form]), CPU).module)
-    other = answer(load(spec(files["float8_e5m2" if form != "float8_e5m2" else "int8"]), CPU).module)
+def test_a_format_split_over_ranks_computes_as_on_one(alone, split, form):
+    one, other = alone[form], alone["float8_e5m2" if form != "float8_e5m2" else "int8"]
     assert relative_difference(other, one) > 100 * TOLERANCE, "another format's rounding shows"
     for results in split:
         tokens, rows, shares, *others = results[form]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_weight_files import CPU, FORMATS, spec, write
+from comfy_weight_files import CPU, FORMATS, random_tensors, spec, write
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.tiny.cases import TinyModel
 
@@ -14,9 +14,14 @@ GIVES_ROWS = {"fp8", "float8_e4m3fn", "float8_e5m2"}
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
+@pytest.fixture(scope="module")
+def tensors():
+    return random_tensors(blocks=1)
+
+
 @pytest.mark.parametrize("form", ["fp8", *FORMATS])
-def test_a_layer_gives_rows_where_its_format_scales_all_of_them_by_one_number(form, tmp_path):
-    model = load(spec(str(write(tmp_path / "flux.safetensors", form))), CPU)
+def test_a_layer_gives_rows_where_its_format_scales_all_of_them_by_one_number(tensors, form, tmp_path):
+    model = load(spec(write(tmp_path / "flux.safetensors", form, tensors=tensors)), CPU)
     layer = model.module.get_submodule(LAYER)
     assert model.gives_rows(layer) == (form in GIVES_ROWS), type(layer.weight)
     if not model.gives_rows(layer):

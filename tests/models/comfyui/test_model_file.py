@@ -25,6 +25,7 @@ from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS
 from parallel_backend.strategy import ParallelStrategy
 
 IN_BLOCK, AROUND = 64 * 64 + 64 * 256 + 2 * 64, 16 * 64 + 2 * 64 * 64
+ONE = ParallelStrategy()
 CELLS = LatentSizes(channels=16, patch=(1, 1, 1))  # of a UNet, whose tokens are cells
 
 
@@ -61,6 +62,25 @@ def job(file, shape=(1, 16, 5, 8, 12), **options):
     return job_from_latent(CheckpointModel(file), shape, text=7, **{"has_cfg": False, "steps": 2, **options})
 
 
+def held(file, strategy=ONE, rank=0, on_cpu=False):
+    dtypes = Dtypes.of("auto", file.dtype, on_cpu=on_cpu)
+    return file.held_weights(dtypes, strategy, rank, on_cpu=on_cpu)
+
+
+def activations(job, strategy=ONE, **options):
+    return predict_memory(job, strategy, **options)[0].activations
+
+
+def largest(job, strategy):
+    """Returns the private bytes of the fullest rank."""
+    return fullest_rank(predict_memory(job, strategy)).private_bytes
+
+
+def auto(job, count):
+    """Returns what `auto` decides for a job on `count` devices."""
+    return resolve_strategy(StrategySettings(), job, tuple(f"cpu:{n}" for n in range(count)))
+
+
 def test_the_header_tells_blocks_bytes_and_dtype(path):
     found = inspect_model(str(path), "comfyui")
     assert found.weights.blocks == (CountedBlocks("blocks", 3, 2 * IN_BLOCK, 2 * 64 * 256),)
@@ -94,7 +114,7 @@ def test_a_file_without_weights_of_a_known_dtype_is_refused(tmp_path):
 
 
 def test_the_stand_in_for_no_file_has_every_size():
-    memory = predict_memory(job(TYPICAL, (1, 16, 128, 128)), ParallelStrategy())[0]
+    memory = predict_memory(job(TYPICAL, (1, 16, 128, 128)), ONE)[0]
     assert memory.weights == TYPICAL.tensor_bytes and memory.activations > 0
 
 
@@ -125,30 +145,25 @@ def test_a_picture_is_as_large_as_its_latents_cells(file, pixels):
 
 
 def test_each_rank_holds_the_whole_or_its_share(file):
-    dtypes = Dtypes.of("auto", file.dtype, on_cpu=False)
-    whole = file.held_weights(dtypes, ParallelStrategy(ulysses_degree=2), 0, on_cpu=False)
+    whole = held(file, ParallelStrategy(ulysses_degree=2))
     assert whole.private == file.tensor_bytes and not whole.sharded
-    shared = file.held_weights(
-        dtypes, ParallelStrategy(ulysses_degree=2, shard_weights=True), 0, on_cpu=False
-    )
+    shared = held(file, ParallelStrategy(ulysses_degree=2, shard_weights=True))
     assert shared.private == pytest.approx(file.tensor_bytes / 2, abs=8) and shared.sharded
-    mapped = file.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True)
+    mapped = held(file, on_cpu=True)
     assert (mapped.private, mapped.mapped) == (0, file.tensor_bytes)
 
 
 def test_a_rank_that_slices_layers_holds_its_part_of_the_blocks_and_all_around(file):
-    dtypes, sliced = Dtypes.of("auto", file.dtype, on_cpu=False), ParallelStrategy(tensor_degree=2)
-    whole, half = (file.held_weights(dtypes, s, 0, on_cpu=False) for s in (ParallelStrategy(), sliced))
+    sliced = ParallelStrategy(tensor_degree=2)
+    whole, half = held(file), held(file, sliced)
     assert half.around == whole.around
     assert half.private - half.around.private == pytest.approx(
         (whole.private - whole.around.private) / 2, abs=8
     )
-    both = file.held_weights(dtypes, sliced.replace(cfg_degree=2, shard_weights=True), 0, on_cpu=False)
+    both = held(file, sliced.replace(cfg_degree=2, shard_weights=True))
     assert both.sharded and both.private == pytest.approx(half.private / 2, abs=8)
-    alone, shared = (
-        predict_memory(job(file, (1, 16, 5, 64, 64)), s)[0].activations for s in (ParallelStrategy(), sliced)
-    )
-    assert alone / 2 < shared < alone
+    work = job(file, (1, 16, 5, 64, 64))
+    assert activations(work) / 2 < activations(work, sliced) < activations(work)
 
 
 def test_classes_that_are_not_described_and_packed_files_have_no_slices(file):
@@ -161,66 +176,55 @@ def test_classes_that_are_not_described_and_packed_files_have_no_slices(file):
 def test_fp8_that_comfyui_keeps_in_halves_takes_twice_the_memory_on_a_gpu(file):
     """ComfyUI does that if the card cannot multiply fp8 and 16-bit weights fit."""
     stored = with_weights(file, dtype="float8_e4m3fn")
-    on_gpu, on_cpu = (Dtypes.of("auto", stored.dtype, on_cpu=on_cpu) for on_cpu in (False, True))
 
-    def parts(kept, dtypes, **where):
-        loaded = with_weights(stored, fp8_loaded_as=kept)
-        return loaded.held_weights(dtypes, ParallelStrategy(), 0, **where).parts
+    def parts(kept, on_cpu):
+        return held(with_weights(stored, fp8_loaded_as=kept), on_cpu=on_cpu).parts
 
-    one, twice = parts("", on_gpu, on_cpu=False), parts("bfloat16", on_gpu, on_cpu=False)
+    one, twice = parts("", on_cpu=False), parts("bfloat16", on_cpu=False)
     assert [part.private for part in twice] == [2 * part.private for part in one]
     assert any(part.cast for part in one) and not any(part.cast for part in twice)
-    assert parts("bfloat16", on_cpu, on_cpu=True) == parts("", on_cpu, on_cpu=True)
+    assert parts("bfloat16", on_cpu=True) == parts("", on_cpu=True)
 
 
 def test_more_frames_and_fewer_ranks_need_more_memory(file):
-    def activations(frames, strategy):
-        return predict_memory(job(file, (1, 16, frames, 64, 64)), strategy)[0].activations
-
-    alone = activations(5, ParallelStrategy())
-    assert activations(10, ParallelStrategy()) == pytest.approx(2 * alone, rel=0.01)
-    assert activations(5, ParallelStrategy(cfg_degree=1, ulysses_degree=2)) < alone
+    short, long = (job(file, (1, 16, frames, 64, 64)) for frames in (5, 10))
+    assert activations(long) == pytest.approx(2 * activations(short), rel=0.01)
+    assert activations(short, ParallelStrategy(ulysses_degree=2)) < activations(short)
 
 
 def test_auto_shares_out_tokens_where_they_can_be_and_rows_where_not(file):
-    devices = ("cpu:0", "cpu:1", "cpu:2")
-    shared = resolve_strategy(StrategySettings(devices="cpu:3"), job(file), devices)
+    shared = auto(job(file), 3)
     assert shared.strategy == ParallelStrategy(ulysses_degree=3), "4 heads over 3 ranks"
     whole = replace(file, mode=ROWS)
     for has_cfg, batch, wanted in (
         (True, 1, ParallelStrategy(cfg_degree=2)),
         (False, 2, ParallelStrategy(data_degree=2)),
         (True, 4, ParallelStrategy(data_degree=3)),
-        (False, 1, ParallelStrategy()),
+        (False, 1, ONE),
     ):
-        decision = resolve_strategy(
-            StrategySettings(devices="cpu:3"), job(whole, (batch, 16, 1, 8, 8), has_cfg=has_cfg), devices
-        )
+        decision = auto(job(whole, (batch, 16, 1, 8, 8), has_cfg=has_cfg), 3)
         assert decision.strategy == wanted
         assert "cannot be shared out" in decision.reason
 
 
 def test_attention_alone_is_shared_out_where_it_takes_a_third_of_the_arithmetic(file):
     """It does so for a video of a model whose blocks are not described, and for a large image of a UNet."""
-    devices = tuple(f"cpu:{n}" for n in range(3))
     unknown = replace(file, mode=ATTENTION)
     attention = job(replace(unknown, unet=UNetFacts())).model.family.image_flop / 8
     unet = replace(unknown, unet=UNetFacts(attention))
     for model, shape, wanted in (
-        (unknown, (1, 16, 1, 8, 8), ParallelStrategy()),
+        (unknown, (1, 16, 1, 8, 8), ONE),
         (unknown, (1, 16, 5, 64, 64), ParallelStrategy(ulysses_degree=3)),
-        (unet, (1, 16, 128, 128), ParallelStrategy()),
+        (unet, (1, 16, 128, 128), ONE),
         (unet, (1, 16, 256, 256), ParallelStrategy(ulysses_degree=3)),
     ):
         work = job(model, shape)
-        decision = resolve_strategy(StrategySettings(devices="cpu:3"), work, devices)
+        decision = auto(work, 3)
         assert decision.strategy == wanted
         assert (wanted in enumerate_candidates(work, 3)) and ("share out its queries" in decision.reason) == (
-            wanted != ParallelStrategy()
+            wanted != ONE
         )
-    both = resolve_strategy(
-        StrategySettings(devices="cpu:4"), job(unet, (1, 16, 256, 256), has_cfg=True), (*devices, "cpu:3")
-    )
+    both = auto(job(unet, (1, 16, 256, 256), has_cfg=True), 4)
     assert both.strategy == ParallelStrategy(cfg_degree=2, ulysses_degree=2)
 
 
@@ -234,24 +238,20 @@ def test_by_hand_attention_is_shared_out_whatever_it_takes_and_all_else_is_done_
     assert decision.strategy == ulysses, "cfg_degree would idle, and does not become more of what seldom pays"
     assert compute_share(work, ulysses) == pytest.approx(1 - work.attention_share / 2)
     # Each device holds the activations of all tokens.
-    whole, split = (
-        fullest_rank(predict_memory(work, s)).private_bytes for s in (ParallelStrategy(), ulysses)
-    )
-    assert split >= whole
+    assert largest(work, ulysses) >= largest(work, ONE)
 
 
 def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
     """Four rows of the latent are one row at the UNet's lowest resolution."""
     unet = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=4), latent=CELLS)
-    devices = tuple(f"cpu:{n}" for n in range(4))
     for shape, has_cfg, wanted in (
         ((1, 4, 64, 64), False, ParallelStrategy(ulysses_degree=4)),
         ((1, 4, 64, 64), True, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
         ((1, 4, 9, 64), False, ParallelStrategy(ulysses_degree=3)),
-        ((1, 4, 4, 64), False, ParallelStrategy()),
+        ((1, 4, 4, 64), False, ONE),
     ):
         work = job(unet, shape, has_cfg=has_cfg)
-        decision = resolve_strategy(StrategySettings(devices="cpu:4"), work, devices)
+        decision = auto(work, 4)
         found = enumerate_candidates(work, 4)
         assert decision.strategy == wanted and wanted in found
         assert max(c.ulysses_degree for c in found) == min(4, -(-shape[2] // 4))
@@ -260,48 +260,36 @@ def test_a_unet_has_bands_as_far_as_its_rows_go_beside_cfg(file):
         5 / 9
     )
     large = job(unet, (1, 4, 1024, 1024))
-    one, two = (
-        fullest_rank(predict_memory(large, s)).private_bytes
-        for s in (ParallelStrategy(), ParallelStrategy(ulysses_degree=2))
-    )
-    assert two < one
+    assert largest(large, ParallelStrategy(ulysses_degree=2)) < largest(large, ONE)
 
 
 def test_on_the_cpu_attention_holds_its_scores_before_and_after_their_softmax(file):
     """The job has 5 x 4 x 6 video tokens, 7 text tokens and 4 heads. Ring's kernel and a GPU's store no scores."""
     work, tokens = job(file, (1, 16, 5, 8, 12), has_cfg=True), 5 * 4 * 6 + 7
 
-    def activations(strategy, on_cpu, model=file):
-        return predict_memory(replace(work, model=CheckpointModel(model)), strategy, on_cpu=on_cpu)[0]
+    def stored(heads, strategy=ONE, on_cpu=True):
+        model = CheckpointModel(replace(file, heads=heads))
+        return activations(replace(work, model=model), strategy, on_cpu=on_cpu)
 
-    def scores(strategy):
-        without = replace(file, heads=0)
-        return activations(strategy, True).activations - activations(strategy, True, without).activations
-
-    one = ParallelStrategy()
-    added = activations(one, True, replace(file, heads=400)).activations
-    assert added - activations(one, True, replace(file, heads=200)).activations == 2 * 2 * 200 * tokens**2 * 4
-    assert scores(ParallelStrategy(ring_degree=2)) == 0
-    gpu = [activations(one, False, replace(file, heads=heads)).activations for heads in (4, 400)]
-    assert gpu[0] == gpu[1]
-    endless = activations(one, True, replace(file, heads=10**9))
-    assert 2**31 <= endless.activations < 2**31 + 2**24, "ComfyUI takes fewer queries where memory is short"
+    assert stored(400) - stored(200) == 2 * 2 * 200 * tokens**2 * 4
+    ring = ParallelStrategy(ring_degree=2)
+    assert stored(4, ring) == stored(0, ring)
+    assert stored(4, on_cpu=False) == stored(400, on_cpu=False)
+    assert 2**31 <= stored(10**9) < 2**31 + 2**24, "ComfyUI takes fewer queries where memory is short"
 
 
 def test_the_cpu_reorders_the_weights_of_a_convolution_beside_casting_them(file):
     """The largest layer has 64 x 256 numbers, in bfloat16 in the file, and is cast to float32 to compute."""
     unet = replace(file, heads=0, unet=UNetFacts(), latent=CELLS)
-    dtypes = Dtypes.of("auto", "bfloat16", True)
     for model, copies in ((file, 1), (unet, 2)):
-        parts = model.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=True).parts
-        assert max(part.cast for part in parts) == copies * 64 * 256 * 4
+        assert max(part.cast for part in held(model, on_cpu=True).parts) == copies * 64 * 256 * 4
 
 
 def test_bands_are_called_so(file):
     shape = replace(file, heads=0, mode=BANDS, unet=UNetFacts(band_rows=8)).shape
     assert shape.describe(ParallelStrategy(cfg_degree=2, ulysses_degree=2)) == "CFG 2 × bands 2"
     assert shape.describe(ParallelStrategy(ring_degree=2, ulysses_degree=2)) == "bands 4"
-    assert shape.describe(ParallelStrategy()) == "one device"
+    assert shape.describe(ONE) == "one device"
     assert file.shape.describe(ParallelStrategy(ulysses_degree=2)) == "Ulysses 2"
 
 
@@ -323,15 +311,11 @@ def test_stages_hold_their_own_blocks(file):
         assert stages.violations(replace(file, **without).shape, 2)
     both = job(file, (1, 16, 5, 8, 12), has_cfg=True, steps=4)
     assert stages in enumerate_candidates(both, 4)
-    whole, first, last = (
-        file.held_weights(Dtypes("bfloat16", "bfloat16", "bfloat16"), strategy, rank, on_cpu=False)
-        for strategy, rank in ((ParallelStrategy(), 0), (stages, 0), (stages, 1))
-    )
+    whole, first, last = held(file), held(file, stages, 0), held(file, stages, 1)
     assert [part.block for part in first.parts] == [None, 0] and [p.block for p in last.parts] == [None, 1, 2]
     assert first.private + last.private == whole.private + first.around.private
     # Stages compute all rows at once, so a second row doubles the activations.
-    one, two = (predict_memory(replace(both, prompts=prompts), stages)[0] for prompts in (1, 2))
-    assert two.activations == 2 * one.activations
+    assert activations(both, stages) == 2 * activations(replace(both, prompts=1), stages)
 
 
 def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_lie_in_all(file):
@@ -348,24 +332,19 @@ def test_stages_of_lists_of_unequal_bytes_hold_what_lies_in_them_and_refiners_li
     assert by_stages((refiner, single), {}) == (refiner, single)
     flux = with_weights(file, blocks=lists, around_bytes=7)
     assert flux.shape.blocks == 6 and flux.tensor_bytes == 7 + 2 * 11 + 4 * 100 + 2 * 240
-    dtypes = Dtypes("bfloat16", "bfloat16", "bfloat16")
     for shares, blocks in (((), (2 * 240 + 100, 3 * 100)), ((1.0, 3.0), (2 * 240, 4 * 100))):
         stages = ParallelStrategy(pipefusion_degree=2, warmup_steps=1, device_shares=shares)
-        held = [flux.held_weights(dtypes, stages, rank, on_cpu=False).private for rank in range(2)]
-        assert held == [7 + 2 * 11 + own for own in blocks]
+        assert [held(flux, stages, rank).private for rank in range(2)] == [7 + 2 * 11 + own for own in blocks]
         one, other = predict_memory(job(flux, steps=4), stages)
         assert one.weights - other.weights == blocks[0] - blocks[1]
-    assert flux.held_weights(dtypes, ParallelStrategy(), 0, on_cpu=False).private == flux.tensor_bytes
+    assert held(flux).private == flux.tensor_bytes
 
 
 @pytest.mark.parametrize("has_cfg", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"heads": 0, "width": 0}, {"mode": ROWS, "unet": UNetFacts()}])
 def test_the_ranking_takes_any_model_and_knows_no_other_way_to_split_it(file, changes, has_cfg):
     whole = job(replace(file, **changes), (1, 16, 5, 64, 64), has_cfg=has_cfg)
-    ranking = rank_candidates(
-        Candidate(s, fullest_rank(predict_memory(whole, s)).private_bytes)
-        for s in enumerate_candidates(whole, 4)
-    )
+    ranking = rank_candidates(Candidate(s, largest(whole, s)) for s in enumerate_candidates(whole, 4))
     best = ranking.best.strategy
     assert best.violations(whole.model.shape, 4) == [] and 0 < ranking.best.memory_bytes < 80e9
     assert best.row_degree == (2 if has_cfg else 1)

@@ -1,4 +1,4 @@
-"""The tiny models' data in cases.json: every entry is used, and calls have the sizes and values that it gives."""
+"""The tiny models: their data in cases.json is used and followed; they cover the table's classes and their calls."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,8 @@ import torch
 
 from parallel_backend.models.comfyui.tiny import cases, special_cases
 from parallel_backend.models.comfyui.tiny.weights import random
+from parallel_backend.models.tokens.table import TABLE, token_mode
+from parallel_backend.requests import BANDS, BLOCK, STAY
 
 DATA = json.loads(Path(cases.__file__).with_name("cases.json").read_text())
 
@@ -44,3 +46,24 @@ def test_a_configuration_is_that_of_the_model_it_is_like_with_changes():
     flux, flux2 = cases.config_of("flux"), cases.config_of("flux2")
     assert flux2["vec_in_dim"] is None and flux2["hidden_size"] == flux["hidden_size"] == 128
     assert cases.config_of("chroma radiance")["nerf_embedder_dtype"] is torch.float32
+
+
+def test_every_class_has_a_case():
+    assert set(cases.CASES) == set(TABLE)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_cases_are_of_their_class_and_cover_its_calls(comfyui_here, name):
+    given, modes = set(), set()
+    for build, inputs in cases.CASES[name].values():
+        module = build()
+        assert type(module).__name__ == name
+        assert type(module).__module__ == TABLE[name].source.removesuffix(".py").replace("/", ".")
+        kwargs = inputs(1, 8, 8)[1]
+        given |= {key for key, value in kwargs.items() if value is not None}
+        modes.add(token_mode(name, kwargs))
+    assert given >= TABLE[name].stays_with, "an argument with which tokens stay apart is proven by no call"
+    if TABLE[name].bands:
+        assert modes == {BANDS}
+    else:
+        assert modes - {BLOCK} == ({STAY} if TABLE[name].stays_with else set())

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "demo_model"
 TRANSFORMER = FOLDER / "transformer.safetensors"
 
 # LEAST_RIGHT of CAPTIONS held-out captions must come out right. docs/demo-model.md has the trainer's count over 200.
-CAPTIONS, LEAST_RIGHT = 24, 20
+CAPTIONS, LEAST_RIGHT = 12, 10
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,15 @@ META = torch.device("meta")  # stands for an accelerator where only dtypes matte
 HEIGHT, WIDTH, TEXT = 6, 10, 5  # the latent's height and width, and tokens of text
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function that writes a file of SIZES; the same file for the same options, which no test may change."""
+    folder, numbers = tmp_path_factory.mktemp("flux"), count()
+    return cache(
+        lambda **options: write_tiny_flux(folder / f"{next(numbers)}.safetensors", **options, **SIZES)
+    )
 
 
 def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -95,19 +106,16 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
         (BF16, "diffusers", "", True),
     ],
 )
-def test_every_layout_and_dtype_gives_diffusers_forward(tmp_path, dtype, layout, prefix, guidance):
-    path = write_tiny_flux(
-        tmp_path / "x.safetensors", dtype=dtype, layout=layout, prefix=prefix, guidance=guidance, **SIZES
-    )
+def test_every_layout_and_dtype_gives_diffusers_forward(written, dtype, layout, prefix, guidance):
+    path = written(dtype=dtype, layout=layout, prefix=prefix, guidance=guidance)
     model = loaded(path)
     assert model.compute_dtype == F32
     assert error(velocity(model), judged(dtype, guidance=guidance)) < 1e-5
 
 
-@pytest.mark.parametrize("prefix", ["", PREFIX], ids=["bare", "prefixed"])
-@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
-def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefix):
-    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=FP8, layout=layout, prefix=prefix, **SIZES)
+@pytest.mark.parametrize(("layout", "prefix"), [("bfl", ""), ("diffusers", PREFIX)])
+def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(written, tmp_path, layout, prefix):
+    path = written(dtype=FP8, layout=layout, prefix=prefix)
     model = loaded(path)
     assert model.compute_dtype == BF16
     assert model.module.transformer.single_transformer_blocks[0].proj_out.weight.dtype == FP8
@@ -119,22 +127,22 @@ def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(tmp_path, layout, prefi
     assert torch.equal(result, velocity(loaded(wide, "bfloat16")))
 
 
-def test_a_different_network_is_told_apart(tmp_path):
+def test_a_different_network_is_told_apart(written):
     """The negative control: the comparisons above can fail."""
-    other = loaded(write_tiny_flux(tmp_path / "x.safetensors", seed=1, **SIZES))
+    other = loaded(written(seed=1))
     assert error(velocity(other), judged(F32)) > 0.1
 
 
-def test_files_that_comfyui_saved_load_too(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", prefix=PREFIX, **SIZES)
+def test_files_that_comfyui_saved_load_too(written, tmp_path):
+    path = written(prefix=PREFIX)
     saved = {key.replace("_norm.scale", "_norm.weight"): tensor for key, tensor in load_file(path).items()}
     save_file(saved, tmp_path / "saved.safetensors")
     assert torch.equal(velocity(loaded(tmp_path / "saved.safetensors")), velocity(loaded(path)))
 
 
-@pytest.mark.parametrize("padding", [1, 2, 3, 5])
-def test_a_file_whose_data_lie_at_an_odd_offset_loads(tmp_path, padding):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+@pytest.mark.parametrize("padding", [1, 2])
+def test_a_file_whose_data_lie_at_an_odd_offset_loads(written, tmp_path, padding):
+    path = written()
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     odd = tmp_path / "odd.safetensors"
@@ -157,6 +165,7 @@ NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_block
         (F16, "auto", CPU, F32, F16, F16, F16),
         (FP8, "auto", CPU, BF16, FP8, FP8, FP8),
         (BF16, "bfloat16", CPU, BF16, BF16, BF16, BF16),
+        (F16, "float16", CPU, F16, F16, F16, F16),
         (BF16, "float32", CPU, F32, BF16, BF16, BF16),
         (F32, "bfloat16", CPU, BF16, F32, F32, F32),
         (F32, "float16", CPU, F16, F32, F32, F32),
@@ -175,9 +184,9 @@ NORM, BIAS = "transformer_blocks.0.attn.norm_added_k.weight", "transformer_block
     ],
 )
 def test_weight_dtype_decides_storage_and_arithmetic(
-    tmp_path, stored, wish, device, compute, large, small, bias
+    written, stored, wish, device, compute, large, small, bias
 ):
-    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=stored, **SIZES)
+    path = written(dtype=stored)
     model = loaded(path, wish, device)
     parameters = dict(model.module.transformer.named_parameters())
     assert model.compute_dtype == compute
@@ -188,12 +197,12 @@ def test_weight_dtype_decides_storage_and_arithmetic(
     if device is CPU:
         rounded = judged(FP8 if FP8 in (stored, large) else stored)
         # float8_e4m3fn does not round embedders and biases, so it is closer to the plain weights than `rounded` is.
-        allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 0.03
+        allowed = 1e-5 if compute == F32 else 0.2 if large != stored else 4 * torch.finfo(compute).eps
         assert error(velocity(model), rounded) < allowed
 
 
-def test_fp8_made_at_load_equals_the_blocks_weights_rounded(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", dtype=BF16, layout="diffusers", **SIZES)
+def test_fp8_made_at_load_equals_the_blocks_weights_rounded(written, tmp_path):
+    path = written(dtype=BF16, layout="diffusers")
     rounded = {
         key: tensor.to(FP8).to(BF16)
         if "transformer_blocks." in key and key.endswith("weight") and ".norm_" not in key
@@ -207,14 +216,14 @@ def test_fp8_made_at_load_equals_the_blocks_weights_rounded(tmp_path):
     )
 
 
-def test_an_unknown_weight_dtype_is_refused(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+def test_an_unknown_weight_dtype_is_refused(written):
+    path = written()
     with pytest.raises(RequestError, match=r"weight_dtype 'int4' is unknown; choose one of auto, bfloat16"):
         loaded(path, "int4")
 
 
-def test_the_model_is_whole_and_ready(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+def test_the_model_is_whole_and_ready(written):
+    path = written()
     model = loaded(path)
     tensors = [*model.module.transformer.parameters(), *model.module.transformer.buffers()]
     assert {t.device.type for t in tensors} == {"cpu"}
@@ -224,8 +233,8 @@ def test_the_model_is_whole_and_ready(tmp_path):
     assert len(tensors) == len(diffusers_sources(inspect_flux(path).dims))
 
 
-def test_the_timestep_is_not_rounded_in_half_precision(tmp_path):
-    model = loaded(write_tiny_flux(tmp_path / "x.safetensors", dtype=BF16, **SIZES), "bfloat16")
+def test_the_timestep_is_not_rounded_in_half_precision(written):
+    model = loaded(written(dtype=BF16), "bfloat16")
     sigma = torch.tensor([0.8123, 0.3331])
     rounded = sigma.to(BF16).float()
     # diffusers' own forward would give the same for both.
@@ -240,35 +249,28 @@ def test_the_timestep_is_not_rounded_in_half_precision(tmp_path):
     assert guidance.tolist() == [3504.0, 3296.0]  # rounded, as ComfyUI rounds it
 
 
-def test_half_precision_stays_within_its_own_rounding(tmp_path):
-    for dtype, wish, bits in ((BF16, "bfloat16", 8), (F16, "float16", 11)):
-        model = loaded(write_tiny_flux(tmp_path / "x.safetensors", dtype=dtype, **SIZES), wish)
-        # Against ComfyUI's own model at the same precision: 0.010 (bf16), 0.0014 (fp16); the roundings add up.
-        assert error(velocity(model), judged(dtype)) < 8 * 2.0**-bits
-
-
-def test_without_guidance_none_is_embedded_and_schnell_ignores_it(tmp_path):
-    dev = loaded(write_tiny_flux(tmp_path / "dev.safetensors", **SIZES))
+def test_without_guidance_none_is_embedded_and_schnell_ignores_it(written):
+    dev = loaded(written())
     disabled = velocity(dev, guidance=None)
     assert error(velocity(dev, guidance=torch.full((2,), 3.5)), disabled) > 1e-3
     embedder = dev.module.transformer.time_text_embed.inner.guidance_embedder
     for parameter in embedder.linear_2.parameters():
         parameter.data = torch.zeros_like(parameter)  # an embedding that adds nothing
     assert torch.equal(velocity(dev, guidance=torch.full((2,), 3.5)), disabled)
-    schnell = loaded(write_tiny_flux(tmp_path / "schnell.safetensors", guidance=False, **SIZES))
+    schnell = loaded(written(guidance=False))
     assert torch.equal(velocity(schnell, guidance=None), velocity(schnell))
 
 
-def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path):
-    first = loaded(write_tiny_flux(tmp_path / "a.safetensors", **SIZES))
+def test_two_models_in_one_process_do_not_disturb_each_other(written):
+    first = loaded(written())
     before = velocity(first)
-    second = loaded(write_tiny_flux(tmp_path / "b.safetensors", seed=1, dtype=BF16, **SIZES), "bfloat16")
+    second = loaded(written(seed=1, dtype=BF16), "bfloat16")
     velocity(second, sigma=torch.tensor([0.1, 0.9]))
     assert torch.equal(velocity(first), before)
 
 
-def test_a_refused_file_leaves_the_process_able_to_load(tmp_path):
-    good = write_tiny_flux(tmp_path / "good.safetensors", **SIZES)
+def test_a_refused_file_leaves_the_process_able_to_load(written, tmp_path):
+    good = written()
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(good.read_bytes()[:-100])
     for _ in range(2):
@@ -278,8 +280,8 @@ def test_a_refused_file_leaves_the_process_able_to_load(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["truncated", "deleted"])
-def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch, change):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
+def test_a_file_that_changes_while_it_is_opened_is_refused(written, tmp_path, monkeypatch, change):
+    path = shutil.copy(written(), tmp_path / "x.safetensors")
 
     def inspected_too_early(given):
         file = inspect_flux(given)
@@ -293,10 +295,12 @@ def test_a_file_that_changes_while_it_is_opened_is_refused(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("layout", ["bfl", "diffusers"])
-@pytest.mark.parametrize(("dtype", "wish"), [(F32, "auto"), (BF16, "auto"), (FP8, "auto"), (F32, "bfloat16")])
-def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(tmp_path, layout, dtype, wish):
-    path = write_tiny_flux(tmp_path / "x.safetensors", layout=layout, dtype=dtype, **SIZES)
+@pytest.mark.parametrize(
+    ("dtype", "wish", "layout"),
+    [(F32, "auto", "bfl"), (BF16, "auto", "diffusers"), (FP8, "auto", "bfl"), (F32, "bfloat16", "diffusers")],
+)
+def test_on_the_cpu_every_linear_layer_lies_in_the_mapped_file(written, dtype, wish, layout):
+    path = written(layout=layout, dtype=dtype)
     model = loaded(path, wish)
     velocity(model)
     copies = [

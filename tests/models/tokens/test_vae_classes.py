@@ -34,7 +34,7 @@ def made_by_comfyui():
 
 def test_every_class_has_a_state():
     found = set(made_by_comfyui())
-    assert len(found) > 20
+    assert len(found) > 20 and "comfy.ldm.genmo.vae.model.VideoVAE" in {network for network, _ in found}
     lacking = {
         (network, decoder)
         for network, decoder in found
@@ -43,13 +43,6 @@ def test_every_class_has_a_state():
     assert not lacking, (
         f"comfy/sd.py makes VAEs of {sorted(lacking)}: give each a state in models/tokens/vae_networks.py"
     )
-
-
-def test_a_class_without_a_state_is_seen():
-    """Compares the same list with the table without one of its entries."""
-    found = {network for network, _ in made_by_comfyui()}
-    assert found - set(NETWORKS) == set()
-    assert found - (set(NETWORKS) - {"comfy.ldm.genmo.vae.model.VideoVAE"})
 
 
 def test_each_state_is_told_whole():

@@ -34,6 +34,7 @@ def refusal(size_gib: float, **what) -> str:
 
 def test_what_fits_gives_its_fullest_rank():
     assert check_capacity(plan(), gib(48, 48)).private_bytes > 22 * GIB
+    assert check_capacity(plan(), gib(0, 0)).private_bytes > 0, "nobody could measure them"
 
 
 def test_two_small_cards_are_told_to_share_the_weights():
@@ -54,11 +55,8 @@ def test_a_batch_is_told_to_be_smaller_and_an_image_too():
     assert "an image of 1536x1536 instead of 2048x2048" in refusal(14, width=2048, height=2048, **fp8)
 
 
-def test_what_no_change_saves_is_told_so():
+def test_what_no_change_saves_is_told_so_and_the_smallest_card_counts():
     assert "none of this version; use a smaller model" in refusal(1)
-
-
-def test_the_smallest_card_of_several_counts():
     with pytest.raises(StrategyError, match=r"on cuda:1, which has 12\.0 GiB"):
         check_capacity(plan(), gib(80, 12))
 
@@ -71,10 +69,6 @@ def test_what_other_programs_hold_now_is_not_there_to_take():
     ) as refused:
         check_capacity(plan(), gib(48, 48, used_elsewhere=(0, 25)))
     assert "smallest change that would fit: shard_weights on" in str(refused.value)
-
-
-def test_what_nobody_could_measure_is_not_refused():
-    assert check_capacity(plan(), gib(0, 0)).private_bytes > 0
 
 
 def test_ranks_on_the_cpu_share_the_computers_memory():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import numpy
 import pytest
 import torch
 
-from comfy_weight_files import CPU, inputs, spec
+from comfy_weight_files import CPU, inputs, random_tensors, spec
 from differences import relative_difference
-from gguf_files import finish, unpacked, write, write_unpacked
+from gguf_files import finish, write, write_unpacked
 from mapped_files import is_mapped
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models.comfyui.formats.gguf import LAYOUT, is_packed
@@ -32,6 +33,16 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("gguf")
 
 
+@pytest.fixture(scope="module")
+def tensors():
+    return random_tensors(blocks=1)
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tensors):
+    return write(folder / "whole.gguf", "Q8_0", tensors=tensors)
+
+
 @torch.inference_mode()
 def answer(module):
     args, kwargs = inputs()
@@ -39,14 +50,16 @@ def answer(module):
 
 
 @pytest.mark.parametrize("kind", [*GGUF, "BF16", "F16"])
-def test_every_format_computes_as_its_unpacked_weights_do(folder, kind):
-    path = write(folder / f"{kind}.gguf", kind, blocks=1)
-    expected = answer(load(spec(write_unpacked(folder / f"{kind}.safetensors", kind, blocks=1)), CPU).module)
+def test_every_format_computes_as_its_unpacked_weights_do(folder, tensors, kind):
+    path = write(folder / f"{kind}.gguf", kind, tensors=tensors)
+    unpacked = write_unpacked(folder / f"{kind}.safetensors", kind, tensors=tensors)
+    expected = answer(load(spec(unpacked), CPU).module)
     model = load(spec(path), CPU)
     assert relative_difference(answer(model.module), expected) <= TOLERANCE
     weight = model.module.get_parameter(WEIGHT)
     assert is_packed(weight) == (kind in GGUF)
-    assert torch.equal(model.module.final_layer.linear.weight, unpacked(kind, 1)["final_layer.linear.weight"])
+    final = tensors["final_layer.linear.weight"].half().float()
+    assert torch.equal(model.module.final_layer.linear.weight, final)
     header = inspect(path)
     assert (header.dtype, header.tensor_bytes) == (model.stored_dtype, model.bytes)
     if kind in GGUF:
@@ -84,31 +97,29 @@ def another_format(path):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_the_remedy(folder, damage, words):
-    path = write(folder / "damaged.gguf", "Q8_0", blocks=1)
+def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_the_remedy(whole, tmp_path, damage, words):
+    path = shutil.copy(whole, tmp_path / "damaged.gguf")
     damage(path)
     for read in (inspect, lambda path: load(spec(path), CPU)):
         with pytest.raises(CheckpointError, match=rf"damaged\.gguf is refused: {words}"):
             read(path)
 
 
-def test_without_the_package_that_reads_it_the_error_says_how_to_get_it(folder, monkeypatch):
-    path = write(folder / "unread.gguf", "Q8_0", blocks=1)
+def test_without_the_package_that_reads_it_the_error_says_how_to_get_it(whole, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r"unread\.gguf is a GGUF file.*pip install gguf"):
-        inspect(path)
+    with pytest.raises(CheckpointError, match=r"whole\.gguf is a GGUF file.*pip install gguf"):
+        inspect(whole)
 
 
 @pytest.mark.parametrize("lacks", ["comfy_kitchen.tensor.base", "CoreModelPatcher"])
-def test_a_comfyui_that_is_too_old_for_it_is_said_to_be(folder, monkeypatch, lacks):
-    path = write(folder / "early.gguf", "Q8_0", blocks=1)
+def test_a_comfyui_that_is_too_old_for_it_is_said_to_be(whole, monkeypatch, lacks):
     if lacks == "CoreModelPatcher":
         monkeypatch.delattr("comfy.model_patcher.CoreModelPatcher")
     else:
         monkeypatch.setitem(sys.modules, lacks, None)
         monkeypatch.delitem(sys.modules, LAYOUT, raising=False)
-    with pytest.raises(CheckpointError, match=r"early\.gguf holds packed .* too old. Update ComfyUI"):
-        load(spec(path), CPU)
+    with pytest.raises(CheckpointError, match=r"whole\.gguf holds packed .* too old. Update ComfyUI"):
+        load(spec(whole), CPU)
 
 
 def test_what_is_no_diffusion_model_is_said_to_be_none(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -49,8 +50,13 @@ def _differences(world, strategies, references):
     return found
 
 
+@functools.cache
+def _reference(kind, name):
+    return Reference(*CASES[kind][name], SIZE)
+
+
 def _wrong(strategies, names):
-    references = {name: Reference(*CASES[kind][name], SIZE) for kind, name in names}
+    references = {name: _reference(kind, name) for kind, name in names}
     ranks = run_ranks(_differences, strategies[0].world_size, strategies, references)
     return {name: far for of_rank in ranks for name, far in of_rank.items() if not far <= EXACT}
 
@@ -69,26 +75,43 @@ def test_slices_of_each_class_go_with_other_axes():
     assert _wrong(WITH_OTHERS, [(kind, names[0]) for kind, names in SLICED.items()]) == {}
 
 
-def _answer(world, spec, strategy):
-    """Returns (the answer of this rank's part of a file's model, bytes of its blocks' weights, bytes that it sent)."""
-    layouts = Layouts(world)
-    model = load_under(spec, layouts, strategy)
-    args, kwargs = files.inputs()
-    with torch.inference_mode():
-        before = layouts.traffic.bytes_sent
-        forward = make_module_forward(model, layouts, Placement(strategy))
-        answer = forward(ModuleCall(args, kwargs, len(args[0]), STAY))
-        sent = layouts.traffic.bytes_sent - before
-    blocks = [p for name, p in model.module.named_parameters() if "_blocks." in name]
-    return answer, sum(getattr(p, "_qdata", p).nbytes for p in blocks), sent
+def _answers(world, paths, strategy):
+    """Returns for each file (the answer of this rank's part of its model, bytes of its blocks, bytes that it sent)."""
+    layouts, found = Layouts(world), {}
+    for form, path in paths.items():
+        model = load_under(files.spec(path), layouts, strategy)
+        args, kwargs = files.inputs()
+        with torch.inference_mode():
+            before = layouts.traffic.bytes_sent
+            forward = make_module_forward(model, layouts, Placement(strategy))
+            answer = forward(ModuleCall(args, kwargs, len(args[0]), STAY))
+            sent = layouts.traffic.bytes_sent - before
+        blocks = [p for name, p in model.module.named_parameters() if "_blocks." in name]
+        found[form] = answer, sum(getattr(p, "_qdata", p).nbytes for p in blocks), sent
+    return found
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8", "float8_e4m3fn", "float8_e5m2", files.OLD])
-def test_a_file_is_sliced_in_its_own_format(tmp_path, form):
-    spec = files.spec(files.write(tmp_path / "flux.safetensors", form))
-    ((expected, whole, _),) = run_ranks(_answer, 1, spec, ParallelStrategy())
-    dims = inspect_flux(files.write(tmp_path / "plain.safetensors", "bf16")).dims
-    for rank, (answer, held, sent) in enumerate(run_ranks(_answer, 2, spec, TENSOR)):
+FORMS = ["fp32", "bf16", "fp8", "float8_e4m3fn", "float8_e5m2", files.OLD]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """The answers of one process, those of each of two ranks that slice the layers, and the sizes of the model."""
+    folder, tensors = tmp_path_factory.mktemp("slices"), files.random_tensors(blocks=2)
+    paths = {
+        form: files.write(folder / f"{number}.safetensors", form, tensors=tensors)
+        for number, form in enumerate(FORMS)
+    }
+    (alone,) = run_ranks(_answers, 1, paths, ParallelStrategy())
+    return alone, run_ranks(_answers, 2, paths, TENSOR), inspect_flux(paths["bf16"]).dims
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_is_sliced_in_its_own_format(answers, form):
+    alone, ranks, dims = answers
+    expected, whole, _ = alone[form]
+    for rank, found in enumerate(ranks):
+        answer, held, sent = found[form]
         assert sent == tensor_bytes(TENSOR, rank, dims, rows=2, text=7, image=15)
         assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
         assert 0.49 < held / whole < 0.51  # norms are whole; rank 0 has all biases of summed outputs
@@ -96,12 +119,12 @@ def test_a_file_is_sliced_in_its_own_format(tmp_path, form):
 
 def test_a_file_in_diffusers_key_layout_is_sliced_from_its_parts(tmp_path):
     sizes = {"single_blocks": 2, "context_dim": files.CONTEXT, "pooled_dim": files.POOLED}
-    plain = files.spec(write_tiny_flux(tmp_path / "plain.safetensors", **sizes))
-    parts = files.spec(write_tiny_flux(tmp_path / "parts.safetensors", layout="diffusers", **sizes))
-    ((expected, *_),) = run_ranks(_answer, 1, plain, ParallelStrategy())
+    plain = {"": write_tiny_flux(tmp_path / "plain.safetensors", **sizes)}
+    parts = {"": write_tiny_flux(tmp_path / "parts.safetensors", layout="diffusers", **sizes)}
+    expected = run_ranks(_answers, 1, plain, ParallelStrategy())[0][""][0]
     for strategy in (TENSOR, TENSOR.replace(data_degree=2, shard_weights=True)):
-        for answer, *_ in run_ranks(_answer, strategy.world_size, parts, strategy):
-            assert (answer - expected).abs().max() <= EXACT * expected.abs().max()
+        for found in run_ranks(_answers, strategy.world_size, parts, strategy):
+            assert (found[""][0] - expected).abs().max() <= EXACT * expected.abs().max()
 
 
 @pytest.mark.parametrize("form", ["int8 convrot", "mxfp8"])
@@ -117,7 +140,7 @@ def test_weights_with_a_scale_for_each_part_are_refused(tmp_path, form):
 
 
 def test_blocks_with_layers_that_nobody_has_described_are_refused():
-    reference = Reference(*CASES["Flux"]["flux1"], SIZE)
+    reference = _reference("Flux", "flux1")
 
     def refused(world):
         layouts = Layouts(world)

@@ -10,11 +10,14 @@ from parallel_backend.models.comfyui.rows.vae_adjustments import adjust, reprodu
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
-@pytest.mark.parametrize(("name", "what"), [("ltx", "run_up"), ("seedvr2", "set_memory_limit")])
-def test_another_version_of_comfyui_is_said_to_be_one(monkeypatch, name, what):
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(BANDED["ltx"], "run_up"), (BANDED["seedvr2"], "set_memory_limit"), (TILED, "_decode_pixels")],
+)
+def test_another_version_of_comfyui_is_said_to_be_one(monkeypatch, kind, what):
     """After this error, ComfyUI decodes without the ranks."""
-    network = build(BANDED[name])
-    monkeypatch.delattr(type(network.decoder if name == "ltx" else network), what)
+    network = build(kind)
+    monkeypatch.delattr(type(network.decoder if what == "run_up" else network), what)
     with pytest.raises(PlatformError, match="in another way than the pack knows"):
         adjust(network, torch.float32)
 
@@ -23,13 +26,6 @@ def test_frames_that_are_cut_otherwise_are_seen():
     network = build(BANDED["ltx"])
     network.decoder.run_up = lambda idx, sample_ref, chunks: None
     with pytest.raises(PlatformError, match="cuts frames otherwise"):
-        adjust(network, torch.float32)
-
-
-def test_tiles_that_are_made_otherwise_are_seen(monkeypatch):
-    network = build(TILED)
-    monkeypatch.delattr(type(network), "_decode_pixels")
-    with pytest.raises(PlatformError, match="in another way than the pack knows"):
         adjust(network, torch.float32)
 
 
