@@ -42,6 +42,10 @@ class Graph:
     def latent(self, width: int = 16, height: int = 12, **changes) -> list:
         return [self.add("TestLatent", width=width, height=height, **LATENT | changes), 0]
 
+    def request(self, **latent) -> tuple[list, list, list]:
+        """Adds a positive prompt, a negative one and a latent."""
+        return self.text(1), self.text(2), self.latent(**latent)
+
     def strategy(self, devices: str, engine: str = "auto", **settings) -> list:
         """Adds a StrategySelector. `settings`: degrees by axis, and optional inputs by name. Its mode is manual if
         there are settings other than device_shares."""
