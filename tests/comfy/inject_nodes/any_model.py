@@ -16,14 +16,7 @@ from comfy_api.latest import io
 from safetensors.torch import save_file
 
 from .node import node
-from .tiny_models import MODELS, tensors_of
-
-LATENT, MODEL, PROMPT = (
-    io.Latent.Input("latent"),
-    io.Model.Input("model"),
-    io.Conditioning.Input("conditioning"),
-)
-FOLDERS = ["diffusion_models", "checkpoints", "controlnet"]
+from .tiny_models import tensors_of
 
 
 def _drawn(size: list[int] | torch.Size, seed: int) -> torch.Tensor:
@@ -34,12 +27,8 @@ def _sides(shape: str) -> list[int]:
     return [int(side) for side in shape.split(",")]
 
 
-@node(
-    "TestWriteModel",
-    [io.Combo.Input("kind", options=list(MODELS)), io.Combo.Input("folder", options=FOLDERS)],
-    is_output_node=True,
-)
-def write_model(kind, folder):
+@node("TestWriteModel", is_output_node=True)
+def write_model(kind: str, folder: str):
     """Writes a tiny model of the given kind into a model folder, unless the file exists."""
     path = Path(folder_paths.get_folder_paths(folder)[0], f"any_{kind}.safetensors")
     if not path.exists():
@@ -48,12 +37,8 @@ def write_model(kind, folder):
         save_file(tensors, path, metadata)
 
 
-@node(
-    "TestShapedLatent",
-    [io.String.Input("shape"), io.Int.Input("draw", default=-1, min=-1)],
-    [io.Latent.Output()],
-)
-def shaped_latent(shape, draw):
+@node("TestShapedLatent")
+def shaped_latent(shape: str, draw: int) -> io.Latent:
     """Returns a LATENT of `shape`, such as 1,16,3,8,8; with ; between several shapes, one in several parts. `draw`: the
     seed of its values; a negative one gives zeros."""
     generator = torch.Generator().manual_seed(abs(draw))
@@ -62,14 +47,14 @@ def shaped_latent(shape, draw):
     return {"samples": parts[0] if len(parts) == 1 else NestedTensor(parts)}
 
 
-@node("TestFlatLatent", [LATENT], [io.Latent.Output()])
-def flat_latent(latent):
+@node("TestFlatLatent")
+def flat_latent(latent: io.Latent) -> io.Latent:
     """Returns a LATENT in several parts, such as video and sound, as one tensor [batch, numbers]."""
     return {"samples": torch.cat([part.flatten(1) for part in latent["samples"].unbind()], dim=1)}
 
 
-@node("TestFirstFrameKept", [LATENT], [io.Latent.Output()])
-def first_frame_kept(latent):
+@node("TestFirstFrameKept")
+def first_frame_kept(latent: io.Latent) -> io.Latent:
     """Returns a video LATENT whose mask keeps a drawn first frame, as Wan22ImageToVideoLatent does."""
     samples = latent["samples"]
     mask = torch.ones(1, 1, *samples.shape[2:])
@@ -84,8 +69,8 @@ def _with(conditioning: list, **extras: object) -> list:
     return [[context, {**extra, **extras}]]
 
 
-@node("TestVideoStart", [PROMPT, LATENT], [io.Conditioning.Output()])
-def video_start(conditioning, latent):
+@node("TestVideoStart")
+def video_start(conditioning: io.Conditioning, latent: io.Latent) -> io.Conditioning:
     """Adds the first image of a video to a prompt, as WanImageToVideo does."""
     mask = torch.ones_like(latent["samples"])[:, :4]
     mask[:, :, :1] = 0
@@ -95,15 +80,15 @@ def video_start(conditioning, latent):
     )
 
 
-@node("TestKeyframe", [PROMPT, LATENT], [io.Conditioning.Output()])
-def keyframe(conditioning, latent):
+@node("TestKeyframe")
+def keyframe(conditioning: io.Conditioning, latent: io.Latent) -> io.Conditioning:
     """Adds the first frame of a video to a prompt, as MiniMaxH3ImageToVideo does."""
     frame = {"resolved_frame_index": 0, "latent": latent["samples"]}
     return _with(conditioning, minimax_keyframes=[frame], minimax_frame_count=5)
 
 
-@node("TestTextMask", [PROMPT, io.Int.Input("padding", default=2, min=0)], [io.Conditioning.Output()])
-def text_mask(conditioning, padding):
+@node("TestTextMask")
+def text_mask(conditioning: io.Conditioning, padding: int) -> io.Conditioning:
     """Marks the last `padding` tokens of a prompt as padding, as text encoders with a mask do. With 0, marks the prompt
     as one that the model's own layers still have to prepare."""
     if not padding:
@@ -113,34 +98,30 @@ def text_mask(conditioning, padding):
     return _with(conditioning, attention_mask=mask)
 
 
-@node(
-    "TestPromptExtra",
-    [PROMPT, io.String.Input("name"), io.String.Input("shape"), io.Boolean.Input("listed")],
-    [io.Conditioning.Output()],
-)
-def prompt_extra(conditioning, name, shape, listed):
+@node("TestPromptExtra")
+def prompt_extra(conditioning: io.Conditioning, name: str, shape: str, listed: bool) -> io.Conditioning:
     """Adds a drawn tensor of `shape`, or a list of it, to a prompt under `name`, as nodes of its model do."""
     drawn = _drawn(_sides(shape), 31)
     return _with(conditioning, **{name: [drawn] if listed else drawn})
 
 
-@node("TestUnknownLoader", [MODEL, io.Boolean.Input("notes")], [io.Model.Output()])
-def unknown_loader(model, notes):
+@node("TestUnknownLoader")
+def unknown_loader(model: io.Model, notes: bool) -> io.Model:
     """Returns a MODEL like one of another pack's loader: it names that pack's loading function (`notes`), or none."""
     model = model.clone()
     model.cached_patcher_init = (unknown_loader, (model, notes)) if notes else None
     return model
 
 
-@node("TestNumericFlags", [io.String.Input("line")], [io.String.Output()])
-def numeric_flags(line):
+@node("TestNumericFlags")
+def numeric_flags(line: str) -> str:
     """Returns the flags of a ComfyUI command line that the pack passes on to ranks."""
     (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
     return " ".join(flags.numeric_flags(parser.parse_args(line.split())))
 
 
-@node("TestWrapper", [MODEL, io.Float.Input("scale", default=0.5)], [io.Model.Output()])
-def wrapped(model, scale):
+@node("TestWrapper")
+def wrapped(model: io.Model, scale: float) -> io.Model:
     """Returns a MODEL with a wrapper around its network that scales the prompt."""
 
     def wrapper(executor, *args, **kwargs):
@@ -152,8 +133,8 @@ def wrapped(model, scale):
     return model
 
 
-@node("TestPlacesOfWeights", [MODEL], [io.String.Output()])
-def places_of_weights(model):
+@node("TestPlacesOfWeights")
+def places_of_weights(model: io.Model) -> str:
     """Returns JSON: the bytes of a MODEL's parameters by the type of device that holds them."""
     places: dict[str, int] = {}
     for parameter in model.model.diffusion_model.parameters():
