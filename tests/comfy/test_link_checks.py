@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from comfyui_client import PromptFailed, PromptRejected
-from graphs import Graph
+from graphs import STOCK, Graph
 
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 LITERALS = [3.5, 0, "cpu:2", "", {}, {"samples": 1}, True, {"__value__": [1, 2, 3]}, 1e300, "x" * 5000]
@@ -21,22 +21,18 @@ class Wired(Graph):
 
     def source(self, kind: str, unet: str) -> list:
         return {
-            "PARALLEL_MODEL": lambda: [
-                self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto"),
-                0,
-            ],
-            "MODEL": lambda: [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0],
+            "PARALLEL_MODEL": lambda: self.loaded_by("ParallelFluxLoader", unet),
+            "MODEL": lambda: self.model(STOCK, unet),
             "PARALLEL_STRATEGY": lambda: self.strategy("cpu:1"),
             "CONDITIONING": lambda: self.text(1),
             "LATENT": self.latent,
             "IMAGE": lambda: [self.add("TestImage", width=16, height=16, batch=1, channels=3), 0],
             # Parallel CLIP takes encoders of three types.
             "COMFY_MATCHTYPE_V3": lambda: [
-                self.add("TestEncoder", kind="clip_l", clip_name="linked.safetensors", draw=0),
-                0,
+                self.add("TestEncoder", kind="clip_l", clip_name="linked.safetensors", draw=0), 0
             ],
             "VAE": lambda: [self.add("TestTinyVAE"), 0],
-        }[kind]()
+        }[kind]()  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +77,9 @@ def prompt_with(node: str, info: dict, unet: str, lora: str, name: str, value: o
         elif kind not in WIDGETS:
             inputs[field] = graph.source(kind, unet)
         elif kind == "COMBO":
-            known = options.get("options", options["choices"])
-            inputs[field] = {"unet_name": unet, "model_name": unet, "lora_name": lora}.get(
-                field
-            ) or options.get("default", known[0])
+            files = {"unet_name": unet, "model_name": unet, "lora_name": lora}
+            first = options.get("options", options["choices"])[0]
+            inputs[field] = files.get(field, options.get("default", first))
         else:
             inputs[field] = options.get("default", 0)
     graph.add("PreviewAny", source=[graph.add(node, **inputs), 0])
@@ -120,9 +115,7 @@ def test_every_link_input_of_every_node_refuses_odd_values_of_other_nodes_by_nam
 def test_nothing_where_a_link_is_needed_is_refused_by_name_and_without_a_strategy_all_is_well(
     comfy, ours, unet, lora
 ):
-    info = ours["ParallelSampler"]
-    with pytest.raises(
-        PromptFailed, match=r"The input positive takes a CONDITIONING.*; nothing came instead"
-    ):
+    info, words = ours["ParallelSampler"], r"The input positive takes a CONDITIONING.*; nothing came instead"
+    with pytest.raises(PromptFailed, match=words):
         comfy.run(prompt_with("ParallelSampler", info, unet, lora, "positive", None))
     comfy.run(prompt_with("ParallelFluxLoader", ours["ParallelFluxLoader"], unet, lora, "strategy", None))
