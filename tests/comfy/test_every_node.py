@@ -40,6 +40,7 @@ TELLING = {
 EMPTY = {"WanSoundImageToVideo": {"control_video", "ref_motion"}}
 ELSEWHERE = {"TorchCompileModel"}  # slow; in test_compile_and_kernels.py
 TOGETHER = 16  # nodes in one prompt
+SAMPLING = {"steps": 2, "cfg": 2.0}
 SMALL = {"steps": 3, "width": 128, "height": 96, "batch_size": 1, "length": 1}
 
 
@@ -116,8 +117,8 @@ def place(graph: Wires, name: str, info: dict) -> str | None:
     return graph.add(name, **{**values, **TELLING.get(name, {})})
 
 
-def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
-    """Returns the latents that the node's output changes; a prompt goes to Parallel Sampler as well."""
+def sampled(graph: Wires, info: dict, node: str, kind: str) -> list:
+    """Returns the latent that the node's output changes. Of ours, Parallel Sampler takes prompts."""
     outputs = info["output"]
     subject = next(kind for kind in outputs if kind in SUBJECTS)
     made = [node, outputs.index(subject)]
@@ -125,43 +126,42 @@ def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
     if subject in ("MODEL", "CONDITIONING"):
         model, positive = (made, graph.text(91)) if subject == "MODEL" else (graph.base, made)
         request = (positive, graph.text(92), latent)
-        latents = [graph.ksampler(model, *request, cfg=2.0)]
         if kind == OURS and subject == "CONDITIONING":
-            latents.append(graph.parallel_sampler(graph.base[0], *request, cfg=2.0))
-        return latents
+            return graph.parallel_sampler(graph.base[0], *request, **SAMPLING)
+        return graph.ksampler(model, *request, **SAMPLING)
     parts = {kind: graph.makers[kind]() for kind in ("NOISE", "SAMPLER", "SIGMAS")}
     guider = graph.add("BasicGuider", model=graph.base, conditioning=graph.text(91))
     parts |= {"GUIDER": [guider, 0], subject: made}
     wired = {kind.lower(): source for kind, source in parts.items()}
-    return [[graph.add("SamplerCustomAdvanced", latent_image=latent, **wired), 0]]
+    return [graph.add("SamplerCustomAdvanced", latent_image=latent, **wired), 0]
 
 
 def run(
     comfy, nodes: dict[str, dict], unet: str, kinds: tuple[str, ...] = (STOCK, OURS)
 ) -> tuple[dict, dict]:
-    """Computes these kinds of model with each node, all in one prompt. Returns (the latents by node, the failures by
-    node). The prompt runs again without a node that failed; ComfyUI keeps what the others gave."""
-    graph, owners, files, failures = Wires([]), {}, {}, {}
+    """Computes these kinds of model with each node, all in one prompt. Returns ({node: its latents}, {node: (the kind
+    that failed, the failure)}). The prompt runs again without a node that failed; ComfyUI keeps what others gave."""
+    graph, owners, failures = Wires([]), {}, {}
     bases = {kind: graph.model(kind, unet, "cpu:2") for kind in kinds}
     for name, info in nodes.items():
-        before = set(graph.prompt)
         for kind, graph.base in bases.items():
+            before = set(graph.prompt)
             graph.draws = itertools.count(10)
-            for latent in sampled(graph, info, place(graph, name, info), kind):
-                files.setdefault(name, []).append(f"every-node-{len(graph.prompt)}.safetensors")
-                graph.save(latent, files[name][-1])
-        owners |= {node: name for node in graph.prompt if node not in before}
-    while files:
+            graph.save(sampled(graph, info, place(graph, name, info), kind), f"{name} {kind}.safetensors")
+            owners |= {node: (name, kind) for node in graph.prompt if node not in before}
+    while owners:
         try:
             comfy.run(graph.prompt, timeout=300)
             break
         except PromptFailed as failure:
-            name = owners[failure.node_id]
-            failures[name] = failure
-            del files[name]
-            graph.prompt = {node: made for node, made in graph.prompt.items() if owners.get(node) != name}
+            name, kind = owners[failure.node_id]
+            failures[name] = kind, failure
+            for node in [node for node, owner in owners.items() if owner[0] == name]:
+                del graph.prompt[node], owners[node]
     found = {
-        name: [load_file(comfy.output(file))["samples"] for file in made] for name, made in files.items()
+        name: [load_file(comfy.output(f"{name} {kind}.safetensors"))["samples"] for kind in kinds]
+        for name in nodes
+        if name not in failures
     }
     return found, failures
 
@@ -169,17 +169,16 @@ def run(
 def verdicts(comfy, nodes: dict[str, dict], unet: str) -> dict[str, str]:
     """Returns for each node "same", "refused", "not Flux.1's" (stock cannot do it either), or what is wrong."""
     found, failures = run(comfy, nodes, unet)
-    outcomes = {
-        name: next((wrong for latent in ours if (wrong := deviation(stock, latent))), "same")
-        for name, (stock, *ours) in found.items()
-    }
-    able, unable = run(comfy, {name: nodes[name] for name in failures}, unet, (STOCK,))
+    outcomes = {name: deviation(stock, ours) or "same" for name, (stock, ours) in found.items()}
+    ours_failed = {name: nodes[name] for name, (kind, _) in failures.items() if kind == OURS}
+    able, unable = run(comfy, ours_failed, unet, (STOCK,))
     _, refusals = run(comfy, {name: nodes[name] for name in able}, unet, (OURS,))
-    for name, failure in refusals.items():
+    for name, (_, failure) in refusals.items():
         kind, words = failure.exception_type, failure.exception_message
         refused = kind.endswith("RequestError") and "cannot honour" in words
         outcomes[name] = "refused" if refused else f"{kind}: {words}"
-    return dict.fromkeys(able, "fails beside stock only") | outcomes | dict.fromkeys(unable, "not Flux.1's")
+    outcomes |= dict.fromkeys(able.keys() - outcomes.keys(), "fails beside stock only")
+    return outcomes | dict.fromkeys((failures.keys() - ours_failed.keys()) | unable.keys(), "not Flux.1's")
 
 
 def deviation(stock: torch.Tensor, ours: torch.Tensor) -> str:
