@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed
-from graphs import OURS, STOCK, Graph
+from graphs import OURS, STOCK, Graph, inputs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
@@ -72,17 +72,6 @@ class Wires(Graph):
         }  # fmt: skip
 
 
-def _inputs(info: dict):
-    """Yields (name, type, options, required) of each input; combos have the type COMBO."""
-    for part in ("required", "optional"):
-        for name, entry in info["input"].get(part, {}).items():
-            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
-            options = dict(entry[1]) if len(entry) > 1 else {}
-            if kind == "COMBO" and not isinstance(entry[0], str):
-                options["options"] = entry[0]
-            yield name, kind, options, part == "required"
-
-
 def _number(kind: str, options: dict):
     """Returns a FLOAT near the default, which itself may change nothing; an INT keeps its default."""
     default = options.get("default", 0)
@@ -95,7 +84,7 @@ def _number(kind: str, options: dict):
 def place(graph: Wires, name: str, info: dict) -> str | None:
     """Adds the node with its inputs and returns its id, or None if the graph cannot provide one of them."""
     values = {}
-    for field, kind, options, required in _inputs(info):
+    for field, kind, options, required in inputs_of(info):
         if field in EMPTY.get(name, ()):
             continue
         kinds = kind.split(",")
@@ -207,7 +196,7 @@ def test_every_node_of_the_registry_gives_the_stock_latent_or_is_refused_by_name
         ours_or_a_test = "custom_nodes" in info["python_module"]
         if ours_or_a_test or name in ELSEWHERE or info.get("api_node") or not SUBJECTS & set(info["output"]):
             continue
-        if not SUBJECTS & {kind for _, kind, _, _ in _inputs(info)} and "MODEL" in info["output"]:
+        if not SUBJECTS & {kind for _, kind, _, _ in inputs_of(info)} and "MODEL" in info["output"]:
             continue  # a loader of files
         if place(Wires(["nothing", 0]), name, info) is None:
             found.setdefault("beyond", []).append(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from comfyui_client import PromptFailed, PromptRejected
-from graphs import STOCK, Graph
+from graphs import STOCK, Graph, inputs_of
 
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 LITERALS = [3.5, 0, "cpu:2", "", {}, {"samples": 1}, True, {"__value__": [1, 2, 3]}, 1e300, "x" * 5000]
@@ -50,19 +50,11 @@ def ours(comfy, lora) -> dict[str, dict]:
     return {name: info for name, info in registry.items() if info["category"] == "parallel"}
 
 
-def entries(info: dict) -> Iterator[tuple[str, str, dict]]:
-    """Yields (name, type, options) of each input."""
-    for part in ("required", "optional"):
-        for name, entry in info["input"].get(part, {}).items():
-            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
-            yield name, kind, (entry[1] if len(entry) > 1 else {}) | {"choices": entry[0]}
-
-
 def tried(ours: dict[str, dict], values: list) -> Iterator[tuple[str, str, object]]:
     """Yields (node, input, value): all values for the first input of each type, one for each of the others."""
     seen = set()
     for node, info in ours.items():
-        for name, kind, _ in entries(info):
+        for name, kind, *_ in inputs_of(info):
             if kind not in WIDGETS:
                 yield from ((node, name, value) for value in values[: 1 if kind in seen else None])
                 seen.add(kind)
@@ -71,15 +63,14 @@ def tried(ours: dict[str, dict], values: list) -> Iterator[tuple[str, str, objec
 def prompt_with(node: str, info: dict, unet: str, lora: str, name: str, value: object) -> dict:
     """Returns a prompt around the node that is valid except for `value` in its input `name`."""
     graph, inputs = Wired(), {}
-    for field, kind, options in entries(info):
+    for field, kind, options, _ in inputs_of(info):
         if field == name:
             inputs[field] = value
         elif kind not in WIDGETS:
             inputs[field] = graph.source(kind, unet)
         elif kind == "COMBO":
             files = {"unet_name": unet, "model_name": unet, "lora_name": lora}
-            first = options.get("options", options["choices"])[0]
-            inputs[field] = files.get(field, options.get("default", first))
+            inputs[field] = files.get(field) or options.get("default", options["options"][0])
         else:
             inputs[field] = options.get("default", 0)
     graph.add("PreviewAny", source=[graph.add(node, **inputs), 0])

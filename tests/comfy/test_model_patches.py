@@ -14,6 +14,7 @@ from any_runs import TOLERANCE, compared, latents, with_change
 from check_templates import NEWER_NODES
 from comfy_harness import require_comfyui
 from differences import relative_difference
+from graphs import inputs_of
 
 Source = list
 Change = Callable[[AnyGraph, Source], Source]
@@ -23,8 +24,12 @@ def node(name: str, **inputs) -> Change:
     """Returns a function that puts a node behind a model; inputs that are not named have ComfyUI's defaults."""
 
     def add(graph: AnyGraph, model: Source) -> Source:
-        entries = graph.comfy.registry[name]["input"]["required"].items()
-        usual = {field: entry[1]["default"] for field, entry in entries if "default" in (*entry, {})[1]}
+        known = inputs_of(graph.comfy.registry[name])
+        usual = {
+            field: options["default"]
+            for field, _, options, needed in known
+            if needed and "default" in options
+        }
         return [graph.add(name, **usual | inputs | {"model": model}), 0]
 
     return add
