@@ -22,7 +22,7 @@ _PACKS = {
     "ways": "inject_ways",
     "popular": "inject_packs/popular",
     "routes": "inject_packs/routes",
-    **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises", "locks")},
+    **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises")},
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WINDOW = {"width": 1280, "height": 900}

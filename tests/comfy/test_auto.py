@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from any_graphs import MODELS, AnyGraph
+from any_runs import latents
 from graphs import Graph
 from tiny_vae import FLUX, write_vae
 
@@ -18,19 +19,14 @@ TIME = r"((?:[A-Z][A-Za-z]+|data|one) (?:\d|device)) ([\d.]+) s"
 STEPS = 20
 
 
-def _prompt(unet: str, seed: int, images: int = 1, cfg: float = 3.0):
+def _report(comfy, unet: str, seed: int, images: int = 1, cfg: float = 3.0) -> str:
     graph = Graph()
     loader = graph.parallel_loader(unet, "cpu:2")
-    latent = graph.parallel_sampler(
-        loader,
-        graph.text(1),
-        graph.text(2),
-        [graph.add("RepeatLatentBatch", samples=graph.latent(), amount=images), 0],
-        cfg=cfg,
-        seed=seed,
-        steps=STEPS,
-    )
-    return graph.prompt, latent
+    positive, negative, latent = graph.request()
+    latent = [graph.add("RepeatLatentBatch", samples=latent, amount=images), 0]
+    sampling = {"cfg": cfg, "seed": seed, "steps": STEPS}
+    sampled = graph.parallel_sampler(loader, positive, negative, latent, **sampling)
+    return latents(comfy, graph, {"ours": sampled})["report"]
 
 
 def _tried(report: str) -> tuple[dict[str, float], str]:
@@ -44,25 +40,21 @@ def test_a_first_run_tries_strategies_and_the_next_one_begins_with_the_fastest(m
     comfy, kept = measuring
     # A size that no other test here has: measurements count for all models of one size.
     unet = comfy.write_flux("tiny_tried.safetensors", single_blocks=3)
-    prompt, latent = _prompt(unet, 1)
-    _, first = comfy.sample_with_text(prompt, latent, [latent[0], 1])
+    first = _report(comfy, unet, 1)
     times, line = _tried(first)
     # How many of them are tried depends on how busy the machine is.
     assert "CFG 2" in times and set(times) <= {"one device", "CFG 2", "Ulysses 2", "Ring 2"}
-    ran = re.match(
-        r"strategy: (.+): the fastest of those tried in this run, which began with CFG 2: ", first
-    )[1]
+    begun = "the fastest of those tried in this run, which began with "
+    ran = re.match(rf"strategy: (.+): {begun}CFG 2: ", first)[1]
     assert times[ran] <= 1.03 * min(times.values())
     assert "kept for the next runs" in line and ("ran the rest" in line) != (ran == "CFG 2")
     assert "result: exact" in first and "memory, predicted for the fullest device: " in first
     assert list(kept.glob("measurements-*.sqlite"))
 
-    prompt, latent = _prompt(unet, 2)
-    _, second = comfy.sample_with_text(prompt, latent, [latent[0], 1])
+    second = _report(comfy, unet, 2)
     # The second run may try what the first one had no time for.
-    again = "the fastest of those tried in this run, which began with "
     known = r"(CFG 2|Ulysses 2|Ring 2|one device): measured before, a step takes "
-    assert re.match(rf"strategy: (\S.*: {again})?{known}", second)
+    assert re.match(rf"strategy: (\S.*: {begun})?{known}", second)
     expected = (
         r"expected: [\d.e-]+ s per (step|model call) \(measured earlier\); this run took (\d+%|the same)"
     )
@@ -72,8 +64,7 @@ def test_a_first_run_tries_strategies_and_the_next_one_begins_with_the_fastest(m
 def test_one_image_over_all_devices_and_one_on_each_compete_for_a_repeated_latent(measuring):
     comfy, _ = measuring
     unet = comfy.write_flux("tiny_batch.safetensors", single_blocks=2)
-    prompt, latent = _prompt(unet, 1, images=2, cfg=1.0)
-    _, report = comfy.sample_with_text(prompt, latent, [latent[0], 1])
+    report = _report(comfy, unet, 1, images=2, cfg=1.0)
     line = _tried(report)[1]
     assert line.startswith("tried: a step of 2 images took data 2 ")
     assert "Ulysses 2" in report  # on a busy machine it may be left to a later job
@@ -86,8 +77,8 @@ def test_a_first_run_tries_the_ways_that_any_model_has(measuring):
     graph = AnyGraph(comfy, "unet")
     ours = graph.parallel(graph.stock(), "cpu:2")
     latent = graph.parallel_sampler([ours, 1], *graph.request(), seed=1, steps=STEPS, cfg=3.0)
-    _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1], timeout=300)
-    assert set(_tried(report)[0]) <= {"one device", "CFG 2", "bands 2"} and "CFG 2" in _tried(report)[0]
+    tried, _ = _tried(latents(comfy, graph, {"ours": latent})["report"])
+    assert set(tried) <= {"one device", "CFG 2", "bands 2"} and "CFG 2" in tried
 
 
 def test_a_stock_ksampler_leaves_its_measurement_for_auto(measuring):
@@ -114,9 +105,7 @@ def test_jobs_with_a_reference_image_are_measured_apart_from_those_without(measu
     latent = [graph.add("TestShapedLatent", shape=MODELS[kind]["latent"].format(b=1), draw=-1), 0]
     before = _runs(kept)
     for positive in (plain, referring):
-        comfy.sample(
-            graph.prompt, graph.ksampler(ours, positive, negative, latent, steps=4, cfg=3.0), timeout=300
-        )
+        comfy.sample(graph.prompt, graph.ksampler(ours, positive, negative, latent, steps=4, cfg=3.0))
     added = _runs(kept)[len(before) :]
     assert sorted(workload["reference_tokens"] for workload, *_ in added) == [0, tokens]
 
@@ -138,8 +127,8 @@ def test_a_size_that_is_decoded_again_is_tried_on_one_device_and_then_goes_the_f
             graph.add("TestSaveImage", image=image, path=f"{name}.safetensors")
         graph.add("TestSaveText", text=[ours, 1], path="report.txt")
         comfy.run(graph.prompt)
-        expected, image = (
-            load_file(comfy.output(f"{name}.safetensors"))["image"] for name in ("stock", "ours")
+        image, expected = (
+            load_file(comfy.output(f"{name}.safetensors"))["image"] for name in ("ours", "stock")
         )
         assert (image - expected).abs().max() <= 1e-5
         reports.append(comfy.output("report.txt").read_text())

@@ -23,7 +23,7 @@ def _graph(unet: str, devices: str = "cpu:2", changes: dict | None = None, **cho
     graph = Graph()
     loader = graph.parallel_loader(unet, devices, **choice)
     wanted = {"steps": STEPS, **(changes or {})}
-    latent, _ = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), **wanted)
+    latent, _ = graph.parallel_sampler(loader, *graph.request(), **wanted)
     compared = graph.prompt[latent]
     compared["class_type"] = "CompareWithOneDevice"
     compared["inputs"]["vae"] = [graph.add("TestTinyVAE"), 0]

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from any_graphs import AnyGraph
-from any_runs import assert_same, latents
-from comfyui_client import PromptFailed
+from any_runs import TOLERANCE, compared, latents, refusal
 from differences import relative_difference
 from graphs import STOCK, Graph
 
-TOLERANCE = 1e-4
+SAMPLING = {"cfg": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -29,34 +28,32 @@ def unet(comfy):
 @pytest.fixture(scope="module")
 def stock(comfy, unet):
     graph = Graph()
-    latent = graph.ksampler(
-        graph.model(STOCK, unet), graph.text(1), graph.text(2), graph.latent(width=18), cfg=2.0
-    )
+    latent = graph.ksampler(graph.model(STOCK, unet), *graph.request(width=18), **SAMPLING)
     return comfy.sample(graph.prompt, latent)
 
 
-def loader(graph: Graph, unet: str, **inputs) -> str:
-    strategy = (
-        graph.strategy("cpu:2", ring=2) if inputs.pop("ring", False) else graph.strategy("cpu:2", cfg=2)
-    )
+def loader(graph: Graph, unet: str, ring: bool = False, **inputs) -> str:
+    strategy = graph.strategy("cpu:2", **({"ring": 2} if ring else {"cfg": 2}))
     return graph.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto", strategy=strategy, **inputs)
 
 
-def stepwise(comfy, unet: str, node: str | None = None, **inputs) -> torch.Tensor:
-    """Returns KSampler's latent on our MODEL, which the node `node` changes first if given."""
-    graph = Graph()
+def stepwise(graph: Graph, unet: str, node: str | None = None, **inputs) -> list:
+    """Adds KSampler on our MODEL, which the node `node` changes first if given."""
     model = [loader(graph, unet, **inputs), 1]
     if node is not None:
         model = [graph.add(node, model=model, backend="inductor"), 0]
-    latent = graph.ksampler(model, graph.text(1), graph.text(2), graph.latent(width=18), cfg=2.0)
-    return comfy.sample(graph.prompt, latent)
+    return graph.ksampler(model, *graph.request(width=18), **SAMPLING)
 
 
-def resident(comfy, unet: str, **inputs) -> tuple[torch.Tensor, str]:
+def resident(graph: Graph, unet: str, **inputs) -> list:
+    return graph.parallel_sampler(loader(graph, unet, **inputs), *graph.request(width=18), **SAMPLING)
+
+
+def sampled(comfy, unet: str, by=resident, **inputs) -> tuple[torch.Tensor, str]:
+    """Returns the latent, and the report of Parallel Sampler."""
     graph = Graph()
-    request = (graph.text(1), graph.text(2), graph.latent(width=18))
-    latent = graph.parallel_sampler(loader(graph, unet, **inputs), *request, cfg=2.0)
-    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+    found = latents(comfy, graph, {"ours": by(graph, unet, **inputs)})
+    return found["ours"], found.get("report", "")
 
 
 def said(comfy) -> int:
@@ -66,24 +63,24 @@ def said(comfy) -> int:
 
 def test_compiled_blocks_give_the_stock_latent_both_ways_and_are_kept(comfy, unet, stock):
     before = said(comfy)
-    first, report = resident(comfy, unet, compile="blocks", attention="torch", ring=True)
+    first, report = sampled(comfy, unet, compile="blocks", attention="torch", ring=True)
     assert relative_difference(first, stock) <= TOLERANCE
     assert "compile: 2 graphs in" in report and "attention: torch" in report and "result: exact" in report
     assert said(comfy) > before
-    second, report = resident(comfy, unet, compile="blocks", ring=True)
+    second, report = sampled(comfy, unet, compile="blocks", ring=True)
     assert torch.equal(second, first) and "compile: blocks (were compiled)" in report
-    assert relative_difference(stepwise(comfy, unet, compile="blocks", ring=True), stock) <= TOLERANCE
+    third, _ = sampled(comfy, unet, stepwise, compile="blocks", ring=True)
+    assert relative_difference(third, stock) <= TOLERANCE
 
 
 def test_auto_compiles_nothing_on_a_cpu(comfy, unet):
     for mode in ({}, {"compile": "auto"}):
-        _, report = resident(comfy, unet, ring=True, **mode)
-        assert "compile" not in report
+        assert "compile" not in sampled(comfy, unet, ring=True, **mode)[1]
 
 
 def test_torch_compile_model_compiles_where_the_blocks_are(comfy, unet, stock):
     before = said(comfy)
-    compiled = stepwise(comfy, unet, node="TorchCompileModel")
+    compiled, _ = sampled(comfy, unet, stepwise, node="TorchCompileModel")
     assert relative_difference(compiled, stock) <= TOLERANCE
     assert said(comfy) > before  # a batch of one row per rank needs another graph than a batch of two
 
@@ -99,22 +96,22 @@ def test_blocks_of_any_model_compile_and_give_the_stock_latent(comfy, by, axis):
         source, inputs = [graph.add("TorchCompileModel", model=stock, backend="inductor"), 0], {}
     ours = graph.add("ParallelModel", model=source, strategy=graph.strategy("cpu:2", **{axis: 2}), **inputs)
     request, changes = graph.request(), {"steps": 2, "cfg": 3.0}
-    sampled = graph.parallel_sampler([ours, 1], *request, **changes)
-    expected = graph.ksampler(stock, *request, **changes)
-    found = latents(comfy, graph, {"stock": expected, "ours": sampled}, {"report": [sampled[0], 1]})
-    assert_same(found)
+    ways = {
+        "stock": graph.ksampler(stock, *request, **changes),
+        "ours": graph.parallel_sampler([ours, 1], *request, **changes),
+    }
+    report = compared(comfy, graph, ways)["report"]
     # One graph for all blocks, calls and steps; what was compiled is kept.
-    assert re.search(r"compile: (1 graph in|blocks \(were compiled\))", found["report"]), found["report"]
-    assert "uncompiled" not in found["report"]
-    assert "result: exact" in found["report"]
+    assert re.search(r"compile: (1 graph in|blocks \(were compiled\))", report), report
+    assert "uncompiled" not in report and "result: exact" in report
     assert "compiling for a latent of 16 x 3 x 9 x 7" in comfy.server.log.read_text()
 
 
 @pytest.mark.parametrize("kernel", ["flash", "sage"])
 def test_a_kernel_that_cannot_run_is_refused_with_the_remedy(comfy, unet, kernel):
-    for sample in (stepwise, resident):
-        with pytest.raises(PromptFailed) as failure:
-            sample(comfy, unet, attention=kernel)
-        assert failure.value.exception_type.endswith("RequestError")
-        assert f"attention {kernel} cannot run on cpu" in failure.value.exception_message
-        assert "Choose attention auto or torch" in failure.value.exception_message
+    for by in (stepwise, resident):
+        graph = Graph()
+        failure = refusal(comfy, graph, by(graph, unet, attention=kernel))
+        assert failure.exception_type.endswith("RequestError")
+        assert f"attention {kernel} cannot run on cpu" in failure.exception_message
+        assert "Choose attention auto or torch" in failure.exception_message

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from any_runs import latents
+from any_runs import compared
 from comfy_harness import ROOT
 from demo_training.drawing import draw
 from demo_training.judge import judge
@@ -22,10 +22,7 @@ from graphs import Graph
 from parallel_backend.models.demo.image_coder import DemoImageCoder
 
 CAPTION = "a red circle left of a blue square"
-MODEL_FILE, CODER_FILE = (
-    ROOT / "demo_model/transformer.safetensors",
-    ROOT / "demo_model/image_coder.safetensors",
-)
+FOLDER = ROOT / "demo_model"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,11 +34,10 @@ def logged_before(comfy) -> int:
 class DemoGraph(Graph):
     """A graph around one ParallelDemoLoader."""
 
-    def __init__(self, devices: str | None = "cpu:2", **degrees: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        strategy = {"strategy": self.strategy(devices, **degrees)} if devices else {}
-        self.loader = self.add("ParallelDemoLoader", **strategy)
-        self.link, self.model_link, self.clip, self.vae = ([self.loader, slot] for slot in range(4))
+        self.loader = self.add("ParallelDemoLoader", strategy=self.strategy("cpu:2"))
+        _, self.model_link, self.clip, self.vae = ([self.loader, slot] for slot in range(4))
 
     def caption(self, text: str) -> list:
         return [self.add("CLIPTextEncode", clip=self.clip, text=text), 0]
@@ -55,18 +51,18 @@ class DemoGraph(Graph):
         prompts = self.caption(text), self.caption("")
         return self.parallel_sampler(self.loader, *prompts, self.demo_latent(), **settings)
 
-    def stock_sampled(self, model: list, text: str = CAPTION, **changes) -> list:
-        settings = {"steps": 20, "cfg": 3.0, **changes}
-        return self.ksampler(model, self.caption(text), self.caption(""), self.demo_latent(), **settings)
+    def stock_sampled(self, model: list, steps: int) -> list:
+        prompts = self.caption(CAPTION), self.caption("")
+        return self.ksampler(model, *prompts, self.demo_latent(), steps=steps, cfg=3.0)
+
+    def decoded(self, latent: list) -> list:
+        return [self.add("VAEDecode", samples=latent, vae=self.vae), 0]
 
 
 def picture(comfy, graph: Graph, image: list) -> torch.Tensor:
     """Returns [3, H, W] in 0..1: the first picture of the IMAGE output `image`, read from SaveImage's file."""
-    prompt = {
-        **graph.prompt,
-        "save": {"class_type": "SaveImage", "inputs": {"images": image, "filename_prefix": "demo"}},
-    }
-    saved = comfy.run(prompt)["outputs"]["save"]["images"][0]
+    save = graph.add("SaveImage", images=image, filename_prefix="demo")
+    saved = comfy.run(graph.prompt)["outputs"][save]["images"][0]
     pixels = numpy.asarray(Image.open(BytesIO(comfy.client.view(saved))).convert("RGB"))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255
 
@@ -76,7 +72,7 @@ def stock_unet(comfy):
     """The name of the demo's transformer file, copied into ComfyUI's model folder."""
     target = comfy.server.base_directory / "models" / "diffusion_models" / "demo_transformer.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(MODEL_FILE, target)
+    shutil.copyfile(FOLDER / "transformer.safetensors", target)
     return target.name
 
 
@@ -86,9 +82,7 @@ def test_the_picture_shows_its_caption(comfy):
     for _ in range(3):
         scene = random_scene(rng, held_out=True)
         graph = DemoGraph()
-        image = picture(
-            comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(scene.caption), vae=graph.vae), 0]
-        )
+        image = picture(comfy, graph, graph.decoded(graph.sampled(scene.caption)))
         assert image.shape == (3, 128, 128)
         right += judge(image, scene).right
     assert right >= 2
@@ -96,16 +90,14 @@ def test_the_picture_shows_its_caption(comfy):
 
 def test_the_latent_is_that_of_stock_nodes_on_the_same_file(comfy, stock_unet):
     """Compares Parallel Sampler and the parallel MODEL on two ranks with stock UNETLoader and KSampler."""
-    stock = DemoGraph()
-    unet = [stock.add("UNETLoader", unet_name=stock_unet, weight_dtype="default"), 0]
-    expected = comfy.sample(stock.prompt, stock.stock_sampled(unet, steps=6))
     graph = DemoGraph()
+    unet = [graph.add("UNETLoader", unet_name=stock_unet, weight_dtype="default"), 0]
     ways = {
-        "Parallel Sampler": graph.sampled(steps=6),
+        "stock": graph.stock_sampled(unet, steps=6),
         "KSampler": graph.stock_sampled(graph.model_link, steps=6),
+        "Parallel Sampler": graph.sampled(steps=6),
     }
-    for way, latent in latents(comfy, graph, ways).items():
-        assert relative_difference(latent, expected) <= 1e-4, way
+    compared(comfy, graph, ways)
 
 
 def test_case_and_punctuation_of_the_prompt_do_not_matter(comfy):
@@ -152,9 +144,8 @@ def test_vae_encodes_and_decodes_a_drawing(comfy, uploaded, tiled):
     sizes = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8} if tiled else {}
     suffix = "Tiled" if tiled else ""
     latent = [graph.add(f"VAEEncode{suffix}", pixels=pixels, vae=graph.vae, **sizes), 0]
-    image = picture(
-        comfy, graph, [graph.add(f"VAEDecode{suffix}", samples=latent, vae=graph.vae, **sizes), 0]
-    )
+    decoded = [graph.add(f"VAEDecode{suffix}", samples=latent, vae=graph.vae, **sizes), 0]
+    image = picture(comfy, graph, decoded)
     assert judge(image, scene).right
     assert -10 * (image - original).square().mean().log10() > 24  # dB
 
@@ -162,7 +153,7 @@ def test_vae_encodes_and_decodes_a_drawing(comfy, uploaded, tiled):
 def test_vae_encode_is_the_trainers_own(comfy, uploaded):
     _, original, name = uploaded
     coder = DemoImageCoder().eval().requires_grad_(False)
-    coder.load_state_dict(load_file(CODER_FILE))
+    coder.load_state_dict(load_file(FOLDER / "image_coder.safetensors"))
     graph = DemoGraph()
     latent = [graph.add("VAEEncode", pixels=[graph.add("LoadImage", image=name), 0], vae=graph.vae), 0]
     expected = coder.encode(original[None] * 2 - 1)
@@ -171,16 +162,15 @@ def test_vae_encode_is_the_trainers_own(comfy, uploaded):
 
 def test_it_still_works_after_comfyui_has_freed_its_memory(comfy):
     graph = DemoGraph()
-    before = picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=4), vae=graph.vae), 0])
+    image = graph.decoded(graph.sampled(steps=4))
+    before = picture(comfy, graph, image)
     comfy.forget()
-    graph = DemoGraph()
-    after = picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=4), vae=graph.vae), 0])
-    assert torch.equal(before, after)
+    assert torch.equal(picture(comfy, graph, image), before)
 
 
 def test_loading_it_warns_of_nothing(comfy, logged_before):
     graph = DemoGraph()
-    picture(comfy, graph, [graph.add("VAEDecode", samples=graph.sampled(steps=1), vae=graph.vae), 0])
+    picture(comfy, graph, graph.decoded(graph.sampled(steps=1)))
     log = comfy.server.log.read_text()[logged_before:]
     for noise in ("Missing VAE keys", "clip missing", "No VAE weights"):
         assert noise not in log

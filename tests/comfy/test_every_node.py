@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from comfyui_client import PromptFailed
-from graphs import OURS, STOCK, Graph
+from graphs import OURS, STOCK, Graph, inputs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
@@ -40,6 +40,7 @@ TELLING = {
 EMPTY = {"WanSoundImageToVideo": {"control_video", "ref_motion"}}
 ELSEWHERE = {"TorchCompileModel"}  # slow; in test_compile_and_kernels.py
 TOGETHER = 16  # nodes in one prompt
+SAMPLING = {"steps": 2, "cfg": 2.0}
 SMALL = {"steps": 3, "width": 128, "height": 96, "batch_size": 1, "length": 1}
 
 
@@ -71,17 +72,6 @@ class Wires(Graph):
         }  # fmt: skip
 
 
-def _inputs(info: dict):
-    """Yields (name, type, options, required) of each input; combos have the type COMBO."""
-    for part in ("required", "optional"):
-        for name, entry in info["input"].get(part, {}).items():
-            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
-            options = dict(entry[1]) if len(entry) > 1 else {}
-            if kind == "COMBO" and not isinstance(entry[0], str):
-                options["options"] = entry[0]
-            yield name, kind, options, part == "required"
-
-
 def _number(kind: str, options: dict):
     """Returns a FLOAT near the default, which itself may change nothing; an INT keeps its default."""
     default = options.get("default", 0)
@@ -94,7 +84,7 @@ def _number(kind: str, options: dict):
 def place(graph: Wires, name: str, info: dict) -> str | None:
     """Adds the node with its inputs and returns its id, or None if the graph cannot provide one of them."""
     values = {}
-    for field, kind, options, required in _inputs(info):
+    for field, kind, options, required in inputs_of(info):
         if field in EMPTY.get(name, ()):
             continue
         kinds = kind.split(",")
@@ -116,8 +106,8 @@ def place(graph: Wires, name: str, info: dict) -> str | None:
     return graph.add(name, **{**values, **TELLING.get(name, {})})
 
 
-def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
-    """Returns the latents that the node's output changes; a prompt goes to Parallel Sampler as well."""
+def sampled(graph: Wires, info: dict, node: str, kind: str) -> list:
+    """Returns the latent that the node's output changes. Of ours, Parallel Sampler takes prompts."""
     outputs = info["output"]
     subject = next(kind for kind in outputs if kind in SUBJECTS)
     made = [node, outputs.index(subject)]
@@ -125,43 +115,42 @@ def sampled(graph: Wires, info: dict, node: str, kind: str) -> list[list]:
     if subject in ("MODEL", "CONDITIONING"):
         model, positive = (made, graph.text(91)) if subject == "MODEL" else (graph.base, made)
         request = (positive, graph.text(92), latent)
-        latents = [graph.ksampler(model, *request, cfg=2.0)]
         if kind == OURS and subject == "CONDITIONING":
-            latents.append(graph.parallel_sampler(graph.base[0], *request, cfg=2.0))
-        return latents
+            return graph.parallel_sampler(graph.base[0], *request, **SAMPLING)
+        return graph.ksampler(model, *request, **SAMPLING)
     parts = {kind: graph.makers[kind]() for kind in ("NOISE", "SAMPLER", "SIGMAS")}
     guider = graph.add("BasicGuider", model=graph.base, conditioning=graph.text(91))
     parts |= {"GUIDER": [guider, 0], subject: made}
     wired = {kind.lower(): source for kind, source in parts.items()}
-    return [[graph.add("SamplerCustomAdvanced", latent_image=latent, **wired), 0]]
+    return [graph.add("SamplerCustomAdvanced", latent_image=latent, **wired), 0]
 
 
 def run(
     comfy, nodes: dict[str, dict], unet: str, kinds: tuple[str, ...] = (STOCK, OURS)
 ) -> tuple[dict, dict]:
-    """Computes these kinds of model with each node, all in one prompt. Returns (the latents by node, the failures by
-    node). The prompt runs again without a node that failed; ComfyUI keeps what the others gave."""
-    graph, owners, files, failures = Wires([]), {}, {}, {}
+    """Computes these kinds of model with each node, all in one prompt. Returns ({node: its latents}, {node: (the kind
+    that failed, the failure)}). The prompt runs again without a node that failed; ComfyUI keeps what others gave."""
+    graph, owners, failures = Wires([]), {}, {}
     bases = {kind: graph.model(kind, unet, "cpu:2") for kind in kinds}
     for name, info in nodes.items():
-        before = set(graph.prompt)
         for kind, graph.base in bases.items():
+            before = set(graph.prompt)
             graph.draws = itertools.count(10)
-            for latent in sampled(graph, info, place(graph, name, info), kind):
-                files.setdefault(name, []).append(f"every-node-{len(graph.prompt)}.safetensors")
-                graph.save(latent, files[name][-1])
-        owners |= {node: name for node in graph.prompt if node not in before}
-    while files:
+            graph.save(sampled(graph, info, place(graph, name, info), kind), f"{name} {kind}.safetensors")
+            owners |= {node: (name, kind) for node in graph.prompt if node not in before}
+    while owners:
         try:
             comfy.run(graph.prompt, timeout=300)
             break
         except PromptFailed as failure:
-            name = owners[failure.node_id]
-            failures[name] = failure
-            del files[name]
-            graph.prompt = {node: made for node, made in graph.prompt.items() if owners.get(node) != name}
+            name, kind = owners[failure.node_id]
+            failures[name] = kind, failure
+            for node in [node for node, owner in owners.items() if owner[0] == name]:
+                del graph.prompt[node], owners[node]
     found = {
-        name: [load_file(comfy.output(file))["samples"] for file in made] for name, made in files.items()
+        name: [load_file(comfy.output(f"{name} {kind}.safetensors"))["samples"] for kind in kinds]
+        for name in nodes
+        if name not in failures
     }
     return found, failures
 
@@ -169,17 +158,16 @@ def run(
 def verdicts(comfy, nodes: dict[str, dict], unet: str) -> dict[str, str]:
     """Returns for each node "same", "refused", "not Flux.1's" (stock cannot do it either), or what is wrong."""
     found, failures = run(comfy, nodes, unet)
-    outcomes = {
-        name: next((wrong for latent in ours if (wrong := deviation(stock, latent))), "same")
-        for name, (stock, *ours) in found.items()
-    }
-    able, unable = run(comfy, {name: nodes[name] for name in failures}, unet, (STOCK,))
+    outcomes = {name: deviation(stock, ours) or "same" for name, (stock, ours) in found.items()}
+    ours_failed = {name: nodes[name] for name, (kind, _) in failures.items() if kind == OURS}
+    able, unable = run(comfy, ours_failed, unet, (STOCK,))
     _, refusals = run(comfy, {name: nodes[name] for name in able}, unet, (OURS,))
-    for name, failure in refusals.items():
+    for name, (_, failure) in refusals.items():
         kind, words = failure.exception_type, failure.exception_message
         refused = kind.endswith("RequestError") and "cannot honour" in words
         outcomes[name] = "refused" if refused else f"{kind}: {words}"
-    return dict.fromkeys(able, "fails beside stock only") | outcomes | dict.fromkeys(unable, "not Flux.1's")
+    outcomes |= dict.fromkeys(able.keys() - outcomes.keys(), "fails beside stock only")
+    return outcomes | dict.fromkeys((failures.keys() - ours_failed.keys()) | unable.keys(), "not Flux.1's")
 
 
 def deviation(stock: torch.Tensor, ours: torch.Tensor) -> str:
@@ -208,7 +196,7 @@ def test_every_node_of_the_registry_gives_the_stock_latent_or_is_refused_by_name
         ours_or_a_test = "custom_nodes" in info["python_module"]
         if ours_or_a_test or name in ELSEWHERE or info.get("api_node") or not SUBJECTS & set(info["output"]):
             continue
-        if not SUBJECTS & {kind for _, kind, _, _ in _inputs(info)} and "MODEL" in info["output"]:
+        if not SUBJECTS & {kind for _, kind, _, _ in inputs_of(info)} and "MODEL" in info["output"]:
             continue  # a loader of files
         if place(Wires(["nothing", 0]), name, info) is None:
             found.setdefault("beyond", []).append(name)

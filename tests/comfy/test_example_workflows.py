@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import pytest
 from PIL import Image
 
-from comfy_harness import ROOT, Comfy
+from comfy_harness import ROOT
 from comfyui_client import PromptRejected
 from draw_workflows import SIDE, outline
 from workflow_to_api import widgets, workflow_to_api
@@ -23,20 +24,7 @@ ANY_MODEL = (
     "SDXL on all GPUs",
     "Wan 2.2 text to video on all GPUs",
 )
-EXAMPLES = (
-    *ANY_MODEL,
-    "Try it without a download",
-    "Flux.1 dev with a negative prompt",
-    "Flux.1 dev with a ControlNet",
-    "Flux.1 dev at high resolution",
-    "Flux.1 dev from a picture",
-    "Flux.1 dev inpainting",
-    "Flux.1 dev with LoRAs",
-    "Flux.1 dev on all GPUs",
-    "Flux.1 dev larger than a card",
-    "Flux.1 schnell on all GPUs",
-    "Stock KSampler on all GPUs",
-)
+EXAMPLES = sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))
 
 # Inputs that name model files. A test machine lacks these files: the only reason to reject a valid example here.
 _FILE_INPUTS = {
@@ -45,28 +33,19 @@ _FILE_INPUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def comfy_with_picture(comfy: Comfy) -> Comfy:
-    """The shared ComfyUI with example.png in its input folder, as in a new installation."""
-    Image.new("RGB", (64, 48), "teal").save(comfy.server.base_directory / "input" / "example.png")
-    return comfy
-
-
 def _workflow(name: str) -> dict:
     return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text("utf-8"))
 
 
-def _example_names():
-    return sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))
-
-
-def test_no_example_is_missing_or_untested():
-    assert _example_names() == sorted(EXAMPLES)
+def _note(workflow: dict) -> dict:
+    (note,) = [node for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
+    return note
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_loads_and_validates(comfy_with_picture, name):
-    comfy = comfy_with_picture
+def test_example_loads_and_validates(comfy, name):
+    # A new installation has this picture.
+    Image.new("RGB", (64, 48), "teal").save(comfy.server.base_directory / "input" / "example.png")
     prompt = workflow_to_api(_workflow(name), comfy.registry)
     for node in prompt.values():
         if node["inputs"].get("mode") == "manual":  # needs two devices, and a test machine has one
@@ -86,33 +65,30 @@ def test_example_loads_and_validates(comfy_with_picture, name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_says_what_it_shows_and_where_its_models_are(name):
-    nodes = _workflow(name)["nodes"]
-    (note,) = [node for node in nodes if node["type"] == "MarkdownNote"]
-    assert note["widgets_values"][0].startswith("# ")
-    for node in nodes:
+    workflow = _workflow(name)
+    note = _note(workflow)["widgets_values"][0]
+    assert note.startswith("# ")
+    for node in workflow["nodes"]:
         for model in node["properties"].get("models", []):
             assert model["name"] in node["widgets_values"]
             assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(model["name"])
-            assert f"{model['directory']}/{model['name']}" in note["widgets_values"][0]
+            assert f"{model['directory']}/{model['name']}" in note
+    assert "id" not in workflow, "it would show the report of an earlier run"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_a_new_workflow_whenever_it_is_opened(name):
-    """A workflow with an id would show the report of an earlier run."""
-    assert "id" not in _workflow(name)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_sockets_of_an_example_are_those_of_its_nodes(comfy, name):
-    """The server cannot check them: a prompt contains neither the socket types nor the outputs that the file stores."""
-    info = comfy.registry
+def test_sockets_of_an_example_are_those_of_its_nodes_and_each_widget_has_a_value(comfy, name):
+    """The server cannot check the sockets: a prompt has neither their types nor the outputs that the file stores. An
+    example sets each value that it shows, so that no later default changes it."""
     workflow = _workflow(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     for node in nodes.values():
-        if node["type"] not in info:
+        if node["type"] not in comfy.registry:
             continue
-        known = info[node["type"]]
+        known = comfy.registry[node["type"]]
         shown = {widget for widget, *_ in widgets(known)}
+        values = sum(1 + bool(options.get("control_after_generate")) for *_, options in widgets(known))
+        assert len(node["widgets_values"]) - (node["type"] == "LoadImage") == values, node["type"]
         wanted = {
             socket: kind[0]
             for group in ("required", "optional")
@@ -141,44 +117,12 @@ def test_example_of_any_model_puts_parallel_model_between_a_stock_loader_and_all
     ]
     assert strategies == ["StrategySelector"] * len(ours)
 
-
-@pytest.mark.parametrize("name", ANY_MODEL)
-def test_note_of_any_model_has_links_to_its_files_and_degrees_for_two_and_four_gpus(name):
-    workflow = _workflow(name)
-    (note,) = [node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
+    note = _note(workflow)["widgets_values"][0]
     files = [model for node in workflow["nodes"] for model in node["properties"].get("models", [])]
     assert files and all(f"({model['url']})" in note for model in files)
-    for part in (
-        "## Parallel Model",
-        "## Strategy Selector",
-        "**2 GPUs:**",
-        "**4 GPUs:**",
-        "**ulysses_degree** 2",
-        "**shard_weights**",
-    ):
+    titles = "## Parallel Model", "## Strategy Selector"
+    for part in (*titles, "**2 GPUs:**", "**4 GPUs:**", "**ulysses_degree** 2", "**shard_weights**"):
         assert part in note
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example_keeps_a_value_for_every_widget(comfy, name):
-    """An example sets each value that it shows, so that no later default changes it."""
-    info = comfy.registry
-    for node in _workflow(name)["nodes"]:
-        if node["type"] in info:
-            wanted = sum(1 + bool(o.get("control_after_generate")) for *_, o in widgets(info[node["type"]]))
-            assert len(node["widgets_values"]) - (node["type"] == "LoadImage") == wanted, node["type"]
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_no_node_of_an_example_lies_on_another(name):
-    boxes = [
-        (node["title"] if "title" in node else node["type"], outline(node))
-        for node in _workflow(name)["nodes"]
-    ]
-    for place, (one, a) in enumerate(boxes):
-        for other, b in boxes[place + 1 :]:
-            apart = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
-            assert apart, f"{one} and {other}"
 
 
 # ComfyUI scales a template to three quarters of the window, with 10 units around it. It draws no text below 8 pixels
@@ -187,8 +131,12 @@ _WINDOW, _MARGIN, _AROUND, _READABLE = (1366, 768), 0.75, 20, 0.58
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_opens_with_text_that_can_be_read(name):
-    boxes = [outline(node) for node in _workflow(name)["nodes"]]
+def test_example_opens_with_text_that_can_be_read_and_no_node_lies_on_another(name):
+    nodes = _workflow(name)["nodes"]
+    boxes = [outline(node) for node in nodes]
+    for (one, a), (other, b) in itertools.combinations(zip(nodes, boxes, strict=True), 2):
+        apart = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
+        assert apart, f"{one['type']} and {other['type']}"
     width = max(box.right for box in boxes) - min(box.left for box in boxes) + _AROUND
     height = max(box.bottom for box in boxes) - min(box.top for box in boxes) + _AROUND
     assert _MARGIN * min(_WINDOW[0] / width, _WINDOW[1] / height) >= _READABLE, (width, height)
@@ -197,7 +145,7 @@ def test_example_opens_with_text_that_can_be_read(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_note_fits_its_box_and_has_no_code_spans(name):
     """Nodes 2.0 draws code in notes with a contrast of only 1.5 to 1."""
-    (note,) = [node for node in _workflow(name)["nodes"] if node["type"] == "MarkdownNote"]
+    note = _note(_workflow(name))
     text = re.sub(r"\]\([^)]*\)", "]", note["widgets_values"][0])
     assert "`" not in text
     columns = (note["size"][0] - 30) // 6.6  # a letter of 12 pixels is 6.6 pixels wide
@@ -207,7 +155,7 @@ def test_a_note_fits_its_box_and_has_no_code_spans(name):
 
 def test_each_example_has_a_small_picture_and_no_picture_is_left_over():
     pictures = {path.stem: path for path in (ROOT / "example_workflows").glob("*.jpg")}
-    assert sorted(pictures) == sorted(EXAMPLES)
+    assert sorted(pictures) == EXAMPLES
     for path in pictures.values():
         with Image.open(path) as picture:
             assert (picture.format, picture.size) == ("JPEG", (SIDE, SIDE))

@@ -68,36 +68,41 @@ async def _outcome(client: aiohttp.ClientSession, prompt_id: str) -> dict | None
         await asyncio.sleep(0.1)
 
 
-def _waiting(door: FrontDoor, name: str, body: dict | None = None) -> dict:
-    """Returns one ComfyUI's report of its load. `body`: sent to the drain route first, as an operator does."""
-    path = "drain" if body is not None else "health"
+def _asked(url: str, body: dict | None = None) -> dict:
+    """Returns the JSON of a ComfyUI's or HAProxy's own answer, to a POST if there is a body."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{door.servers[name].url}/parallel_sampling/{path}", data)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as answer:
         return json.load(answer)
 
 
-def test_strangers_and_those_who_guess_are_refused_and_others_served(door):
-    async def statuses(client, *requests):
-        found = []
-        for method, path, options in requests:
-            async with client.request(method, path, **options) as answer:
-                found.append(answer.status)
-                assert answer.status < 300 or "error" in await answer.json()
-        return found
+def _load(door: FrontDoor, name: str) -> dict:
+    """Returns one ComfyUI's report of its load."""
+    return _asked(f"{door.servers[name].url}/parallel_sampling/health")
 
+
+def _drain(door: FrontDoor, name: str, draining: bool) -> None:
+    _asked(f"{door.servers[name].url}/parallel_sampling/drain", {"draining": draining})
+
+
+async def _status(client: aiohttp.ClientSession, path: str, method: str = "GET", **options) -> int:
+    """Returns the status of an answer. A refusal says why."""
+    async with client.request(method, path, **options) as answer:
+        assert answer.status < 300 or "error" in await answer.json()
+        return answer.status
+
+
+def test_strangers_and_those_who_guess_are_refused_and_others_served(door):
     async def story():
-        get = [("GET", "/queue", {})]
         async with door.client() as stranger, door.client(token="guess", source="127.0.0.2") as guesser:
-            assert await statuses(stranger, *get) == [401]
-            assert set(await statuses(guesser, *get * 31)) == {401}
-            assert set(await statuses(guesser, *get * 5)) == {429}
+            assert await _status(stranger, "/queue") == 401
+            guesses = [await _status(guesser, "/queue") for _ in range(36)]
+            assert guesses == [401] * 31 + [429] * 5
         async with door.client(person=True, source="127.0.0.2") as person:
-            assert await statuses(person, *get) == [429]  # the same address as the guesser's
+            assert await _status(person, "/queue") == 429  # the same address as the guesser's
         async with door.client(token=door.tokens[0], source="127.0.0.2") as program:
-            assert await statuses(program, *get) == [200]
+            assert await _status(program, "/queue") == 200
         async with door.client(person=True) as person:
-            assert await statuses(person, *get) == [200]
+            assert await _status(person, "/queue") == 200
 
     run_in_own_loop(story())
 
@@ -106,20 +111,16 @@ def test_bodies_have_limits_and_operators_routes_are_closed(door):
     async def chunks():
         yield b"{}"
 
-    async def status(client, method, path, **options):
-        async with client.request(method, path, **options) as answer:
-            return answer.status
-
     async def story():
         async with door.client(token=door.tokens[0]) as program:
             for path in ("/prompt", "/api/prompt", "/%70rompt"):
-                assert await status(program, "POST", path, data=b" " * (4 * 2**20 + 1)) == 413, path
-            assert await status(program, "POST", "/free", data=b" " * (16 * 2**20 + 1)) == 413
-            assert await status(program, "POST", "/prompt", data=chunks()) == 411
-            assert await status(program, "POST", "/prompt", data=b"{}") == 400  # ComfyUI's own answer
+                assert await _status(program, path, "POST", data=b" " * (4 * 2**20 + 1)) == 413, path
+            assert await _status(program, "/free", "POST", data=b" " * (16 * 2**20 + 1)) == 413
+            assert await _status(program, "/prompt", "POST", data=chunks()) == 411
+            assert await _status(program, "/prompt", "POST", data=b"{}") == 400  # ComfyUI's own answer
             for path in ("health", "agent?for=prompts", "metrics", "%64rain"):
-                assert await status(program, "GET", f"/parallel_sampling/{path}") == 403, path
-                assert await status(program, "GET", f"/api/parallel_sampling/{path}") == 403, path
+                assert await _status(program, f"/parallel_sampling/{path}") == 403, path
+                assert await _status(program, f"/api/parallel_sampling/{path}") == 403, path
 
     run_in_own_loop(story())
 
@@ -148,10 +149,8 @@ def test_a_page_keeps_its_comfyui_and_its_websocket_hears_of_its_prompt(door):
                 status, answer, moved = await _send(page, {"prompt": _picture(), "client_id": "page"})
                 assert status == 200 and moved in ("", home)
                 async for message in websocket:
-                    if (
-                        message.type == aiohttp.WSMsgType.TEXT
-                        and message.json()["type"] == "execution_success"
-                    ):
+                    is_text = message.type == aiohttp.WSMsgType.TEXT
+                    if is_text and message.json()["type"] == "execution_success":
                         break
             history = await _outcome(page, answer["prompt_id"])
             ((saved,),) = (found["images"] for found in history["outputs"].values() if "images" in found)
@@ -160,8 +159,7 @@ def test_a_page_keeps_its_comfyui_and_its_websocket_hears_of_its_prompt(door):
             return home
 
     name = run_in_own_loop(story())
-    with urllib.request.urlopen(f"{door.servers[name].url}/history", timeout=60) as answer:
-        assert len(json.load(answer)) == 1
+    assert len(_asked(f"{door.servers[name].url}/history")) == 1
 
 
 def test_a_dead_comfyui_s_prompts_are_sent_again_through_it(door, tmp_path):
@@ -177,11 +175,8 @@ def test_a_dead_comfyui_s_prompts_are_sent_again_through_it(door, tmp_path):
     assert log.path.read_text().count('"session":"') == 3  # in which each can be asked for again
 
     def ended() -> list[str]:
-        found = []
-        for server in door.servers.values():
-            with urllib.request.urlopen(f"{server.url}/history", timeout=60) as answer:
-                found += [name for name in json.load(answer) if name in names]
-        return found
+        histories = [_asked(f"{server.url}/history") for server in door.servers.values()]
+        return [name for history in histories for name in history if name in names]
 
     wait_until(lambda: len(ended()) >= 3)
     assert sorted(ended()) == sorted(names)
@@ -206,14 +201,14 @@ def test_only_sense_from_here_drains_and_haproxy_gets_a_line_without_http(door):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=60)
         assert refused.value.code == expected
-    assert _waiting(door, "c")["takes_prompts"]
+    assert _load(door, "c")["takes_prompts"]
 
 
 @pytest.mark.slow
 def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
     """Programs open a new session for each prompt, and send again what the front door reports as lost."""
     for name in NAMES:
-        _waiting(door, name, {"draining": False})
+        _drain(door, name, False)
     wait_until(lambda: all(door.state("prompts", name).startswith("UP") for name in NAMES))
     went: list[str] = []
     lost, ended = [], {}
@@ -249,7 +244,7 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
 
     async def operator() -> tuple[int, int]:
         await until(lambda: len(ended) > PROMPTS // 4)
-        await asyncio.to_thread(_waiting, door, "b", {"draining": True})
+        await asyncio.to_thread(_drain, door, "b", True)
         await until(lambda: door.state("prompts", "b").startswith("DOWN"))
         before = len(went)
         await until(lambda: len(ended) > PROMPTS // 2)
@@ -261,11 +256,10 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
                     home = _named(answer.cookies)
             _, answer, _ = await _send(session, {"prompt": _picture(steps=1000)})
             await asyncio.to_thread(door.servers["a"].kill)
-            assert (
-                await _outcome(session, answer["prompt_id"]) is None
-            )  # reported, instead of another ComfyUI's empty history
-            async with session.post("/interrupt") as answer:  # it must not stop another ComfyUI's picture
-                assert answer.status in (502, 503)
+            # Reported, instead of another ComfyUI's empty history.
+            assert await _outcome(session, answer["prompt_id"]) is None
+            # It must not stop another ComfyUI's picture.
+            assert await _status(session, "/interrupt", "POST") in (502, 503)
             status, _, moved = await _send(session, {"prompt": _picture()})
             assert (status, moved) == (200, "c")
         return before, went[before:].count("b")
@@ -283,7 +277,7 @@ def test_prompts_survive_a_drain_and_a_kill_on_the_way(door):
     # A prompt that was sent before HAProxy learned of the drain may still arrive.
     assert after_drain <= len(door.tokens) and set(went[-PROMPTS // 8 :]) == {"c"}
     assert flooded <= {400, 429, 502, 503} and 429 in flooded
-    drained = _waiting(door, "b")
+    drained = _load(door, "b")
     assert (drained["takes_prompts"], drained["refusal"], drained["waiting"]) == (False, "draining", 0)
-    _waiting(door, "b", {"draining": False})
+    _drain(door, "b", False)
     wait_until(lambda: door.state("prompts", "b") == "UP 100")

@@ -31,7 +31,7 @@ def _prompts(unet: str) -> dict[str, dict]:
     for kind in ("ParallelFluxLoader", "ParallelModelLoader", "ParallelModel"):
         graph = Graph()
         model = graph.loaded_by(kind, unet, graph.strategy("cpu:2", ulysses=2))
-        latent = graph.parallel_sampler(model, graph.text(1), graph.text(2), graph.latent(), steps=1)
+        latent = graph.parallel_sampler(model, *graph.request(), steps=1)
         graph.save(latent, "hostile.safetensors")
         found[kind] = graph.prompt
     return found

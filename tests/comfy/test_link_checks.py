@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from comfyui_client import PromptFailed, PromptRejected
-from graphs import Graph
+from graphs import STOCK, Graph, inputs_of
 
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 LITERALS = [3.5, 0, "cpu:2", "", {}, {"samples": 1}, True, {"__value__": [1, 2, 3]}, 1e300, "x" * 5000]
@@ -21,22 +21,18 @@ class Wired(Graph):
 
     def source(self, kind: str, unet: str) -> list:
         return {
-            "PARALLEL_MODEL": lambda: [
-                self.add("ParallelFluxLoader", unet_name=unet, weight_dtype="auto"),
-                0,
-            ],
-            "MODEL": lambda: [self.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0],
+            "PARALLEL_MODEL": lambda: self.loaded_by("ParallelFluxLoader", unet),
+            "MODEL": lambda: self.model(STOCK, unet),
             "PARALLEL_STRATEGY": lambda: self.strategy("cpu:1"),
             "CONDITIONING": lambda: self.text(1),
             "LATENT": self.latent,
             "IMAGE": lambda: [self.add("TestImage", width=16, height=16, batch=1, channels=3), 0],
             # Parallel CLIP takes encoders of three types.
             "COMFY_MATCHTYPE_V3": lambda: [
-                self.add("TestEncoder", kind="clip_l", clip_name="linked.safetensors", draw=0),
-                0,
+                self.add("TestEncoder", kind="clip_l", clip_name="linked.safetensors", draw=0), 0
             ],
             "VAE": lambda: [self.add("TestTinyVAE"), 0],
-        }[kind]()
+        }[kind]()  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +50,11 @@ def ours(comfy, lora) -> dict[str, dict]:
     return {name: info for name, info in registry.items() if info["category"] == "parallel"}
 
 
-def entries(info: dict) -> Iterator[tuple[str, str, dict]]:
-    """Yields (name, type, options) of each input."""
-    for part in ("required", "optional"):
-        for name, entry in info["input"].get(part, {}).items():
-            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
-            yield name, kind, (entry[1] if len(entry) > 1 else {}) | {"choices": entry[0]}
-
-
 def tried(ours: dict[str, dict], values: list) -> Iterator[tuple[str, str, object]]:
     """Yields (node, input, value): all values for the first input of each type, one for each of the others."""
     seen = set()
     for node, info in ours.items():
-        for name, kind, _ in entries(info):
+        for name, kind, *_ in inputs_of(info):
             if kind not in WIDGETS:
                 yield from ((node, name, value) for value in values[: 1 if kind in seen else None])
                 seen.add(kind)
@@ -75,16 +63,14 @@ def tried(ours: dict[str, dict], values: list) -> Iterator[tuple[str, str, objec
 def prompt_with(node: str, info: dict, unet: str, lora: str, name: str, value: object) -> dict:
     """Returns a prompt around the node that is valid except for `value` in its input `name`."""
     graph, inputs = Wired(), {}
-    for field, kind, options in entries(info):
+    for field, kind, options, _ in inputs_of(info):
         if field == name:
             inputs[field] = value
         elif kind not in WIDGETS:
             inputs[field] = graph.source(kind, unet)
         elif kind == "COMBO":
-            known = options.get("options", options["choices"])
-            inputs[field] = {"unet_name": unet, "model_name": unet, "lora_name": lora}.get(
-                field
-            ) or options.get("default", known[0])
+            files = {"unet_name": unet, "model_name": unet, "lora_name": lora}
+            inputs[field] = files.get(field) or options.get("default", options["options"][0])
         else:
             inputs[field] = options.get("default", 0)
     graph.add("PreviewAny", source=[graph.add(node, **inputs), 0])
@@ -120,9 +106,7 @@ def test_every_link_input_of_every_node_refuses_odd_values_of_other_nodes_by_nam
 def test_nothing_where_a_link_is_needed_is_refused_by_name_and_without_a_strategy_all_is_well(
     comfy, ours, unet, lora
 ):
-    info = ours["ParallelSampler"]
-    with pytest.raises(
-        PromptFailed, match=r"The input positive takes a CONDITIONING.*; nothing came instead"
-    ):
+    info, words = ours["ParallelSampler"], r"The input positive takes a CONDITIONING.*; nothing came instead"
+    with pytest.raises(PromptFailed, match=words):
         comfy.run(prompt_with("ParallelSampler", info, unet, lora, "positive", None))
     comfy.run(prompt_with("ParallelFluxLoader", ours["ParallelFluxLoader"], unet, lora, "strategy", None))

@@ -7,13 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from any_graphs import AnyGraph
-from any_runs import latents
+from any_runs import TOLERANCE, compared, latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from gguf_files import write, write_unpacked
 from graphs import OURS, STOCK, Graph
 
-TOLERANCE = 1e-4  # relative to the largest value
 SAMPLING = {"cfg": 2.0, "steps": 2}
 
 
@@ -29,10 +28,9 @@ def merge(graph: Graph, models: list, node: str = "ModelMergeSimple", **inputs) 
 
 def assert_same(comfy, graph: Graph, merged: dict[str, list], tolerance: float = TOLERANCE) -> None:
     """Samples the models OURS and STOCK of the graph in one prompt and compares their latents."""
-    request = (graph.text(1), graph.text(2), graph.latent())
+    request = graph.request()
     ways = {kind: graph.ksampler(model, *request, **SAMPLING) for kind, model in merged.items()}
-    found = latents(comfy, graph, ways)
-    assert relative_difference(found[OURS], found[STOCK]) <= tolerance
+    compared(comfy, graph, ways, tolerance)
 
 
 @pytest.mark.parametrize(("first", "second"), [(OURS, OURS), (OURS, STOCK), (STOCK, OURS)])
@@ -86,20 +84,16 @@ def test_a_merge_with_the_same_model_takes_whole_weights_without_the_last_jobs_l
 
 
 def test_a_merge_takes_the_weights_that_a_node_has_changed_in_place(packs):
-    found = {}
-    for kind in (OURS, STOCK):
-        graph = AnyGraph(packs, "wan_t2v")
-        changed = [graph.add("TestReach", model=graph.stock(), way="weight_in_place"), 0]
-        model = [graph.parallel(changed, ulysses=2), 0] if kind == OURS else changed
-        sampled = graph.ksampler(merge(graph, [model, model], ratio=0.4), *graph.request(), **SAMPLING)
-        undo = graph.add("TestUndo", model=changed, after=sampled)
-        found |= latents(
-            packs,
-            graph,
-            {kind: sampled, f"{kind} plain": graph.ksampler([undo, 0], *graph.request(), **SAMPLING)},
-        )
-    assert relative_difference(found[STOCK], found[f"{STOCK} plain"]) > 1e-3
-    assert relative_difference(found[OURS], found[STOCK]) <= TOLERANCE
+    graph = AnyGraph(packs, "wan_t2v")
+    request = graph.request()
+    changed = [graph.add("TestReach", model=graph.stock(), way="weight_in_place"), 0]
+    models = {OURS: [graph.parallel(changed, ulysses=2), 0], STOCK: changed}
+    ways = {
+        kind: graph.ksampler(merge(graph, [model, model], ratio=0.4), *request, **SAMPLING)
+        for kind, model in models.items()
+    }
+    undone = graph.add("TestUndo", model=changed, after=ways[STOCK], and_after=ways[OURS])
+    compared(packs, graph, ways | {"without": graph.ksampler([undone, 0], *request, **SAMPLING)})
 
 
 def test_a_packed_second_model_is_unpacked_as_it_is_merged(comfy, files):
@@ -109,9 +103,9 @@ def test_a_packed_second_model_is_unpacked_as_it_is_merged(comfy, files):
     write_unpacked(folder / "tiny_unpacked_merge.safetensors", "Q8_0", tensors=tensors)
     graph = Graph()
     strategy = graph.strategy("cpu:2", ulysses=2)
-    inputs = {"model_name": "tiny_packed_merge.gguf", "weight_dtype": "default", "strategy": strategy}
+    packed = {"model_name": "tiny_packed_merge.gguf", "weight_dtype": "default", "strategy": strategy}
     seconds = {
-        OURS: [graph.add("ParallelModelLoader", **inputs), 0],
+        OURS: [graph.add("ParallelModelLoader", **packed), 0],
         STOCK: graph.model(STOCK, "tiny_unpacked_merge.safetensors"),
     }
     merged = {
@@ -120,43 +114,40 @@ def test_a_packed_second_model_is_unpacked_as_it_is_merged(comfy, files):
     assert_same(comfy, graph, merged, 3e-3)  # weights unpack in float16
 
 
-def saved(comfy, prefix: str) -> dict[str, torch.Tensor]:
-    (file,) = comfy.server.output_directory.glob(f"{prefix}_*.safetensors")
-    found = load_file(file)
-    file.unlink()
+def saved(comfy, files, save) -> list[dict[str, torch.Tensor]]:
+    """Returns the tensors that `save(graph, models, prefix)` has ComfyUI save for two stock models and for two ours."""
+    graph, found = Graph(), []
+    for kind in (STOCK, OURS):
+        save(graph, [graph.model(kind, file) for file in files], f"saved-{kind}")
+    comfy.run(graph.prompt)
+    for kind in (STOCK, OURS):
+        (file,) = comfy.server.output_directory.glob(f"saved-{kind}_*.safetensors")
+        found.append(load_file(file))
+        file.unlink()
+    assert found[0] and found[0].keys() == found[1].keys()
     return found
 
 
 def test_a_merge_is_saved_as_stock_saves_it(comfy, files):
-    found = {}
-    for kind in (OURS, STOCK):
-        graph = Graph()
-        merged = merge(graph, [graph.model(kind, file) for file in files], ratio=0.3)
-        graph.add("ModelSave", model=merged, filename_prefix=f"merged-{kind}")
-        comfy.run(graph.prompt)
-        found[kind] = saved(comfy, f"merged-{kind}")
-    assert found[OURS].keys() == found[STOCK].keys()
-    for name, value in found[STOCK].items():
-        torch.testing.assert_close(found[OURS][name], value, rtol=0, atol=1e-6, msg=name)
+    def save(graph: Graph, models: list, prefix: str) -> None:
+        graph.add("ModelSave", model=merge(graph, models, ratio=0.3), filename_prefix=prefix)
+
+    stock, ours = saved(comfy, files, save)
+    for name, value in stock.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(("kind_of_lora", "bias_diff"), [("standard", False), ("full_diff", True)])
 def test_a_lora_is_extracted_as_stock_extracts_it(comfy, files, kind_of_lora, bias_diff):
-    found = {}
-    for kind in (OURS, STOCK):
-        graph = Graph()
-        one, two = (graph.model(kind, file) for file in files)
-        difference = merge(graph, [two, one], "ModelMergeSubtract", multiplier=1.0)
+    def save(graph: Graph, models: list, prefix: str) -> None:
+        difference = merge(graph, models[::-1], "ModelMergeSubtract", multiplier=1.0)
         inputs = {"rank": 4, "lora_type": kind_of_lora, "bias_diff": bias_diff}
-        graph.add("LoraSave", model_diff=difference, filename_prefix=f"lora-{kind}", **inputs)
-        comfy.run(graph.prompt)
-        found[kind] = saved(comfy, f"lora-{kind}")
-    assert found[OURS].keys() == found[STOCK].keys() and found[STOCK]
-    changes = {kind: _changes(lora) for kind, lora in found.items()}
-    for name, value in changes[STOCK].items():
-        torch.testing.assert_close(
-            changes[OURS][name], value, rtol=0, atol=1e-2 * float(value.abs().max()), msg=name
-        )
+        graph.add("LoraSave", model_diff=difference, filename_prefix=prefix, **inputs)
+
+    stock, ours = map(_changes, saved(comfy, files, save))
+    for name, value in stock.items():
+        worst = 1e-2 * float(value.abs().max())
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=worst, msg=name)
 
 
 TRAINING = {

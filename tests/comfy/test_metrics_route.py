@@ -8,31 +8,28 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from any_runs import latents
 from graphs import Graph
 
 ROUTE = "/parallel_sampling/metrics"
 _SEEDS = itertools.count(701)
 
 
-def _ask(
-    comfy, path: str = ROUTE, method: str = "GET", body: object = None, **headers: str
-) -> tuple[int, str]:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return comfy.request(path, body, method, **named)
+def _ask(comfy, path: str = ROUTE, method: str = "GET", **headers: str) -> tuple[int, str]:
+    return comfy.request(path, None, method, **headers)
 
 
 def _set(comfy, value: bool | float, name: str = "metrics") -> None:
     """Changes one of the pack's settings through the route that ComfyUI's Settings use."""
-    status, _ = _ask(comfy, f"/settings/parallel_sampling.{name}", "POST", json.dumps(value).encode())
-    assert status == 200
+    assert comfy.request(f"/settings/parallel_sampling.{name}", json.dumps(value).encode())[0] == 200
 
 
 def _sample(comfy) -> str:
     """Samples with a new seed and returns the report."""
     graph = Graph()
     loader = graph.parallel_loader(comfy.write_flux("tiny_metrics.safetensors"), "cpu:2", ulysses=2)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS))
-    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])[1]
+    sampled = graph.parallel_sampler(loader, *graph.request(), seed=next(_SEEDS))
+    return latents(comfy, graph, {"ours": sampled})["report"]
 
 
 def _values(text: str) -> dict[tuple[str, frozenset], float]:
@@ -80,7 +77,7 @@ def test_strange_requests_get_an_answer_and_other_pages_none(on):
         (ROUTE + "?" + "x" * 100_000, "GET", {}, (400, 414)),
         (ROUTE + "/../../../etc/passwd", "GET", {}, (403, 404)),
         (ROUTE, "GET", {"Accept": "application/openmetrics-text; version=1.0.0"}, (200,)),
-        (ROUTE, "GET", {"Accept_Encoding": "gzip;q=nonsense"}, (200,)),
+        (ROUTE, "GET", {"Accept-Encoding": "gzip;q=nonsense"}, (200,)),
         (ROUTE, "GET", {"Origin": "https://elsewhere.example"}, (403,)),
     ):
         assert _ask(on, path, method, **headers)[0] in expected, (path[:60], method, headers)

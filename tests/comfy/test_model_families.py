@@ -1,9 +1,8 @@
 """Every family of models behind Parallel Model gives the stock latent on 2 devices; strategies for 3 and 4 do too.
 
-Most sizes and frame counts are not divisible by the number of devices. On 2 devices a single image runs with CFG, once
-call by call and once with the whole loop on the devices. A batch of two runs without CFG on 3 devices, with it on 4:
-there each strategy has one family whose prompts carry more than text, where there is one. The tests in tests/engine
-prove each class under all strategies.
+Most sizes and frame counts are not divisible by the number of devices. On 2 devices Parallel Sampler runs a single
+image with CFG. KSampler runs a batch of two without CFG on 3 devices, with it on 4: there each strategy has one family
+whose prompts carry more than text, where there is one. The tests in tests/engine prove each class under all strategies.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import pytest
 
 from any_graphs import MODELS
-from any_runs import assert_same, both
+from any_runs import both, latents
+from graphs import Graph
 
 ULYSSES, RING, CFG, DATA = {"ulysses": 2}, {"ring": 2}, {"cfg": 2}, {"data": 2}
 SHARDED = {"shard_weights": True}
@@ -86,8 +86,33 @@ def test_every_family_has_its_strategy():
 )
 def test_a_family_gives_the_stock_latent(comfy, devices, kind, choice):
     request = REQUESTS[devices] | SMALLER.get(kind, {})
-    found = both(comfy, kind, choice, with_sampler=devices == 2, **request)
-    assert_same(found)
-    if devices == 2:
-        assert "result: exact" in found["report"]
-        assert "compute all else alike" not in found["report"], found["report"]
+    if devices > 2:
+        both(comfy, kind, choice, **request)
+    else:
+        report = both(comfy, kind, choice, by=("Parallel Sampler",), **request)["report"]
+        assert "result: exact" in report
+        assert "compute all else alike" not in report, report
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        ("flux", {"tensor": 2}),
+        ("wan_fp8", {"tensor": 2}),
+        ("sd3", {"tensor": 3}),
+        ("wan_t2v", {"tensor": 2, "cfg": 2} | SHARDED),
+        ("flux", {"tensor": 2, "ring": 2}),
+    ],
+)
+def test_slices_of_layers_give_the_stock_latent(comfy, kind, choice):
+    """tests/models/comfyui/formats/test_slices.py proves the slices of every class."""
+    report = both(comfy, kind, choice, by=("Parallel Sampler",))["report"]
+    assert f"tensor {choice['tensor']}" in report, report
+    assert "alike" not in report, report  # each device computes its part
+
+
+def test_auto_does_not_slice_layers(comfy):
+    graph = Graph()
+    loader = graph.parallel_loader(comfy.write_flux("tiny_sliced.safetensors"), "cpu:2")
+    found = latents(comfy, graph, {"ours": graph.parallel_sampler(loader, *graph.request(), steps=2)})
+    assert "tensor" not in found["report"].lower()

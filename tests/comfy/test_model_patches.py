@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from any_graphs import MODELS, AnyGraph
-from any_runs import TOLERANCE, latents
+from any_runs import TOLERANCE, compared, latents, with_change
 from check_templates import NEWER_NODES
 from comfy_harness import require_comfyui
 from differences import relative_difference
+from graphs import inputs_of
 
 Source = list
 Change = Callable[[AnyGraph, Source], Source]
@@ -23,8 +24,12 @@ def node(name: str, **inputs) -> Change:
     """Returns a function that puts a node behind a model; inputs that are not named have ComfyUI's defaults."""
 
     def add(graph: AnyGraph, model: Source) -> Source:
-        entries = graph.comfy.registry[name]["input"]["required"].items()
-        usual = {field: entry[1]["default"] for field, entry in entries if "default" in (*entry, {})[1]}
+        known = inputs_of(graph.comfy.registry[name])
+        usual = {
+            field: options["default"]
+            for field, _, options, needed in known
+            if needed and "default" in options
+        }
         return [graph.add(name, **usual | inputs | {"model": model}), 0]
 
     return add
@@ -121,26 +126,9 @@ LARGER = {"HiDreamO1PatchSeamSmoothing": "{b},16,96,96"}
 @pytest.mark.parametrize("case", CASES)
 def test_a_node_that_changes_the_model_gives_the_stock_latent(comfy, case, monkeypatch):
     change, kind, settings, degrees = CASES[case]
-    settings = {"steps": 2, **settings}
     if case in LARGER:
         monkeypatch.setitem(MODELS, kind, MODELS[kind] | {"latent": LARGER[case]})
-    graph = AnyGraph(comfy, kind)
-    stock, request = graph.stock(), graph.request()
-    changed = change(graph, stock)
-    before = graph.parallel(changed, **degrees)
-    behind = change(graph, [graph.parallel(stock, **degrees), 0])
-    sampler = graph.parallel_sampler([before, 1], *request, **settings)
-    ways = {
-        "without": graph.ksampler(stock, *request, **settings),
-        "stock": graph.ksampler(changed, *request, **settings),
-        "before": graph.ksampler([before, 0], *request, **settings),
-        "behind": graph.ksampler(behind, *request, **settings),
-        "Parallel Sampler": sampler,
-    }
-    found = latents(comfy, graph, ways, {"report": [sampler[0], 1]})
-    for way in ("before", "behind", "Parallel Sampler"):
-        assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
-    assert relative_difference(found["without"], found["stock"]) > 10 * TOLERANCE
+    found = with_change(comfy, AnyGraph(comfy, kind), change, degrees, **{"steps": 2, **settings})
     assert "result: exact" in found["report"]
 
 
@@ -197,10 +185,8 @@ def test_speech_moves_the_same_lips(comfy, speakers):
         )  # fmt: skip
         return graph.ksampler([node, 0], [node, 1], [node, 2], [node, 3], steps=2, cfg=1.0)
 
-    ways = {"stock": talking(stock, 1.0), "ours": talking([ours, 0], 1.0), "silent": talking(stock, 0.0)}
-    found = latents(comfy, graph, ways)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
-    assert relative_difference(found["silent"], found["stock"]) > 10 * TOLERANCE
+    ways = {"stock": talking(stock, 1.0), "ours": talking([ours, 0], 1.0), "without": talking(stock, 0.0)}
+    compared(comfy, graph, ways)
 
 
 def test_a_preview_of_its_own_changes_no_latent(comfy):
@@ -213,8 +199,7 @@ def test_a_preview_of_its_own_changes_no_latent(comfy):
         previewed = graph.add("TripoSplatSamplingPreview", model=[splat, 0], vae=[splat, 1], octree_level=3,
                               num_gaussians=1024, yaw=0.0, pitch=0.0, point_size=1)  # fmt: skip
         ways[name] = graph.ksampler([previewed, 0], *request, steps=2)
-    found = latents(comfy, graph, ways)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    compared(comfy, graph, ways)
 
 
 def test_nodes_that_are_called_newer_are_not_in_this_comfyui(comfy):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save, save_file
 
-from comfyui_client import PromptFailed, PromptInterrupted, PromptRejected
-from graphs import Graph
+from any_runs import latents, refusal
+from comfyui_client import PromptInterrupted, PromptRejected
+from graphs import OURS, Graph
 
 # Inputs, in their order, and outputs of each node.
 OUR_NODES = {
@@ -33,7 +34,7 @@ def test_ids_inputs_and_outputs_are_as_published(comfy, name):
     inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     assert " ".join([*inputs, "->", *info["output"]]) == OUR_NODES[name]
     assert info["category"] == "parallel"
-    assert info["description"] and info["search_aliases"]
+    assert info["description"]
     assert info["python_module"] == "custom_nodes.My Pack v1.0"
     for entry in inputs.values():
         assert len(entry) > 1 and entry[1].get("tooltip"), entry
@@ -48,47 +49,52 @@ def test_sampler_and_scheduler_lists_are_comfyuis_own(comfy):
         assert ours == (stock[1]["options"] if stock[0] == "COMBO" else stock[0])
 
 
-def _fails(comfy, graph: Graph, latent: list) -> PromptFailed:
-    with pytest.raises(PromptFailed) as raised:
-        comfy.sample(graph.prompt, latent)
-    return raised.value
-
-
-def _parallel(graph: Graph, loader: str, **settings) -> list:
-    return graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), **settings)
-
-
 def test_a_strategy_given_to_the_sampler_replaces_the_loaders(comfy, unet):
     graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:1")
-    strategy = graph.strategy("cpu:2", ring=2)
-    result = _parallel(graph, loader, strategy=strategy)
-    _, report = comfy.sample_with_text(graph.prompt, result, [result[0], 1])
+    loader, strategy = graph.parallel_loader(unet, "cpu:1"), graph.strategy("cpu:2", ring=2)
+    sampled = graph.parallel_sampler(loader, *graph.request(), strategy=strategy)
+    report = latents(comfy, graph, {"ours": sampled})["report"]
     assert "Ring 2" in report and "cpu:0, cpu:1" in report
 
 
-def _bad_files(folder):
-    (folder / "short.safetensors").write_bytes(b"\x01")
-    save_file({"input_blocks.0.0.weight": torch.zeros(2)}, folder / "sdxl.safetensors")
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("short", "truncated"), ("sdxl", "Stable Diffusion")],
+    ("name", "content", "words"),
+    [
+        ("short.safetensors", b"\x01", "truncated"),
+        ("sdxl.safetensors", save({"input_blocks.0.0.weight": torch.zeros(2)}), "Stable Diffusion"),
+    ],
+    ids=["short", "sdxl"],
 )
-def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name, words):
-    _bad_files(comfy.server.base_directory / "models" / "diffusion_models")
-    good = Graph()
-    good_latent = _parallel(good, good.parallel_loader(unet, "cpu:2"))
-    comfy.sample(good.prompt, good_latent)
+def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name, content, words):
+    (comfy.server.base_directory / "models" / "diffusion_models" / name).write_bytes(content)
+    graph = Graph()
+    request = graph.request()
+    good, bad = (
+        graph.parallel_sampler(graph.parallel_loader(file, "cpu:2"), *request) for file in (unet, name)
+    )
+    comfy.sample(graph.prompt, good)
     ranks = comfy.ranks()
     assert len(ranks) == 2
-    bad = Graph()
-    failure = _fails(comfy, bad, _parallel(bad, bad.parallel_loader(f"{name}.safetensors", "cpu:2")))
-    assert f"{name}.safetensors is refused" in failure.exception_message
-    assert words in failure.exception_message
-    comfy.sample(good.prompt, good_latent)
+    refusal(comfy, graph, bad, f"{name} is refused.*{words}")
+    comfy.forget()
+    comfy.sample(graph.prompt, good)
     assert comfy.ranks() == ranks
+
+
+@pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
+def test_weights_that_are_no_numbers_are_told_of_and_no_black_image_comes_out(comfy, unet, node):
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    tensors = load_file(folder / unet)
+    tensors["final_layer.linear.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "tiny_nan.safetensors")
+    graph = Graph()
+    model, request = graph.model(OURS, "tiny_nan.safetensors"), graph.request()
+    sampled = (
+        graph.ksampler(model, *request) if node == "KSampler" else graph.parallel_sampler(model[0], *request)
+    )
+    failure = refusal(comfy, graph, sampled, r"NaN or infinite in step 1 of \d; the image would be black")
+    assert failure.node_type == node
+    assert failure.exception_type.endswith("RequestError")
 
 
 @pytest.mark.parametrize(
@@ -113,19 +119,19 @@ def test_a_path_out_of_the_model_folders_is_no_choice(comfy, unet, node, name):
     else:
         model = [graph.parallel_loader(unet, "cpu"), 0]
         loader = graph.add(node, parallel_model=model, lora_name=name, strength_model=1.0)
-    latent = _parallel(graph, loader)
+    latent = graph.parallel_sampler(loader, *graph.request())
     with pytest.raises(PromptRejected, match="not in list"):
         comfy.sample(graph.prompt, latent)
 
 
 @pytest.mark.parametrize("way", ["Parallel Sampler", "KSampler"])
 def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
-    def graph(steps):
+    def graph(steps: int) -> tuple[Graph, list]:
         made = Graph()
         loader = made.parallel_loader(unet, "cpu:2")
         if way == "Parallel Sampler":
-            return made, _parallel(made, loader, steps=steps)
-        return made, made.ksampler([loader, 1], made.text(1), made.text(2), made.latent(), steps=steps)
+            return made, made.parallel_sampler(loader, *made.request(), steps=steps)
+        return made, made.ksampler([loader, 1], *made.request(), steps=steps)
 
     short, short_latent = graph(3)
     before = comfy.sample(short.prompt, short_latent)
@@ -139,5 +145,4 @@ def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
     comfy.sample(made.prompt, latent)
     # The first job again, after one with another number of steps, gives the same bits.
     comfy.forget()
-    again, again_latent = graph(3)
-    assert torch.equal(comfy.sample(again.prompt, again_latent), before)
+    assert torch.equal(comfy.sample(short.prompt, short_latent), before)

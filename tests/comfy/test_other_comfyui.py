@@ -12,10 +12,10 @@ import threading
 import psutil
 import pytest
 
+from any_runs import compared
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient, PromptFailed, PromptRejected
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
-from differences import relative_difference
 from graphs import Graph
 from parallel_backend.machine.self_tests import SelfTestStore
 from waiting import wait_until
@@ -34,25 +34,19 @@ def other(tmp_path_factory):
         yield Comfy(server=server, client=ComfyUIClient(server.url)), folder / "kept"
 
 
-def prompt(comfy, **choice):
-    """Returns (graph, LATENT output of KSampler, LATENT output of Parallel Sampler)."""
+def prompt(comfy, **choice) -> tuple[Graph, dict[str, list]]:
+    """Returns a graph and its latents by Parallel Sampler and by stock KSampler."""
     graph = Graph()
-    stock = graph.model("stock", comfy.write_flux("any_flux.safetensors"))
+    request, stock = graph.request(), graph.model("stock", comfy.write_flux("any_flux.safetensors"))
     parallel = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:2", **choice))
-    request = graph.text(1), graph.text(2), graph.latent()
-    expected = graph.ksampler(stock, *request, cfg=3.0)
-    sampler = graph.parallel_sampler(parallel, *request, cfg=3.0)
-    graph.prompt[sampler[0]]["inputs"]["parallel_model"] = [parallel, 1]
-    return graph, expected, sampler
+    ours = graph.parallel_sampler([parallel, 1], *request, cfg=3.0)
+    return graph, {"ours": ours, "stock": graph.ksampler(stock, *request, cfg=3.0)}
 
 
 @pytest.mark.slow
 def test_whole_images_and_prompts_are_shared_out_and_the_report_says_why(other):
     comfy, kept = other
-    graph, expected, sampler = prompt(comfy)
-    latent, report = comfy.sample_with_text(graph.prompt, sampler, [sampler[0], 1])
-    stock = comfy.sample(graph.prompt, expected)
-    assert relative_difference(latent, stock) <= 1e-4
+    report = compared(comfy, *prompt(comfy))["report"]
     assert f"note: {SENTENCE}" in report and "Ulysses" not in report.splitlines()[0]
     assert ("rows",) in SelfTestStore(kept).query("SELECT mode FROM outcomes")
 
@@ -60,11 +54,10 @@ def test_whole_images_and_prompts_are_shared_out_and_the_report_says_why(other):
 @pytest.mark.slow
 def test_a_person_who_asks_for_more_is_told(other):
     comfy, _ = other
-    graph, _, sampler = prompt(comfy, ulysses=2)
-    with pytest.raises(
-        (PromptFailed, PromptRejected), match=f"(?s)cannot be shared out, only whole.*{SENTENCE}"
-    ):
-        comfy.sample(graph.prompt, sampler)
+    graph, ways = prompt(comfy, ulysses=2)
+    words = f"(?s)cannot be shared out, only whole.*{SENTENCE}"
+    with pytest.raises((PromptFailed, PromptRejected), match=words):
+        comfy.sample(graph.prompt, ways["ours"])
 
 
 def test_no_doctor_outlives_a_killed_comfyui(other):

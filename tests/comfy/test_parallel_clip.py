@@ -12,6 +12,7 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
+from any_runs import compared
 from comfyui_client import PromptFailed
 from graphs import Graph
 
@@ -39,37 +40,38 @@ class TextGraph(Graph):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pieces(comfy):
-    """Writes a sentencepiece model of a few words: the files of Gemma and UMT5 contain one."""
-    words = VOCABULARY.split()
-    path = comfy.server.base_directory / "models" / "text_encoders" / "pieces.model"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    model = io.BytesIO()
+def files(comfy):
+    """Writes a LoRA for CLIP-L, and a sentencepiece model of a few words: files of Gemma and UMT5 contain one."""
+    models = comfy.server.base_directory / "models"
+    for folder in ("text_encoders", "loras"):
+        (models / folder).mkdir(parents=True, exist_ok=True)
+    generator, lora = torch.Generator().manual_seed(5), {}
+    for layer in range(4):
+        name = f"lora_te_text_model_encoder_layers_{layer}_mlp_fc1"
+        lora[f"{name}.lora_up.weight"] = torch.randn(128, 4, generator=generator)
+        lora[f"{name}.lora_down.weight"] = torch.randn(4, 64, generator=generator)
+        lora[f"{name}.alpha"] = torch.tensor(4.0)
+    save_file(lora, models / "loras" / LORA)
+    words, model = VOCABULARY.split(), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([" ".join(words[i % 7 :: 1 + i % 5]) for i in range(200)]),
         model_writer=model,
         vocab_size=300,
         hard_vocab_limit=False,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=3,
         minloglevel=2,
+        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": 3},
     )
-    path.write_bytes(model.getvalue())
+    (models / "text_encoders" / "pieces.model").write_bytes(model.getvalue())
     yield
-    # Tests in other files use the first LoRA in the folder.
-    (comfy.server.base_directory / "models" / "loras" / LORA).unlink(missing_ok=True)
+    (models / "loras" / LORA).unlink()  # tests in other files use the first LoRA in the folder
 
 
 def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
     """Runs the prompt and returns the tensors of each output, by their place in it."""
-    prompt, names = dict(graph.prompt), []
-    for output in outputs:
-        names.append(f"test-tensors-{next(_numbers)}.safetensors")
-        save = {"value": output, "path": names[-1]}
-        prompt[f"save-{names[-1]}"] = {"class_type": "TestSaveTensors", "inputs": save}
-    comfy.run(prompt)
+    names = [f"test-tensors-{next(_numbers)}.safetensors" for _ in outputs]
+    for output, name in zip(outputs, names, strict=True):
+        graph.add("TestSaveTensors", value=output, path=name)
+    comfy.run(graph.prompt)
     return [load_file(comfy.output(name)) for name in names]
 
 
@@ -96,9 +98,8 @@ def test_the_text_is_that_of_stock_to_the_last_bit_on_one_device_and_near_it_on_
 def test_the_text_is_that_of_stock_where_devices_have_unlike_numbers_of_layers(comfy, kind):
     graph = TextGraph()
     clip = graph.encoder(kind)
-    expected, found = tensors(
-        comfy, graph, graph.text(clip), graph.text(graph.ours(clip, "cpu:3", "all devices"))
-    )
+    clips = clip, graph.ours(clip, "cpu:3", "all devices")
+    expected, found = tensors(comfy, graph, *map(graph.text, clips))
     assert difference(expected, found) <= 1e-5
 
 
@@ -115,10 +116,8 @@ def _written_into(graph: TextGraph, clip: list) -> list:
 
 
 def _hooked(graph: TextGraph, clip: list) -> list:
-    hook = [
-        graph.add("CreateHookLora", lora_name=LORA, strength_model=1.0, strength_clip=1.0),
-        0,
-    ]
+    strengths = {"strength_model": 1.0, "strength_clip": 1.0}
+    hook = [graph.add("CreateHookLora", lora_name=LORA, **strengths), 0]
     first = [graph.add("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0), 0]
     later = [graph.add("CreateHookKeyframe", strength_mult=0.25, start_percent=0.5, prev_hook_kf=first), 0]
     hook = [graph.add("SetHookKeyframes", hooks=hook, hook_kf=later), 0]
@@ -126,20 +125,6 @@ def _hooked(graph: TextGraph, clip: list) -> list:
 
 
 NODES = {"a LoRA": _lora, "CLIP skip": _skip, "a replaced method": _written_into, "scheduled hooks": _hooked}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lora_file(comfy):
-    """Writes a LoRA for CLIP-L."""
-    generator, found = torch.Generator().manual_seed(5), {}
-    for layer in range(4):
-        name = f"lora_te_text_model_encoder_layers_{layer}_mlp_fc1"
-        found[f"{name}.lora_up.weight"] = torch.randn(128, 4, generator=generator)
-        found[f"{name}.lora_down.weight"] = torch.randn(4, 64, generator=generator)
-        found[f"{name}.alpha"] = torch.tensor(4.0)
-    path = comfy.server.base_directory / "models" / "loras" / LORA
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(found, path)
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -188,13 +173,8 @@ def test_an_embedding_is_read_as_by_stock(comfy):
     graph = TextGraph()
     clip, words = graph.encoder("clip_l"), "a photo of embedding:tiny, a cat"
     ours = graph.ours(clip, placement="all devices")
-    plain, expected, found = tensors(
-        comfy,
-        graph,
-        graph.text(clip, "a photo of a cat"),
-        graph.text(clip, words),
-        graph.text(ours, words),
-    )
+    texts = graph.text(clip, "a photo of a cat"), graph.text(clip, words), graph.text(ours, words)
+    plain, expected, found = tensors(comfy, graph, *texts)
     assert difference(expected, found) <= 1e-5
     assert difference(plain, expected) > 0.01
 
@@ -233,18 +213,17 @@ def test_a_language_model_writes_what_stock_writes(comfy):
 def test_a_whole_graph_gives_stocks_latent_and_its_report_tells_what_the_text_took(comfy):
     unet = comfy.write_flux("tiny_for_text.safetensors", context_dim=64, pooled_dim=64)
     graph = TextGraph()
-    clip, latents = graph.encoder("clip_l"), {}
-    for name, one in {"stock": clip, "ours": graph.ours(clip, placement="all devices")}.items():
-        texts = graph.text(one, "a red cat"), graph.text(one, "blue")
-        if name == "stock":
-            latents[name] = graph.ksampler(graph.model("stock", unet), *texts, graph.latent())
-        else:
-            loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
-            latents[name] = graph.parallel_sampler(loader, *texts, graph.latent())
-            graph.add("TestSaveText", text=[latents[name][0], 1], path="prompt-report.txt")
-    stock, ours = tensors(comfy, graph, *latents.values())
-    assert difference(stock, ours) <= 1e-4
-    report = comfy.output("prompt-report.txt").read_text()
+    clip, latent = graph.encoder("clip_l"), graph.latent()
+    stock, ours = (
+        [graph.text(one, "a red cat"), graph.text(one, "blue"), latent]
+        for one in (clip, graph.ours(clip, placement="all devices"))
+    )
+    loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
+    ways = {
+        "stock": graph.ksampler(graph.model("stock", unet), *stock),
+        "ours": graph.parallel_sampler(loader, *ours),
+    }
+    report = compared(comfy, graph, ways)["report"]
     assert re.search(r"this prompt on the devices: \S+ s so far: text .*, loading .*, sampling .*", report)
 
 
@@ -264,17 +243,16 @@ def test_comfyui_and_the_processes_map_the_loaders_file(comfy):
 
 @pytest.mark.parametrize(
     ("clip", "words"),
-    [("twice", "parallel already"), ("model", "takes a CLIP"), ("vae", "takes a CLIP")],
+    [
+        (lambda graph: graph.ours(graph.encoder("clip_l")), "parallel already"),
+        (lambda graph: [graph.add("TestTinyVAE"), 0], "takes a CLIP"),
+    ],
+    ids=["twice", "a VAE"],
 )
 def test_what_is_no_clip_is_refused_by_name(comfy, clip, words):
     graph = TextGraph()
-    wrong = {
-        "twice": lambda: graph.ours(graph.encoder("clip_l")),
-        "model": lambda: graph.model("stock", comfy.write_flux("tiny_for_clip.safetensors")),
-        "vae": lambda: [graph.add("TestTinyVAE"), 0],
-    }[clip]()
     with pytest.raises(PromptFailed, match=words):
-        tensors(comfy, graph, graph.text(graph.ours(wrong)))
+        tensors(comfy, graph, graph.text(graph.ours(clip(graph))))
 
 
 def _texts_encoded(comfy) -> list[str | None]:

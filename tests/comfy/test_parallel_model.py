@@ -8,24 +8,24 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from any_graphs import ROWS_ONLY, AnyGraph
-from any_runs import TOLERANCE, assert_same, both, latents
+from any_runs import TOLERANCE, both, compared, latents
 from differences import relative_difference
 from graphs import Graph
 from lora_files import pair
 
 
 def test_images_that_devices_cannot_share_out_evenly_give_the_stock_latent(comfy):
-    assert_same(both(comfy, "wan_t2v", {"data": 2}, batch=3))
+    both(comfy, "wan_t2v", {"data": 2}, batch=3)
 
 
 @pytest.mark.parametrize("choice", [{"cfg": 2}, {"ulysses": 2}])
 def test_prompts_of_different_lengths_give_the_stock_latent(comfy, choice):
-    assert_same(both(comfy, "wan_t2v", choice, uneven=True))
+    both(comfy, "wan_t2v", choice, uneven=True)
 
 
 def test_a_model_whose_blocks_nobody_described_takes_ulysses_for_its_attention(comfy):
     """With a negative prompt there are as many rows as devices, so each device computes one whole row."""
-    assert_same(both(comfy, "unet", {"ulysses": 2}))
+    both(comfy, "unet", {"ulysses": 2})
 
 
 def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_tolerance(comfy):
@@ -33,14 +33,11 @@ def test_a_change_of_the_prompt_changes_the_latent_by_far_more_than_the_toleranc
     graph = AnyGraph(comfy, "wan_t2v")
     ours = [graph.parallel(graph.stock(), ulysses=2), 0]
     positive, negative, latent = graph.request()
-    found = latents(
-        comfy,
-        graph,
-        {
-            "one": graph.ksampler(ours, positive, negative, latent, steps=2),
-            "other": graph.ksampler(ours, negative, negative, latent, steps=2),
-        },
-    )
+    ways = {
+        "one": graph.ksampler(ours, positive, negative, latent, steps=2),
+        "other": graph.ksampler(ours, negative, negative, latent, steps=2),
+    }
+    found = latents(comfy, graph, ways)
     assert relative_difference(found["one"], found["other"]) > 100 * TOLERANCE
 
 
@@ -52,14 +49,13 @@ def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):
     full = [graph.add("TestNoFreeMemory", latent=latent, pretend=True), 0]
     sampled = graph.parallel_sampler([ours, 1], positive, negative, full, steps=2, cfg=3.0)
     after = [graph.add("TestNoFreeMemory", latent=sampled, pretend=False), 0]
-    found = latents(comfy, graph, {"ours": after}, {"report": [sampled[0], 1]})
-    assert "CFG 2" in found["report"] and "would idle" not in found["report"]
+    report = latents(comfy, graph, {"ours": after}, {"report": [sampled[0], 1]})["report"]
+    assert "CFG 2" in report and "would idle" not in report
 
 
 def test_a_degree_set_by_hand_that_has_no_work_becomes_ulysses(comfy):
-    found = both(comfy, "wan_t2v", {"cfg": 2}, cfg=1.0, with_sampler=True)
-    assert_same(found)
-    assert "CFG 2 became Ulysses 2" in found["report"]
+    report = both(comfy, "wan_t2v", {"cfg": 2}, cfg=1.0, by=("KSampler", "Parallel Sampler"))["report"]
+    assert "CFG 2 became Ulysses 2" in report
 
 
 def test_ranks_stay_when_a_call_before_the_run_has_no_use_for_a_degree(comfy):
@@ -68,9 +64,8 @@ def test_ranks_stay_when_a_call_before_the_run_has_no_use_for_a_degree(comfy):
     for seed in (1, 2):
         graph = AnyGraph(comfy, "ltx_sound")
         ours = graph.parallel(graph.stock(), cfg=2)
-        latents(
-            comfy, graph, {"ours": graph.ksampler([ours, 0], *graph.request(), steps=1, cfg=3.0, seed=seed)}
-        )
+        sampled = graph.ksampler([ours, 0], *graph.request(), steps=1, cfg=3.0, seed=seed)
+        latents(comfy, graph, {"ours": sampled})
         ranks.append({rank.pid for rank in comfy.ranks()})
     assert ranks[0] == ranks[1] and len(ranks[0]) == 2
 
@@ -81,18 +76,15 @@ def test_the_loader_gives_the_stock_latent_without_a_weight_in_comfyui(comfy, ki
     choice = {"cfg": 2} if kind in ROWS_ONLY else {"ulysses": 2}
     strategy = graph.strategy("cpu:2", **choice)
     ours = graph.add("ParallelModelLoader", model_name=graph.file, weight_dtype="default", strategy=strategy)
-    request = graph.request()
-    found = latents(
-        comfy,
-        graph,
-        {
-            "stock": graph.ksampler(graph.stock(), *request, steps=2, cfg=3.0),
-            "ours": graph.ksampler([ours, 0], *request, steps=2, cfg=3.0),
-        },
-        {"places": [graph.add("TestPlacesOfWeights", model=[ours, 0]), 0]},
-    )
-    assert_same(found)
-    assert set(json.loads(found["places"])) == {"meta"}
+    request, settings = graph.request(), {"steps": 2, "cfg": 3.0}
+    ways = {
+        "stock": graph.ksampler(graph.stock(), *request, **settings),
+        "ours": graph.ksampler([ours, 0], *request, **settings),
+    }
+    places = graph.add("TestPlacesOfWeights", model=[ours, 0])
+    graph.add("TestSaveText", text=[places, 0], path="places.txt")
+    compared(comfy, graph, ways)
+    assert set(json.loads(comfy.output("places.txt").read_text())) == {"meta"}
 
 
 # Shapes (rows, columns) of layers of the tiny Wan model, by their names in a LoRA's file.
@@ -124,22 +116,15 @@ def test_loras_before_and_after_it_count_like_stock_ones(comfy, loras, choice, k
     before = graph.lora(plain, loras[0], 0.8)
     ours = graph.parallel(before, **choice)
     lora_loader = graph.add("ParallelLoraLoader", parallel_model=[ours, 1], lora_name=loras[1], strength=-0.5)
-    request = graph.request()
-    settings = {"steps": 2, "cfg": 3.0}
-    found = latents(
-        comfy,
-        graph,
-        {
-            "stock": graph.ksampler(graph.lora(before, loras[1], -0.5), *request, **settings),
-            "ours": graph.ksampler(graph.lora([ours, 0], loras[1], -0.5), *request, **settings),
-            "sampler": graph.parallel_sampler(lora_loader, *request, **settings),
-            "plain": graph.ksampler(plain, *request, **settings),
-        },
-    )
-    assert relative_difference(found["plain"], found["stock"]) > 100 * TOLERANCE
-    tolerance = TOLERANCE if kind == "wan_t2v" else 1e-3  # a changed fp8 weight is rounded stochastically
-    for way in ("ours", "sampler"):
-        assert relative_difference(found[way], found["stock"]) <= tolerance, way
+    request, settings = graph.request(), {"steps": 2, "cfg": 3.0}
+    ways = {
+        "stock": graph.ksampler(graph.lora(before, loras[1], -0.5), *request, **settings),
+        "ours": graph.ksampler(graph.lora([ours, 0], loras[1], -0.5), *request, **settings),
+        "Parallel Sampler": graph.parallel_sampler(lora_loader, *request, **settings),
+        "without": graph.ksampler(plain, *request, **settings),
+    }
+    # A changed fp8 weight is rounded stochastically.
+    compared(comfy, graph, ways, TOLERANCE if kind == "wan_t2v" else 1e-3)
 
 
 FLAGS = {  # of ComfyUI: those that its ranks get
@@ -195,5 +180,4 @@ def test_the_file_that_another_packs_loader_names_is_enough(comfy, dtype, scale)
         "stock": graph.ksampler(stock, *request, steps=2),
         "ours": graph.ksampler([graph.parallel(stock, ulysses=2), 0], *request, steps=2),
     }
-    found = latents(comfy, graph, ways)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    compared(comfy, graph, ways)

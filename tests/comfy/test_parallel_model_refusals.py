@@ -7,15 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from any_graphs import MODELS, AnyGraph
-from comfyui_client import PromptFailed, PromptRejected
-from differences import relative_difference
+from any_runs import compared, refusal
+from comfyui_client import PromptRejected
 from graphs import Graph
 
 
 def fails(comfy, graph: Graph, latent: list) -> str:
-    with pytest.raises(PromptFailed) as raised:
-        comfy.sample(graph.prompt, latent)
-    message = raised.value.exception_message
+    message = refusal(comfy, graph, latent).exception_message
     assert "lux" not in message, "words of another model"
     return message
 
@@ -81,8 +79,7 @@ def test_what_is_made_for_another_model_is_refused_and_leaves_the_ranks_warm(
         graph.parallel_sampler([ours, 1], *request, cfg=3.0),
     ):
         assert words in fails(comfy, graph, sampled)
-    with pytest.raises(PromptFailed):
-        comfy.sample(graph.prompt, graph.ksampler(stock, *request, cfg=3.0))
+    refusal(comfy, graph, graph.ksampler(stock, *request, cfg=3.0))
     assert {rank.pid for rank in comfy.ranks()} == ranks
 
 
@@ -146,19 +143,16 @@ def test_loaders_offer_files_by_any_ending_that_comfyui_lists(comfy):
     for name in names:
         (folder / name).symlink_to(folder / comfy.write_flux("any_flux.safetensors"))
     offered = comfy.client.object_info()
-    lists = [
-        offered["ParallelFluxLoader"]["input"]["required"]["unet_name"],
-        offered["ParallelModelLoader"]["input"]["required"]["model_name"],
-    ]
-    for _, options in lists:
-        assert set(names) <= set(options["options"])
+    for loader, field in (("ParallelFluxLoader", "unet_name"), ("ParallelModelLoader", "model_name")):
+        assert set(names) <= set(offered[loader]["input"]["required"][field][1]["options"])
     graph = AnyGraph(comfy, "flux")
-    strategy = graph.strategy("cpu:2", ulysses=2)
-    latents = [
-        graph.parallel_sampler(graph.loaded_by(loader, name, strategy), *graph.request(), steps=1)
-        for loader, name in zip(("ParallelFluxLoader", "ParallelModelLoader"), names, strict=True)
-    ]
-    first, second = (comfy.sample(graph.prompt, latent) for latent in latents)
-    assert relative_difference(first, second) < 1e-4
+    strategy, request = graph.strategy("cpu:2", ulysses=2), graph.request()
+    ways = {
+        way: graph.parallel_sampler(graph.loaded_by(loader, name, strategy), *request, steps=1)
+        for way, loader, name in zip(
+            ("stock", "ours"), ("ParallelFluxLoader", "ParallelModelLoader"), names, strict=True
+        )
+    }
+    compared(comfy, graph, ways)
     for name in names:
         (folder / name).unlink()

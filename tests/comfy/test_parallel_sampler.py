@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from any_graphs import AnyGraph
-from any_runs import TOLERANCE, assert_same, both, latents
+from any_runs import TOLERANCE, both, compared, latents
 from differences import relative_difference
+
+WAYS = ("KSampler", "Parallel Sampler")
 
 
 def test_inpainting_image_to_image_and_batches(comfy):
@@ -16,14 +18,14 @@ def test_inpainting_image_to_image_and_batches(comfy):
         return graph.prompt_of(1), graph.prompt_of(2), latent
 
     sampling = {"steps": 5, "denoise": 0.6, "sampler_name": "euler_ancestral"}
-    assert_same(both(comfy, "sd3", {"cfg": 2}, request=request, with_sampler=True, **sampling))
+    both(comfy, "sd3", {"cfg": 2}, request=request, by=WAYS, **sampling)
 
 
 def test_without_any_prompt_comes_what_stock_gives(comfy):
     def request(graph: AnyGraph) -> tuple[list, list, list]:
         return ([graph.add("TestAnything", value="[]"), 0], *graph.request()[1:])
 
-    assert_same(both(comfy, "wan_t2v", {"cfg": 2}, request=request, with_sampler=True))
+    both(comfy, "wan_t2v", {"cfg": 2}, request=request, by=WAYS)
 
 
 @pytest.mark.parametrize("kind", ["wan_ti2v", "flux2"])
@@ -54,7 +56,7 @@ def test_a_step_cache_is_said_to_do_nothing_where_nobody_described_the_blocks(co
         threshold: graph.parallel_sampler([ours, 1], *request, cache_threshold=threshold, **sampling)
         for threshold in (0.0, 0.25)
     }
-    found = latents(comfy, graph, samplers, {"report": [samplers[0.25][0], 1]})
+    found = latents(comfy, graph, samplers)
     assert torch.equal(found[0.25], found[0.0])
     assert (
         "step_cache did nothing, so the result is exact: which parts of UNetModel are its" in found["report"]
@@ -90,3 +92,56 @@ def test_a_prompt_goes_on_after_a_rank_was_killed_and_the_report_says_so(comfy):
     graph, result = _job(comfy, "dpmpp_3m_sde", steps=60, seed=9)
     comfy.forget()  # otherwise ComfyUI returns its cached output
     assert torch.equal(comfy.sample(graph.prompt, result), latent)
+
+
+ROUNDED = "result: approximate (exchange_dtype fp8 rounds what devices send each other; same is exact)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "least", "most", "words"),
+    [
+        (
+            "wan_t2v",
+            {"ulysses": 2},
+            1e-5,
+            0.1,
+            (ROUNDED, "note: what devices sent each other for attention was"),
+        ),
+        (
+            "flux",
+            {"devices": "cpu:1"},
+            -1,
+            1e-5,
+            ("result: exact", "note: exchange_dtype fp8 had nothing to do: no"),
+        ),
+    ],
+    ids=["tokens are shared out", "nothing is sent"],
+)
+def test_rounded_exchange_is_near_stock_and_the_report_says_so(comfy, kind, choice, least, most, words):
+    graph = AnyGraph(comfy, kind)
+    stock, request, sampling = graph.stock(), graph.request(), {"steps": 3, "cfg": 1.0}
+    ours = graph.parallel(stock, exchange_dtype="fp8", **choice)
+    ways = {
+        "stock": graph.ksampler(stock, *request, **sampling),
+        "ours": graph.parallel_sampler([ours, 1], *request, **sampling),
+    }
+    found = latents(comfy, graph, ways)
+    assert least < relative_difference(found["ours"], found["stock"]) < most
+    assert all(one in found["report"] for one in words), found["report"]
+
+
+@pytest.mark.parametrize("sampler", ["KSampler", "ParallelSampler"])
+def test_samplers_that_a_node_adds_while_the_prompt_runs_are_shown_on_that_node(comfy, sampler):
+    """Packs with loops add nodes in this way."""
+    graph = AnyGraph(comfy, "flux")
+    stock, (prompt, _, latent) = graph.stock(), graph.request()
+    ours = [graph.parallel(stock, ulysses=2), int(sampler == "ParallelSampler")]
+    twice = {
+        name: graph.add("TestTwice", sampler=kind, model=model, prompt=prompt, latent=latent)
+        for name, kind, model in (("stock", "KSampler", stock), ("ours", sampler, ours))
+    }
+    with comfy.client.listen() as events:
+        compared(comfy, graph, {name: [node, 0] for name, node in twice.items()})
+    kinds = {"parallel_sampling.progress", *({"parallel_sampling.run"} if sampler == "KSampler" else ())}
+    told = {(one["type"], one["data"]["node"]) for one in events.messages if one["type"] in kinds}
+    assert told == {(kind, twice["ours"]) for kind in kinds}

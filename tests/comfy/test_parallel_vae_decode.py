@@ -14,7 +14,6 @@ from parallel_backend.models.comfyui.rows.banded import STEPS
 from tests.closed_forms.vae_sizes import VaeSizes
 from tiny_vae import FLUX, SD, write_vae
 
-SIZES = {"flux": FLUX, "sd": SD}
 TOLERANCE = 1e-5  # relative to the largest pixel, which is 1
 _numbers = itertools.count()
 
@@ -23,61 +22,64 @@ class DecodeGraph(Graph):
     """Builds prompts that decode a latent with a VAE from a file, by stock VAEDecode and by ours."""
 
     def vae(self, name: str) -> list:
-        return [self.add("VAELoader", vae_name=name), 0]
+        return [self.add("VAELoader", vae_name=f"{name}.safetensors"), 0]
 
-    def drawn(self, width=16, height=12, batch=1, channels=16, draw=5, frames=0) -> list:
-        size = {"width": width, "height": height, "batch": batch, "channels": channels, "frames": frames}
-        return [self.add("TestLatent", draw=draw, batch_index="", noise_mask=False, **size), 0]
+    def drawn(self, draw: int = 5, **size: int) -> list:
+        return self.latent(draw=draw, **size)
 
     def stock(self, latent: list, vae: list) -> list:
         return [self.add("VAEDecode", samples=latent, vae=vae), 0]
 
-    def ours(self, latent: list, vae: list, devices: str | None = "cpu:2", **choice: str) -> list:
-        strategy = {} if devices is None else {"strategy": self.strategy(devices, **choice)}
-        return [self.add("ParallelVAEDecode", samples=latent, vae=vae, **strategy), 0]
+    def ours(self, latent: list, vae: list, devices: str = "cpu:2", **choice: str) -> list:
+        strategy = self.strategy(devices, **choice)
+        return [self.add("ParallelVAEDecode", samples=latent, vae=vae, strategy=strategy), 0]
 
 
 def images(comfy, graph: Graph, *outputs: list) -> list[torch.Tensor]:
     """Runs the prompt and returns each IMAGE output as unrounded floats [B, H, W, 3]."""
-    prompt, names = dict(graph.prompt), []
-    for output in outputs:
-        names.append(f"test-image-{next(_numbers)}.safetensors")
-        save = {"image": output, "path": names[-1]}
-        prompt[f"save-{names[-1]}"] = {"class_type": "TestSaveImage", "inputs": save}
-    comfy.run(prompt)
+    names = [f"test-image-{next(_numbers)}.safetensors" for _ in outputs]
+    for output, name in zip(outputs, names, strict=True):
+        graph.add("TestSaveImage", image=output, path=name)
+    comfy.run(graph.prompt)
     return [load_file(comfy.output(name))["image"] for name in names]
 
 
-def decoded(comfy, graph: Graph, output: list) -> tuple[torch.Tensor, str]:
-    """Runs the prompt and returns (image, report) of our node."""
-    name = f"test-report-{next(_numbers)}.txt"
-    report = {"text": [output[0], 1], "path": name}
-    graph.prompt["report"] = {"class_type": "TestSaveText", "inputs": report}
-    (image,) = images(comfy, graph, output)
-    return image, comfy.output(name).read_text()
+def decoded(comfy, graph: DecodeGraph, latent: list, vae: list, **choice: str) -> tuple:
+    """Returns the images of stock and of our node, and our node's report."""
+    stock, ours = graph.stock(latent, vae), graph.ours(latent, vae, **choice)
+    graph.add("TestSaveText", text=[ours[0], 1], path="decoded.txt")
+    return (*images(comfy, graph, stock, ours), comfy.output("decoded.txt").read_text())
 
 
-def _write(comfy, name: str, *arguments, **options) -> str:
-    path = comfy.server.base_directory / "models" / "vae" / name
-    if not path.exists():
-        write_vae(path, *arguments, **options)
-    return name
+def near(image: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert image.shape == expected.shape and image.dtype == expected.dtype
+    assert expected.std() > 0.05  # no flat image
+    return bool((image - expected).abs().max() <= TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def vaes(comfy):
-    """File names of VAEs by kind."""
+@pytest.fixture(scope="module", autouse=True)
+def write(comfy):
+    """A function that writes a VAE's file. First writes those that several tests use."""
+    folder = comfy.server.base_directory / "models" / "vae"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write_one(name: str, *arguments, **options) -> str:
+        write_vae(folder / f"{name}.safetensors", *arguments, **options)
+        return name
+
     statistics = {
         "bn.running_mean": torch.linspace(-1, 1, 128),
         "bn.running_var": torch.linspace(0.5, 2, 128),
     }
-    _write(comfy, "normalised.safetensors", VaeSizes(channels=32, post_quant=True), **statistics)
-    _write(comfy, "changed.safetensors", FLUX, 3)
-    return {kind: _write(comfy, f"{kind}.safetensors", sizes) for kind, sizes in SIZES.items()}
+    write_one("normalised", VaeSizes(channels=32, post_quant=True), **statistics)
+    write_one("flux", FLUX)
+    write_one("sd", SD)
+    write_one("changed", FLUX, 3)
+    return write_one
 
 
 def _from_file(name: str):
-    return lambda graph: graph.vae(f"{name}.safetensors")
+    return lambda graph: graph.vae(name)
 
 
 def _made_by(node: str, **inputs):
@@ -119,85 +121,74 @@ DECODES = {
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_the_image_is_that_of_stock_vae_decode(comfy, vaes, name):
+def test_the_image_is_that_of_stock_vae_decode(comfy, name):
     add_vae, size, shape, words = DECODES[name]
     graph = DecodeGraph()
-    vae, latent = add_vae(graph), graph.drawn(**size)
-    (expected,) = images(comfy, graph, graph.stock(latent, vae))
-    image, report = decoded(comfy, graph, graph.ours(latent, vae))
-    assert image.shape == expected.shape == shape
-    assert image.dtype == expected.dtype and image.min() >= 0 and image.max() <= 1
-    assert expected.std() > 0.05  # no flat image
-    assert (image - expected).abs().max() <= TOLERANCE
+    expected, image, report = decoded(comfy, graph, graph.drawn(**size), add_vae(graph))
+    assert near(image, expected) and image.shape == shape
+    assert image.min() >= 0 and image.max() <= 1
     assert words in report
 
 
-def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy, vaes):
+def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy):
     """One device has twice the rows of the other, as its share says."""
     graph = DecodeGraph()
-    vae, latent = graph.vae(vaes["flux"]), graph.drawn(batch=3)
+    vae, latent = graph.vae("flux"), graph.drawn(batch=3)
     singles = [
         graph.stock([graph.add("LatentFromBatch", samples=latent, batch_index=i, length=1), 0], vae)
         for i in range(3)
     ]
     expected = images(comfy, graph, *singles)
-    image, report = decoded(comfy, graph, graph.ours(latent, vae, device_shares="2,1"))
-    assert (image - torch.cat(expected)).abs().max() <= TOLERANCE
+    _, image, report = decoded(comfy, graph, latent, vae, device_shares="2,1")
+    assert near(image, torch.cat(expected))
     for line in ("decoded by: 2 devices, 3 images in ", "latent on each: 8, 4", "computed in: float32"):
         assert line in report
     assert "moved between devices: " in report and "moved between devices: 0.00" not in report
 
 
-def test_it_works_without_a_strategy(comfy, vaes):
+def test_it_works_without_a_strategy(comfy):
     graph = DecodeGraph()
-    vae, latent = graph.vae(vaes["flux"]), graph.drawn()
-    expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae, devices=None))
-    assert (image - expected).abs().max() <= TOLERANCE
+    vae, latent = graph.vae("flux"), graph.drawn()
+    ours = [graph.add("ParallelVAEDecode", samples=latent, vae=vae), 0]
+    expected, image = images(comfy, graph, graph.stock(latent, vae), ours)
+    assert near(image, expected)
 
 
-def test_the_vae_and_the_model_stay_on_the_ranks(comfy, vaes):
+def test_the_vae_and_the_model_stay_on_the_ranks(comfy):
     """Two ranks sample, decode three times and sample again: no rank is started, and nothing is loaded twice."""
     unet = comfy.write_flux("tiny_flux.safetensors")
 
-    def sampled(seed):
+    def sampled(seed: int) -> str:
         graph = DecodeGraph()
-        sampler = graph.parallel_sampler(
-            graph.parallel_loader(unet, "cpu:2"), graph.text(1), graph.text(2), graph.latent(), seed=seed
-        )
-        return graph, sampler
+        loader = graph.parallel_loader(unet, "cpu:2")
+        sampler = graph.parallel_sampler(loader, *graph.request(), seed=seed)
+        return comfy.sample_with_text(graph.prompt, sampler, [sampler[0], 1])[1]
 
-    graph, latent = sampled(1)
-    comfy.sample(graph.prompt, latent)
+    sampled(1)
     ranks = comfy.ranks()
     assert len(ranks) == 2
     for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
         graph = DecodeGraph()
         graph.parallel_loader(unet, "cpu:2")  # without it in the graph the ranks would drop the model
-        output = graph.ours(graph.drawn(draw=draw), graph.vae(vaes["flux"]), devices)
-        _, report = decoded(comfy, graph, output)
+        _, _, report = decoded(comfy, graph, graph.drawn(draw), graph.vae("flux"), devices=devices)
         assert "devices: cpu:0, cpu:1\n" in report
         assert draw == 11 or "was on the devices already" in report
     assert "2 of the 4 devices chosen had running processes" in report
-    graph, latent = sampled(2)
-    _, report = comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
-    assert "weights were warm" in report
+    assert "weights were warm" in sampled(2)
     assert comfy.ranks() == ranks
 
 
-def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy):
-    name = _write(comfy, "to_be_mapped.safetensors", FLUX, 6)
+def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy, write):
     graph = DecodeGraph()
-    decoded(comfy, graph, graph.ours(graph.drawn(draw=81), graph.vae(name)))
+    vae = graph.vae(write("to_be_mapped", FLUX, 6))
+    images(comfy, graph, graph.ours(graph.drawn(81), vae))
     assert len(comfy.ranks()) == 2
     for rank in comfy.ranks():
-        assert any(one.path.endswith(name) for one in rank.memory_maps())
+        assert any(one.path.endswith("to_be_mapped.safetensors") for one in rank.memory_maps())
 
 
-def _fallback(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
-    """Asserts that our node falls back to stock's decode: the image is bit-equal and the report says why."""
-    expected = graph.stock(latent, vae)
-    (expected,) = images(comfy, graph, expected)
-    image, report = decoded(comfy, graph, graph.ours(latent, vae))
+def _assert_comfyui_decodes(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
+    expected, image, report = decoded(comfy, graph, latent, vae)
     assert torch.equal(image, expected)
     assert "ComfyUI's own VAE decode" in report and reason in report
 
@@ -208,41 +199,50 @@ FALLBACKS = {
         {"width": 16, "height": 16},
     ),
     "because this VAE cannot be split: its latents are": (
-        lambda graph: graph.vae("pixel_space"),
+        lambda graph: [graph.add("VAELoader", vae_name="pixel_space"), 0],
         {"width": 12, "height": 10, "channels": 3},
     ),
     "another node has changed how it computes": (
-        lambda graph: [graph.add("TestCircularVAE", vae=graph.vae("changed.safetensors")), 0],
+        lambda graph: [graph.add("TestCircularVAE", vae=graph.vae("changed")), 0],
         {},
     ),
 }
 
 
 @pytest.mark.parametrize("reason", FALLBACKS)
-def test_a_vae_that_cannot_be_split_is_decoded_by_comfyui(comfy, vaes, reason):
+def test_a_vae_that_cannot_be_split_is_decoded_by_comfyui(comfy, reason):
     add_vae, size = FALLBACKS[reason]
     graph = DecodeGraph()
-    _fallback(comfy, graph, graph.drawn(**size), add_vae(graph), reason)
+    _assert_comfyui_decodes(comfy, graph, graph.drawn(**size), add_vae(graph), reason)
+
+
+def test_where_ranks_cannot_run_comfyui_decodes(comfy):
+    graph = DecodeGraph()
+    latent = [graph.add("TestOtherPlatform", latent=graph.drawn(61), pretend=True), 0]
+    try:
+        _assert_comfyui_decodes(comfy, graph, latent, graph.vae("flux"), "needs Linux; this is win32")
+    finally:
+        restore = DecodeGraph()
+        latent = [restore.add("TestOtherPlatform", latent=restore.drawn(62), pretend=False), 0]
+        comfy.sample(restore.prompt, latent)
 
 
 def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
     """Stock and ours run in separate prompts, so that nothing draws noise between the seed and the decode."""
 
-    def seeded(number):
+    def seeded(number: int, decode) -> torch.Tensor:
         graph = DecodeGraph()
-        latent = graph.drawn(3, 5, channels=128, frames=3)
-        return graph, [graph.add("TestLtxVAE"), 0], [graph.add("TestSeed", latent=latent, number=number), 0]
+        latent = graph.drawn(width=3, height=5, channels=128, frames=3)
+        latent = [graph.add("TestSeed", latent=latent, number=number), 0]
+        output = decode(graph, latent, [graph.add("TestLtxVAE"), 0])
+        if decode is DecodeGraph.ours:
+            graph.add("TestSaveText", text=[output[0], 1], path="ltx.txt")
+        return images(comfy, graph, output)[0]
 
-    graph, vae, latent = seeded(5)
-    (expected,) = images(comfy, graph, graph.stock(latent, vae))
-    graph, vae, latent = seeded(5)
-    image, report = decoded(comfy, graph, graph.ours(latent, vae))
-    assert "2 devices, 1 video of 5 frames in " in report and "rows of the latent on each: 3, 2" in report
-    assert image.shape == expected.shape == (5, 80, 48, 3) and expected.std() > 0.05
-    assert (image - expected).abs().max() <= TOLERANCE
-    graph, vae, latent = seeded(6)
-    (other,) = images(comfy, graph, graph.ours(latent, vae))
-    assert (other - expected).abs().max() > 100 * TOLERANCE
+    expected, image = seeded(5, DecodeGraph.stock), seeded(5, DecodeGraph.ours)
+    assert near(image, expected) and image.shape == (5, 80, 48, 3)
+    assert "rows of the latent on each: 3, 2" in comfy.output("ltx.txt").read_text()
+    assert (seeded(6, DecodeGraph.ours) - expected).abs().max() > 100 * TOLERANCE
 
 
 REFUSALS = {
@@ -256,7 +256,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_what_cannot_be_decoded_is_refused_in_words(comfy, vaes, words):
+def test_what_cannot_be_decoded_is_refused_in_words(comfy, words):
     add_vae, size = REFUSALS[words]
     graph = DecodeGraph()
     with pytest.raises(PromptFailed) as failed:
@@ -264,22 +264,10 @@ def test_what_cannot_be_decoded_is_refused_in_words(comfy, vaes, words):
     assert all(part in failed.value.exception_message for part in words.split(" … "))
 
 
-def test_where_ranks_cannot_run_comfyui_decodes(comfy, vaes):
-    graph = DecodeGraph()
-    latent = [graph.add("TestOtherPlatform", latent=graph.drawn(draw=61), pretend=True), 0]
-    try:
-        _fallback(comfy, graph, latent, graph.vae(vaes["flux"]), "needs Linux; this is win32")
-    finally:
-        restore = DecodeGraph()
-        latent = [restore.add("TestOtherPlatform", latent=restore.drawn(draw=62), pretend=False), 0]
-        comfy.sample(restore.prompt, latent)
-
-
-def test_weights_that_change_in_place_are_sent_again(comfy):
+def test_weights_that_change_in_place_are_sent_again(comfy, write):
     """A node writes into the weights of a VAE object that the ranks already have."""
-    name = _write(comfy, "to_be_scaled.safetensors", FLUX, 4)
     graph = DecodeGraph()
-    vae, latent = graph.vae(name), graph.drawn()
+    vae, latent = graph.vae(write("to_be_scaled", FLUX, 4)), graph.drawn()
     (before,) = images(comfy, graph, graph.ours(latent, vae))
     scaled = [graph.add("TestScaledVAE", vae=vae), 0]
     expected, after = images(comfy, graph, graph.stock(latent, scaled), graph.ours(latent, scaled))
@@ -287,61 +275,54 @@ def test_weights_that_change_in_place_are_sent_again(comfy):
     assert (after - expected).abs().max() <= TOLERANCE
 
 
-def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_too(comfy):
+def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_too(comfy, write):
     """The VAE object stays the same before the replacement, with it and after it was undone."""
-    name = _write(comfy, "other_swish.safetensors", FLUX, 7)
+    write("other_swish", FLUX, 7)
     found = []
     for replaced in (False, True, False):
         graph = DecodeGraph()
-        vae = [graph.add("TestOtherSwish", vae=graph.vae(name), replaced=replaced), 0]
-        latent = graph.drawn(draw=91)
-        expected, image = images(comfy, graph, graph.stock(latent, vae), graph.ours(latent, vae))
+        vae = [graph.add("TestOtherSwish", vae=graph.vae("other_swish"), replaced=replaced), 0]
+        expected, image, _ = decoded(comfy, graph, graph.drawn(91), vae)
         assert (image - expected).abs().max() <= TOLERANCE
         found.append(image)
     before, amid, after = found
     assert (amid - before).abs().max() > 100 * TOLERANCE and torch.equal(after, before)
 
 
-def _long(vaes, draw, batch=30) -> tuple[DecodeGraph, list]:
-    """Returns (a graph whose decode takes many seconds, its IMAGE output)."""
+def _ours(draw: int, width: int = 16, height: int = 12, batch: int = 1) -> tuple[DecodeGraph, list]:
+    """Returns (graph, its IMAGE output)."""
     graph = DecodeGraph()
-    return graph, graph.ours(graph.drawn(48, 48, batch=batch, draw=draw), graph.vae(vaes["flux"]))
+    latent = graph.drawn(draw, width=width, height=height, batch=batch)
+    return graph, graph.ours(latent, graph.vae("flux"))
 
 
-def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy, vaes):
-    graph = DecodeGraph()
-    before = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
+def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy):
+    (before,) = images(comfy, *_ours(31))
     ranks = comfy.ranks()
-    long, output = _long(vaes, draw=32)
+    long, output = _ours(32, 48, 48, batch=30)
     with comfy.amid(output[0], comfy.client.interrupt) as events, pytest.raises(PromptInterrupted):
         images(comfy, long, output)
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
     assert steps[-1][0] < steps[-1][1] // 2
     assert comfy.ranks() == ranks
     comfy.forget()
-    graph = DecodeGraph()
-    again = images(comfy, graph, graph.ours(graph.drawn(draw=31), graph.vae(vaes["flux"])))
-    assert torch.equal(again[0], before[0])
+    assert torch.equal(images(comfy, *_ours(31))[0], before)
 
 
-def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(comfy, vaes):
-    graph = DecodeGraph()
-    expected = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
+def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(comfy):
+    (expected,) = images(comfy, *_ours(41))
     ranks = comfy.ranks()
-    long, output = _long(vaes, draw=42, batch=2)
+    long, output = _ours(42, 48, 48, batch=2)
     with comfy.amid(output[0], ranks[1].kill):
         found = images(comfy, long, output)
     assert found[0].isfinite().all() and ranks[1] not in comfy.ranks()
     comfy.forget()
-    graph = DecodeGraph()
-    again = images(comfy, graph, graph.ours(graph.drawn(draw=41), graph.vae(vaes["flux"])))
-    assert torch.equal(again[0], expected[0])
+    assert torch.equal(images(comfy, *_ours(41))[0], expected)
     assert not set(ranks) & set(comfy.ranks())
 
 
-def test_progress_is_shown(comfy, vaes):
-    graph = DecodeGraph()
-    output = graph.ours(graph.drawn(draw=51, batch=2), graph.vae(vaes["flux"]))
+def test_progress_is_shown(comfy):
+    graph, output = _ours(51, batch=2)
     with comfy.client.listen() as events:
         images(comfy, graph, output)
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comfyui_client import PromptFailed
+from any_runs import latents, refusal
 from graphs import Graph
 
 TOLERANCE = 1e-5  # relative to the largest value of the latent
@@ -25,9 +25,11 @@ class EncodeGraph(Graph):
         return [self.add("ParallelVAEEncode", pixels=pixels, vae=vae, strategy=strategy), 0]
 
 
-def encoded(comfy, graph: EncodeGraph, output: list) -> tuple[torch.Tensor, str]:
-    """Runs the prompt and returns (latent, report) of our node."""
-    return comfy.sample_with_text(graph.prompt, output, [output[0], 1])
+def encoded(comfy, graph: EncodeGraph, pixels: list, vae: list, *devices: str, **choice: str) -> tuple:
+    """Returns the latents of stock and of our node, and our node's report."""
+    stock, ours = graph.stock(pixels, vae), graph.ours(pixels, vae, *devices, **choice)
+    found = latents(comfy, graph, {"stock": stock, "ours": ours}, {"report": [ours[0], 1]})
+    return tuple(found.values())
 
 
 def _is_near(latent: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -40,14 +42,13 @@ def test_the_latent_of_each_image_is_that_of_stock_vae_encode(comfy):
     """Sides that 8 does not divide are cropped, and an alpha channel is dropped."""
     graph = EncodeGraph()
     vae, pixels = [graph.add("TestImageVAE"), 0], graph.image(61, 53, batch=2, channels=4)
-    one = [graph.add("ImageFromBatch", image=pixels, batch_index=1, length=1), 0]
-    expected = comfy.sample(graph.prompt, graph.stock(one, vae))
-    latent, report = encoded(comfy, graph, graph.ours(pixels, vae, device_shares="2,1"))
-    assert expected.shape == (1, 16, 6, 7)
-    assert _is_near(latent[1:], expected)
+    _, latent, report = encoded(comfy, graph, pixels, vae, device_shares="2,1")
     assert "encoded by: 2 devices, 2 images in " in report
     assert "rows of the latent on each: 4, 2 (exact, no tiles)" in report
-    _, report = encoded(comfy, graph, graph.ours(one, vae))
+    one = [graph.add("ImageFromBatch", image=pixels, batch_index=1, length=1), 0]
+    expected, _, report = encoded(comfy, graph, one, vae)
+    assert expected.shape == (1, 16, 6, 7)
+    assert _is_near(latent[1:], expected)
     assert "was on the devices already" in report
 
 
@@ -63,17 +64,14 @@ def test_the_latent_of_a_video_is_that_of_stock_vae_encode(comfy, channels, pixe
     """The VAE uses the first 9 of 10 frames (4n + 1). An image gets an alpha channel if the VAE has one."""
     graph = EncodeGraph()
     vae, image = [graph.add("TestWanVAE", channels=channels), 0], graph.image(**pixels)
-    expected = comfy.sample(graph.prompt, graph.stock(image, vae))
-    latent, report = encoded(comfy, graph, graph.ours(image, vae, "cpu:3"))
+    expected, latent, report = encoded(comfy, graph, image, vae, "cpu:3")
     assert latent.shape[2] == (pixels["batch"] + 3) // 4
     assert _is_near(latent, expected) and words in report
 
 
 def test_taesd_is_encoded_by_comfyui(comfy):
     graph = EncodeGraph()
-    pixels, vae = graph.image(40, 24), [graph.add("TestTinyVAE"), 0]
-    expected = comfy.sample(graph.prompt, graph.stock(pixels, vae))
-    latent, report = encoded(comfy, graph, graph.ours(pixels, vae))
+    expected, latent, report = encoded(comfy, graph, graph.image(40, 24), [graph.add("TestTinyVAE"), 0])
     assert torch.equal(latent, expected)
     assert "ComfyUI's own VAE encode" in report and "its network is TAESD" in report
 
@@ -81,6 +79,4 @@ def test_taesd_is_encoded_by_comfyui(comfy):
 def test_an_image_smaller_than_a_position_of_the_latent_is_refused_in_words(comfy):
     graph = EncodeGraph()
     output = graph.ours(graph.image(40, 7), [graph.add("TestWanVAE", channels=3), 0])
-    with pytest.raises(PromptFailed) as failed:
-        comfy.sample(graph.prompt, output)
-    assert "sides no smaller than one position of the latent" in failed.value.exception_message
+    refusal(comfy, graph, output, "sides no smaller than one position of the latent")

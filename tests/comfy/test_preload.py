@@ -25,7 +25,7 @@ def _files(comfy) -> tuple[str, ...]:
 def _sampled(loader: str | None, file: str, seed: int) -> tuple[Graph, list]:
     """Returns (graph, LATENT output). `loader`: the class of our loader, or None for UNETLoader and KSampler."""
     graph = Graph()
-    request = graph.text(1), graph.text(2), graph.latent()
+    request = graph.request()
     if loader is None:
         return graph, graph.ksampler(graph.model(STOCK, file), *request, seed=seed)
     choice = {} if loader == "ParallelModelLoader" else {"ulysses": 2}
@@ -73,14 +73,11 @@ def test_a_preloaded_model_s_first_prompt_does_not_load_it(idle, loader):
     _, file = _files(idle)
     log = _Log(idle)
     graph, latent = _sampled(loader, file, seed=len(loader))
-    status, told = idle.ask(ROUTE, {"prompt": graph.prompt, "node": _node(graph, loader)})
-    assert (status, told["model"], told["devices"], told["was_there"]) == (
-        200,
-        file,
-        ["cpu:0", "cpu:1"],
-        False,
-    )
-    status, told = idle.ask(ROUTE, {"prompt": graph.prompt, "node": _node(graph, loader)})
+    body = {"prompt": graph.prompt, "node": _node(graph, loader)}
+    status, told = idle.ask(ROUTE, body)
+    assert (status, told["model"], told["was_there"]) == (200, file, False)
+    assert told["devices"] == ["cpu:0", "cpu:1"]
+    status, told = idle.ask(ROUTE, body)
     assert (status, told["was_there"], told["seconds"]) == (200, True, 0.0)
     assert idle.sample(graph.prompt, latent).isfinite().all()
     assert log.requests(3) == [("preload", True), ("preload", False), ("sample", False)]
@@ -131,8 +128,7 @@ def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(idle):
 def test_while_a_prompt_samples_nothing_is_loaded_beside_it(idle):
     file, other = _files(idle)
     graph, latent = _sampled("ParallelFluxLoader", file, seed=50)
-    sampler = graph.prompt[latent[0]]["inputs"]
-    sampler["steps"] = 4000
+    graph.prompt[latent[0]]["inputs"]["steps"] = 4000
     wanted, _ = _sampled("ParallelFluxLoader", other, seed=51)
     body = {"prompt": wanted.prompt, "node": _node(wanted, "ParallelFluxLoader")}
     answers = []
@@ -162,10 +158,8 @@ def test_waiting_prompts_switch_models_and_none_of_them_loads_or_fails(idle):
             latent = [graph.add("TestUntilHeld", latent=latent, file=wanted[number + 1][0]), 0]
         graph.save(latent, f"hot-{number}.safetensors")
         graphs.append(graph)
-    for entry in [
-        idle.client.wait(name) for name in list(map(idle.client.queue, (g.prompt for g in graphs)))
-    ]:
-        assert entry["status"]["status_str"] == "success"
+    for name in [idle.client.queue(graph.prompt) for graph in graphs]:
+        assert idle.client.wait(name)["status"]["status_str"] == "success"
     for number, latent in enumerate(expected):
         found = load_file(idle.output(f"hot-{number}.safetensors"))["samples"]
         assert relative_difference(found, latent) < EXACT
@@ -177,10 +171,11 @@ def test_waiting_prompts_switch_models_and_none_of_them_loads_or_fails(idle):
 
 
 def test_without_the_setting_the_next_prompt_loads_its_own_model(idle):
-    settings = idle.server.base_directory / "user" / "default" / "comfy.settings.json"
-    before = settings.read_text() if settings.exists() else "{}"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(json.dumps({**json.loads(before), "parallel_sampling.preload_next": False}))
+    def preload_next(value: bool) -> None:
+        body = json.dumps(value).encode()
+        assert idle.request("/settings/parallel_sampling.preload_next", body)[0] == 200
+
+    preload_next(False)
     try:
         log = _Log(idle)
         names = []
@@ -192,4 +187,4 @@ def test_without_the_setting_the_next_prompt_loads_its_own_model(idle):
             idle.client.wait(name)
         assert log.requests(2) == [("sample", True), ("sample", True)]
     finally:
-        settings.write_text(before)
+        preload_next(True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from any_runs import compared, latents
 from graphs import OURS, STOCK, Graph
 from waiting import wait_until
 
@@ -20,24 +18,19 @@ def unet(comfy):
     return comfy.write_flux("tiny_memory.safetensors", single_blocks=3)
 
 
-def _sample(comfy, unet: str) -> tuple[torch.Tensor, str]:
-    graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:2")
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS))
-    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
-
-
 WARM = "load: 0 s (weights were warm)"
 
 
 def _again(comfy, unet: str) -> bool:
-    """Samples and returns True if the ranks had to load the model again."""
-    _, report = _sample(comfy, unet)
-    return WARM not in report
+    """Samples and returns True if the ranks had to load the model."""
+    graph = Graph()
+    loader = graph.parallel_loader(unet, "cpu:2")
+    sampled = graph.parallel_sampler(loader, *graph.request(), seed=next(_SEEDS))
+    return WARM not in latents(comfy, graph, {"ours": sampled})["report"]
 
 
 def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(comfy, unet):
-    _sample(comfy, unet)
+    _again(comfy, unet)
     assert not _again(comfy, unet)
     ranks = comfy.ranks()
     comfy.client.free()  # ComfyUI does it between prompts, after a moment
@@ -47,7 +40,7 @@ def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(co
 
 
 def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep_but_under_highvram(comfy, unet):
-    _sample(comfy, unet)
+    _again(comfy, unet)
     graph = Graph()
     model = graph.model(OURS, unet)  # the latest prompt's loader, so that the ranks stay warm
     held = graph.add("TestUnload", model=model)
@@ -58,11 +51,11 @@ def test_memory_wanted_for_another_model_puts_the_ranks_to_sleep_but_under_highv
 
 
 def test_a_graph_without_the_model_gives_its_memory_back(comfy, unet):
-    _sample(comfy, unet)
+    _again(comfy, unet)
     graph = Graph()
     graph.save(graph.latent(draw=next(_SEEDS)), "nothing.safetensors")
     comfy.run(graph.prompt)
-    wait_until(lambda: "asleep" in _states(comfy))
+    wait_until(lambda: "asleep" in {group["state"] for group in comfy.groups()})
     assert _again(comfy, unet)
 
 
@@ -73,25 +66,21 @@ def test_a_node_before_parallel_model_may_change_and_nothing_is_loaded_again(com
         shifts = {"max_shift": shift, "base_shift": 0.5, "width": 128, "height": 96}
         changed = graph.add("ModelSamplingFlux", model=graph.model(STOCK, unet), **shifts)
         model = graph.add("ParallelModel", model=[changed, 0], strategy=graph.strategy("cpu:2"))
-        latent = graph.parallel_sampler([model, 1], graph.text(1), graph.text(2), graph.latent(), steps=2)
-        reports.append(comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])[1])
+        sampled = graph.parallel_sampler([model, 1], *graph.request(), steps=2)
+        reports.append(latents(comfy, graph, {"ours": sampled})["report"])
     assert all(WARM in report for report in reports[1:]), reports
 
 
 def test_two_models_in_one_graph_share_the_ranks(comfy, unet):
     """They follow each other like a first pass and a refiner, and the ranks switch between them."""
     other = comfy.write_flux("tiny_refiner.safetensors", seed=3)
-    graph = Graph()
-    ends = {}
+    graph, ways = Graph(), {}
+    positive, negative, latent = graph.request()
     for kind in (STOCK, OURS):
-        first = graph.ksampler(graph.model(kind, unet), graph.text(1), graph.text(2), graph.latent(), steps=2)
-        ends[kind] = graph.ksampler(
-            graph.model(kind, other), graph.text(1), graph.text(2), first, steps=2, denoise=0.6
-        )
-        graph.save(ends[kind], f"refined-{kind}.safetensors")
-    comfy.run(graph.prompt)
-    stock, ours = (load_file(comfy.output(f"refined-{kind}.safetensors"))["samples"] for kind in ends)
-    assert (ours - stock).abs().max() <= 1e-4 * stock.abs().max()
+        first = graph.ksampler(graph.model(kind, unet), positive, negative, latent, steps=2)
+        second = graph.model(kind, other)
+        ways[kind] = graph.ksampler(second, positive, negative, first, steps=2, denoise=0.6)
+    compared(comfy, graph, ways)
 
 
 def test_two_models_in_one_graph_are_loaded_once_and_take_turns_in_every_prompt(comfy, unet):
@@ -99,25 +88,11 @@ def test_two_models_in_one_graph_are_loaded_once_and_take_turns_in_every_prompt(
     reports = []
     for _ in range(2):
         graph = Graph()
+        positive, negative, latent = graph.request()
         first, second = (graph.parallel_loader(name, "cpu:2") for name in (unet, other))
-        high = graph.parallel_sampler(
-            first, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS), steps=2
-        )
-        low = graph.parallel_sampler(
-            second, graph.text(1), graph.text(2), [high[0], 0], seed=next(_SEEDS), steps=2
-        )
-        graph.add("TestSaveText", text=[high[0], 1], path="high.txt")
-        _, report = comfy.sample_with_text(graph.prompt, low, [low[0], 1])
-        reports.append((comfy.output("high.txt").read_text(), report))
-    for report, name in zip(reports[1], (unet, other), strict=True):
+        high = graph.parallel_sampler(first, positive, negative, latent, seed=next(_SEEDS), steps=2)
+        low = graph.parallel_sampler(second, positive, negative, high, seed=next(_SEEDS), steps=2)
+        reports.append(latents(comfy, graph, {}, {unet: [high[0], 1], other: [low[0], 1]}))
+    for name, report in reports[1].items():
         assert WARM in report and f"switched to {name} (held, " in report
-    assert "switched to" not in reports[0][1] and WARM not in reports[0][1]
-
-
-def _states(comfy) -> list[str]:
-    """Returns the state of each group of ranks in ComfyUI's process."""
-    graph = Graph()
-    states = graph.add("TestRankStates", nonce=time.monotonic_ns() % 2**31)
-    graph.add("TestSaveText", text=[states, 0], path="states.txt")
-    comfy.run(graph.prompt)
-    return comfy.output("states.txt").read_text().split()
+    assert "switched to" not in reports[0][other] and WARM not in reports[0][other]

@@ -13,6 +13,7 @@ from graphs import Graph
 ROUTE = "/parallel_sampling/ranks"
 WATCH = "/parallel_sampling/watch"
 ACTIONS = ("sleep", "wake", "restart", "stop", "reset")
+ELSEWHERE = ({"Origin": "https://elsewhere.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"})
 GROUP = {"devices": ["cpu:0", "cpu:1"]}
 _SEEDS = itertools.count(1)  # a new seed per run, so that no cached output answers
 
@@ -24,7 +25,7 @@ def warm(measuring):
     unet = comfy.write_flux("tiny_ranks.safetensors", single_blocks=5)
     graph = Graph()
     loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), seed=next(_SEEDS))
+    latent = graph.parallel_sampler(loader, *graph.request(), seed=next(_SEEDS))
     comfy.sample(graph.prompt, latent)
     return comfy
 
@@ -59,11 +60,7 @@ def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
     paths = [f"{ROUTE}/{action}" for action in ACTIONS] + [WATCH]
     watch = {"client_id": "nobody", "looking": True, "anew": True}
     for path, body in itertools.product(paths, (GROUP, watch)):
-        for headers in (
-            {"Origin": "https://elsewhere.example"},
-            {"Origin": "null"},
-            {"Sec-Fetch-Site": "cross-site"},
-        ):
+        for headers in ELSEWHERE:
             assert warm.ask(path, body, **headers)[0] == 403
         for method in ("GET", "PUT", "DELETE"):
             assert warm.ask(path, body, method=method)[0] in (404, 405)
@@ -95,7 +92,5 @@ def test_nothing_from_elsewhere_and_no_nonsense_does_harm(warm):
             status, said = warm.ask(path, body)
             assert 400 <= status < 500 and said["error"], (path, body)
     after = _group(warm)
-    assert (after["state"], [rank["pid"] for rank in after["ranks"]]) == (
-        "ready",
-        [rank["pid"] for rank in before["ranks"]],
-    )
+    assert after["state"] == "ready"
+    assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from any_graphs import AnyGraph
-from any_runs import TOLERANCE, latents
-from comfyui_client import PromptFailed
+from any_runs import TOLERANCE, latents, refusal
 from differences import relative_difference
-from graphs import Graph
+from graphs import SAMPLING, Graph
 
 HEUN = {"sampler_name": "heun", "steps": 6}  # its second call in a step is near the next step's first
 
@@ -21,44 +20,42 @@ def unet(comfy):
     return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
 
 
-def _sampled(comfy, unet, strategy, **inputs) -> tuple[torch.Tensor, str]:
+def _sampled(comfy, unet, **inputs) -> tuple[torch.Tensor, str]:
     graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:2", **strategy)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), **inputs)
-    return comfy.sample_with_text(graph.prompt, latent, [latent[0], 1])
+    loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
+    found = latents(
+        comfy, graph, {"ours": graph.parallel_sampler(loader, *graph.request(), **HEUN, **inputs)}
+    )
+    return found["ours"], found["report"]
 
 
 @pytest.fixture(scope="module")
 def exact(comfy, unet):
-    return _sampled(comfy, unet, {"ulysses": 2}, **HEUN)[0]
+    return _sampled(comfy, unet)[0]
 
 
 def test_reused_model_calls_are_counted_and_called_approximate(comfy, unet, exact):
-    latent, report = _sampled(
-        comfy, unet, {"ulysses": 2}, step_cache="first_block", cache_threshold=0.4, **HEUN
-    )
-    found = re.search(
-        r"step cache: (\d+) of \d+ model calls reused .* \(threshold 0\.4\): approximate", report
-    )
+    latent, report = _sampled(comfy, unet, step_cache="first_block", cache_threshold=0.4)
+    words = r"step cache: (\d+) of \d+ model calls reused .* \(threshold 0\.4\): approximate"
+    found = re.search(words, report)
     assert found and 0 < int(found[1]) < 11, report
     assert "result: approximate (step cache" in report and "expected:" not in report
     assert 0 < relative_difference(latent, exact) < 0.3
 
 
 def test_a_threshold_of_zero_is_exact_to_the_bit(comfy, unet, exact):
-    latent, report = _sampled(
-        comfy, unet, {"ulysses": 2}, step_cache="first_block", cache_threshold=0.0, **HEUN
-    )
+    latent, report = _sampled(comfy, unet, step_cache="first_block", cache_threshold=0.0)
     assert torch.equal(latent, exact)
     assert "step cache: reuses nothing at threshold 0" in report and "result: exact" in report
 
 
 def test_with_pipefusion_it_is_refused_before_ranks_start(comfy, unet):
     before = comfy.ranks()
-    with pytest.raises(PromptFailed) as raised:
-        _sampled(comfy, unet, {"pipefusion": 2}, step_cache="first_block")
-    for words in ("step_cache does not go with pipefusion_degree 2", "Set step_cache to off"):
-        assert words in raised.value.exception_message
+    graph = Graph()
+    loader = graph.parallel_loader(unet, "cpu:2", pipefusion=2)
+    sampled = graph.parallel_sampler(loader, *graph.request(), step_cache="first_block")
+    words = "step_cache does not go with pipefusion_degree 2.*Set step_cache to off"
+    refusal(comfy, graph, sampled, words)
     assert set(comfy.ranks()) <= set(before)
 
 
@@ -89,20 +86,14 @@ def test_prove_it_compares_a_cached_sampler_with_every_step_of_one_device(comfy)
     graph = AnyGraph(comfy, "flux")
     ours = graph.parallel(graph.stock(), ulysses=2)
     positive, negative, latent = graph.request()
+    inputs = {"positive": positive, "negative": negative, "latent_image": latent}
     proof = graph.add(
         "ProveSampler",
         sampler_class="KSampler",
         vae=[graph.add("TestTinyVAE"), 0],
         model=[graph.add("ParallelStepCache", model=[ours, 0], cache_threshold=10.0), 0],
-        **{
-            "positive": positive,
-            "negative": negative,
-            "latent_image": latent,
-            "seed": 3,
-            "steps": 6,
-            "cfg": 1.0,
-        },
-        **{"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0},
+        **inputs,
+        **SAMPLING | {"steps": 6},
     )
     report = comfy.run(graph.prompt)["outputs"][proof]["text"][0]
     (difference,) = re.findall(r"^of the latents: (\S+), which", report, re.MULTILINE)
@@ -110,23 +101,16 @@ def test_prove_it_compares_a_cached_sampler_with_every_step_of_one_device(comfy)
     assert "step cache: 5 of 6 model calls reused" in report
 
 
-def test_the_node_refuses_a_model_that_is_not_parallel(comfy, unet):
-    graph = Graph()
-    model = [graph.add("UNETLoader", unet_name=unet, weight_dtype="default"), 0]
-    cached = [graph.add("ParallelStepCache", model=model, cache_threshold=0.1), 0]
-    latent = graph.ksampler(cached, graph.text(1), graph.text(2), graph.latent())
-    with pytest.raises(PromptFailed) as raised:
-        comfy.sample(graph.prompt, latent)
-    assert "Put Parallel Step Cache behind Parallel Model" in raised.value.exception_message
-
-
-def test_the_node_refuses_pipefusion_before_anything_starts(comfy):
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (False, "Put Parallel Step Cache behind Parallel Model"),
+        (True, "does not go with pipefusion_degree 2.*take Parallel Step Cache out"),
+    ],
+)
+def test_the_node_refuses_stock_models_and_pipefusion_before_anything_starts(comfy, parallel, words):
     graph = AnyGraph(comfy, "wan_t2v")
-    ours = graph.parallel(graph.stock(), pipefusion=2)
-    cached = [graph.add("ParallelStepCache", model=[ours, 0], cache_threshold=0.1), 0]
-    latent = graph.ksampler(cached, *graph.request())
-    with pytest.raises(PromptFailed) as raised:
-        comfy.sample(graph.prompt, latent)
-    assert raised.value.node_type == "ParallelStepCache"
-    for words in ("does not go with pipefusion_degree 2", "take Parallel Step Cache out"):
-        assert words in raised.value.exception_message
+    model = [graph.parallel(graph.stock(), pipefusion=2), 0] if parallel else graph.stock()
+    cached = [graph.add("ParallelStepCache", model=model, cache_threshold=0.1), 0]
+    failure = refusal(comfy, graph, graph.ksampler(cached, *graph.request()), words)
+    assert failure.node_type == "ParallelStepCache"

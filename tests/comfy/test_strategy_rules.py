@@ -27,7 +27,7 @@ def _prompt(kind: str, devices: str, *, at_sampler: bool = False, **choice) -> G
     strategy = graph.strategy(devices, **choice)
     loader = graph.loaded_by(kind, UNET, None if at_sampler else strategy)
     own = {"strategy": strategy} if at_sampler else {}
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent(), steps=1, **own)
+    latent = graph.parallel_sampler(loader, *graph.request(), steps=1, **own)
     graph.save(latent, "rules.safetensors")
     return graph
 
@@ -73,10 +73,9 @@ def test_of_a_model_that_only_a_run_tells_what_holds_for_all_is_checked(comfy):
     graph = Graph()
     unknown = graph.add("TestAnything", value="1")
     loader = graph.add("ParallelModel", model=[unknown, 0], strategy=graph.strategy("cpu:4", cfg=4))
-    latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent(), steps=1)
-    graph.save(latent, "rules.safetensors")
+    latent = graph.parallel_sampler([loader, 1], *graph.request(), steps=1)
     with pytest.raises(PromptRejected, match="there are only two prompts to share out"):
-        comfy.client.queue(graph.prompt)
+        comfy.sample(graph.prompt, latent)
 
 
 def test_a_selector_is_held_to_its_own_models_and_each_says_why_in_their_numbers(comfy):
@@ -85,12 +84,7 @@ def test_a_selector_is_held_to_its_own_models_and_each_says_why_in_their_numbers
     four = comfy.write_flux("tiny_rules_4.safetensors", heads=4)
     other = graph.parallel_loader(four, "cpu:4", ulysses=4)
     # No output node needs this loader, so its two heads do not count.
-    graph.add(
-        "ParallelFluxLoader",
-        unet_name=UNET,
-        weight_dtype="auto",
-        strategy=graph.prompt[other]["inputs"]["strategy"],
-    )
+    graph.loaded_by(FLUX, UNET, graph.prompt[other]["inputs"]["strategy"])
     told = graph.add("TestSaveText", text=["StrategySelector0", 1], path="why.txt")
     graph.add("PreviewAny", source=[other, 0])
     comfy.run(graph.prompt)

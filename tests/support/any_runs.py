@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import pytest
 from safetensors.torch import load_file
 
 from any_graphs import MODELS, AnyGraph
+from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import Graph
 
 TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
+TELLING = 1e-3  # least relative change of the stock latent by what a test is about
 
 
 def latents(comfy, graph: Graph, found: dict[str, list], texts: dict[str, list] | None = None) -> dict:
-    """Runs the graph and returns its outputs by name. `found`: links to LATENTs; `texts`: links to STRINGs."""
+    """Runs the graph and returns its outputs by name, and "report", that of the last Parallel Sampler. `found`: links
+    to LATENTs; `texts`: links to STRINGs."""
     several = isinstance(graph, AnyGraph) and ";" in MODELS[graph.kind]["latent"]
+    texts = dict(texts or {})
     for name, latent in found.items():
+        if graph.prompt[latent[0]]["class_type"] == "ParallelSampler":
+            texts["report"] = [latent[0], 1]
         if several:
             latent = [graph.add("TestFlatLatent", latent=latent), 0]
         graph.save(latent, f"any-{name}.safetensors")
-    for name, text in (texts or {}).items():
+    for name, text in texts.items():
         graph.add("TestSaveText", text=text, path=f"any-{name}.txt")
     comfy.run(graph.prompt, timeout=300)
     loaded = {name: load_file(comfy.output(f"any-{name}.safetensors"))["samples"] for name in found}
-    return loaded | {name: comfy.output(f"any-{name}.txt").read_text() for name in texts or {}}
+    return loaded | {name: comfy.output(f"any-{name}.txt").read_text() for name in texts}
+
+
+def compared(comfy, graph: Graph, ways: dict[str, list], tolerance: float = TOLERANCE) -> dict:
+    """Returns the outputs as `latents` does. Asserts that each latent is that of "stock", and that of "without" (the
+    stock latent without what the test is about) is another."""
+    found = latents(comfy, graph, ways)
+    stock, told = found["stock"], found.get("report")
+    assert stock.isfinite().all() and stock.std() > 1e-3
+    for way in ways:
+        difference = relative_difference(found[way], stock)
+        if way == "without":
+            assert difference > max(TELLING, 10 * tolerance), "it changes something"
+        else:
+            assert found[way].shape == stock.shape
+            assert difference <= tolerance, f"{way}\n{told}"
+    return found
 
 
 def both(
@@ -34,32 +58,54 @@ def both(
     *,
     batch: int = 1,
     request: Callable[[AnyGraph], tuple] = AnyGraph.request,
-    devices: str | None = None,
     uneven: bool = False,
-    with_sampler: bool = False,
+    by: tuple[str, ...] = ("KSampler",),
     **sampling,
 ) -> dict:
-    """Returns the latents of one request, stock and through Parallel Model. `request`: returns links to the positive
-    prompt, the negative one and the latent; `with_sampler`: True for Parallel Sampler's latent and report as well."""
+    """Asserts that a model gives the same latents through Parallel Model, and returns them. `request`: returns links to
+    the positive prompt, the negative one and the latent; `by`: "KSampler", "Parallel Sampler" or both."""
     graph = AnyGraph(comfy, kind)
     graph.uneven = uneven
     stock = graph.stock()
-    ours = graph.parallel(stock, devices, **choice)
+    ours = graph.parallel(stock, **choice)
     links = request(graph) if batch == 1 else request(graph, batch)
     settings = {"steps": 2, "cfg": 3.0, **sampling}
+    ways = {"stock": graph.ksampler(stock, *links, **settings)}
+    if "KSampler" in by:
+        ways["KSampler"] = graph.ksampler([ours, 0], *links, **settings)
+    if "Parallel Sampler" in by:
+        ways["Parallel Sampler"] = graph.parallel_sampler([ours, 1], *links, **settings)
+    return compared(comfy, graph, ways)
+
+
+def with_change(
+    comfy,
+    graph: AnyGraph,
+    change: Callable[[AnyGraph, list], list],
+    choice: dict,
+    tolerance: float = TOLERANCE,
+    **settings,
+) -> dict:
+    """Asserts that a change of the model counts before and behind Parallel Model as it does in stock; returns the
+    latents and Parallel Sampler's report. `change`: adds nodes behind a MODEL and returns the MODEL of the last."""
+    stock, request = graph.stock(), graph.request()
+    changed = change(graph, stock)
+    before = graph.parallel(changed, **choice)
+    behind = change(graph, [graph.parallel(stock, **choice), 0])
     ways = {
-        "stock": graph.ksampler(stock, *links, **settings),
-        "ours": graph.ksampler([ours, 0], *links, **settings),
+        "without": graph.ksampler(stock, *request, **settings),
+        "stock": graph.ksampler(changed, *request, **settings),
+        "before": graph.parallel_sampler([before, 1], *request, **settings),
+        "behind": graph.ksampler(behind, *request, **settings),
     }
-    if not with_sampler:
-        return latents(comfy, graph, ways)
-    sampler = graph.parallel_sampler([ours, 1], *links, **settings)
-    return latents(comfy, graph, ways | {"Parallel Sampler": sampler}, {"report": [sampler[0], 1]})
+    return compared(comfy, graph, ways, tolerance)
 
 
-def assert_same(found: dict) -> None:
-    assert found["stock"].isfinite().all() and found["stock"].std() > 1e-3
-    for way in ("ours", "Parallel Sampler"):
-        if way in found:
-            assert found[way].shape == found["stock"].shape
-            assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
+def refusal(comfy, graph: Graph, latent: list, words: str = "") -> PromptFailed:
+    """Returns the error of a prompt that samples `latent` and must fail. `words`: a regular expression that its message
+    matches."""
+    with pytest.raises(PromptFailed) as failure:
+        comfy.sample(graph.prompt, latent)
+    message = failure.value.exception_message
+    assert re.search(words, message, re.DOTALL), message
+    return failure.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 ON_GPU = "PARALLEL_TEST_GPU"  # if set, ComfyUI computes on the GPU; its value has more arguments for ComfyUI
 TEXT = {"tokens": 7, "width": 64, "pooled_width": 32, "batch": 1}
@@ -14,6 +15,17 @@ OURS, STOCK = "ours", "stock"
 
 def node(class_type: str, **inputs) -> dict:
     return {"class_type": class_type, "inputs": inputs}
+
+
+def inputs_of(info: dict) -> Iterator[tuple[str, str, dict, bool]]:
+    """Yields (name, type, options, True if required) of each input of a node; combos have the type COMBO."""
+    for part in ("required", "optional"):
+        for name, entry in info["input"].get(part, {}).items():
+            kind = entry[0] if isinstance(entry[0], str) else "COMBO"
+            options = dict(entry[1]) if len(entry) > 1 else {}
+            if kind == "COMBO" and not isinstance(entry[0], str):
+                options["options"] = entry[0]
+            yield name, kind, options, part == "required"
 
 
 def devices_here(devices: str) -> str:
@@ -41,6 +53,10 @@ class Graph:
 
     def latent(self, width: int = 16, height: int = 12, **changes) -> list:
         return [self.add("TestLatent", width=width, height=height, **LATENT | changes), 0]
+
+    def request(self, **latent) -> tuple[list, list, list]:
+        """Adds a positive prompt, a negative one and a latent."""
+        return self.text(1), self.text(2), self.latent(**latent)
 
     def strategy(self, devices: str, engine: str = "auto", **settings) -> list:
         """Adds a StrategySelector. `settings`: degrees by axis, and optional inputs by name. Its mode is manual if

@@ -126,7 +126,7 @@ def _integers(names: dict) -> dict:
     return found
 
 
-TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (8, 8)}, *UP_DOWN)
+TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (128, 64)}, *UP_DOWN)
 LAYOUTS = {
     "kohya": _pairs(_kohya(ORIGINAL), *UP_DOWN, alpha=2.0),
     "kohya, no alpha, bf16": {

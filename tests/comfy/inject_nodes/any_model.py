@@ -19,20 +19,7 @@ from comfy_api.latest import io
 from safetensors.torch import save_file
 
 from .node import node
-from .tiny_models import MODELS, tensors_of
-
-LATENT, MODEL, PROMPT = (
-    io.Latent.Input("latent"),
-    io.Model.Input("model"),
-    io.Conditioning.Input("conditioning"),
-)
-FOLDERS = ["diffusion_models", "checkpoints", "controlnet"]
-
-
-folder_paths.folder_names_and_paths["unet_gguf"] = (
-    folder_paths.get_folder_paths("diffusion_models"),
-    {".gguf"},
-)
+from .tiny_models import tensors_of
 
 
 def _drawn(size: list[int] | torch.Size, seed: int) -> torch.Tensor:
@@ -43,12 +30,8 @@ def _sides(shape: str) -> list[int]:
     return [int(side) for side in shape.split(",")]
 
 
-@node(
-    "UnetLoaderGGUF",
-    [io.String.Input("unet_name"), io.Int.Input("virtual_vram", default=4)],
-    [io.Model.Output()],
-)
-def load_gguf(unet_name, virtual_vram):
+@node("UnetLoaderGGUF")
+def load_gguf(unet_name: str, virtual_vram: int) -> io.Model:
     """Stands for another pack's loader: the model that it returns does not say which file it is of."""
     reader, weights = gguf.GGUFReader(folder_paths.get_full_path("diffusion_models", unet_name)), {}
     for tensor in reader.tensors:
@@ -59,12 +42,8 @@ def load_gguf(unet_name, virtual_vram):
     return comfy.sd.load_diffusion_model_state_dict(weights)
 
 
-@node(
-    "TestWriteModel",
-    [io.Combo.Input("kind", options=list(MODELS)), io.Combo.Input("folder", options=FOLDERS)],
-    is_output_node=True,
-)
-def write_model(kind, folder):
+@node("TestWriteModel", is_output_node=True)
+def write_model(kind: str, folder: str):
     """Writes a tiny model of the given kind into a model folder, unless the file exists."""
     path = Path(folder_paths.get_folder_paths(folder)[0], f"any_{kind}.safetensors")
     if not path.exists():
@@ -73,12 +52,8 @@ def write_model(kind, folder):
         save_file(tensors, path, metadata)
 
 
-@node(
-    "TestShapedLatent",
-    [io.String.Input("shape"), io.Int.Input("draw", default=-1, min=-1)],
-    [io.Latent.Output()],
-)
-def shaped_latent(shape, draw):
+@node("TestShapedLatent")
+def shaped_latent(shape: str, draw: int) -> io.Latent:
     """Returns a LATENT of `shape`, such as 1,16,3,8,8; with ; between several shapes, one in several parts. `draw`: the
     seed of its values; a negative one gives zeros."""
     generator = torch.Generator().manual_seed(abs(draw))
@@ -87,14 +62,14 @@ def shaped_latent(shape, draw):
     return {"samples": parts[0] if len(parts) == 1 else NestedTensor(parts)}
 
 
-@node("TestFlatLatent", [LATENT], [io.Latent.Output()])
-def flat_latent(latent):
+@node("TestFlatLatent")
+def flat_latent(latent: io.Latent) -> io.Latent:
     """Returns a LATENT in several parts, such as video and sound, as one tensor [batch, numbers]."""
     return {"samples": torch.cat([part.flatten(1) for part in latent["samples"].unbind()], dim=1)}
 
 
-@node("TestFirstFrameKept", [LATENT], [io.Latent.Output()])
-def first_frame_kept(latent):
+@node("TestFirstFrameKept")
+def first_frame_kept(latent: io.Latent) -> io.Latent:
     """Returns a video LATENT whose mask keeps a drawn first frame, as Wan22ImageToVideoLatent does."""
     samples = latent["samples"]
     mask = torch.ones(1, 1, *samples.shape[2:])
@@ -109,8 +84,8 @@ def _with(conditioning: list, **extras: object) -> list:
     return [[context, {**extra, **extras}]]
 
 
-@node("TestVideoStart", [PROMPT, LATENT], [io.Conditioning.Output()])
-def video_start(conditioning, latent):
+@node("TestVideoStart")
+def video_start(conditioning: io.Conditioning, latent: io.Latent) -> io.Conditioning:
     """Adds the first image of a video to a prompt, as WanImageToVideo does."""
     mask = torch.ones_like(latent["samples"])[:, :4]
     mask[:, :, :1] = 0
@@ -120,15 +95,15 @@ def video_start(conditioning, latent):
     )
 
 
-@node("TestKeyframe", [PROMPT, LATENT], [io.Conditioning.Output()])
-def keyframe(conditioning, latent):
+@node("TestKeyframe")
+def keyframe(conditioning: io.Conditioning, latent: io.Latent) -> io.Conditioning:
     """Adds the first frame of a video to a prompt, as MiniMaxH3ImageToVideo does."""
     frame = {"resolved_frame_index": 0, "latent": latent["samples"]}
     return _with(conditioning, minimax_keyframes=[frame], minimax_frame_count=5)
 
 
-@node("TestTextMask", [PROMPT, io.Int.Input("padding", default=2, min=0)], [io.Conditioning.Output()])
-def text_mask(conditioning, padding):
+@node("TestTextMask")
+def text_mask(conditioning: io.Conditioning, padding: int) -> io.Conditioning:
     """Marks the last `padding` tokens of a prompt as padding, as text encoders with a mask do. With 0, marks the prompt
     as one that the model's own layers still have to prepare."""
     if not padding:
@@ -138,35 +113,23 @@ def text_mask(conditioning, padding):
     return _with(conditioning, attention_mask=mask)
 
 
-@node(
-    "TestPromptExtra",
-    [PROMPT, io.String.Input("name"), io.String.Input("shape"), io.Boolean.Input("listed")],
-    [io.Conditioning.Output()],
-)
-def prompt_extra(conditioning, name, shape, listed):
+@node("TestPromptExtra")
+def prompt_extra(conditioning: io.Conditioning, name: str, shape: str, listed: bool) -> io.Conditioning:
     """Adds a drawn tensor of `shape`, or a list of it, to a prompt under `name`, as nodes of its model do."""
     drawn = _drawn(_sides(shape), 31)
     return _with(conditioning, **{name: [drawn] if listed else drawn})
 
 
-@node("TestUnknownLoader", [MODEL, io.Boolean.Input("notes")], [io.Model.Output()])
-def unknown_loader(model, notes):
+@node("TestUnknownLoader")
+def unknown_loader(model: io.Model, notes: bool) -> io.Model:
     """Returns a MODEL like one of another pack's loader: it names that pack's loading function (`notes`), or none."""
     model = model.clone()
     model.cached_patcher_init = (unknown_loader, (model, notes)) if notes else None
     return model
 
 
-@node(
-    "TestPackLoader",
-    [
-        io.String.Input("model_name"),
-        io.Combo.Input("dtype", options=["default", "bfloat16", "float8_e4m3fn"]),
-        io.Float.Input("scale", default=1.0),
-    ],
-    [io.Model.Output()],
-)
-def load_state_dict(model_name, dtype, scale):
+@node("TestPackLoader")
+def load_state_dict(model_name: str, dtype: str, scale: float) -> io.Model:
     """Loads a model as other packs' loaders do, from a dict of weights, the first of which it may scale."""
     weights = comfy.utils.load_torch_file(folder_paths.get_full_path("diffusion_models", model_name))
     first = next(name for name in weights if name.endswith("proj.weight"))
@@ -175,15 +138,15 @@ def load_state_dict(model_name, dtype, scale):
     return comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)
 
 
-@node("TestNumericFlags", [io.String.Input("line")], [io.String.Output()])
-def numeric_flags(line):
+@node("TestNumericFlags")
+def numeric_flags(line: str) -> str:
     """Returns the flags of a ComfyUI command line that the pack passes on to ranks."""
     (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
     return " ".join(flags.numeric_flags(parser.parse_args(line.split())))
 
 
-@node("TestWrapper", [MODEL, io.Float.Input("scale", default=0.5)], [io.Model.Output()])
-def wrapped(model, scale):
+@node("TestWrapper")
+def wrapped(model: io.Model, scale: float) -> io.Model:
     """Returns a MODEL with a wrapper around its network that scales the prompt."""
 
     def wrapper(executor, *args, **kwargs):
@@ -195,8 +158,8 @@ def wrapped(model, scale):
     return model
 
 
-@node("TestPlacesOfWeights", [MODEL], [io.String.Output()])
-def places_of_weights(model):
+@node("TestPlacesOfWeights")
+def places_of_weights(model: io.Model) -> str:
     """Returns JSON: the bytes of a MODEL's parameters by the type of device that holds them."""
     places: dict[str, int] = {}
     for parameter in model.model.diffusion_model.parameters():

@@ -1,4 +1,4 @@
-"""Nodes that return a tiny CLIP, tiny VAEs, VAEs that another pack has changed, and a VAE that makes no pictures."""
+"""Nodes that return tiny VAEs, VAEs that another pack has changed, and a VAE that makes no pictures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 from comfy.ldm.modules.diffusionmodules import model as layers
 from comfy.ldm.modules.diffusionmodules.model import Decoder, Encoder
 from comfy.ldm.wan.vae import WanVAE
-from comfy.model_patcher import ModelPatcher
 from comfy.taesd.taesd import TAESD
 from comfy_api.latest import io
 
 from .node import node
 
-VAE, VAES = io.Vae.Input("vae"), [io.Vae.Output()]
 SWISH = layers.nonlinearity
 _LTX = {
     "dims": 3,
@@ -39,25 +37,8 @@ _LTX = {
 }
 
 
-@node("TestClip", outputs=[io.Clip.Output()])
-def clip():
-    """Returns a CLIP of one layer, under a name that text encoder LoRAs use, for loaders that need MODEL and CLIP."""
-    encoder = torch.nn.Module()
-    encoder.__dict__["dtype"] = torch.float32
-    module = encoder
-    for name in ("clip_l", "transformer", "text_model", "encoder", "layers", "0", "mlp"):
-        module.add_module(name, torch.nn.Module())
-        module = module.get_submodule(name)
-    module.add_module("fc1", torch.nn.Linear(8, 8))
-    found = comfy.sd.CLIP(no_init=True)
-    found.cond_stage_model, found.tokenizer, found.layer_idx = encoder, None, None
-    found.patcher = ModelPatcher(encoder, torch.device("cpu"), torch.device("cpu"))
-    found.tokenizer_options, found.use_clip_schedule, found.apply_hooks_to_conds = {}, False, None
-    return found
-
-
-@node("TestTinyVAE", outputs=VAES)
-def tiny_vae():
+@node("TestTinyVAE")
+def tiny_vae() -> io.Vae:
     """Returns a random TAESD for 16 channels, as VAELoader makes one from its file."""
     generator = torch.Generator().manual_seed(0)
     shapes = {name: tensor.shape for name, tensor in TAESD(latent_channels=16).state_dict().items()}
@@ -74,16 +55,16 @@ def _drawn(tensors, seed, norm):
     return found
 
 
-@node("TestWanVAE", [io.Int.Input("channels", default=3, min=3, max=4)], VAES)
-def wan_vae(channels):
+@node("TestWanVAE")
+def wan_vae(channels: int) -> io.Vae:
     """Returns a narrow random Wan 2.1 VAE, as VAELoader makes one from its file. `channels`: picture channels."""
     sizes = {"dim": 16, "z_dim": 16, "image_channels": channels, "conv_out_channels": channels}
     network = WanVAE(**sizes, temperal_downsample=[False, True, True])
     return comfy.sd.VAE(sd=_drawn(network.state_dict(), channels, "gamma"))
 
 
-@node("TestImageVAE", outputs=VAES)
-def image_vae():
+@node("TestImageVAE")
+def image_vae() -> io.Vae:
     """Returns a random Flux.1 VAE, as VAELoader makes one from its file: a narrow decoder, an encoder of full width."""
     sizes = dict(z_channels=16, resolution=256, in_channels=3, out_ch=3, num_res_blocks=2)
     sizes |= dict(double_z=True, ch_mult=[1, 2, 4, 4], attn_resolutions=[])
@@ -93,8 +74,8 @@ def image_vae():
     return comfy.sd.VAE(sd=sd)
 
 
-@node("TestLtxVAE", outputs=VAES)
-def ltx_vae():
+@node("TestLtxVAE")
+def ltx_vae() -> io.Vae:
     """Returns a narrow random LTX-Video VAE, which draws noise when it decodes."""
     generator = torch.Generator().manual_seed(1)
     sd = VideoVAE(config=_LTX).state_dict()
@@ -104,29 +85,23 @@ def ltx_vae():
     return comfy.sd.VAE(sd=sd, metadata={"config": json.dumps({"vae": _LTX})})
 
 
-@node(
-    "TestSeed",
-    [io.Latent.Input("latent"), io.Int.Input("number")],
-    [io.Latent.Output()],
-    anew=True,
-    not_idempotent=True,
-)
-def seed(latent, number):
+@node("TestSeed", anew=True, not_idempotent=True)
+def seed(latent: io.Latent, number: int) -> io.Latent:
     """Seeds the generator from which the next decode draws its noise, and passes the LATENT on."""
     torch.manual_seed(number)
     return latent
 
 
-@node("TestShapeVAE", outputs=VAES)
-def shape_vae():
+@node("TestShapeVAE")
+def shape_vae() -> io.Vae:
     """Returns a VAE that has the class of Hunyuan3D's VAE and nothing else of it."""
     vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
     vae.first_stage_model.__class__ = ShapeVAE
     return vae
 
 
-@node("TestCircularVAE", [VAE], VAES)
-def circular_vae(vae):
+@node("TestCircularVAE")
+def circular_vae(vae: io.Vae) -> io.Vae:
     """Makes the convolutions of a VAE wrap around the image, as packs for seamless textures do."""
     for layer in vae.first_stage_model.modules():
         if isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (3, 3):
@@ -138,15 +113,15 @@ def _other_swish(x):
     return torch.nn.functional.gelu(x)
 
 
-@node("TestOtherSwish", [VAE, io.Boolean.Input("replaced")], VAES)
-def other_swish(vae, replaced):
+@node("TestOtherSwish")
+def other_swish(vae: io.Vae, replaced: bool) -> io.Vae:
     """Replaces the activation function of ComfyUI's VAEs, as packs that speed them up do, or puts it back."""
     layers.nonlinearity = _other_swish if replaced else SWISH
     return vae
 
 
-@node("TestScaledVAE", [VAE], VAES)
-def scaled_vae(vae):
+@node("TestScaledVAE")
+def scaled_vae(vae: io.Vae) -> io.Vae:
     """Halves one weight of a VAE in place.
 
     A doubled weight would give pixels of up to 2.8 before the clamp to 1, with larger rounding errors: ComfyUI on one

@@ -14,20 +14,12 @@ from comfy_execution.graph_utils import GraphBuilder
 from .node import node
 
 
-@node(
-    "TestConditioning",
-    [
-        io.Int.Input("draw", default=0, min=0),
-        io.Int.Input("tokens", default=7, min=1),
-        io.Int.Input("width", default=64, min=1),
-        io.Int.Input("pooled_width", default=32, min=1),
-        io.Int.Input("batch", default=1, min=1),
-        io.Float.Input("guidance", default=-1.0, min=-1.0, max=100.0, tooltip="-1 leaves it out"),
-    ],
-    [io.Conditioning.Output()],
-)
-def conditioning(draw, tokens, width, pooled_width, batch, guidance):
-    """Returns CONDITIONING of seed `draw`: context ``[batch, tokens, width]`` and pooled ``[batch, pooled_width]``."""
+@node("TestConditioning")
+def conditioning(
+    draw: int, tokens: int, width: int, pooled_width: int, batch: int, guidance: float
+) -> io.Conditioning:
+    """Returns CONDITIONING of seed `draw`: context ``[batch, tokens, width]`` and pooled ``[batch, pooled_width]``; a
+    negative guidance leaves it out."""
     generator = torch.Generator().manual_seed(draw)
     context = torch.randn(batch, tokens, width, generator=generator)
     extras = {"pooled_output": torch.randn(batch, pooled_width, generator=generator)}
@@ -36,33 +28,26 @@ def conditioning(draw, tokens, width, pooled_width, batch, guidance):
     return [[context, extras]]
 
 
-@node(
-    "TestImage",
-    [io.Int.Input(name, min=1) for name in ("width", "height", "batch", "channels")],
-    [io.Image.Output()],
-)
-def image(width, height, batch, channels):
+@node("TestImage")
+def image(width: int, height: int, batch: int, channels: int) -> io.Image:
     """Returns an IMAGE ``[batch, height, width, channels]`` of noise, sides in pixels."""
     return torch.rand(batch, height, width, channels, generator=torch.Generator().manual_seed(width))
 
 
-@node(
-    "TestLatent",
-    [
-        io.Int.Input("width", default=16, min=1),
-        io.Int.Input("height", default=16, min=1),
-        io.Int.Input("batch", default=1, min=1),
-        io.Int.Input("draw", default=-1, min=-1, tooltip="-1 gives zeros, an empty latent"),
-        io.String.Input("batch_index", default="", tooltip="for instance 0,3,1; empty leaves it out"),
-        io.Boolean.Input("noise_mask", default=False, tooltip="left half 0, right half 1, soft between"),
-        io.Int.Input("channels", default=16, min=1, optional=True),
-        io.Int.Input("frames", default=0, min=0, optional=True, tooltip="0: a latent of images"),
-    ],
-    [io.Latent.Output()],
-)
-def latent(width, height, batch, draw, batch_index, noise_mask, channels=16, frames=0):
+@node("TestLatent")
+def latent(
+    width: int,
+    height: int,
+    batch: int,
+    draw: int,
+    batch_index: str,
+    noise_mask: bool,
+    channels: int = 16,
+    frames: int = 0,
+) -> io.Latent:
     """Returns a LATENT ``[batch, channels, height, width]``, with frames ``[batch, channels, frames, height, width]``.
-    Sides are in latent units (8 pixels) and may be odd."""
+    Sides are in latent units (8 pixels) and may be odd. A negative `draw` gives zeros; `batch_index`: such as 0,3,1, or
+    empty; `noise_mask`: its left half is 0, its right half 1."""
     shape = (batch, channels, *((frames,) if frames else ()), height, width)
     if draw < 0:
         found = {"samples": torch.zeros(shape)}
@@ -76,17 +61,8 @@ def latent(width, height, batch, draw, batch_index, noise_mask, channels=16, fra
     return found
 
 
-@node(
-    "TestAttentionMask",
-    [
-        io.Conditioning.Input("conditioning"),
-        io.Int.Input("rows", default=6),
-        io.Int.Input("columns", default=8),
-        io.Boolean.Input("boolean", default=False),
-    ],
-    [io.Conditioning.Output()],
-)
-def attention_mask(conditioning, rows, columns, boolean):
+@node("TestAttentionMask")
+def attention_mask(conditioning: io.Conditioning, rows: int, columns: int, boolean: bool) -> io.Conditioning:
     """Adds an attention mask, as StyleModelApply does: the image's left half does not see the prompt's last half. The
     mask is `boolean`, or additive with random values."""
     ((context, extra),) = conditioning
@@ -102,8 +78,8 @@ def attention_mask(conditioning, rows, columns, boolean):
     return [[context, {**extra, "attention_mask": mask, "attention_mask_img_shape": (rows, columns)}]]
 
 
-@node("TestStyle", outputs=[io.StyleModel.Output(), io.ClipVisionOutput.Output()])
-def style():
+@node("TestStyle")
+def style() -> tuple[io.StyleModel, io.ClipVisionOutput]:
     """Returns a random Redux for prompts of 64 channels, and a random output of CLIP Vision for one image."""
     generator = torch.Generator().manual_seed(0)
     redux = ReduxImageEncoder(redux_dim=8, txt_in_features=64, dtype=torch.float32).requires_grad_(False)
@@ -114,24 +90,14 @@ def style():
     return [comfy.sd.StyleModel(redux), seen]
 
 
-@node("TestAnything", [io.String.Input("value")], [io.AnyType.Output()])
-def anything(value):
+@node("TestAnything")
+def anything(value: str) -> io.AnyType:
     """Returns a value of any type, parsed from JSON, over a link that fits every input."""
     return json.loads(value)
 
 
-@node(
-    "TestTwice",
-    [
-        io.String.Input("sampler", tooltip="KSampler, or ParallelSampler"),
-        io.AnyType.Input("model"),
-        io.Conditioning.Input("prompt"),
-        io.Latent.Input("latent"),
-    ],
-    [io.Latent.Output()],
-    enable_expand=True,
-)
-def twice(sampler, model, prompt, latent):
+@node("TestTwice", enable_expand=True)
+def twice(sampler: str, model: io.AnyType, prompt: io.Conditioning, latent: io.Latent) -> io.Latent:
     """Samples, then samples the result again: expands to two nodes of the class `sampler`, as packs with loops do."""
     graph = GraphBuilder()
     settings = {"steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "seed": 3}

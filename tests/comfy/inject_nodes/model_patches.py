@@ -24,30 +24,30 @@ KINDS = {
 }  # fmt: skip
 
 
-@node("TestModelPatch", [io.Combo.Input("kind", options=list(KINDS))], [io.ModelPatch.Output()])
-def model_patch(kind):
+@node("TestModelPatch")
+def model_patch(kind: str) -> io.ModelPatch:
     """Returns a MODEL_PATCH with random weights."""
     network = KINDS[kind]()
     network.load_state_dict(drawn(network))
     return ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
 
 
-@node("TestSeenImage", outputs=[io.ClipVisionOutput.Output()])
-def seen_image():
+@node("TestSeenImage")
+def seen_image() -> io.ClipVisionOutput:
     """Returns a random CLIP_VISION_OUTPUT: an image encoder's hidden states of each layer."""
     layers = torch.randn(1, 24, 9, 12, generator=torch.Generator().manual_seed(5))
     return SimpleNamespace(all_hidden_states=layers, penultimate_hidden_states=layers[:, -2])
 
 
-@node("TestHeardSound", [io.Int.Input("draw", default=6)], [io.AudioEncoderOutput.Output()])
-def heard_sound(draw):
+@node("TestHeardSound")
+def heard_sound(draw: int) -> io.AudioEncoderOutput:
     """Returns a random AUDIO_ENCODER_OUTPUT: a sound encoder's hidden states of each layer."""
     generator = torch.Generator().manual_seed(draw)
     return {"encoded_audio_all_layers": [torch.randn(1, 30, 768, generator=generator) for _ in range(13)]}
 
 
-@node("TestSplatModel", [io.Model.Input("model")], [io.Model.Output(), io.Vae.Output()])
-def splat_model(model):
+@node("TestSplatModel")
+def splat_model(model: io.Model) -> tuple[io.Model, io.Vae]:
     """Returns a MODEL and a VAE with the attributes that TripoSplat's preview reads before sampling; no decoder."""
     model.model.diffusion_model.q_token_length = 4
     stage = SimpleNamespace(gaussians_per_point=1, gs=SimpleNamespace(model_channels=8))

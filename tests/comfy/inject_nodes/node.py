@@ -1,24 +1,30 @@
-"""Decorators that make a test-only node from one function."""
+"""A decorator that makes a test-only node from one function, whose signature lists the node's sockets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
 
 from comfy_api.latest import io
 
 NODES: list[type[io.ComfyNode]] = []
+_WIDGETS = {int: io.Int, float: io.Float, str: io.String, bool: io.Boolean}
 
 
-def node(
-    node_id: str, inputs: Sequence = (), outputs: Sequence = (), *, anew: bool = False, **schema: Any
-) -> Callable[[Callable], Callable]:
-    """Returns a decorator that makes a node from a function, which returns the output or a list of several. `anew`: the
-    node runs in each prompt, and ComfyUI never takes its output from the cache."""
+def node(node_id: str, *, anew: bool = False, **schema: Any) -> Callable[[Callable], Callable]:
+    """Returns a decorator that makes a node from a function. A parameter's annotation is the input's type, such as int
+    or io.Model, and an input with a default is optional; the result's annotation is the output's type, a tuple that of
+    several. `anew`: the node runs in each prompt, and ComfyUI never takes its output from the cache."""
 
     def register(run: Callable) -> Callable:
+        signature = inspect.signature(run, eval_str=True)
+        inputs = [_input(parameter) for parameter in signature.parameters.values()]
+        kinds = get_args(signature.return_annotation) or (signature.return_annotation,)
+        outputs = [_WIDGETS.get(kind, kind).Output() for kind in kinds if kind is not signature.empty]
+
         def define_schema(cls) -> io.Schema:
-            sockets = {"inputs": list(inputs), "outputs": list(outputs)}
+            sockets = {"inputs": inputs, "outputs": outputs}
             return io.Schema(node_id=node_id, category="parallel/testing", **sockets, **schema)
 
         def execute(cls, **given: Any) -> io.NodeOutput:
@@ -36,6 +42,9 @@ def node(
     return register
 
 
-def save(node_id: str, value: Any, **schema: Any) -> Callable[[Callable], Callable]:
-    """Returns a decorator for a node at the end of a graph, which writes a value to a path."""
-    return node(node_id, [value, io.String.Input("path")], is_output_node=True, **schema)
+def _input(parameter: inspect.Parameter) -> io.Input:
+    kind = _WIDGETS.get(parameter.annotation, parameter.annotation)
+    if parameter.default is parameter.empty:
+        return kind.Input(parameter.name)
+    default = {} if parameter.default is None else {"default": parameter.default}
+    return kind.Input(parameter.name, optional=True, **default)

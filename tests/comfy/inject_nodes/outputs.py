@@ -10,7 +10,7 @@ import folder_paths
 from comfy_api.latest import io
 from safetensors.torch import save_file
 
-from .node import node, save
+from .node import node
 
 
 def output_path(path: str) -> Path:
@@ -20,34 +20,26 @@ def output_path(path: str) -> Path:
     return target
 
 
-@save("TestSaveLatent", io.Latent.Input("latent"))
-def save_latent(latent, path):
+@node("TestSaveLatent", is_output_node=True)
+def save_latent(latent: io.Latent, path: str):
     """Writes a LATENT's samples as safetensors (key ``samples``) to a path under the output folder."""
     save_file({"samples": latent["samples"].contiguous().cpu()}, output_path(path))
 
 
-@save("TestSaveImage", io.Image.Input("image"))
-def save_image(image, path):
+@node("TestSaveImage", is_output_node=True)
+def save_image(image: io.Image, path: str):
     """Writes an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
     save_file({"image": image.contiguous().cpu()}, output_path(path))
 
 
-@save("TestSaveText", io.String.Input("text", force_input=True))
-def save_text(text, path):
+@node("TestSaveText", is_output_node=True)
+def save_text(text: str, path: str):
     """Writes a STRING to a path under the output folder."""
     output_path(path).write_text(text)
 
 
-@node(
-    "TestAppend",
-    [
-        io.String.Input("line"),
-        io.String.Input("path", tooltip="absolute"),
-        io.String.Input("after", tooltip="absolute"),
-    ],
-    is_output_node=True,
-)
-def append(line, path, after):
+@node("TestAppend", is_output_node=True)
+def append(line: str, path: str, after: str):
     """Waits until the file `after` exists, without a time limit, then appends `line` to the file `path`."""
     while not Path(after).exists():
         comfy.model_management.throw_exception_if_processing_interrupted()

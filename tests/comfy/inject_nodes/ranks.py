@@ -19,7 +19,6 @@ from .node import node
 PATIENCE = 60.0  # s
 FREE_MEMORY = comfy.model_management.get_free_memory
 _DEADLINES: dict[str, float] = {}  # the usual ones, by name
-LATENT, LATENTS = io.Latent.Input("latent"), [io.Latent.Output()]
 
 
 def _module(name: str) -> ModuleType:
@@ -40,18 +39,8 @@ def _wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-@node(
-    "TestRankStates",
-    [io.Int.Input("nonce", min=0, max=2**31, tooltip="another number, another look")],
-    [io.String.Output()],
-)
-def rank_states(nonce):
-    """Returns the states of the pack's rank groups in this process, in words."""
-    return " ".join(sidecar.state.value for sidecar in _sidecars())
-
-
-@node("TestUnload", [io.Model.Input("model")], [io.String.Output()])
-def unload(model):
+@node("TestUnload")
+def unload(model: io.Model) -> str:
     """Unloads a MODEL as ComfyUI does when another one needs room. Returns "held" or "gone" three times, for this model
     only: before, after an attempt with --highvram, and after one without."""
     spec = model.job_model.spec
@@ -68,24 +57,24 @@ def unload(model):
     return " ".join(found)
 
 
-@node("TestNoFreeMemory", [LATENT, io.Boolean.Input("pretend")], LATENTS)
-def no_free_memory(latent, pretend):
+@node("TestNoFreeMemory")
+def no_free_memory(latent: io.Latent, pretend: bool) -> io.Latent:
     """Passes a LATENT on; from then on ComfyUI finds no free memory on its device (`pretend`), or the true amount."""
     # A Mock: a function of this pack would be sent to the ranks with the next job.
     comfy.model_management.get_free_memory = Mock(return_value=1) if pretend else FREE_MEMORY
     return latent
 
 
-@node("TestOtherPlatform", [LATENT, io.Boolean.Input("pretend")], LATENTS)
-def other_platform(latent, pretend):
+@node("TestOtherPlatform")
+def other_platform(latent: io.Latent, pretend: bool) -> io.Latent:
     """Passes a LATENT on; from then on the pack finds Windows as its platform (`pretend`), or the true platform."""
     supervisor = _module(".parallel_backend.sidecar.group.supervisor")
     supervisor.sys = SimpleNamespace(platform="win32") if pretend else sys
     return latent
 
 
-@node("TestUntilHeld", [LATENT, io.String.Input("file")], LATENTS)
-def until_held(latent, file):
+@node("TestUntilHeld")
+def until_held(latent: io.Latent, file: str) -> io.Latent:
     """Passes a LATENT on once the pack's ranks hold a model of `file`, like a slow last node of a prompt."""
     _wait_until(
         lambda: any(model.path.endswith(file) for sidecar in _sidecars() for model in sidecar.models),
@@ -94,12 +83,8 @@ def until_held(latent, file):
     return latent
 
 
-@node(
-    "TestUntilEarly",
-    [io.Conditioning.Input("conditioning"), io.Int.Input("count")],
-    [io.Conditioning.Output()],
-)
-def until_early(conditioning, count):
+@node("TestUntilEarly")
+def until_early(conditioning: io.Conditioning, count: int) -> io.Conditioning:
     """Passes a CONDITIONING on once the devices have encoded `count` texts of waiting prompts in advance."""
 
     def encoded() -> int:
@@ -110,29 +95,23 @@ def until_early(conditioning, count):
     return conditioning
 
 
-@node("TestReach", [io.Model.Input("model"), io.String.Input("way")], [io.Model.Output()], anew=True)
-def reach(model, way):
+@node("TestReach", anew=True)
+def reach(model: io.Model, way: str) -> io.Model:
     """Changes what a MODEL's network computes in one of the ways of the pack inject_ways, until TestUndo runs."""
     ways = _module("parallel_test_ways.ways")
     ways.undo_all()
     return ways.change(model, way)
 
 
-@node(
-    "TestUndo",
-    [io.Model.Input("model"), io.Latent.Input("after"), io.Latent.Input("and_after", optional=True)],
-    [io.Model.Output()],
-    anew=True,
-    is_output_node=True,
-)
-def undo(model, after, and_after=None):
+@node("TestUndo", anew=True, is_output_node=True)
+def undo(model: io.Model, after: io.Latent, and_after: io.Latent = None) -> io.Model:
     """Undoes TestReach's change once these LATENTs are computed, and passes a MODEL on."""
     _module("parallel_test_ways.ways").undo_all()
     return model
 
 
-@node("TestPatience", [io.Float.Input("seconds", min=0.0, max=1000.0)], is_output_node=True)
-def patience(seconds):
+@node("TestPatience", is_output_node=True)
+def patience(seconds: float):
     """Sets how many seconds the pack waits for silent ranks; 0 restores the usual deadlines."""
     deadlines = _module(".parallel_backend.wire.deadlines")
     for limit in ("FIRST_STEP", "LOAD_BASE", "STEP_FLOOR"):
@@ -144,9 +123,8 @@ def fork_ranks(prompt: dict) -> dict:
     """Makes the pack fork its ranks from a prepared process as of the first prompt (tests/support/forked_ranks.py)."""
     supervisor = _module(".parallel_backend.sidecar.group.supervisor")
     if supervisor.subprocess is subprocess:
-        prepared = sys.modules.get(
-            "forked_ranks"
-        )  # if ComfyUI is a fork itself (tests/support/forked_comfyui.py)
+        # If ComfyUI is a fork itself (tests/support/forked_comfyui.py).
+        prepared = sys.modules.get("forked_ranks")
         if prepared is None:
             path = supervisor.PACK_ROOT / "tests" / "support" / "forked_ranks.py"
             spec = importlib.util.spec_from_file_location("forked_ranks", path)

@@ -19,7 +19,7 @@ from comfy.text_encoders import flux, hunyuan_video, lumina2, qwen_image, qwen_v
 from comfy_api.latest import io
 from safetensors.torch import load_file, save_file
 
-from .node import node, save
+from .node import node
 from .outputs import output_path
 
 _CLIP = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 4}
@@ -56,7 +56,6 @@ _WIDTHS = ("hidden_size", "intermediate_size", "d_model", "d_ff")
 _SMALL = {"vocab_size": 400}  # for encoders whose tokenizer is in PIECES
 PIECES = "pieces.model"  # a sentencepiece model; real files of such encoders contain it
 
-CLIP, CLIPS = io.Clip.Input("clip"), [io.Clip.Output()]
 # {kind: (class of the encoder, class of the tokenizer, {ComfyUI's key for the sizes: sizes})}
 _KINDS = {
     "clip_l": (comfy.sd1_clip.SD1ClipModel, comfy.sd1_clip.SD1Tokenizer, {"clip_l": _CLIP}),
@@ -78,18 +77,10 @@ _KINDS = {
 }
 
 
-@node(
-    "TestEncoder",
-    [
-        io.Combo.Input("kind", options=list(_KINDS)),
-        io.String.Input("clip_name"),
-        io.Int.Input("draw", default=0),
-        io.Int.Input("scale", default=1, optional=True, tooltip="times as wide"),
-    ],
-    CLIPS,
-)
-def encoder(kind, clip_name, draw, scale=1):
-    """Returns a CLIP with the weights in the file `clip_name`; writes random ones first if there is no such file."""
+@node("TestEncoder")
+def encoder(kind: str, clip_name: str, draw: int, scale: int = 1) -> io.Clip:
+    """Returns a CLIP with the weights in the file `clip_name`; writes random ones first if there is no such file.
+    `scale`: times as wide."""
     path = Path(folder_paths.models_dir) / "text_encoders" / clip_name
     clip = _make(kind, scale)
     if not path.exists():
@@ -134,16 +125,16 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (0.3 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
 
 
-@node("TestVision", outputs=[io.ClipVision.Output()])
-def vision():
+@node("TestVision")
+def vision() -> io.ClipVision:
     """Returns a CLIP_VISION with random weights."""
     found = ClipVisionModel(_VISION)
     _draw(found.model)
     return found
 
 
-@node("TestHearing", outputs=[io.AudioEncoder.Output(), io.Audio.Output()])
-def hearing():
+@node("TestHearing")
+def hearing() -> tuple[io.AudioEncoder, io.Audio]:
     """Returns an AUDIO_ENCODER with random weights, and one second of sound."""
     found = AudioEncoderModel(dict(_HEARING))
     _draw(found.model)
@@ -151,19 +142,15 @@ def hearing():
     return [found, {"waveform": sound, "sample_rate": 16000}]
 
 
-@node(
-    "TestEncoderLora",
-    [CLIP, io.String.Input("lora_name"), io.Float.Input("strength", default=1.0)],
-    CLIPS,
-)
-def encoder_lora(clip, lora_name, strength):
+@node("TestEncoderLora")
+def encoder_lora(clip: io.Clip, lora_name: str, strength: float) -> io.Clip:
     """Puts a LoRA on a CLIP with ComfyUI's own function, without the MODEL that its node needs."""
     lora = load_file(folder_paths.get_full_path("loras", lora_name))
     return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
 
 
-@node("TestMapped", [CLIP, io.String.Input("file")], [io.String.Output()])
-def mapped(clip, file):
+@node("TestMapped")
+def mapped(clip: io.Clip, file: str) -> str:
     """Returns two numbers: the bytes of a CLIP's weights that are pages of the mapped file, and all their bytes."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)]
     ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
@@ -172,8 +159,8 @@ def mapped(clip, file):
     return f"{sum(w.nbytes for w in found)} {sum(w.nbytes for w in weights)}"
 
 
-@node("TestWrittenInto", [CLIP], CLIPS)
-def written_into(clip):
+@node("TestWrittenInto")
+def written_into(clip: io.Clip) -> io.Clip:
     """Returns a CLIP whose first encoder returns half of its result: a pack's function replaces its method."""
     found = clip.clone()
     before = found.cond_stage_model.clip_l.encode_token_weights
@@ -186,8 +173,8 @@ def written_into(clip):
     return found
 
 
-@save("TestSaveTensors", io.AnyType.Input("value"))
-def save_tensors(value, path):
+@node("TestSaveTensors", is_output_node=True)
+def save_tensors(value: io.AnyType, path: str):
     """Writes the tensors of any value as safetensors, named by their position in it."""
     save_file({name: one.contiguous().cpu() for name, one in _tensors(value, "")}, output_path(path))
 

@@ -1,16 +1,13 @@
 """A test-only pack that fails in the way that its folder's name says. In rank 1, `parallel_test_breaks` cannot be
-imported, `…_hangs` never finishes its import, `…_ends` ends the process and `…_raises` raises during a step.
-`…_locks` gives a model an object that cannot be sent to any rank."""
+imported, `…_hangs` never finishes its import, `…_ends` ends the process and `…_raises` raises during a step."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 
 import torch
-from comfy.samplers import CFGGuider
 
 WAY = Path(__file__).parent.name.removeprefix("parallel_test_")
 
@@ -42,35 +39,8 @@ class Fails:
 
     def apply(self, model):
         model = model.clone()
-        if WAY == "locks":
-            model.model_options["transformer_options"]["guarded_by"] = threading.Lock()
         model.set_model_unet_function_wrapper(halved)
         return (model,)
 
 
-class LockedGuider(CFGGuider):
-    """A guider with a lock, which cannot be sent to a rank."""
-
-    def __init__(self, model) -> None:
-        super().__init__(model)
-        self.lock = threading.Lock()
-
-
-class TestLockedGuider:
-    CATEGORY, FUNCTION, RETURN_TYPES = "parallel/testing", "make", ("GUIDER",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        texts = {"positive": ("CONDITIONING",), "negative": ("CONDITIONING",)}
-        return {"required": {"model": ("MODEL",), "cfg": ("FLOAT", {"default": 2.0}), **texts}}
-
-    def make(self, model, cfg, positive, negative):
-        guider = LockedGuider(model)
-        guider.set_conds(positive, negative)
-        guider.set_cfg(cfg)
-        return (guider,)
-
-
 NODE_CLASS_MAPPINGS = {f"Test{WAY.capitalize()}": Fails}
-if WAY == "locks":
-    NODE_CLASS_MAPPINGS["TestLockedGuider"] = TestLockedGuider

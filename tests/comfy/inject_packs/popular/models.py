@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import comfy.lora
@@ -92,6 +93,14 @@ def attention_kernel(model):
     """Replaces the model's attention with the pack's kernel."""
     model = model.clone()
     model.model_options["transformer_options"]["optimized_attention_override"] = smoothed_attention
+    return model
+
+
+@node("TestLocks", model="MODEL")
+def locks(model):
+    """Gives the model's options a lock, which cannot be sent to a rank."""
+    model = model.clone()
+    model.model_options["transformer_options"]["guarded_by"] = threading.Lock()
     return model
 
 

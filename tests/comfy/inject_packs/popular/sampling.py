@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import comfy.model_management
 import torch
@@ -36,6 +37,16 @@ def pack_guider(model, positive, negative, cfg):
     guider.set_conds(positive, negative)
     guider.set_cfg(cfg)
     guider.set_momentum(0.5)
+    return guider
+
+
+@node(
+    "TestLockedGuider", "GUIDER", model="MODEL", positive="CONDITIONING", negative="CONDITIONING", cfg="FLOAT"
+)
+def locked_guider(model, positive, negative, cfg):
+    """Returns a guider with a lock, which cannot be sent to a rank."""
+    guider = pack_guider(model, positive, negative, cfg)
+    guider.lock = threading.Lock()
     return guider
 
 
