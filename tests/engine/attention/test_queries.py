@@ -123,36 +123,23 @@ def reference():
     return of
 
 
-@pytest.mark.parametrize("name", UNDESCRIBED)
-def test_classes_that_nobody_described_give_the_answer_of_one_process(reference, name):
-    one = reference(name)
-    for strategy in (ULYSSES_2, ULYSSES_3):
-        for ((worst, sent, notes),) in run_ranks(
-            one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)
-        ):
-            assert worst <= EXACT
-            assert sent > 0 and "share out the queries of attention" in notes[0]
-
-
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_masks_and_shared_keys_of_other_classes_do_too(reference, name):
-    for ((worst, sent, _),) in run_ranks(reference(name).on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
-        assert worst <= EXACT and sent > 0
-
-
 @pytest.mark.parametrize(
-    "strategy",
+    ("name", "strategy"),
     [
-        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)),
-        ParallelStrategy(ring_degree=2),
-        ParallelStrategy(ulysses_degree=2, cfg_degree=2),
+        *((name, ULYSSES_3) for name in (*UNDESCRIBED, *DESCRIBED)),
+        ("cosmos 1", ULYSSES_3.replace(device_shares=(1.0, 3.0, 2.0))),
+        ("cosmos 1", ParallelStrategy(ring_degree=2)),
+        ("cosmos 1", ParallelStrategy(ulysses_degree=2, cfg_degree=2)),
     ],
-    ids=["uneven devices", "ring", "with cfg"],
+    ids=lambda value: value if isinstance(value, str) else value.describe(),
 )
-def test_other_layouts_of_the_sequence_axis(reference, strategy):
-    one = reference("cosmos 1", (strategy.cfg_degree, 8, 8))
-    for ((worst, sent, _),) in run_ranks(one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)):
-        assert worst <= EXACT and sent > 0
+def test_ranks_that_share_out_queries_give_the_answer_of_one_process(reference, name, strategy):
+    one = reference(name, (strategy.cfg_degree, 8, 8))
+    for ((worst, sent, notes),) in run_ranks(
+        one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)
+    ):
+        assert worst <= EXACT
+        assert sent > 0 and "share out the queries of attention" in notes[0]
 
 
 def test_without_the_exchange_the_answer_is_another(reference):

@@ -169,17 +169,18 @@ def _expected(name):
     return _by_hooks(name)
 
 
-@functools.cache
-def _alone(name):
-    return run_ranks(_job, 1, ParallelStrategy(), [(name, STAY)])[0][0]
-
-
 @pytest.mark.xdist_group("step_cache")
 @pytest.mark.parametrize("name", WAYS)
+@torch.inference_mode()
 def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
-    answers, *counts = _alone(name)
+    """The tolerance tells reused calls from computed ones."""
+    answers, *counts = run_ranks(_job, 1, ParallelStrategy(), [(name, STAY)])[0][0]
     assert counts == COUNTS
     assert _difference(answers, _expected(name)) <= EXACT
+    for number, (_, args, kwargs) in enumerate(_calls(name)):
+        exact = _tensors(_model(name).module(*args, **kwargs))
+        difference = _difference([answers[number]], [exact])
+        assert (difference > 10 * EXACT) if REUSED[number // 2] else (difference <= EXACT)
 
 
 def _between_blocks(args):
@@ -248,19 +249,6 @@ def test_comfyuis_flux_and_diffusers_flux_skip_the_same_calls_alike(tmp_path):
         assert ratios[1:] == pytest.approx(ratios_there[1:], rel=1e-4)
         pairs = zip(answers, others, strict=True)
         assert max(_difference([[one]], [[other]]) for one, other in pairs) <= EXACT
-
-
-@pytest.mark.xdist_group("step_cache")
-@pytest.mark.parametrize("name", WAYS)
-def test_the_tolerance_tells_reused_calls_from_computed_ones(name):
-    with torch.inference_mode():
-        exact = [
-            _tensors(_model(name).module(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-            for _, args, kwargs in _calls(name)
-        ]
-    for number, answers in enumerate(zip(_alone(name)[0], exact, strict=True)):
-        difference = _difference(*([one] for one in answers))
-        assert (difference > 10 * EXACT) if REUSED[number // 2] else (difference <= EXACT)
 
 
 STRATEGIES = {
