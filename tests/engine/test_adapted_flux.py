@@ -9,6 +9,8 @@ from adapted_flux import CALLS, SIZES, WIDTH, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
 from differences import relative_difference
 from module_references import difference_of_patches, make_others
+from parallel_backend.engine.blocks import compile as compiling
+from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
@@ -18,6 +20,7 @@ from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.tokens.table import token_mode
+from parallel_backend.options import COMPILE_BACKEND, ComputeOptions
 from parallel_backend.requests import BLOCK, STAY, ModuleCall, Placement
 from parallel_backend.sampling.image_patches import ElementPatches
 from parallel_backend.strategy import ParallelStrategy
@@ -52,6 +55,7 @@ STRATEGIES = {
         ParallelStrategy(cfg_degree=2, ulysses_degree=2),
         ParallelStrategy(cfg_degree=2, ring_degree=2, shard_weights=True),
         ParallelStrategy(pipefusion_degree=2, cfg_degree=2),
+        ParallelStrategy(pipefusion_degree=2, ring_degree=2, device_shares=(1, 1, 1, 30)),
         ParallelStrategy(tensor_degree=4),
         ParallelStrategy(tensor_degree=2, ulysses_degree=2),
         ParallelStrategy(tensor_degree=2, ring_degree=2),
@@ -184,6 +188,32 @@ def test_three_ranks_have_a_third_of_each_layer(tmp_path_factory):
     path, expected = _subject(tmp_path_factory, THREE_HEADS, ["odd sides"])
     for answer in run_ranks(thirds, 3, path):
         assert relative_difference(answer, expected["odd sides"]) <= EXACT
+
+
+@torch.inference_mode()
+def compiled_and_cached(world, path, strategy):
+    """Returns (the answer of compiled blocks, blocks that ran uncompiled, answers under a step cache to calls of which
+    some are alike, the number of reused calls)."""
+    layouts, (args, kwargs) = Layouts(world), CALLS["single tokens"]()
+    model = loaded(path, layouts, strategy)
+    forward = make_module_forward(model, layouts, Placement(strategy, "native", ComputeOptions("blocks")))
+    compiled = forward(module_call("single tokens"))
+    uncompiled = compiling.compiler().take().uncompiled
+    forward, cache = make_module_forward(model, layouts, Placement(strategy)), ModuleCache(0.2)
+    calls = [ModuleCall((times * args[0], args[1]), kwargs, 1, STAY) for times in (1.0, -1.0, -0.9, 1.0)]
+    return compiled, uncompiled, torch.stack([forward(one, cache) for one in calls]), cache.reused
+
+
+def test_compiled_blocks_and_the_step_cache_where_a_rank_has_no_tokens(subject, monkeypatch):
+    monkeypatch.setenv(COMPILE_BACKEND, "eager")
+    path, expected = subject
+    ((*_, cached, reused),) = run_ranks(compiled_and_cached, 1, path, ParallelStrategy())
+    assert 0 < reused < 3
+    for compiled, uncompiled, found, reused_there in run_ranks(
+        compiled_and_cached, 3, path, STRATEGIES[3][1]
+    ):
+        assert uncompiled == 0 and relative_difference(compiled, expected["single tokens"]) <= EXACT
+        assert reused_there == reused and relative_difference(found, cached) <= EXACT
 
 
 @torch.inference_mode()

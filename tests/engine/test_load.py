@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 
 from differences import relative_difference
 from flux_requests import flux_request
-from parallel_backend.errors import Cancelled, CheckpointError, OutOfMemory, StrategyError
+from parallel_backend.errors import CheckpointError, OutOfMemory, StrategyError
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
@@ -28,16 +27,11 @@ def flux(tmp_path):
     return ModelSpec(path=str(write_tiny_flux(tmp_path / "tiny.safetensors")))
 
 
-def request(cfg=1.0):
-    plain = flux_request()
-    return replace(plain, cfg=cfg, negative=plain.positive if cfg != 1.0 else None)
-
-
 def test_one_warm_group_changes_between_whole_sharded_and_sliced_weights(two_real_ranks, flux):
-    expected = two_real_ranks.sample(flux, request(), Placement(WHOLE)).latent
+    expected = two_real_ranks.sample(flux, flux_request(), Placement(WHOLE)).latent
     pids = two_real_ranks.pids
     for strategy in (SHARDED, SHARDED_BY_ROWS, SLICED, WHOLE, SLICED, SHARDED):
-        result = two_real_ranks.sample(flux, request(), Placement(strategy))
+        result = two_real_ranks.sample(flux, flux_request(), Placement(strategy))
         assert relative_difference(result.latent, expected) <= TOLERANCE, strategy.describe()
         assert result.info.strategy == strategy
         assert two_real_ranks.pids == pids
@@ -50,31 +44,18 @@ def test_strategies_that_hold_the_same_shares_need_no_second_load(two_real_ranks
     assert not two_real_ranks.load(flux, SHARDED).cached
 
 
-def test_a_cancelled_run_leaves_sharded_weights_usable(two_real_ranks, flux):
-    expected = two_real_ranks.sample(flux, request(cfg=3.0), Placement(SHARDED_BY_ROWS)).latent
-    pids = two_real_ranks.pids
-
-    def stop(step, steps, denoised):
-        two_real_ranks.cancel()
-
-    with pytest.raises(Cancelled):
-        two_real_ranks.sample(flux, request(cfg=3.0), Placement(SHARDED_BY_ROWS), on_step=stop)
-    again = two_real_ranks.sample(flux, request(cfg=3.0), Placement(SHARDED_BY_ROWS)).latent
-    assert torch.equal(again, expected) and two_real_ranks.pids == pids
-
-
 @pytest.mark.parametrize("strategy", [SHARDED, SLICED], ids=lambda s: s.describe())
 def test_a_refused_file_leaves_the_group_and_its_model_alone(two_real_ranks, flux, tmp_path, strategy):
-    expected = two_real_ranks.sample(flux, request(), Placement(strategy)).latent
+    expected = two_real_ranks.sample(flux, flux_request(), Placement(strategy)).latent
     pids = two_real_ranks.pids
     bad = tmp_path / "bad.safetensors"
     shutil.copy(flux.path, bad)
     with bad.open("r+b") as file:
         file.truncate(10_000)
     with pytest.raises(CheckpointError, match=r"bad\.safetensors is refused"):
-        two_real_ranks.sample(ModelSpec(str(bad)), request(), Placement(strategy))
+        two_real_ranks.sample(ModelSpec(str(bad)), flux_request(), Placement(strategy))
     assert two_real_ranks.load(flux, strategy).cached
-    assert torch.equal(two_real_ranks.sample(flux, request(), Placement(strategy)).latent, expected)
+    assert torch.equal(two_real_ranks.sample(flux, flux_request(), Placement(strategy)).latent, expected)
     assert two_real_ranks.pids == pids
 
 
@@ -83,12 +64,12 @@ def test_memory_that_ends_on_one_rank_leaves_the_group_usable(no_leaks, flux, tm
     large = ModelSpec(str(shutil.copy(flux.path, tmp_path / "too large.safetensors")))
     sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="tests.support.rank_programs.short_of_memory_rank")
     try:
-        expected = sidecar.sample(flux, request(), Placement(strategy)).latent
+        expected = sidecar.sample(flux, flux_request(), Placement(strategy)).latent
         pids = sidecar.pids
         for _ in range(2):
             with pytest.raises(OutOfMemory, match="Process 1 ran out of memory"):
-                sidecar.sample(large, request(), Placement(strategy))
-        assert torch.equal(sidecar.sample(flux, request(), Placement(strategy)).latent, expected)
+                sidecar.sample(large, flux_request(), Placement(strategy))
+        assert torch.equal(sidecar.sample(flux, flux_request(), Placement(strategy)).latent, expected)
         assert sidecar.pids == pids
     finally:
         sidecar.stop()
@@ -99,6 +80,6 @@ def test_what_a_pipeline_cannot_do_is_refused_and_the_group_lives_on(two_real_ra
     pids = two_real_ranks.pids
     strategy = ParallelStrategy(pipefusion_degree=2, shard_weights=True)
     with pytest.raises(StrategyError, match="pipefusion_degree 2 with shard_weights"):
-        two_real_ranks.sample(flux, request(), Placement(strategy))
-    two_real_ranks.sample(flux, request(), Placement(SLICED))
+        two_real_ranks.sample(flux, flux_request(), Placement(strategy))
+    two_real_ranks.sample(flux, flux_request(), Placement(SLICED))
     assert two_real_ranks.pids == pids

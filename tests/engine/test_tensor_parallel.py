@@ -69,12 +69,11 @@ def test_every_layout_and_dtype_is_sliced_alike(tmp_path, stored, wish, allowed)
         assert max(map(relative_difference, found, expected)) <= allowed
 
 
-def parameters_of(world, path, wish):
-    model = load_under(ModelSpec(path, weight_dtype=wish), Layouts(world), TENSOR_2)
+def parameters_of(world, path):
+    model = load_under(ModelSpec(path, weight_dtype="float8_e4m3fn"), Layouts(world), TENSOR_2)
     named = dict(model.module.transformer.named_parameters())
     heads = {m.heads for m in model.module.transformer.modules() if hasattr(m, "to_q")}
     return {
-        "bytes": sum(p.numel() * p.element_size() for p in named.values()),
         "shapes": {name.replace(".inner", ""): list(p.shape) for name, p in named.items()},
         "dtypes": sorted({str(p.dtype) for n, p in named.items() if "transformer_blocks" in n}),
         "heads": sorted(heads),
@@ -84,18 +83,10 @@ def parameters_of(world, path, wish):
 def test_a_rank_holds_slices_in_the_storage_dtype(tmp_path):
     path = write_tiny_flux(tmp_path / "x.safetensors", dtype=torch.bfloat16, **SIZES)
     dims = inspect_flux(path).dims
-    for index, rank in enumerate(run_ranks(parameters_of, 2, str(path), "float8_e4m3fn")):
+    for index, rank in enumerate(run_ranks(parameters_of, 2, str(path))):
         assert rank["shapes"] == {name: list(shape) for name, shape in sliced_shapes(dims, 2, index).items()}
         assert rank["dtypes"] == ["torch.bfloat16", "torch.float8_e4m3fn"]
         assert rank["heads"] == [1]
-
-
-def test_a_rank_holds_half_of_the_weights_of_all_blocks(tmp_path):
-    path = write_tiny_flux(tmp_path / "x.safetensors", **SIZES)
-    whole = inspect_flux(path).tensor_bytes
-    for rank in run_ranks(parameters_of, 2, str(path), "auto"):
-        # Every rank has the whole embedders and last layer: 8 h² of the 66 h² of this tiny model.
-        assert rank["bytes"] < (0.5 + 0.5 * 8.6 / 66) * whole
 
 
 def test_slices_are_views_of_the_mapped_file_wherever_they_lie_in_one_place(tmp_path):

@@ -31,7 +31,7 @@ CALLS = {
 
 
 def _calls(world, strategy):
-    """Returns {call: (heads that this rank computed, largest difference from one process)} for each form."""
+    """Returns {(call, *form): (heads that this rank computed, largest difference from one process)}."""
     layouts, found = Layouts(world), {}
     for name, (key_heads, value_heads, width, _) in CALLS.items():
         q = random(2, HEADS, TOKENS, CHANNELS)
@@ -51,25 +51,20 @@ def _calls(world, strategy):
             out = HeadAttention(layouts.get(strategy), layouts.traffic, 1)(library, call)
             expected = call.by(optimized)
             assert out.shape == expected.shape
-            found[name, form] = *computed, (out - expected).abs().max().item()
-    return list(found.items())
+            found[(name, *form)] = *computed, (out - expected).abs().max().item()
+    return found
 
 
 @functools.cache
 def _of_ranks(layout):
-    return [dict(map(_hashable, found)) for found in run_ranks(_calls, 2, LAYOUTS[layout])]
-
-
-def _hashable(item):
-    (name, form), result = item
-    return (name, tuple(form)), result
+    return run_ranks(_calls, 2, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_heads_that_share_keys_stay_together_and_odd_ones_are_computed_by_every_rank(layout, name):
     for form in ((False, False), (True, False), (True, True)):
-        results = [of_rank[name, form] for of_rank in _of_ranks(layout) if (name, form) in of_rank]
+        results = [of_rank[key] for of_rank in _of_ranks(layout) if (key := (name, *form)) in of_rank]
         assert [heads for heads, _ in results] in ([], CALLS[name][3][layout])
         assert all(difference < 1e-6 for _, difference in results)
     assert results

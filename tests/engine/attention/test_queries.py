@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfy_modules import CASES, import_comfyui_here
+from comfy_modules import CASES
 from module_references import Reference
 from parallel_backend.engine.attention import queries
 from parallel_backend.engine.comm.groups import Layouts
@@ -25,6 +25,7 @@ from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
 EXACT = 1e-5  # relative to the largest value
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 ULYSSES_2, ULYSSES_3 = ParallelStrategy(ulysses_degree=2), ParallelStrategy(ulysses_degree=3)
 # Models with each kind of mask, with grouped keys, and with sound next to video.
 DESCRIBED = ("flux1 + full mask", "qwen-image + text mask", "krea2 + reference, gqa", "ltx-2 (video + sound)")
@@ -112,50 +113,31 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(queries, "MIN_KEYS", 2)
 
 
-@pytest.fixture(scope="module")
-def reference():
-    import_comfyui_here()
-
-    @functools.cache
-    def of(name, size=(1, 8, 8)):
-        return Reference(*(UNDESCRIBED | CASES)[name], size)
-
-    return of
-
-
-@pytest.mark.parametrize("name", UNDESCRIBED)
-def test_classes_that_nobody_described_give_the_answer_of_one_process(reference, name):
-    one = reference(name)
-    for strategy in (ULYSSES_2, ULYSSES_3):
-        for ((worst, sent, notes),) in run_ranks(
-            one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)
-        ):
-            assert worst <= EXACT
-            assert sent > 0 and "share out the queries of attention" in notes[0]
-
-
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_masks_and_shared_keys_of_other_classes_do_too(reference, name):
-    for ((worst, sent, _),) in run_ranks(reference(name).on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
-        assert worst <= EXACT and sent > 0
+@functools.cache
+def reference(name, size=(1, 8, 8)):
+    return Reference(*(UNDESCRIBED | CASES)[name], size)
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("name", "strategy"),
     [
-        ParallelStrategy(ulysses_degree=3, device_shares=(1.0, 3.0, 2.0)),
-        ParallelStrategy(ring_degree=2),
-        ParallelStrategy(ulysses_degree=2, cfg_degree=2),
+        *((name, ULYSSES_3) for name in (*UNDESCRIBED, *DESCRIBED)),
+        ("cosmos 1", ULYSSES_3.replace(device_shares=(1.0, 3.0, 2.0))),
+        ("cosmos 1", ParallelStrategy(ring_degree=2)),
+        ("cosmos 1", ParallelStrategy(ulysses_degree=2, cfg_degree=2)),
     ],
-    ids=["uneven devices", "ring", "with cfg"],
+    ids=lambda value: value if isinstance(value, str) else value.describe(),
 )
-def test_other_layouts_of_the_sequence_axis(reference, strategy):
-    one = reference("cosmos 1", (strategy.cfg_degree, 8, 8))
-    for ((worst, sent, _),) in run_ranks(one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)):
-        assert worst <= EXACT and sent > 0
+def test_ranks_that_share_out_queries_give_the_answer_of_one_process(name, strategy):
+    one = reference(name, (strategy.cfg_degree, 8, 8))
+    for ((worst, sent, notes),) in run_ranks(
+        one.on_ranks, strategy.world_size, ATTENTION, Placement(strategy)
+    ):
+        assert worst <= EXACT
+        assert sent > 0 and "share out the queries of attention" in notes[0]
 
 
-def test_without_the_exchange_the_answer_is_another(reference):
+def test_without_the_exchange_the_answer_is_another():
     """Proves that the tolerance is tight enough to show a missing exchange."""
     one = reference("sdxl + controlnet")
 
@@ -171,20 +153,20 @@ def test_without_the_exchange_the_answer_is_another(reference):
     assert min(run_ranks(apart, 2)) > 100 * EXACT
 
 
-def test_as_many_rows_as_ranks_go_whole_to_each(reference):
+def test_as_many_rows_as_ranks_go_whole_to_each():
     one = reference("sd1.5", (2, 8, 8))
     for ((worst, sent, _),) in run_ranks(one.on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT
         assert sent == one.answer.nbytes // 2  # its row of the answer, and nothing for attention
 
 
-def test_attention_to_few_keys_stays_whole(reference, monkeypatch):
+def test_attention_to_few_keys_stays_whole(monkeypatch):
     monkeypatch.setattr(queries, "MIN_KEYS", 2048)
     for ((worst, sent, _),) in run_ranks(reference("sd1.5").on_ranks, 2, ATTENTION, Placement(ULYSSES_2)):
         assert worst <= EXACT and sent == 0
 
 
-def test_a_call_leaves_no_attention_behind(reference):
+def test_a_call_leaves_no_attention_behind():
     """The call also has compiled blocks, which must work together with split queries."""
     one = reference("qwen-image + text mask")
 
@@ -203,9 +185,8 @@ def test_a_call_leaves_no_attention_behind(reference):
 
 
 @pytest.mark.parametrize("rows", [2, 5])
-def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(reference, rows):
+def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(rows):
     """In a mask [a, keys], `a` counts rows for some of ComfyUI's functions, and queries for others."""
-    reference("sd1.5")
     seen = []
 
     def library(call):

@@ -20,15 +20,7 @@ EXACT = 1e-5  # relative to the largest value
 EVEN, ODD = (1, 8, 8), (2, 9, 7)  # rows, height, width; only the tokens of the first divide evenly
 # Models that xfuser computes under any strategy, and those of unlike blocks among them, for the products of axes.
 BY_XFUSER = {
-    2: [
-        "flux1",
-        "flux1 + reference",
-        "flux1 + controlnet",
-        "wan2.1 t2v",
-        "wan2.2 t per frame",
-        "qwen-image",
-        "sd3.5 medium",
-    ],
+    2: ["flux1 + reference", "flux1 + controlnet", "wan2.2 t per frame", "qwen-image", "sd3.5 medium"],
     4: ["flux1 + controlnet", "wan2.2 t per frame", "sd3.5 medium"],
 }
 # What it leaves to native: (the model and its inputs, number of ranks, reason in the note).
@@ -58,16 +50,18 @@ def _comfyui():
 
 
 def computed(world, strategies, references):
-    """Returns (difference, engine) for each call on this rank. The strategies take turns: xfuser has one set of groups
-    per process."""
+    """Returns (difference, engine, notes) for each call on this rank. The strategies take turns: xfuser has one set of
+    groups per process."""
     layouts, found = Layouts(world), []
     for reference in references:
         forwards = [
             make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
             for strategy in strategies
         ]
-        for tokens in (STAY, BLOCK):
-            found += [(reference.difference(forward, tokens), forward.engine) for forward in forwards]
+        for tokens in (STAY, BLOCK) if reference.mode == STAY else (reference.mode,):
+            found += [
+                (reference.difference(forward, tokens), forward.engine, forward.notes) for forward in forwards
+            ]
     return found
 
 
@@ -76,22 +70,18 @@ def test_xfuser_gives_what_one_process_gives_in_each_family_as_strategies_take_t
     references, strategies = [Reference(*CASES[name], ODD) for name in BY_XFUSER[ranks]], STRATEGIES[ranks]
     assert {reference.mode for reference in references} == {STAY}
     for of_rank in run_ranks(computed, ranks, strategies, references, backend="gloo"):
-        assert [engine for _, engine in of_rank] == ["xfuser"] * 2 * len(references) * len(strategies)
-        assert max(far for far, _ in of_rank) <= EXACT
+        assert [engine for _, engine, _ in of_rank] == ["xfuser"] * 2 * len(references) * len(strategies)
+        assert max(far for far, *_ in of_rank) <= EXACT
 
 
 @pytest.mark.parametrize("what", BY_NATIVE)
 def test_what_xfuser_cannot_compute_native_does_and_a_note_says_so(what):
     case, ranks, reason = BY_NATIVE[what]
     strategy, reference = ParallelStrategy(ulysses_degree=ranks), Reference(*case, EVEN)
-    for ((far, engine, notes),) in run_ranks(run_unmodified, ranks, strategy, reference, backend="gloo"):
-        assert far <= EXACT and engine == "native"
-        assert [note for note in notes if note.startswith(f"engine xfuser fell back to native: {reason}")]
-
-
-def run_unmodified(world, strategy, reference):
-    forward = make_module_forward(reference.model, Layouts(world), Placement(strategy, "xfuser"))
-    return [(reference.difference(forward, reference.mode), forward.engine, forward.notes)]
+    for of_rank in run_ranks(computed, ranks, [strategy], [reference], backend="gloo"):
+        for far, engine, notes in of_rank:
+            assert far <= EXACT and engine == "native"
+            assert [note for note in notes if note.startswith(f"engine xfuser fell back to native: {reason}")]
 
 
 def test_ranks_on_the_cpu_need_no_gpu_where_torch_is_built_for_cuda():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from banded_vaes import TOLERANCE, difference
+from host_and_device import DEVICE, HOST
 from other_vaes import TILED, build, decoded
 from parallel_backend.engine.bands.tiles import TiledDecoder
 from parallel_backend.engine.comm.groups import Layouts
@@ -15,7 +16,6 @@ from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import VaeMode, known
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
 # (latent frames, height, width), frames, tiles, shares: a picture, fewer tiles than ranks, a video in two chunks
 SIZES = [
     ((1, 5, 4), 1, 4, ()),
@@ -26,20 +26,21 @@ SIZES = [
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
-def tiled():
-    return TiledComfyUIVae(build(TILED), TILED.channels, TILED.dims, torch.float32, CPU)
+def tiled(device=HOST):
+    return TiledComfyUIVae(build(TILED), TILED.channels, TILED.dims, torch.float32, device)
 
 
 def decode(world, sizes, broken=False):
     """Returns ([(frames or an empty tensor, tiles per rank, steps announced, bytes sent) for each size], the error of
     check() or ""). `broken`: True makes rank 1 compute zeros."""
     layouts, results = Layouts(world), []
-    decoder, traffic = TiledDecoder(tiled(), layouts), layouts.traffic
+    decoder, traffic = TiledDecoder(tiled(world.device), layouts), layouts.traffic
     if broken and world.rank == 1:
         decoder.vae.compute = lambda tile: torch.zeros(decoder.vae.tile_shape(tile))
     for size, _, _, shares in sizes:
         steps, latent, sent = [], random(TILED.channels, *size), traffic.bytes_sent
         frames = decoder(latent, shares[: world.world_size], lambda steps=steps: steps.append(1))
+        assert frames is None or frames.device == HOST
         results.append(
             (
                 torch.empty(0) if frames is None else frames,
@@ -57,7 +58,7 @@ def decode(world, sizes, broken=False):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_frames_are_those_of_one_process(ranks):
-    network, outcomes = build(TILED), run_ranks(decode, ranks, SIZES)
+    network, outcomes = build(TILED), run_ranks(decode, ranks, SIZES, device=DEVICE)
     results = [results for results, _ in outcomes]
     for number, (size, count, tiles, shares) in enumerate(SIZES):
         expected = decoded(network, random(TILED.channels, *size))
@@ -84,7 +85,7 @@ def test_a_rank_holds_no_picture_to_know_its_tiles():
     vae = tiled()
     with torch.inference_mode():
         tiles = vae.tiles(random(1, TILED.channels, 9, 4, 7))
-    assert all(tile.device == CPU for tile in tiles)
+    assert all(tile.device == HOST for tile in tiles)
     assert {vae.tile_shape(tile)[1] for tile in tiles} == {3}
     with torch.inference_mode():
         assert vae.tile_shape(tiles[0]) == tuple(vae.compute(tiles[0]).shape)

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from comfy_modules import UNETS, import_comfyui_here
+from comfy_modules import UNETS
 from module_references import Reference
 from parallel_backend.engine.bands import unet as unet_bands
 from parallel_backend.models.comfyui.tiny.cases import build_tiny, tiny_builder, tiny_inputs
@@ -19,15 +19,16 @@ from ranks import run_ranks
 
 EXACT = 1e-5  # relative to the largest value
 IN_BANDS = "computes a band of the image's rows"
+pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
 def ulysses(ranks, **others):
     return ParallelStrategy(ulysses_degree=ranks, **others)
 
 
-def on_ranks(one, ranks, *strategies):
-    """Returns for each rank and strategy [difference, bytes sent, notes]."""
-    return run_ranks(one.on_ranks, ranks, BANDS, *map(Placement, strategies))
+def on_ranks(one, strategy):
+    """Returns for each rank [[difference, bytes sent, notes]]."""
+    return run_ranks(one.on_ranks, strategy.world_size, BANDS, Placement(strategy))
 
 
 def alone(one):
@@ -37,51 +38,34 @@ def alone(one):
         return one.model.module(*args, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def reference():
-    import_comfyui_here()
-
-    @functools.cache
-    def of(name, size):
-        return Reference(*UNETS[name], size)
-
-    return of
+@functools.cache
+def reference(name, size):
+    return Reference(*UNETS[name], size)
 
 
 @pytest.mark.parametrize(  # lowest resolution: 2 rows (the image's last band has one), a row per rank, more
-    ("name", "ranks", "size"),
+    ("name", "strategy", "size"),
     [
-        ("sdxl", 2, (1, 5, 6)),
-        ("sdxl + controlnet", 3, (2, 21, 10)),
-        ("sdxl + controlnet", 4, (1, 16, 9)),
-        ("sdxl refiner", 4, (1, 29, 7)),
-        ("sd1.5", 3, (2, 9, 7)),
-        ("sd2 inpainting", 2, (3, 7, 4)),
-        ("sd 4x upscaler", 3, (1, 10, 5)),
-        ("svd", 2, (3, 7, 6)),
-        ("svd", 4, (6, 8, 3)),
+        ("sdxl", ulysses(2), (1, 5, 6)),
+        ("sdxl + controlnet", ulysses(3), (2, 21, 10)),
+        ("sdxl + controlnet", ulysses(4), (1, 16, 9)),
+        ("sdxl + controlnet", ulysses(2, cfg_degree=2), (2, 19, 6)),
+        ("sdxl + controlnet", ulysses(2, ring_degree=2), (1, 19, 6)),
+        ("sdxl + controlnet", ulysses(3, device_shares=(1.0, 3.0, 2.0)), (1, 19, 6)),
+        ("sdxl refiner", ulysses(4), (1, 29, 7)),
+        ("sd1.5", ulysses(3), (2, 9, 7)),
+        ("sd2 inpainting", ulysses(2), (3, 7, 4)),
+        ("sd 4x upscaler", ulysses(3), (1, 10, 5)),
+        ("svd", ulysses(2), (3, 7, 6)),
+        ("svd", ulysses(4), (6, 8, 3)),
     ],
+    ids=lambda value: value.describe() if isinstance(value, ParallelStrategy) else str(value),
 )
-def test_every_kind_of_unet_gives_the_answer_of_one_process(reference, name, ranks, size):
+def test_every_kind_of_unet_gives_the_answer_of_one_process(name, strategy, size):
     one = reference(name, size)
-    for ((worst, sent, notes),) in on_ranks(one, ranks, ulysses(ranks)):
+    for ((worst, sent, notes),) in on_ranks(one, strategy):
         assert worst <= EXACT
         assert sent > 0 and IN_BANDS in notes[0]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "rows"),
-    [
-        (ParallelStrategy(cfg_degree=2, ulysses_degree=2), 2),
-        (ParallelStrategy(ulysses_degree=2, ring_degree=2), 1),
-        (ulysses(3, device_shares=(1.0, 3.0, 2.0)), 1),
-    ],
-    ids=["with cfg", "ring too", "uneven devices"],
-)
-def test_other_layouts_of_the_sequence_axis(reference, strategy, rows):
-    one = reference("sdxl + controlnet", (rows, 19, 6))
-    for ((worst, sent, notes),) in on_ranks(one, strategy.world_size, strategy):
-        assert worst <= EXACT and sent > 0 and IN_BANDS in notes[0]
 
 
 NEIGHBOURS = {
@@ -103,7 +87,7 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("missing", [*NEIGHBOURS, "rows of other convolutions"])
-def test_a_rank_that_goes_without_the_others_gives_another_answer(reference, missing):
+def test_a_rank_that_goes_without_the_others_gives_another_answer(missing):
     """Proves that the tolerance is tight enough to show each missing exchange."""
     one = reference("sdxl", (1, 12, 6))
 
@@ -117,42 +101,40 @@ def test_a_rank_that_goes_without_the_others_gives_another_answer(reference, mis
     assert min(run_ranks(apart, 2)) > 100 * EXACT
 
 
-def test_a_residual_that_no_band_is_cut_of_gives_another_answer(reference, monkeypatch):
+def test_a_residual_that_no_band_is_cut_of_gives_another_answer(monkeypatch):
     one = reference("sdxl + controlnet", (1, 16, 9))
     monkeypatch.setattr(unet_bands, "_cut", lambda residual, rows: None)
-    assert min(found[0][0] for found in on_ranks(one, 2, ulysses(2))) > 100 * EXACT
+    assert min(found[0][0] for found in on_ranks(one, ulysses(2))) > 100 * EXACT
 
 
 def test_residuals_of_another_size_are_left_out_as_comfyui_leaves_them_out():
-    import_comfyui_here()
-
     def wrong_size(b, h, w):
         args, kwargs = tiny_inputs("sdxl")(b, h, w)
         residuals = [torch.ones(b, 32, height, w) for height in (h // 2, h + 3, h - 1)]
         return args, kwargs | {"control": {"input": [*residuals, None]}}
 
     one = Reference(tiny_builder("sdxl"), wrong_size, (1, 12, 6))
-    for ((worst, _, _),) in on_ranks(one, 2, ulysses(2)):
+    for ((worst, _, _),) in on_ranks(one, ulysses(2)):
         assert worst <= EXACT
 
 
-def test_rows_that_divide_go_whole_to_each_device(reference):
+def test_rows_that_divide_go_whole_to_each_device():
     one = reference("sd1.5", (2, 8, 6))
-    for ((worst, sent, _),) in on_ranks(one, 2, ulysses(2)):
+    for ((worst, sent, _),) in on_ranks(one, ulysses(2)):
         assert worst <= EXACT
         assert sent == one.answer.nbytes // 2  # its row of the answer
 
 
-def test_too_few_rows_share_out_attention_and_say_so(reference):
+def test_too_few_rows_share_out_attention_and_say_so():
     one = reference("sdxl", (1, 8, 8))
-    for ((worst, _, notes),) in on_ranks(one, 3, ulysses(3)):
+    for ((worst, _, notes),) in on_ranks(one, ulysses(3)):
         assert worst <= EXACT
         assert notes[0].startswith(
             "this image has 2 rows at the lowest resolution of its UNet, too few for bands on 3"
         )
 
 
-def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
+def test_patches_of_attention_see_the_whole_image_and_it_is_said():
     """The patch is like IP-Adapter's: it attends to further keys, weighted by the position in the image."""
     one = Reference(*UNETS["sdxl"], (1, 12, 6))
 
@@ -174,8 +156,6 @@ def test_patches_of_attention_see_the_whole_image_and_it_is_said(reference):
 
 
 def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():
-    import_comfyui_here()
-
     def dilated():
         unet = build_tiny("sdxl")
         unet.input_blocks[1][0].in_layers[2].dilation = (2, 2)
@@ -183,11 +163,11 @@ def test_a_layer_that_no_rule_covers_shares_out_attention_and_is_named():
         return unet
 
     one = Reference(dilated, tiny_inputs("sdxl"), (1, 12, 6))
-    for ((worst, _, notes),) in on_ranks(one, 2, ulysses(2)):
+    for ((worst, _, notes),) in on_ranks(one, ulysses(2)):
         assert worst <= EXACT and "dilation=(2, 2)" in notes[0] and "share out the queries" in notes[0]
 
 
-def test_a_call_leaves_the_module_as_it_was(reference):
+def test_a_call_leaves_the_module_as_it_was():
     """Calls of other sizes, and calls by one rank alone, still work in between."""
     one, other = reference("sdxl", (1, 12, 6)), reference("sdxl", (1, 13, 5))
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from comfy_modules import CASES
 from comfy_weight_files import inputs, spec, write
+from module_references import tensors_of
 from parallel_backend.engine.blocks.step_cache import ModuleCache, ReuseVote
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
@@ -81,10 +82,6 @@ def _calls(name, options=None):
     return found
 
 
-def _tensors(answer):
-    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
-
-
 @torch.inference_mode()
 def _answers(forward, name, cache, tokens, options=None):
     """Returns the answers to all calls, as lists of tensors."""
@@ -92,7 +89,7 @@ def _answers(forward, name, cache, tokens, options=None):
     for prompt, args, kwargs in _calls(name, options):
         args, kwargs = copy.deepcopy((args, kwargs))
         call = ModuleCall(args, kwargs, ODD[0], tokens, prompts=(prompt,))
-        found.append(_tensors(forward(call, cache)))
+        found.append(tensors_of(forward(call, cache)))
     return found
 
 
@@ -141,7 +138,7 @@ def _by_hooks(name, options=None):
         for number, (prompt, args, kwargs) in enumerate(_calls(name, options)):
             state |= {"prompt": prompt, "reuses": REUSED[number // 2]}
             args, kwargs = copy.deepcopy((args, kwargs))
-            found.append(_tensors(module(*args, **kwargs)))
+            found.append(tensors_of(module(*args, **kwargs)))
     return found
 
 
@@ -169,17 +166,18 @@ def _expected(name):
     return _by_hooks(name)
 
 
-@functools.cache
-def _alone(name):
-    return run_ranks(_job, 1, ParallelStrategy(), [(name, STAY)])[0][0]
-
-
 @pytest.mark.xdist_group("step_cache")
 @pytest.mark.parametrize("name", WAYS)
+@torch.inference_mode()
 def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
-    answers, *counts = _alone(name)
+    """The tolerance tells reused calls from computed ones."""
+    answers, *counts = run_ranks(_job, 1, ParallelStrategy(), [(name, STAY)])[0][0]
     assert counts == COUNTS
     assert _difference(answers, _expected(name)) <= EXACT
+    for number, (_, args, kwargs) in enumerate(_calls(name)):
+        exact = tensors_of(_model(name).module(*args, **kwargs))
+        difference = _difference([answers[number]], [exact])
+        assert (difference > 10 * EXACT) if REUSED[number // 2] else (difference <= EXACT)
 
 
 def _between_blocks(args):
@@ -215,7 +213,7 @@ def test_without_its_first_block_nothing_is_left_out():
     options = {"patches_replace": {"dit": {("double_block", 0): lambda args, extra: args}}}
     module = _model(CHANGED).module
     expected = [
-        _tensors(module(*args, **copy.deepcopy(kwargs))) for _, args, kwargs in _calls(CHANGED, options)
+        tensors_of(module(*args, **copy.deepcopy(kwargs))) for _, args, kwargs in _calls(CHANGED, options)
     ]
     for answers, _, reused in _one_and_two_ranks((BLOCK,), options):
         assert reused == 0
@@ -248,19 +246,6 @@ def test_comfyuis_flux_and_diffusers_flux_skip_the_same_calls_alike(tmp_path):
         assert ratios[1:] == pytest.approx(ratios_there[1:], rel=1e-4)
         pairs = zip(answers, others, strict=True)
         assert max(_difference([[one]], [[other]]) for one, other in pairs) <= EXACT
-
-
-@pytest.mark.xdist_group("step_cache")
-@pytest.mark.parametrize("name", WAYS)
-def test_the_tolerance_tells_reused_calls_from_computed_ones(name):
-    with torch.inference_mode():
-        exact = [
-            _tensors(_model(name).module(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
-            for _, args, kwargs in _calls(name)
-        ]
-    for number, answers in enumerate(zip(_alone(name)[0], exact, strict=True)):
-        difference = _difference(*([one] for one in answers))
-        assert (difference > 10 * EXACT) if REUSED[number // 2] else (difference <= EXACT)
 
 
 STRATEGIES = {

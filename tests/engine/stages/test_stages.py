@@ -15,7 +15,6 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.stages.owners import pack
 from parallel_backend.engine.stages.p2p import P2PChannel
 from parallel_backend.engine.stages.stale_keys import StaleKeyCache
-from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import TABLE, has_stages, token_mode
@@ -247,24 +246,3 @@ def test_prompts_of_unlike_lengths_before_the_image_leave_the_cuts_where_they_ar
     assert set(last) == set(TEXT_FIRST.values())
     for case, (alike, longer, shorter) in last.items():
         assert alike and max(longer, shorter) <= EXACT, case
-
-
-@torch.inference_mode()
-def refused(world):
-    """Returns the difference of the next answer after a class was refused that has no stages."""
-    layouts = Layouts(world)
-    build, inputs = CASES["WanModel"]["wan2.1 t2v"]
-    wan = TinyModel(fill(build()))
-    call = _call(wan, inputs)
-    other = TinyModel(fill(CASES["VaceWanModel"]["wan2.1 vace"][0]()))
-    forward = make_module_forward(wan, layouts, Placement(TWO))
-    with pytest.raises(
-        RequestError, match="blocks of VaceWanModel cannot be laid out over devices; set it to 1"
-    ):
-        make_module_forward(other, layouts, Placement(TWO))
-    expected = alone(wan, call)
-    return relative(forward(call), expected, expected.abs().max())
-
-
-def test_what_stages_do_not_know_is_refused_on_all_ranks_which_stay_usable():
-    assert all(far <= EXACT for far in run_ranks(refused, 2))
