@@ -116,13 +116,6 @@ def test_another_vae_is_held_beside_it_as_long_as_it_is_kept(ranks):
     assert (one.sent, other.sent) == (1, 2)
 
 
-def test_shares_give_a_rank_more_rows(ranks):
-    vae, latent = flux(), random_latent(FLUX, 8, 4)
-    run = ranks.call_module(vae.request(latent, shares=(3.0, 1.0)))
-    assert run.parts == (6, 2)
-    assert is_right(run.value, image_of(vae, latent))
-
-
 def test_one_rank_computes_all_to_the_last_bit_where_the_others_have_no_share(ranks, monkeypatch):
     vae, latent = flux(), random_latent(FLUX, 8, 4)
     # Sets the thread count of one of two ranks: on some processors, the rounding of convolutions depends on it.
@@ -218,18 +211,6 @@ def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, make, l
             ranks.call_module(other.request(latent, shares, keep=(vae.number,)))
     assert is_right(ranks.call_module(vae.request(good)).value, image_of(vae, good))
     assert ranks.pids == pids and vae.sent == 1
-
-
-def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
-    vae, latent = flux(), random_latent(FLUX, 4, 4)
-    ranks.call_module(vae.request(latent))
-    lost = flux()
-    held = ranks._holdings.held.modules
-    held[lost.number] = held[vae.number]
-    with pytest.raises(RequestError, match=f"hold no model {lost.number}; load one first"):
-        ranks.call_module(lost.request(latent, keep=(vae.number,)))
-    ranks.call_module(vae.request(latent))
-    assert vae.sent == 1
 
 
 @pytest.mark.parametrize(
