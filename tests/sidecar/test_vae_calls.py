@@ -11,11 +11,10 @@ from torch import nn
 
 from banded_vaes import TOLERANCE, difference, in_frames
 from comfy_modules import import_comfyui_here
-from fault_injection import fault
 from flux_requests import flux_request
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
-from parallel_backend.errors import Cancelled, PlatformError, RankFailed, RequestError
+from parallel_backend.errors import PlatformError, RankFailed, RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar import module_requests
@@ -149,15 +148,6 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     assert ranks.load(spec).cached and ranks.pids == pids
 
 
-def test_a_decode_whose_rank_dies_is_made_again(own_real_ranks, tmp_path):
-    vae, latent, texts = flux(), random_latent(FLUX, 6, 4), []
-    with fault("kill", "an exchange of edge rows", once=tmp_path / "fired"):
-        run = own_real_ranks.call_module(vae.request(latent), on_phase=texts.append)
-    assert (tmp_path / "fired").exists() and vae.sent == 2
-    assert is_right(run.value, image_of(vae, latent))
-    assert any("process 1 on cpu:1 failed" in text for text in texts)
-
-
 class _Flipped(nn.Module):
     """Moves rows to places that their band does not contain."""
 
@@ -229,21 +219,6 @@ def test_a_vae_or_pictures_that_are_too_large_are_refused_before(ranks, monkeypa
         ranks.call_module(vae.request(latent))
     monkeypatch.undo()
     assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
-
-
-def test_a_cancel_ends_it_within_an_image_and_the_group_lives_on(ranks):
-    vae, latent, seen = flux(), random_latent(FLUX, 16, 16, batch=2), []
-    ranks.call_module(vae.request(latent))
-    pids = ranks.pids
-    with pytest.raises(Cancelled):
-        ranks.call_module(
-            vae.request(latent),
-            on_step=lambda *step: seen.append(step),
-            should_cancel=lambda: len(seen) > 1,
-        )
-    assert len(seen) < seen[-1][1] // 2
-    assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
-    assert ranks.pids == pids
 
 
 def test_a_second_killed_rank_is_named_and_the_next_decode_works(ranks):
