@@ -51,16 +51,11 @@ def with_more(tensors):
     return pack_tensors({**tensors, "more": torch.zeros(1)})
 
 
-def without_sigmas(tensors):
-    return pack_tensors({name: tensor for name, tensor in tensors.items() if name != "sigmas"})
-
-
 @pytest.mark.parametrize(
     ("pack", "reason"),
     [
         (unsealed, "not sealed"),
         (without_noise, "lacks the tensor 'noise'"),
-        (without_sigmas, "lacks the tensor 'sigmas'"),
         (with_more, "unknown tensors: more"),
     ],
 )
