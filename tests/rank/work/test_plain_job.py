@@ -6,7 +6,7 @@ import pytest
 
 from differences import relative_difference
 from flux_requests import BLOCKS, TOLERANCE
-from flux_requests import CASES_OF_TWO_STEPS as ALL_CASES
+from flux_requests import CASES_OF_TWO_STEPS as CASES
 from nccl_semantics import NCCL_STREAMS
 from oracle import oracle_subject
 from parallel_backend.engine.comm.groups import Layouts
@@ -40,9 +40,6 @@ STRATEGIES = {
         ParallelStrategy(data_degree=2, cfg_degree=2, pipefusion_degree=2, warmup_steps=2),
         ParallelStrategy(data_degree=2, ring_degree=2, tensor_degree=2),
     ],
-}
-CASES = {
-    name: ALL_CASES[name] for name in ALL_CASES if name not in ("dividing, cfg 4, batch 3", "text divides")
 }
 FEW_CASES = ("odd sides, cfg 4, batch 3", "text lengths differ", "fewer image tokens than ranks")
 
