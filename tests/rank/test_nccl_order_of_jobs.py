@@ -66,7 +66,7 @@ def tried(world, spec, job):
 
 
 def test_groups_come_up_between_the_steps_of_a_job_that_tries_strategies(specs):
-    job = loop_job("dpmpp_2m", steps=30)
+    job = loop_job("dpmpp_2m", steps=19)
     (latent, ran, count), *others = run_ranks(tried, 4, specs["flux"], job, backend=NCCL_SEMANTICS)
     expected = stock_latent(specs["flux"], job)
     assert (latent - expected).abs().max() <= EXACT * expected.abs().max()

@@ -26,7 +26,7 @@ def stays_warm(sidecar, weights):
     assert sidecar.pids == pids
 
 
-@pytest.mark.parametrize("after", [1, 3, 6], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("after", [1, 6], ids=["first", "last"])
 def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(
     stays_warm, sidecar, weights, after
 ):

@@ -7,12 +7,11 @@ import threading
 import pytest
 import torch
 
-from parallel_backend.errors import CheckpointError, RankFailed, RequestError
+from parallel_backend.errors import CheckpointError, RequestError
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import holdings, model_room, pool
 from parallel_backend.sidecar.group.events import Loaded, RequestEnded
-from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
-from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
+from parallel_backend.sidecar.model_room import Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from scripted import SLOW, call_model, scripted_request, scripted_sidecar, two_ranks
@@ -63,17 +62,6 @@ def test_without_room_it_says_what_would_go_and_nothing_goes(sidecar, scaled, mo
     assert sidecar.state is State.READY
 
 
-def test_a_job_takes_the_room_that_a_preload_does_not(sidecar, scaled):
-    """The negative control: for a job, the oldest model is dropped."""
-    specs = [scaled(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
-    for spec in specs[:-1]:
-        sidecar.preload(spec)
-    with pytest.raises(RequestError, match=r"1.safetensors would have to go \(4 are the most\)"):
-        sidecar.preload(specs[-1])
-    assert set(sidecar.models) == set(specs[:-1])
-    assert scale_of(sidecar, specs[-1]) == (5.0, False) and specs[0] not in sidecar.models
-
-
 def test_memory_that_ends_on_the_way_costs_the_others_nothing(sidecar, scaled, events):
     first, second = scaled(1.0), scaled(2.0)
     sidecar.load(first)
@@ -118,16 +106,6 @@ def test_a_request_that_runs_is_not_waited_for(sidecar, scaled):
     assert len(steps) < 20
     job.join()
     assert len(steps) == 20 and sidecar.models == (first,)
-
-
-def test_ranks_that_failed_too_often_are_not_started(sidecar, scaled):
-    first = scaled(1.0)
-    for _ in range(FAILURES_UNTIL_BROKEN):
-        sidecar._ranks.crashes.add(RankFailed(0, "killed by SIGKILL"), "cpu:0")
-    assert sidecar.state is State.BROKEN
-    with pytest.raises(RankFailed, match="Allow restarts"):
-        sidecar.preload(first)
-    assert sidecar.pids == ()
 
 
 def test_ranks_on_some_of_the_devices_are_not_ended(no_leaks, scaled, monkeypatch):

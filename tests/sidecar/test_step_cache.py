@@ -1,4 +1,4 @@
-"""The step cache through a sidecar: its record, cancelling, and refusals before ranks start."""
+"""The step cache through a sidecar: its record, cancelling, and refused thresholds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from loop_jobs import loop_job, tiny_model
-from parallel_backend.errors import Cancelled, RequestError, StrategyError
+from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.options import check_step_cache, check_threshold
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar.sidecar import Sidecar, State
+from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship
 
@@ -41,17 +41,6 @@ def test_a_job_tells_what_was_reused_and_a_cancelled_one_leaves_nothing(two_real
     assert not cached.info.exact and cached.info.model_calls == 15 and 0 < cached.info.reused_calls < 15
     assert torch.equal(again.latent, cached.latent) and torch.equal(after.latent, exact.latent)
     assert not torch.equal(cached.latent, exact.latent)
-
-
-def test_pipefusion_is_refused_with_the_remedy_and_nothing_starts(tmp_path):
-    spec = tiny_model(tmp_path)
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    with pytest.raises(
-        StrategyError, match=r"pipefusion_degree 2.*Set step_cache to off .*, or pipefusion_degree"
-    ):
-        sidecar.sample(spec, ship(spec, job()), Placement(ParallelStrategy(pipefusion_degree=2)))
-    assert sidecar.state is State.DOWN
-    check_step_cache(0.0, ParallelStrategy(pipefusion_degree=2))
 
 
 @pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf")])

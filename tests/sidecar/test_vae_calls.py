@@ -11,11 +11,10 @@ from torch import nn
 
 from banded_vaes import TOLERANCE, difference, in_frames
 from comfy_modules import import_comfyui_here
-from fault_injection import fault
 from flux_requests import flux_request
 from other_vaes import BANDED, TILED, decoded
 from other_vaes import build as other_vae
-from parallel_backend.errors import Cancelled, PlatformError, RankFailed, RequestError
+from parallel_backend.errors import PlatformError, RankFailed, RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar import module_requests
@@ -116,13 +115,6 @@ def test_another_vae_is_held_beside_it_as_long_as_it_is_kept(ranks):
     assert (one.sent, other.sent) == (1, 2)
 
 
-def test_shares_give_a_rank_more_rows(ranks):
-    vae, latent = flux(), random_latent(FLUX, 8, 4)
-    run = ranks.call_module(vae.request(latent, shares=(3.0, 1.0)))
-    assert run.parts == (6, 2)
-    assert is_right(run.value, image_of(vae, latent))
-
-
 def test_one_rank_computes_all_to_the_last_bit_where_the_others_have_no_share(ranks, monkeypatch):
     vae, latent = flux(), random_latent(FLUX, 8, 4)
     # Sets the thread count of one of two ranks: on some processors, the rounding of convolutions depends on it.
@@ -154,15 +146,6 @@ def test_the_model_stays_loaded(ranks, tmp_path):
     vae, latent = flux(), random_latent(FLUX, 4, 4)
     assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
     assert ranks.load(spec).cached and ranks.pids == pids
-
-
-def test_a_decode_whose_rank_dies_is_made_again(own_real_ranks, tmp_path):
-    vae, latent, texts = flux(), random_latent(FLUX, 6, 4), []
-    with fault("kill", "an exchange of edge rows", once=tmp_path / "fired"):
-        run = own_real_ranks.call_module(vae.request(latent), on_phase=texts.append)
-    assert (tmp_path / "fired").exists() and vae.sent == 2
-    assert is_right(run.value, image_of(vae, latent))
-    assert any("process 1 on cpu:1 failed" in text for text in texts)
 
 
 class _Flipped(nn.Module):
@@ -220,18 +203,6 @@ def test_what_cannot_be_decoded_is_refused_and_the_group_lives_on(ranks, make, l
     assert ranks.pids == pids and vae.sent == 1
 
 
-def test_a_latent_for_a_vae_that_the_ranks_lost_is_refused(ranks):
-    vae, latent = flux(), random_latent(FLUX, 4, 4)
-    ranks.call_module(vae.request(latent))
-    lost = flux()
-    held = ranks._holdings.held.modules
-    held[lost.number] = held[vae.number]
-    with pytest.raises(RequestError, match=f"hold no model {lost.number}; load one first"):
-        ranks.call_module(lost.request(latent, keep=(vae.number,)))
-    ranks.call_module(vae.request(latent))
-    assert vae.sent == 1
-
-
 @pytest.mark.parametrize(
     ("is_new", "words"),
     [
@@ -248,21 +219,6 @@ def test_a_vae_or_pictures_that_are_too_large_are_refused_before(ranks, monkeypa
         ranks.call_module(vae.request(latent))
     monkeypatch.undo()
     assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
-
-
-def test_a_cancel_ends_it_within_an_image_and_the_group_lives_on(ranks):
-    vae, latent, seen = flux(), random_latent(FLUX, 16, 16, batch=2), []
-    ranks.call_module(vae.request(latent))
-    pids = ranks.pids
-    with pytest.raises(Cancelled):
-        ranks.call_module(
-            vae.request(latent),
-            on_step=lambda *step: seen.append(step),
-            should_cancel=lambda: len(seen) > 1,
-        )
-    assert len(seen) < seen[-1][1] // 2
-    assert is_right(ranks.call_module(vae.request(latent)).value, image_of(vae, latent))
-    assert ranks.pids == pids
 
 
 def test_a_second_killed_rank_is_named_and_the_next_decode_works(ranks):

@@ -1,6 +1,5 @@
 """Ranks measure their links: on real gloo ranks, within the budget, and through a real sidecar."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,11 +84,9 @@ def test_what_arrives_altered_is_told_by_the_rank_that_received_it():
 
 
 def test_a_spent_budget_leaves_out_what_is_left_on_all_ranks_alike():
-    begun = time.monotonic()
     first, second = run_ranks(_calibrate, 2, ParallelStrategy(ring_degree=2), 0.0, True)
     assert first["transfers"] == second["transfers"] == []
     assert first["collective_s"] > 0  # cheap measurements are made once in any case
-    assert time.monotonic() - begun < 60
 
 
 def _slow_to_connect(world, strategy, thorough):

@@ -115,12 +115,6 @@ def test_a_kernel_that_is_wrong_and_one_that_raises_are_broken_by_name(installed
     assert "No available kernel" in found["cudnn"].finding and "attention: torch" in found["flash"].remedy
 
 
-def test_a_kernel_that_cannot_run_here_is_skipped_with_its_reason(installed, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "why_not", lambda *_: "its package is not installed")
-    found = {finding.name: finding for finding in attention.check_attention(CPU, 64)}
-    assert (found["flash"].status, "not installed" in found["flash"].finding) == ("skipped", True)
-
-
 def test_each_kernel_merges_by_its_own_log_sum_exp(installed):
     def weigh(name, lse):
         if name == "cudnn":

@@ -91,7 +91,6 @@ def is_equal(found, expected):
     [
         CFG.strategy,
         ParallelStrategy(ring_degree=2, ulysses_degree=2),  # only chosen by hand: the ring crosses machines
-        ParallelStrategy(pipefusion_degree=2, cfg_degree=2, warmup_steps=4),
     ],
     ids=lambda strategy: strategy.describe(),
 )

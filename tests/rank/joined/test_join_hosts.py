@@ -2,14 +2,10 @@
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +17,6 @@ from network_namespaces import FIRST, Hosts
 from oracle import oracle_model, oracle_sample
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
-from slow_network import LATENCY, LOSS, SlowNetwork
 from tiny_flux import write_tiny_flux
 from waiting import wait_until
 
@@ -169,46 +164,3 @@ def test_the_host_whose_processes_are_killed_is_named_not_the_one_that_hosts_the
         os.kill(pid, signal.SIGKILL)
     error = head.until("error")["error"]
     assert error.startswith("DeviceError: Machine b of the cluster lab is not there ("), error
-
-
-def packet(source, target, number):
-    """Returns an IPv4 packet: a header without options, and a number."""
-    header = struct.pack(
-        "!BBHHHBBH4s4s", 0x45, 0, 24, 0, 0, 64, 17, 0, *map(socket.inet_aton, (source, target))
-    )
-    return header + struct.pack("!I", number)
-
-
-def test_the_network_of_these_hosts_is_slow_loses_packets_and_can_be_cut():
-    """Checks the network of the tests above. Its hosts are sockets here, so it needs no root."""
-    one, other = "10.0.0.1", "10.0.0.2"
-    (a, inner_a), (b, inner_b) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in "ab")
-    for inner in (inner_a, inner_b):
-        inner.setblocking(False)
-    network = SlowNetwork({one: inner_a.detach(), other: inner_b.detach()}, seed=5)
-    draw = random.Random(5)
-    expected = [number for number in range(100) if draw.random() >= LOSS]
-    assert 90 < len(expected) < 100
-    sent = time.monotonic()
-    for number in range(100):
-        a.sendall(packet(one, other, number))
-    assert [number_of(b) for _ in expected] == expected and time.monotonic() - sent >= LATENCY
-    a.sendall(packet(one, "10.0.0.3", 0))  # no host has this address
-    network.cut_off(other)
-    a.sendall(packet(one, other, 0))
-    b.sendall(packet(other, one, 0))
-    wait_until(lambda: network.stopped == 2)
-    network.join(other)
-    a.sendall(packet(one, other, 7))
-    assert number_of(b) == 7
-    network.close()
-    assert (network.passed, network.lost) == (len(expected) + 1, 100 - len(expected))
-    for end in (a, b):
-        assert end.recv(100) == b""  # the descriptors are closed, and nothing was on the way
-        end.close()
-
-
-def number_of(end):
-    """Returns the number in the next packet."""
-    end.settimeout(60)
-    return struct.unpack("!I", end.recv(100)[20:])[0]

@@ -1,4 +1,4 @@
-"""PipeFusion in plain jobs, alone and with other axes: exact in warm-up steps, then equal to the paper's algorithm."""
+"""PipeFusion in plain jobs, alone and with other axes, equals the paper's algorithm in one process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from differences import relative_difference
 from flux_requests import CASES as ALL_CASES
-from flux_requests import CASES_OF_TWO_STEPS, TOLERANCE
+from flux_requests import TOLERANCE
 from nccl_semantics import NCCL_STREAMS
-from oracle import oracle_sample, oracle_subject
+from oracle import oracle_model, oracle_sample
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled
@@ -23,13 +23,13 @@ from plain_jobs import PlainJobs
 from point_forward import Boundary
 from ranks import run_ranks
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
+from tiny_flux import write_tiny_flux
 
 HEADS, DOUBLE, SINGLE = 2, 2, 4
 CASES = {
     name: ALL_CASES[name]
     for name in (
         "dividing, cfg 1, batch 1",
-        "not dividing, cfg 4, batch 1",
         "odd sides, cfg 4, batch 3",
         "text lengths differ",
         "fewer text tokens than ranks",
@@ -37,151 +37,104 @@ CASES = {
     )
 }
 WITHOUT_CFG = ("dividing, cfg 1, batch 1", "fewer text tokens than ranks", "fewer image tokens than ranks")
-EXACT_CASES = {name: CASES_OF_TWO_STEPS[name] for name in CASES}
-
-
-def sample(world, path, strategies, cases):
-    jobs = PlainJobs(Layouts(world))
-    results = {}
-    for strategy in strategies:
-        for name in cases:
-            latent, _, sent = jobs.run(path, strategy, cases[name])
-            key = f"{name_of(strategy)}: {name}"
-            results |= {key: latent, f"{key}: bytes": sent}
-    return results
 
 
 def pipe(stages, **more):
-    return ParallelStrategy(pipefusion_degree=stages, **{"warmup_steps": 99, **more})
+    return ParallelStrategy(pipefusion_degree=stages, **{"warmup_steps": 1, **more})
 
 
 def name_of(strategy):
     return f"{strategy.describe()}, {strategy.pipeline_patches} patches, warm-up {strategy.warmup_steps}"
 
 
-# Other axes and more stages also compute a whole image in their warm-up step of FLOWING, without CFG.
-STRATEGIES = {
-    2: [pipe(2), pipe(2, device_shares=(2, 1))],
-    4: [pipe(2, cfg_degree=2), pipe(2, data_degree=2)],
+# Patches flow after 1 or 2 of 3 steps.
+FLOWING = {
+    2: [pipe(2), pipe(2, warmup_steps=2, num_pipeline_patch=7), pipe(2, device_shares=(1, 3))],
+    3: [pipe(3, num_pipeline_patch=2)],
+    4: [
+        pipe(4),
+        pipe(2, cfg_degree=2),
+        pipe(2, data_degree=2),
+        pipe(2, ulysses_degree=2),
+        pipe(2, ring_degree=2),
+    ],
+    8: [pipe(2, ring_degree=2, ulysses_degree=2)],
 }
-ALL = [s for group in STRATEGIES.values() for s in group]
+ALL = [strategy for of_size in FLOWING.values() for strategy in of_size]
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    """Returns (path of the weights, {case: the oracle's latent after two steps}, the oracle's model)."""
-    sizes = dict(heads=HEADS, double_blocks=DOUBLE, single_blocks=SINGLE)
-    return oracle_subject(tmp_path_factory.mktemp("pipeline"), EXACT_CASES, **sizes)
+    """Returns (path of the weights, the oracle's model)."""
+    folder, sizes = tmp_path_factory.mktemp("pipeline"), dict(double_blocks=DOUBLE, single_blocks=SINGLE)
+    path = write_tiny_flux(folder / "tiny.safetensors", heads=HEADS, **sizes)
+    return str(path), oracle_model(folder, heads=HEADS, **sizes)
 
 
-def results_of(path, strategies, cases):
-    """Returns a function that runs all strategies of a world size once and returns their results."""
+def sample(world, path, strategies):
+    """Returns for each strategy {case: (latent, bytes that this rank sent)}."""
+    jobs = PlainJobs(Layouts(world))
+    return [
+        {name: jobs.run(path, strategy, case)[::2] for name, case in CASES.items()} for strategy in strategies
+    ]
+
+
+@pytest.fixture(scope="module")
+def results_of(subject):
+    """Returns a function that gives each rank's {case: (latent, bytes)} under one of FLOWING."""
 
     @functools.cache
-    def get(world_size):
-        return run_ranks(sample, world_size, path, strategies[world_size], cases, backend=NCCL_STREAMS)
+    def run(ranks):
+        return run_ranks(sample, ranks, subject[0], FLOWING[ranks], backend=NCCL_STREAMS)
+
+    def get(strategy):
+        number = FLOWING[strategy.world_size].index(strategy)
+        return [of_rank[number] for of_rank in run(strategy.world_size)]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def exact_results(subject):
-    return results_of(subject[0], STRATEGIES, EXACT_CASES)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", ALL, ids=name_of)
-@pytest.mark.xdist_group("pipeline_parity")
-def test_with_warm_up_for_all_steps_it_equals_one_process(exact_results, subject, strategy, case):
-    expected = subject[1][case]
-    for rank, results in enumerate(exact_results(strategy.world_size)):
-        difference = relative_difference(results[f"{name_of(strategy)}: {case}"], expected)
-        assert difference <= TOLERANCE, f"rank {rank}: {difference:.2e}"
-
-
-# Patches flow after 1 or 2 of 3 steps.
-FLOWING = {
-    2: [
-        pipe(2, warmup_steps=1),
-        pipe(2, warmup_steps=1, num_pipeline_patch=5),
-        pipe(2, warmup_steps=2, num_pipeline_patch=7),
-        pipe(2, warmup_steps=1, device_shares=(1, 3)),
-    ],
-    3: [pipe(3, warmup_steps=1, num_pipeline_patch=2)],
-    4: [
-        pipe(4, warmup_steps=1),
-        pipe(2, cfg_degree=2, warmup_steps=1),
-        pipe(2, data_degree=2, warmup_steps=1),
-        pipe(2, ulysses_degree=2, warmup_steps=1),
-        pipe(2, ring_degree=2, warmup_steps=1),
-    ],
-    8: [pipe(2, ring_degree=2, ulysses_degree=2, warmup_steps=1)],
-}
-
-
-@pytest.fixture(scope="module")
-def flowing_results(subject):
-    return results_of(subject[0], FLOWING, CASES)
-
-
-@pytest.fixture(scope="module")
-def papers(subject):
+def paper(subject):
     """Returns a function that runs the paper's algorithm in one process, once per case, patches and warm-up steps."""
 
     @functools.cache
     def latent(case, warmup_steps, patches):
-        return patchwise_sample(subject[2], CASES[case], warmup_steps, patches)
+        found = patchwise_sample(subject[1], CASES[case], warmup_steps, patches)
+        whole = oracle_sample(subject[1], CASES[case])
+        assert relative_difference(whole, found) > 1e-3 or len(patches) == 1, "patches must make a difference"
+        return found
 
     return latent
 
 
-@pytest.fixture(scope="module")
-def whole(subject):
-    """Returns the latents of jobs that compute whole images in all steps."""
-    return {name: oracle_sample(subject[2], CASES[name]) for name in WITHOUT_CFG}
-
-
-@pytest.mark.parametrize("case", WITHOUT_CFG)
-@pytest.mark.parametrize("strategy", [s for group in FLOWING.values() for s in group], ids=name_of)
+@pytest.mark.parametrize("strategy", ALL, ids=name_of)
 @pytest.mark.xdist_group("pipeline_parity")
-def test_flowing_patches_equal_the_papers_algorithm_in_one_process(
-    flowing_results, papers, whole, strategy, case
-):
-    height, width = CASES[case].noise.shape[-2:]
-    tokens = height * width // 4
-    patches = split_sizes(tokens, min(tokens, strategy.pipeline_patches))
-    expected = papers(case, strategy.warmup_steps, tuple(patches))
-    for results in flowing_results(strategy.world_size):
-        assert relative_difference(results[f"{name_of(strategy)}: {case}"], expected) <= TOLERANCE
-    assert (
-        relative_difference(whole[case], expected) > 1e-3 or len(patches) == 1
-    )  # patches must make a difference
+def test_flowing_patches_equal_the_papers_algorithm_in_one_process(results_of, paper, strategy):
+    """The paper's algorithm is for one image and one prompt. In the other cases, the same patches on two ranks without
+    another axis give the same latent."""
+    first, *others = results_of(strategy)
+    flow = strategy.warmup_steps, strategy.pipeline_patches
+    alone = [one for one in FLOWING[2] if (one.warmup_steps, one.pipeline_patches) == flow]
+    for case, (latent, _) in first.items():
+        assert all(torch.equal(latent, other[case][0]) for other in others), case
+        if case in WITHOUT_CFG:
+            height, width = CASES[case].noise.shape[-2:]
+            tokens = height * width // 4
+            patches = split_sizes(tokens, min(tokens, strategy.pipeline_patches))
+            assert (
+                relative_difference(latent, paper(case, strategy.warmup_steps, tuple(patches))) <= TOLERANCE
+            )
+        elif alone:
+            assert relative_difference(latent, results_of(alone[0])[0][case][0]) <= TOLERANCE, case
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", [s for group in FLOWING.values() for s in group], ids=name_of)
+@pytest.mark.parametrize("strategy", ALL, ids=name_of)
 @pytest.mark.xdist_group("pipeline_parity")
-def test_flowing_patches_depend_on_their_number_and_on_no_other_axis(flowing_results, strategy, case):
-    """The same patches on 2 ranks without another axis give the same latent, also with CFG, batches and odd sides."""
-    key = f"{name_of(strategy)}: {case}"
-    results = flowing_results(strategy.world_size)
-    assert all(torch.equal(results[0][key], other[key]) for other in results[1:])
-    wanted = (strategy.warmup_steps, strategy.pipeline_patches)
-    same = [s for s in FLOWING[2] if (s.warmup_steps, s.pipeline_patches) == wanted]
-    if same:
-        other = flowing_results(2)[0][f"{name_of(same[0])}: {case}"]
-        assert (results[0][key] - other).abs().max() <= TOLERANCE * other.abs().max()
-
-
-@pytest.mark.parametrize("strategy", ALL + [s for group in FLOWING.values() for s in group], ids=name_of)
-@pytest.mark.xdist_group("pipeline_parity")
-def test_bytes_sent_equal_the_closed_form(exact_results, flowing_results, strategy):
-    of, cases = (exact_results, EXACT_CASES) if strategy.warmup_steps == 99 else (flowing_results, CASES)
-    results = of(strategy.world_size)
-    for rank in range(strategy.world_size):
-        for name, case in cases.items():
-            if name == "text lengths differ":
-                continue  # the closed form is for rows of one length
+def test_bytes_sent_equal_the_closed_form(results_of, strategy):
+    for rank, results in enumerate(results_of(strategy)):
+        for name in CASES.keys() - {"text lengths differ"}:  # the closed form is for rows of one length
+            case = CASES[name]
             batch, _, height, width = case.noise.shape
             traffic = PipelineTraffic(
                 strategy,
@@ -194,15 +147,14 @@ def test_bytes_sent_equal_the_closed_form(exact_results, flowing_results, strate
                 latent_elements=16 * height * width,
                 layers=DOUBLE + SINGLE,
             )
-            steps = len(case.sigmas) - 1
-            exact = min(strategy.warmup_steps, steps)
-            expected = exact * traffic.whole() + (steps - exact) * traffic.flowing()
-            expected += traffic.around() if exact < steps else 0
-            assert results[rank][f"{name_of(strategy)}: {name}: bytes"] == expected, f"rank {rank}, {name}"
+            flowing = len(case.sigmas) - 1 - strategy.warmup_steps
+            whole = strategy.warmup_steps * traffic.whole()
+            expected = whole + flowing * traffic.flowing() + traffic.around()
+            assert results[name][1] == expected, f"rank {rank}, {name}"
 
 
 def stop_and_go_on(world, path, strategy, questions):
-    jobs, case = PlainJobs(Layouts(world)), CASES["not dividing, cfg 4, batch 1"]
+    jobs, case = PlainJobs(Layouts(world)), ALL_CASES["not dividing, cfg 4, batch 1"]
     before = jobs.run(path, strategy, case)[0]
     for stop_at in range(questions):
         with pytest.raises(Cancelled):
@@ -210,15 +162,7 @@ def stop_and_go_on(world, path, strategy, questions):
     return [before, jobs.run(path, strategy, case)[0]]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pipe(2, warmup_steps=1, num_pipeline_patch=3),
-        pipe(2, cfg_degree=2, warmup_steps=1),
-        pipe(3, warmup_steps=1),
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("strategy", [pipe(2, cfg_degree=2), pipe(3)], ids=name_of)
 def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
     """Ranks can receive a cancel at each patch; messages that are still on their way must not reach the next job."""
     questions = strategy.pipeline_patches * (3 - strategy.warmup_steps)
@@ -230,19 +174,18 @@ def test_a_run_stopped_at_any_patch_leaves_nothing_behind(subject, strategy):
 
 def blocks_held(world, path, strategy):
     """Returns the number of elements that this rank holds: [of the blocks' weights, of all other weights]."""
-    model = load_under(ModelSpec(path), Layouts(world), strategy)
-    blocks, around = 0, 0
-    for name, parameter in model.module.named_parameters():
-        if "transformer_blocks." in name:
-            blocks += parameter.numel()
-        else:
-            around += parameter.numel()
-    return [blocks, around]
+    return counts_of(load_under(ModelSpec(path), Layouts(world), strategy).module)
+
+
+def counts_of(module):
+    counts = [0, 0]
+    for name, parameter in module.named_parameters():
+        counts["transformer_blocks." not in name] += parameter.numel()
+    return counts
 
 
 def test_each_stage_loads_its_own_blocks_and_no_others(subject):
-    whole = {name: parameter.numel() for name, parameter in subject[2].named_parameters()}
-    in_blocks = sum(count for name, count in whole.items() if "transformer_blocks." in name)
+    in_blocks, around = counts_of(subject[1])
     first, last = run_ranks(blocks_held, 2, subject[0], pipe(2), backend=NCCL_STREAMS)
     assert first[0] + last[0] == in_blocks and 0 < last[0] < first[0]  # the first stage has the double blocks
-    assert first[1] == last[1] == sum(whole.values()) - in_blocks
+    assert first[1] == last[1] == around

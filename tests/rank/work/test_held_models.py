@@ -107,11 +107,18 @@ def test_weights_move_out_once_and_those_that_are_elsewhere_stay():
     assert one.moved_out == [here, elsewhere]
 
 
+@pytest.fixture
+def worker(models):
+    """Returns rank 0, which holds `models`."""
+    found = RankWorker.__new__(RankWorker)
+    found.world = SimpleNamespace(rank=0, device=CPU, control=None)
+    found.models, found.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
+    return found
+
+
 @pytest.mark.parametrize(("rank", "moves"), [(0, True), (1, False)])
-def test_only_the_rank_that_is_named_moves_the_model_that_is(models, rank, moves):
-    worker = RankWorker.__new__(RankWorker)
-    worker.world = SimpleNamespace(rank=rank, device=CPU, control=None)
-    worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
+def test_only_the_rank_that_is_named_moves_the_model_that_is(models, worker, rank, moves):
+    worker.world.rank = rank
     worker.move_out(MoveOut(0, 2))
     assert [bool(one.moved_out) for _, one in models] == [False, moves, False] and len(models) == 3
     worker.take_back()
@@ -140,11 +147,8 @@ def test_text_encoders_and_vaes_are_held_with_the_others(models):
 @pytest.mark.parametrize("yields", [False, True])
 @pytest.mark.parametrize("is_module", [False, True], ids=["a model", "a text encoder"])
 def test_what_goes_where_memory_ends_is_as_little_as_helps_in_the_order_that_was_told(
-    models, monkeypatch, is_module, yields
+    models, worker, monkeypatch, is_module, yields
 ):
-    worker = RankWorker.__new__(RankWorker)
-    worker.world = SimpleNamespace(rank=0, device=CPU, control=None)
-    worker.models, worker.meter = models, SimpleNamespace(record_weights=lambda chunks: None)
     models.add(7, Beside())
 
     def read(*_):
