@@ -106,9 +106,7 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy,
     base = tmp_path_factory.mktemp("comfyui")
     settings = base / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
-    settings.write_text(
-        '{"Comfy.TutorialCompleted": true}'
-    )  # otherwise the templates cover the page of a new user
+    settings.write_text('{"Comfy.TutorialCompleted": true}')  # else the templates cover a new user's page
     environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(kept), "PARALLEL_TEST_FORKED_RANKS": "1"}
     server = start_comfyui(base, pack_folder="comfyui-parallel-sampling", environment=environment)
     with server:
@@ -140,9 +138,8 @@ def browser():
     if path is None:
         pytest.skip("no Chromium is installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
         yield browser
         browser.close()
 

@@ -3,11 +3,19 @@ and leaves the graph, its report and its seed unchanged; a run ends that."""
 
 from __future__ import annotations
 
-import json
-from itertools import chain
-
-from graphs import Graph
-from pages import REPORT, command, run, show_prompt, words_of
+from pages import (
+    REPORT,
+    command,
+    ended,
+    one_sampler,
+    queued,
+    run,
+    show_again,
+    show_prompt,
+    wait_for,
+    widgets,
+    words_of,
+)
 from waiting import wait_until
 
 UNET = "tiny_candidates.safetensors"
@@ -16,18 +24,6 @@ MODELS = {UNET: 8, STOPPED: 10}
 ROWS = """() => [...document.querySelectorAll('.parallel-candidates tr')].map(row => ({
   name: row.querySelector('button').textContent.replace('→ ', ''), time: row.cells[1].innerText.trim(),
   possible: !row.classList.contains('impossible') }))"""
-VALUES = """() => Object.fromEntries(app.graph.nodes.filter(
-  n => ['StrategySelector', 'ParallelSampler'].includes(n.comfyClass)).flatMap(
-  n => n.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value])))"""
-STEPS = """async () => Object.values(await (await app.api.fetchApi('/history')).json()).flatMap(
-  ({ prompt }) => Object.entries(prompt[2])).filter(([id]) => id === 'measured').map(([, node]) => node.inputs.steps)"""
-
-KINDS = """async () => {
-  const { queue_running: running, queue_pending: pending } = await (await app.api.fetchApi('/queue')).json();
-  const ended = Object.values(await (await app.api.fetchApi('/history')).json()).map(({ prompt }) => prompt);
-  return [ended, [...running, ...pending]].map(prompts => prompts.sort((a, b) => a[0] - b[0]).map(
-    ([, , nodes]) => 'measured' in nodes ? 'measured' : 'run'));
-}"""
 # Waits with lib/branch.js for a prompt that ComfyUI's queue does not have, and returns its end.
 GONE = """async () => {
   const { run } = await import('/extensions/comfyui-parallel-sampling/lib/branch.js');
@@ -66,17 +62,15 @@ def test_what_ran_comes_first_then_the_others_by_time_then_those_without_one_and
 
 def _run(page, unet: str = UNET) -> list[dict]:
     """Runs a sampler with a selector on auto and returns the candidates' rows."""
-    graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:2")
-    inputs = (graph.text(1), graph.text(2), graph.latent())
-    latent = graph.parallel_sampler(loader, *inputs, steps=6, cfg=3.0)
-    image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
-    graph.add("PreviewImage", images=image)
-    show_prompt(page, graph.prompt, "StrategySelector")
+    show_prompt(page, one_sampler(unet, sampler={"steps": 6, "cfg": 3.0}).prompt, "StrategySelector")
     page.wait_for_selector(".parallel-strategy")
     run(page)
     page.wait_for_selector(".parallel-candidates tr[aria-current]")
     return page.evaluate(ROWS)
+
+
+def _values(page) -> dict:
+    return widgets(page, "StrategySelector") | widgets(page, "ParallelSampler")
 
 
 def _untimed(rows: list[dict]) -> list[str]:
@@ -88,44 +82,49 @@ def _measure(page, rest: list[str]) -> None:
     page.get_by_role("button", name=name).dispatch_event("click")
 
 
-def test_the_rest_is_measured_and_a_row_applies_its_strategy(page):
+def test_the_rest_is_measured_and_a_row_applies_its_strategy(page, measuring):
     rows = _run(page)
     rest = _untimed(rows)
     assert "Ring 2" in rest and "one device" in rest and rows[0]["name"] == "CFG 2"
-    report, before = page.evaluate(REPORT), page.evaluate(VALUES)
+    report, before = page.evaluate(REPORT), _values(page)
 
     _measure(page, rest)
     known = f"() => ({ROWS})().every(r => !r.possible || r.time.includes('measured'))"
     page.wait_for_function(known, timeout=180_000)
     assert {row["name"] for row in page.evaluate(ROWS)} == {row["name"] for row in rows}
-    assert page.evaluate(STEPS) == [4] * len(rest)
-    assert page.evaluate(REPORT) == report and page.evaluate(VALUES) == before
+    measured = [nodes["measured"]["inputs"] for nodes in ended(measuring[0]) if "measured" in nodes]
+    assert [inputs["steps"] for inputs in measured] == [4] * len(rest)
+    assert page.evaluate(REPORT) == report and _values(page) == before
     assert before["mode"] == "auto"
     assert page.get_by_role("button", name="Measure").count() == 0
 
     page.get_by_role("button", name="Ring 2", exact=True).dispatch_event("click")
-    after = page.evaluate(VALUES)
-    assert after == {**before, "mode": "manual", "ring_degree": 2}
+    assert _values(page) == {**before, "mode": "manual", "ring_degree": 2}
     command(page, "Comfy.Undo")
-    page.wait_for_function(f"() => ({VALUES})().mode === 'auto'")
-    assert page.evaluate(VALUES) == before
-    page.reload()  # the measurements do not count as runs of this graph's sampler
-    page.wait_for_function(f"() => ({REPORT})() === {json.dumps(report)}")
+    wait_until(lambda: _values(page)["mode"] == "auto")
+    assert _values(page) == before
+    show_again(page)  # the measurements do not count as runs of this graph's sampler
+    wait_for(page, REPORT, report)
 
 
-def test_run_ends_a_measurement_and_comes_next(page):
+def test_run_ends_a_measurement_and_comes_next(page, measuring):
+    comfy = measuring[0]
     rest = _untimed(_run(page, STOPPED))
     assert len(rest) > 2
-    wait_until(lambda: not page.evaluate(KINDS)[1])
-    before = len(page.evaluate(KINDS)[0])
+    wait_until(lambda: not queued(comfy))
+    before = len(ended(comfy))
+
+    def kinds() -> list[str]:
+        """Returns the kinds of the prompts that have ended since."""
+        return ["measured" if "measured" in nodes else "run" for nodes in ended(comfy)[before:]]
+
     _measure(page, rest)
     page.wait_for_selector(f".parallel-candidates p:has-text('1 of {len(rest)}')")
-    wait_until(lambda: "measured" in list(chain(*page.evaluate(KINDS)))[before:])
+    wait_until(lambda: kinds() or any("measured" in nodes for nodes in queued(comfy)))
     run(page)
-    wait_until(lambda: "run" in page.evaluate(KINDS)[0][before:])
-    wait_until(lambda: not page.evaluate(KINDS)[1])
-    kinds = page.evaluate(KINDS)[0][before:]
-    assert kinds[-1] == "run" and kinds.count("run") == 1
+    wait_until(lambda: "run" in kinds())
+    wait_until(lambda: not queued(comfy))
+    assert kinds()[-1] == "run" and kinds().count("run") == 1
     assert page.evaluate(f"() => ({ROWS})().some(row => row.time === 'not tried')")
     page.get_by_role("button", name="Measure the rest").wait_for()
 

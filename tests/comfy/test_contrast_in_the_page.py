@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pages import command, set_widget, template
+from pages import command, set_widgets, template
 
 # Gives [words, contrast, True if disabled] for each visible text of ours: its colour against the backgrounds behind it,
 # blended by their opacities.
@@ -57,8 +57,7 @@ def test_texts_and_disabled_controls_stand_out_from_what_is_behind_them(page, se
     page.wait_for_selector(".parallel-strategy .basis")
     command(page, "parallel_sampling.status_panel")
     page.wait_for_selector(".parallel-status")
-    for name, value in (("mode", "manual"), ("ulysses_degree", 4), ("devices", "cpu:2")):
-        set_widget(page, "StrategySelector", name, value)
+    set_widgets(page, "StrategySelector", mode="manual", ulysses_degree=4, devices="cpu:2")
     page.wait_for_selector(".parallel-strategy [role=alert] p")
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 8

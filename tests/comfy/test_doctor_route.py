@@ -6,13 +6,14 @@ import json
 
 import pytest
 
+from pages import open_by
 from parallel_backend.commands.doctor.report import Report
 from parallel_backend.wire.checks.findings import Finding
 from scripted import processes_with
 from waiting import wait_until
 
 ROUTE = "/parallel_sampling/doctor"
-OPEN = "() => void app.extensionManager.command.execute('parallel_sampling.doctor')"
+TITLE = "Doctor of Parallel Sampling"
 SHOWN = "() => document.querySelector('dialog.parallel-doctor pre').textContent"
 # Hides what a page over plain HTTP from elsewhere does not have, and notes copies that reach ComfyUI's page.
 PLAIN_HTTP = """() => {
@@ -33,28 +34,21 @@ FOUND = Report(
 
 def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, measuring):
     """tests/commands/doctor/test_doctor.py has a whole examination."""
-    page.evaluate(OPEN)
-    dialog = page.get_by_role("dialog", name="Doctor of Parallel Sampling")
-    dialog.wait_for()
+    dialog = open_by(page, "doctor", TITLE)
     assert "about half a minute" in dialog.inner_text()
     status, said = measuring[0].ask(ROUTE)
     assert (status, said["error"]) == (409, "the doctor is examining this machine already")
-    page.wait_for_function(
-        "() => document.querySelector('dialog.parallel-doctor pre').textContent.includes('\\n')"
-    )
+    page.wait_for_function(f"() => ({SHOWN})().includes('\\n')")
     assert processes_with("--json", str(measuring[0].server.pid))
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
     wait_until(lambda: not processes_with("--json", str(measuring[0].server.pid)))
 
     lines = [{"line": "Software"}, {"report": FOUND.as_dict()}]
-    page.route(
-        f"**{ROUTE}", lambda route: route.fulfill(body="".join(json.dumps(one) + "\n" for one in lines))
-    )
-    page.evaluate(OPEN)
-    page.wait_for_function(
-        "() => document.querySelector('dialog.parallel-doctor pre').textContent.includes('broken')"
-    )
+    body = "".join(json.dumps(line) + "\n" for line in lines)
+    page.route(f"**{ROUTE}", lambda route: route.fulfill(body=body))
+    dialog = open_by(page, "doctor", TITLE)
+    page.wait_for_function(f"() => ({SHOWN})().includes('broken')")
     words = dialog.inner_text()
     assert "Software\n  ok · torch: 2.7.1\n\nLinks\n  broken · all-reduce: it hangs\n" in words
     assert "    cpu:0 and cpu:1\n    → restart\n" in words and FOUND.summary in words
@@ -66,11 +60,7 @@ def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, meas
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        {"Origin": "https://elsewhere.example"},
-        {"Sec-Fetch-Site": "cross-site"},
-        {"Origin": "null"},
-    ],
+    [{"Origin": "https://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "null"}],
     ids=["another page", "a form elsewhere", "a file"],
 )
 def test_other_pages_may_not_ask(measuring, headers):

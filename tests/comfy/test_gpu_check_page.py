@@ -5,31 +5,25 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-
+from pages import open_by
 from scripted import processes_with
 from waiting import wait_until
 
-COMMAND = "() => void app.extensionManager.command.execute('parallel_sampling.gpu_check')"
 ROUTE = "**/parallel_sampling/gpu_check"
 
 
-@pytest.fixture
-def dialog(page):
-    page.evaluate(COMMAND)
-    found = page.get_by_role("dialog", name="GPU check of Parallel Sampling")
-    found.wait_for()
-    return found
+def _open(page):
+    return open_by(page, "gpu_check", "GPU check of Parallel Sampling")
 
 
-def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dialog):
+def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page):
     page.route(ROUTE, lambda route: route.fulfill(status=409, json={"error": "a prompt uses the devices"}))
+    dialog = _open(page)
     dialog.get_by_role("button", name="Run").click()
     dialog.get_by_text("a prompt uses the devices").wait_for()
     page.unroute(ROUTE)
     dialog.get_by_role("button", name="Close").click()
-    page.evaluate(COMMAND)
-    dialog.wait_for()
+    dialog = _open(page)
     asked = []
     lines = [
         {"line": "[1/2] device …"},
@@ -38,15 +32,13 @@ def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dial
 
     def answer(route):
         asked.append(route.request.method)
-        route.fulfill(status=200, body="".join(json.dumps(line) + "\n" for line in lines))
+        route.fulfill(body="".join(json.dumps(line) + "\n" for line in lines))
 
     page.route(ROUTE, answer)
     assert "It takes some minutes" in dialog.inner_text() and not asked
     dialog.get_by_role("button", name="Run").click()
-    page.wait_for_function(
-        "() => document.querySelector('dialog.parallel-doctor pre').textContent.startsWith('# GPU')"
-    )
-    assert asked == ["POST"] and "all is well" in dialog.inner_text()
+    dialog.get_by_text("all is well").wait_for()
+    assert asked == ["POST"] and dialog.locator("pre").inner_text().startswith("# GPU")
     saved = {}
     for name in ("Save Markdown", "Save JSON", "Save a result to share"):
         with page.expect_download() as download:
@@ -57,7 +49,8 @@ def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page, dial
     assert saved["result.json"] == '{"format": 1}'
 
 
-def test_closing_the_dialog_ends_the_check(page, dialog, measuring):
+def test_closing_the_dialog_ends_the_check(page, measuring):
+    dialog = _open(page)
     dialog.get_by_role("button", name="Run").click()
     dialog.get_by_text(re.compile(r"\[1/\d+\] installation")).wait_for()
     assert processes_with("--gpu", str(measuring[0].server.pid))

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from comfy_harness import ROOT
-from pages import locale, template
-
-# Gives pairs of overlapping nodes. A rectangle includes the title, which is above the node's position. If Vue draws
-# the nodes, it is that of their elements.
-OVERLAPS = """() => {
-  const { scale } = app.canvas.ds;
-  const drawn = [...document.querySelectorAll('.lg-node[data-node-id]')].map(e => [e.dataset.nodeId, e]);
-  const boxes = drawn.length
-    ? drawn.map(([id, e]) => [app.graph.getNodeById(id).title + id, e.getBoundingClientRect()])
-    : app.graph.nodes.map(n => [n.title + n.id, new DOMRect(n.pos[0] * scale,
-        (n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT) * scale, n.size[0] * scale,
-        (n.size[1] + LiteGraph.NODE_TITLE_HEIGHT) * scale)]);
-  const found = [];
-  for (const [one, p] of boxes) for (const [other, q] of boxes) {
-    const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
-    const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
-    if (one < other && across > 1 && down > 1) found.push([one, other]);
-  }
-  return found;
-}"""
+from pages import OVERLAPS, locale, template
 
 
-def test_the_help_of_a_node_is_its_page(page):
+def test_the_help_of_a_node_is_its_page(page, set_setting):
+    set_setting("Comfy.RightSidePanel.IsOpen", False)  # for its reset: the button opens it
     page.evaluate("workflow => app.loadGraphData(workflow)", template())
     page.evaluate("() => app.canvas.selectNode(app.graph.nodes.find(n => n.type === 'ParallelSampler'))")
     page.get_by_test_id("info-button").first.dispatch_event("click")  # the tabs may cover it
@@ -58,15 +40,13 @@ def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_t
     page.set_viewport_size({"width": 1600, "height": 1000})
     for path in sorted((ROOT / "example_workflows").glob("*.json")):
         workflow = template(path.stem)
+        count = len(workflow["nodes"])
         page.evaluate(
-            "async w => { await app.loadGraphData(w, true, true, 'template', { openSource: 'template' }); }",
-            workflow,
+            "w => app.loadGraphData(w, true, true, 'template', { openSource: 'template' })", workflow
         )
-        page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
+        page.wait_for_function("n => app.graph.nodes.length === n", arg=count)
         if drawn_by == "vue":
-            page.wait_for_function(
-                "n => document.querySelectorAll('.lg-node[data-node-id]').length === n",
-                arg=len(workflow["nodes"]),
-            )
+            drawn = "n => document.querySelectorAll('.lg-node[data-node-id]').length === n"
+            page.wait_for_function(drawn, arg=count)
         page.wait_for_function("() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77")
         assert page.evaluate(OVERLAPS) == [], path.stem

@@ -15,8 +15,9 @@ from pages import (
     locale,
     one_sampler,
     open_picker,
+    refused_inputs,
     run,
-    set_widget,
+    set_widgets,
     show_prompt,
     template,
     toast,
@@ -29,11 +30,6 @@ MODELS = {UNET: 9}
 # The texts of the node's panel, of the strategies, and of the sidebar.
 SHOWN = """() => ['.parallel-headline', '.parallel-candidates', '.parallel-strategy', '.parallel-status'].map(
   c => document.querySelector(c)?.innerText ?? '').join('\\n')"""
-ENGLISH_REPORT = """async () => Object.values(await (await app.api.fetchApi('/history?max_items=1')).json()).flatMap(
-  run => Object.values(run.outputs).flatMap(output => output.text ?? []))[0]"""
-REFUSED = (
-    "() => Object.values(app.lastNodeErrors ?? {}).flatMap(node => node.errors.map(error => error.message))"
-)
 BUSY = "a prompt that uses the devices is running; its turn comes first"
 # What a device's card says of its power.
 POWER = """async () => {
@@ -45,14 +41,13 @@ POWER = """async () => {
   card.update({ ...group, ranks: [rank] });
   return card.root.querySelector('.gauges').textContent;
 }"""
-COLOURS = "() => app.graph.nodes.map(n => [n.type, n.color ?? null])"
 
 
 def _nodes_keep_their_colour(page) -> None:
     workflow = template()
     page.evaluate("w => app.loadGraphData(w, true, true, 'colours')", workflow)
     page.wait_for_function("n => app.graph.nodes.length === n", arg=len(workflow["nodes"]))
-    colours = dict(page.evaluate(COLOURS))
+    colours = dict(page.evaluate("() => app.graph.nodes.map(n => [n.type, n.color ?? null])"))
     assert colours["StrategySelector"] == colours["ParallelSampler"] is not None
     assert colours["CLIPTextEncode"] is None
 
@@ -66,9 +61,8 @@ def test_every_command_of_ours_has_a_label_in_each_language(page):
 
 
 def _the_devices_to_choose_from_are_in_the_language(page, language: str) -> None:
-    page.route(
-        "**/parallel_sampling/devices*", lambda route: route.fulfill(json={**EIGHT_GPUS, "selected": []})
-    )
+    answer = {**EIGHT_GPUS, "selected": []}
+    page.route("**/parallel_sampling/devices*", lambda route: route.fulfill(json=answer))
     words = open_picker(page).inner_text()
     assert page.locator(".parallel-devices summary").inner_text() == words_of(language)["choose_devices"]
     assert EIGHT_GPUS["devices"][0]["name"] in words
@@ -84,7 +78,7 @@ def _a_loaders_refusal_is_in_the_language(page, language: str, said: dict) -> No
 
 
 @pytest.mark.parametrize("language", ["es", "zh"], indirect=True)
-def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, language):
+def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labelled(page, measuring, language):
     _nodes_keep_their_colour(page)
     graph = one_sampler(UNET, sampler={"cfg": 3.0, "seed": ord(language[0])})
     show_prompt(page, graph.prompt, "StrategySelector")
@@ -99,11 +93,11 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
     wait_for_report(page, said["After a run: what ran, where, why, and how long."][language])
     run(page)
     wait_for_report(page, said["strategy: {why}"][language].split("{")[0])
-    english = page.evaluate(ENGLISH_REPORT).splitlines()
+    (ran,) = measuring[0].ask("/history?max_items=1", method="GET")[1].values()
+    (english,) = [output["text"][0].splitlines() for output in ran["outputs"].values() if "text" in output]
     shown = page.evaluate(REPORT).splitlines()
-    assert len(shown) == len(english) > 8 and english[0].startswith(
-        "strategy: "
-    )  # the report in the graph stays English
+    assert english[0].startswith("strategy: ")  # the report in the graph stays English
+    assert len(shown) == len(english) > 8
     assert [line for line in shown if line in english] == []
     words = page.evaluate(SHOWN)
     for sentence in ("not tried", "exact", "A step of the latest run, by strategy", "Run the doctor"):
@@ -114,18 +108,12 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
         sentence in page.evaluate(SHOWN) for sentence in ("not tried", "Plan for", "Run the", "measured")
     )
 
-    for name, value in (("mode", "manual"), ("ulysses_degree", 4)):
-        set_widget(page, "StrategySelector", name, value)
+    set_widgets(page, "StrategySelector", mode="manual", ulysses_degree=4)
     label = locale(language, "nodeDefs")["StrategySelector"]["inputs"]["ulysses_degree"]["name"]
-    alert = page.locator(".parallel-strategy [role=alert]").first
-    page.wait_for_function(
-        "label => document.querySelector('.parallel-strategy [role=alert]').innerText.includes(label)",
-        arg=label,
-    )
+    alert = page.locator(".parallel-strategy [role=alert]").filter(has_text=label).first
     assert "ulysses_degree" not in alert.inner_text() and "devices" not in alert.inner_text()
     run(page)
-    page.wait_for_function(f"() => ({REFUSED})().length")
-    assert not any("needs" in message for message in page.evaluate(REFUSED))
+    assert not any("needs" in message for _, message in refused_inputs(page))
     _a_loaders_refusal_is_in_the_language(page, language, said)
     assert page.evaluate(POWER) == said["{power} of {limit} W"][language].format(power=300, limit=450)
 

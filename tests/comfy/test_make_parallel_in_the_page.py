@@ -9,7 +9,19 @@ from safetensors.torch import load_file
 from differences import relative_difference
 from gguf_files import write
 from graphs import STOCK, Graph
-from pages import LINKS, OVERLAPS, SEND, command, menu_of, show_prompt, three_samplers, toast, words_of
+from pages import (
+    LINKS,
+    OVERLAPS,
+    SEND,
+    begin,
+    command,
+    menu_of,
+    show_prompt,
+    three_samplers,
+    toast,
+    wait_for,
+    words_of,
+)
 
 UNET = "tiny_made.safetensors"
 MODELS = {UNET: 2}
@@ -53,14 +65,14 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
     assert told.is_visible()
     command(page, "Comfy.Undo")
     told.wait_for(state="detached")
-    page.wait_for_function(f"() => ({COUNT})() === 0")
+    wait_for(page, COUNT, 0)
     assert _links(page) == links and page.evaluate(VALUES) == values
     command(page, "Comfy.Redo")
-    page.wait_for_function(f"() => ({COUNT})() === 2")
+    wait_for(page, COUNT, 2)
     assert _links(page) == [made]
 
     command(page, "parallel_sampling.make_stock")
-    page.wait_for_function(f"() => ({COUNT})() === 0")
+    wait_for(page, COUNT, 0)
     assert _links(page) == links and page.evaluate(VALUES) == values
 
 
@@ -75,12 +87,8 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
         text = [graph.add("CLIPTextEncode", clip=one, text="a red cat"), 0]
         graph.add("TestSaveTensors", value=text, path=f"made-text-{number}.safetensors")
     vae = [graph.add("TestImageVAE"), 0]
-    latent = [
-        graph.add(
-            "VAEEncode", pixels=[graph.add("TestImage", width=40, height=48, batch=1, channels=3), 0], vae=vae
-        ),
-        0,
-    ]
+    pixels = [graph.add("TestImage", width=40, height=48, batch=1, channels=3), 0]
+    latent = [graph.add("VAEEncode", pixels=pixels, vae=vae), 0]
     image = [graph.add("VAEDecode", samples=latent, vae=vae), 0]
     graph.add("TestSaveImage", image=image, path="made-image.safetensors")
     paths = [comfy.output(f"made-text-{number}.safetensors") for number in range(2)]
@@ -157,7 +165,6 @@ def _coders() -> Graph:
     return graph
 
 
-OPEN = "name => { app.extensionManager.command.execute(name) }"  # not awaited: it waits for the dialog
 SETTING = "() => app.extensionManager.setting.get('parallel_sampling.make_encoders_parallel')"
 OFFER = "dialog.parallel-doctor"
 # Answers that replace ComfyUI's own and describe a machine with a GPU and large files. Sizes in bytes.
@@ -168,14 +175,18 @@ LARGE = {
 }
 
 
+def _enlarge(page) -> None:
+    for address, answer in LARGE.items():
+        page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
+
+
 @pytest.mark.parametrize("reason", ["time", "memory"])
 def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, set_setting, reason):
     set_setting("parallel_sampling.make_encoders_parallel", False)  # for its reset: the dialog sets it
     show_prompt(page, _coders().prompt)
     links = _links(page)
     if reason == "memory":
-        for address, answer in LARGE.items():
-            page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
+        _enlarge(page)
         sizes = {"encoder": "9.0", "model": "12.0", "device": "16.0"}
         expected = words_of()["too_by_memory"].format(**sizes)
     else:
@@ -194,12 +205,12 @@ def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, se
             }"""
         )
         expected = words_of()["too_by_time"].partition("{share}")[0]
-    page.evaluate(OPEN, "parallel_sampling.make_parallel")
+    begin(page, "make_parallel")
     dialog = page.locator(OFFER)
     dialog.get_by_text(expected).wait_for()
     dialog.get_by_role("button", name="Close").click()  # changes nothing, and offers it again
     assert _links(page) == links and page.evaluate(SETTING) is False
-    page.evaluate(OPEN, "parallel_sampling.make_parallel")
+    begin(page, "make_parallel")
     dialog.get_by_role("button", name=words_of()["too_go"]).click()
     page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'ParallelVAEDecode')")
     (made,) = _links(page)
@@ -210,17 +221,16 @@ def test_a_dialog_offers_text_encoders_and_vaes_where_they_are_worth_it(page, se
     if reason == "time":  # the time is that of one workflow, and says nothing of another
         set_setting("parallel_sampling.make_encoders_parallel", False)
         show_prompt(page, _coders().prompt)
-        page.evaluate(OPEN, "parallel_sampling.make_parallel")
-        page.wait_for_function(f"() => ({COUNT})() === 1")
+        begin(page, "make_parallel")
+        wait_for(page, COUNT, 1)
         assert dialog.count() == 0
 
 
 def test_who_wants_the_model_alone_is_not_asked_again(page):
-    for address, answer in LARGE.items():
-        page.route(address, lambda route, _, answer=answer: route.fulfill(json=answer))
+    _enlarge(page)
     for asked in (True, False):
         show_prompt(page, _coders().prompt)
-        page.evaluate(OPEN, "parallel_sampling.make_parallel")
+        begin(page, "make_parallel")
         if asked:
             page.locator(OFFER).get_by_role("checkbox").uncheck()
             page.locator(OFFER).get_by_role("button", name=words_of()["too_go"]).click()
@@ -259,12 +269,10 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     for node in prompt.values():
         if node["class_type"] == "KSampler":
             origin = prompt[node["inputs"]["model"][0]]
-            assert "ParallelModel" in (
-                origin["class_type"],
-                prompt[origin["inputs"]["model"][0]]["class_type"],
-            )
+            before = prompt[origin["inputs"]["model"][0]]
+            assert "ParallelModel" in (origin["class_type"], before["class_type"])
     command(page, "Comfy.Undo")
-    page.wait_for_function(f"() => ({COUNT})() === 1")
+    wait_for(page, COUNT, 1)
     assert _links(page) == [outer, inner]
 
 
@@ -281,20 +289,13 @@ def test_a_parallel_model_that_parallel_sampler_needs_stays_and_that_is_said(pag
 
 
 def test_the_menu_that_a_right_click_opens_has_it(page, drawn_by):
-    show_prompt(page, three_samplers(UNET, "made").prompt)
-    page.evaluate(
-        """() => {
-          const node = app.graph.nodes.find(n => n.type === 'UNETLoader');
-          app.canvas.ds.scale = 1;
-          app.canvas.ds.offset = [300 - node.pos[0], 300 - node.pos[1]];
-          app.canvas.draw(true, true);
-        }"""
-    )
-    page.mouse.click(360, 285, button="right")  # on the node's title
+    show_prompt(page, three_samplers(UNET, "made").prompt, "UNETLoader")
+    page.evaluate("() => app.canvas.draw(true, true)")
+    page.mouse.click(460, 85, button="right")  # on the node's title
     item = page.get_by_text(words_of()["make_parallel"], exact=True)
     extensions = page.get_by_text("Extensions", exact=True)
     item.or_(extensions).first.wait_for()
     if not item.first.is_visible():
         extensions.first.hover()
     item.first.click()
-    page.wait_for_function(f"() => ({COUNT})() === 2")
+    wait_for(page, COUNT, 2)

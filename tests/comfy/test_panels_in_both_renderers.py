@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pages import REPORT, one_sampler, run, set_widget, show_prompt
+from pages import REPORT, one_sampler, run, set_widgets, show_prompt
 
 UNET = "tiny_panels.safetensors"  # two attention heads
 MODELS = {UNET: 2}
@@ -47,7 +47,7 @@ def test_a_report_is_readable_beside_a_preview_and_no_empty_line_stays(page, dra
 def test_an_error_and_its_remedy_are_on_strategy_selector_which_stays_as_high(page, drawn_by):
     _show(page, "StrategySelector")
     before = page.evaluate(HEIGHT, "StrategySelector")
-    set_widget(page, "StrategySelector", "ulysses_degree", 3)
+    set_widgets(page, "StrategySelector", ulysses_degree=3)
     apply = page.get_by_role("button", name="Apply ulysses_degree 2")
     apply.wait_for()
     assert page.evaluate(HEIGHT, "StrategySelector") == pytest.approx(before, abs=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pages import choose, menu_of, one_sampler, set_widget, show_prompt, words_of
+from pages import choose, menu_of, one_sampler, set_widgets, show_prompt, words_of
 
 UNET = "tiny_preload.safetensors"
 MODELS = {UNET: 3}
@@ -20,7 +20,7 @@ def test_preload_says_what_it_did_and_why_it_could_not(page, measuring):
 
     preload(words["preloaded"].format(model=UNET, devices="cpu:0, cpu:1"))
     preload(words["preload_held"].format(model=UNET, devices="cpu:0, cpu:1"))
-    set_widget(page, "ParallelFluxLoader", "unet_name", "nowhere.safetensors")
+    set_widgets(page, "ParallelFluxLoader", unet_name="nowhere.safetensors")
     preload("nowhere.safetensors")
     page.evaluate("() => { app.graph.nodes.find(n => n.type === 'ParallelFluxLoader').mode = 2; }")
     preload(words["preload_off"])

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import re
 
-from pages import REPORT, one_sampler, run, set_widget, show_prompt, wait_for_report
+from pages import (
+    REPORT,
+    one_sampler,
+    queued,
+    run,
+    set_widgets,
+    show_again,
+    show_prompt,
+    wait_for,
+    wait_for_report,
+)
 from waiting import wait_until
 
 UNET = "tiny_report.safetensors"
@@ -14,7 +24,6 @@ HEADLINE = "() => document.querySelector('.parallel-headline').textContent"
 PHASE = """() => app.graph.nodes.find(n => n.comfyClass === 'ParallelSampler').widgets.find(
   w => w.name.includes('text-preview'))?.value || ''"""
 LEFT = "() => document.querySelector('.parallel-left')?.textContent ?? ''"
-RUNNING = "async () => (await (await app.api.fetchApi('/queue')).json()).queue_running.length"
 ROWS = "() => document.querySelectorAll('.parallel-candidates tr').length"
 # Lists each device and its number of steps with bars of all three parts.
 TIMELINE = """() => [...document.querySelectorAll('.parallel-timeline .row')].flatMap(row => [
@@ -30,8 +39,7 @@ def _wait_for_problem(page, but: str = "") -> str:
 
 
 def _run(page, **sampler) -> None:
-    for name, value in sampler.items():
-        set_widget(page, "ParallelSampler", name, value)
+    set_widgets(page, "ParallelSampler", **sampler)
     run(page)
 
 
@@ -54,38 +62,36 @@ def test_a_run_that_goes_on_or_ended_badly_shows_nothing_of_the_one_before(page,
     assert page.evaluate(ROWS) == 0 and page.evaluate(HEADLINE) == "" and page.evaluate(TIMELINE) == []
     page.wait_for_function(PHASE)
     page.wait_for_function(f"() => /^step [0-9]+ of 4000 · about [0-9]+ (s|min|h) left$/.test(({LEFT})())")
-    wait_until(lambda: page.evaluate(RUNNING) == 1, 60)
+    wait_until(lambda: len(queued(measuring[0])) == 1)
     page.reload()
     wait_for_report(page, "Running")
     page.evaluate("() => app.api.interrupt()")
     wait_for_report(page, "The latest run was cancelled.")
-    page.wait_for_function(f"() => ({PHASE})() === ''")
+    wait_for(page, PHASE, "")
     assert page.evaluate(LEFT) == ""
-    page.reload()
+    show_again(page)
     wait_for_report(page, "The latest run was cancelled")
     assert page.evaluate(ROWS) == 0
 
     _run(page, seed=3, steps=2)
     wait_for_report(page, "strategy: ")
-    for name, value in (("channels", 5), ("draw", 1)):  # a latent that does not fit the model
-        set_widget(page, "TestLatent", name, value)
+    set_widgets(page, "TestLatent", channels=5, draw=1)  # a latent that does not fit the model
     _run(page, seed=4)
     failed = _wait_for_problem(page)
     assert len(failed) > 30 and failed != "The latest run failed."
-    for name, value in (("channels", 16), ("draw", -1)):
-        set_widget(page, "TestLatent", name, value)
-    set_widget(page, "ParallelSampler", "steps", 0)
+    set_widgets(page, "TestLatent", channels=16, draw=-1)
+    set_widgets(page, "ParallelSampler", steps=0)
     page.evaluate("() => app.queuePrompt(0, 1).catch(() => {})")
     refused = _wait_for_problem(page, but=failed)
     assert refused.startswith("ComfyUI refused") and "steps" in refused
     # The loader refuses the file, so the sampler never starts.
     folder = measuring[0].server.base_directory / "models" / "diffusion_models"
     (folder / SHORT).write_bytes((folder / UNET).read_bytes()[:100])
-    set_widget(page, "ParallelFluxLoader", "unet_name", SHORT)
+    set_widgets(page, "ParallelFluxLoader", unet_name=SHORT)
     _run(page, seed=4, steps=2)
     assert _wait_for_problem(page, but=refused) != "The latest run failed."
     assert page.evaluate(ROWS) == 0
 
-    set_widget(page, "ParallelFluxLoader", "unet_name", UNET)
+    set_widgets(page, "ParallelFluxLoader", unet_name=UNET)
     _run(page, seed=3)  # ComfyUI has every output in its cache
     wait_for_report(page, "strategy: ")

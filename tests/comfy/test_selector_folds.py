@@ -3,10 +3,8 @@ with a constant value is connected."""
 
 from __future__ import annotations
 
-import json
-
 from graphs import Graph
-from pages import set_widget
+from pages import set_widgets, show_prompt
 
 UNET = "tiny_folds.safetensors"  # two attention heads
 MODELS = {UNET: 1}
@@ -24,10 +22,7 @@ NOTES = "() => document.querySelector('.parallel-strategy .notes').textContent"
 
 
 def _load(page, graph: Graph) -> None:
-    page.evaluate(f"() => app.loadApiJson({json.dumps(graph.prompt)}, 'folds')")
-    page.evaluate(
-        f"() => {{ app.canvas.ds.scale = 1; app.canvas.ds.offset = [100, 100]; {SELECTOR}.pos = [0, 0]; }}"
-    )
+    show_prompt(page, graph.prompt, "StrategySelector")
     page.wait_for_selector(".parallel-strategy")
 
 
@@ -45,7 +40,7 @@ def test_what_auto_decides_is_folded_away_and_seen_where_a_person_sets_it(page, 
     _load(page, graph)
     _wait_for(page, shown, ALWAYS)
     assert not set(page.evaluate(shown)) & DECIDED
-    set_widget(page, "StrategySelector", "mode", "manual")
+    set_widgets(page, "StrategySelector", mode="manual")
     _wait_for(page, shown, ALWAYS | DECIDED)
     saved = page.evaluate(f"() => {SELECTOR}.serialize().widgets_values")
     assert saved == ["manual", "cpu:2", 1, 1, 1, 1, 1, "auto", 1, False, False, 0, 1, "", "if_needed"]
@@ -58,7 +53,7 @@ def test_what_auto_decides_is_folded_away_and_seen_where_a_person_sets_it(page, 
         }"""
     )
     _wait_for(page, shown, ALWAYS | DECIDED)
-    set_widget(page, "StrategySelector", "mode", "auto")
+    set_widgets(page, "StrategySelector", mode="auto")
     page.wait_for_function(f"() => !({shown})().includes('cfg_degree')")
 
 
@@ -79,8 +74,8 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
         }}"""
     )
     page.wait_for_function(f"() => ({ALERTS})().some(t => t.includes('2 attention heads'))")
-    set_widget(page, "PrimitiveInt", "value", 2)
-    set_widget(page, "StrategySelector", "ring_degree", 2)
+    set_widgets(page, "PrimitiveInt", value=2)
+    set_widgets(page, "StrategySelector", ring_degree=2)
     page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')")
 
     # A value that a run has to compute is unknown; the other inputs are checked.
@@ -92,8 +87,8 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
           text.connect(0, {SELECTOR}, slot);
         }}"""
     )
-    set_widget(page, "StrategySelector", "ring_degree", 1)
+    set_widgets(page, "StrategySelector", ring_degree=1)
     page.wait_for_function(f"() => ({NOTES})().startsWith('ulysses_degree comes from another node')")
     assert page.evaluate(ALERTS) == []
-    set_widget(page, "StrategySelector", "cfg_degree", 3)
+    set_widgets(page, "StrategySelector", cfg_degree=3)
     page.wait_for_function(f"() => ({ALERTS})().some(t => t.startsWith('cfg_degree 3: there are'))")

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from graphs import STOCK, Graph
-from pages import BADGES, choose, menu_of, run, set_widget, shoot, show_prompt, words_of
+from pages import WRITTEN, choose, menu_of, run, set_widgets, show_prompt, wait_for_badge, words_of
 from waiting import wait_until
 
 UNET = "tiny_stock_sampler.safetensors"
 MODELS = {UNET: 3}
-# Returns the middle of the badge that the canvas draws, in pixels of the page.
-BADGE = """() => {
-  const { fillText } = CanvasRenderingContext2D.prototype;
-  let found = null;
-  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
-    if (/ s per step/.test(text)) found = [this.getTransform(), x + this.measureText(text).width / 2, y];
-    return fillText.call(this, text, x, y, ...rest);
-  };
-  try { app.canvas.draw(true, true); } finally { CanvasRenderingContext2D.prototype.fillText = fillText; }
-  const [transform, x, y] = found;
-  const at = transform.transformPoint({ x, y });
-  const { left, top, width } = app.canvas.canvas.getBoundingClientRect();
-  const ratio = app.canvas.canvas.width / width;
-  return [left + at.x / ratio, top + at.y / ratio];
-}"""
 # The places of the badge that Vue draws, and of its node.
 OVER = """() => Object.fromEntries(Object.entries({
   badge: document.querySelector('.parallel-badge'),
@@ -34,6 +18,7 @@ OVER = """() => Object.fromEntries(Object.entries({
 # Returns Strategy Selector's panel; the page of frontend 1.58 takes it out where its node is out of sight.
 PANEL = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.find(
   widget => widget.name === 'strategy_panel').element"""
+COSTS = r"2 devices \(Ulysses\) · [\d.e-]+ s per step"
 WORDS = words_of()
 
 
@@ -60,27 +45,22 @@ def _graph(kind: str) -> dict:
 def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, drawn_by):
     kind = "KSampler" if drawn_by == "canvas" else "SamplerCustomAdvanced"
     show_prompt(page, _graph(kind), kind)
-    by_vue = json.dumps(drawn_by == "vue")
-
-    def wait_for(pattern: str) -> None:
-        page.wait_for_function(f"() => /{pattern}/.test(({BADGES})({by_vue}))")
-
+    by_vue = drawn_by == "vue"
     assert WORDS["prove"] in menu_of(page, kind)
     assert WORDS["open_report"] not in menu_of(page, kind)
     assert WORDS["prove"] not in menu_of(page, "ParallelModel")
     run(page)
-    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · not compared")
+    wait_for_badge(page, rf"{COSTS} · not compared", by_vue)
     page.wait_for_function(f"() => ({PANEL})().querySelector('.parallel-candidates tr[aria-current]')")
     page.wait_for_function("() => Object.values(app.nodeOutputs).some(({ images }) => images)")
-    shoot(page, f"stock_{drawn_by}")
 
-    if drawn_by == "vue":
+    if by_vue:
         over = page.evaluate(OVER)
         assert over["badge"]["bottom"] <= over["node"]["top"]
         assert over["badge"]["right"] <= over["node"]["right"] + 1
         page.locator(".parallel-badge").click()
     else:
-        x, y = page.evaluate(BADGE)
+        x, y = next(place for text, *place in page.evaluate(WRITTEN) if " s per step" in text)
         page.mouse.click(x, y - 60)  # above the badge
         assert page.get_by_role("dialog").count() == 0
         page.mouse.click(x, y)
@@ -90,9 +70,8 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     assert "2 devices (Ulysses) · " in words and "result: exact" in words
     assert report.locator(".parallel-timeline .row").count() == 2
     assert report.locator(".parallel-timeline .row").first.locator("g").count() == 3
-    phases = report.locator(
-        ".parallel-phases"
-    ).inner_text()  # the picture was decoded after the sampler's end
+    # The picture was decoded after the sampler's end.
+    phases = report.locator(".parallel-phases").inner_text()
     assert re.search(r"sampling [\d.]+ s \(\d+ %\)\s+decoding [\d.]+ s \(\d+ %\)", phases)
     assert report.locator(".parallel-phases rect").count() == len(re.findall(r" s \(", phases)) >= 2
     report.get_by_role("button", name="Close").click()
@@ -105,11 +84,11 @@ def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, dr
     words = proof.inner_text()
     assert WORDS["same_picture"] in words and " one device · exact" in words
     proof.get_by_role("button", name="Close").click()
-    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
+    wait_for_badge(page, COSTS, by_vue)
 
     page.reload()
-    wait_for(r"2 devices \(Ulysses\) · [\d.e-]+ s per step · ")
-    set_widget(page, "TestLatent", "batch_index", "none")  # it fails, so the sampler never starts
+    wait_for_badge(page, COSTS, by_vue)
+    set_widgets(page, "TestLatent", batch_index="none")  # it fails, so the sampler never starts
     run(page)
-    page.wait_for_function(f"() => !/s per step/.test(({BADGES})({by_vue}))")
+    wait_for_badge(page, "s per step", by_vue, shown=False)
     wait_until(lambda: WORDS["open_report"] not in menu_of(page, kind))

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pages import one_sampler, run, set_widget, shoot, show_prompt, template
+from pages import (
+    REPORT,
+    one_sampler,
+    run,
+    set_widgets,
+    show_prompt,
+    template,
+    wait_for,
+    wait_for_report,
+)
 
 UNET = "tiny_panel.safetensors"  # two attention heads
 MODELS = {UNET: 4}
@@ -24,7 +33,6 @@ READ = """() => {
 }"""
 WIDGETS = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.map(
   w => ({ name: w.name, off: w.disabled, label: w.label, value: w.value }))"""
-REPORT = "() => document.querySelector('.parallel-report:not(.empty)')?.textContent"
 SIZES = "() => app.graph.nodes.map(n => [n.type, n.size[0], n.size[1]])"
 # Returns the position of a number widget's right arrow on the canvas.
 ARROW = """name => {
@@ -40,8 +48,8 @@ def _load(page, devices: str = "cpu:2", **choice) -> None:
     page.wait_for_selector(".parallel-strategy")
 
 
-def _edit(page, name: str, value: object) -> None:
-    set_widget(page, "StrategySelector", name, value)
+def _edit(page, **inputs) -> None:
+    set_widgets(page, "StrategySelector", **inputs)
 
 
 def _wait_for(page, condition: str) -> None:
@@ -62,14 +70,13 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page):
     assert shown["devices"][3] == "cpu:3 · prompt · ring 2/2 · heads 2/2"
     assert shown["devices"][4] == "cpu:4 · negative prompt · ring 1/2 · heads 1/2"
     assert _off(page) == set() and not shown["cut"]
-    shoot(page, "diagram")
 
     live = page.evaluate(ARROW, "data_degree")
     page.mouse.click(*live)  # in manual mode the click counts, and 16 devices are not selected
     _wait_for(page, "shown.alerts.length === 1")
     assert "needs 16 devices; 8 are selected" in page.evaluate(READ)["alerts"][0]
 
-    _edit(page, "mode", "auto")
+    _edit(page, mode="auto")
     _wait_for(page, "shown.titles.length === 2")
     shown = page.evaluate(READ)
     assert shown["alerts"] == []
@@ -80,7 +87,6 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page):
     before = page.evaluate(WIDGETS)
     page.mouse.click(*live)
     assert page.evaluate(WIDGETS) == before
-    shoot(page, "auto")
 
 
 def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected(page, measuring, drawn_by):
@@ -97,28 +103,25 @@ def test_an_invalid_degree_is_marked_in_the_backends_words_until_it_is_corrected
         page.mouse.click(*page.evaluate(ARROW, "ulysses_degree"))
     _wait_for(page, "shown.alerts.length === 1")
     (alert,) = page.evaluate(READ)["alerts"]
-    assert alert.startswith(
-        f"ulysses_degree 3 is more than the 2 attention heads of {UNET}; the nearest valid"
-    )
+    assert alert.startswith(f"ulysses_degree 3 is more than the 2 attention heads of {UNET}; the nearest")
     marked = [widget["label"] for widget in page.evaluate(WIDGETS) if "⚠" in (widget["label"] or "")]
     assert marked == ["⚠ ulysses_degree"]
     invalid = page.locator("[aria-invalid=true]")
     if drawn_by == "vue":
         invalid.wait_for()
-    shoot(page, f"invalid_{drawn_by}")
     asked = {
         "inputs": {"mode": "manual", "devices": "cpu:3", "ulysses_degree": 3},
         "loader": {"node": "ParallelFluxLoader", "unet_name": UNET},
     }
-    said = page.request.post(measuring[0].server.url + "/parallel_sampling/check_strategy", data=asked).json()
+    _, said = measuring[0].ask("/parallel_sampling/check_strategy", asked)
     assert said["problems"] == [{"inputs": ["ulysses_degree"], "message": alert}]
 
-    _edit(page, "ulysses_degree", 2)
+    _edit(page, ulysses_degree=2)
     _wait_for(page, "shown.alerts.length === 0")
     page.wait_for_function("() => !document.querySelector('[aria-invalid=true]')")
     assert page.evaluate(WIDGETS) == plain
 
-    _edit(page, "mode", "auto")
+    _edit(page, mode="auto")
     _wait_for(page, "shown.basis.startsWith('Plan for')")
     assert "ulysses_degree" in _off(page)
     if drawn_by == "vue":
@@ -135,8 +138,8 @@ def test_an_answer_that_comes_late_is_dropped(page):
 
     page.route("**/check_strategy", hold)
     with page.expect_request("**/check_strategy"):
-        _edit(page, "ring_degree", 7)
-    _edit(page, "ring_degree", 1)
+        _edit(page, ring_degree=7)
+    _edit(page, ring_degree=1)
     _wait_for(page, "shown.titles[0] === 'one device'")
     with page.expect_response("**/check_strategy") as answer:
         held[0].continue_()
@@ -146,7 +149,7 @@ def test_an_answer_that_comes_late_is_dropped(page):
     assert shown["alerts"] == [] and shown["titles"] == ["one device"]
 
 
-def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(page, set_setting):
+def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loaded_anew(page):
     _load(page)
     _wait_for(page, "shown.titles.length === 2")
     assert "After a run" in page.evaluate(READ)["text"]
@@ -155,7 +158,6 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     run(page)
     page.wait_for_selector(".parallel-candidates tr[aria-current]")
     shown = page.evaluate(READ)
-    shoot(page, "after_a_run")
     names = [row[0].split("\n")[0].removeprefix("→ ") for row in shown["rows"]]
     assert {"one device", "CFG 2"} <= set(names) and len(names) == len(set(names))
     assert shown["rows"][0][0].startswith("→ ") and len(shown["chosen"]) == 1
@@ -167,13 +169,12 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     assert shown["basis"] == "The latest run" and shown["titles"] == [names[0]]
     assert len(shown["devices"]) == 2
 
+    said = f"strategy: {names[0]}"
+    wait_for_report(page, said)
     report = page.evaluate(REPORT)
-    assert report.startswith(f"strategy: {names[0]}")
     panels = {"StrategySelector", "TestSaveLatent"}
-    after = [size for size in page.evaluate(SIZES) if size[0] in panels]
-    assert after == [
-        size for size in sizes if size[0] in panels
-    ]  # a panel's content never makes its node larger
+    before, after = ([size for size in found if size[0] in panels] for found in (sizes, page.evaluate(SIZES)))
+    assert after == before  # a panel's content never makes its node larger
     # The headline is visible without scrolling; the rest unfolds and scrolls inside the node.
     headline = page.locator(".parallel-headline")
     assert headline.is_visible() and headline.evaluate("e => e.scrollHeight <= e.clientHeight + 1")
@@ -184,23 +185,20 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     box = page.locator(".parallel-fold").evaluate("e => [e.scrollHeight > e.clientHeight, e.clientHeight]")
     assert box[0] and box[1] < 300
 
-    _edit(page, "engine", "native")  # differs from the inputs that ran
+    _edit(page, engine="native")  # differs from the inputs that ran
     _wait_for(page, "shown.basis.startsWith('Plan for')")
-    _edit(page, "engine", "auto")
+    _edit(page, engine="auto")
     _wait_for(page, "shown.basis === 'The latest run'")
 
     # Like undo, it creates all nodes of the workflow again.
     page.evaluate("() => app.loadGraphData(app.graph.serialize(), false, false)")
-    page.wait_for_function(REPORT)
+    wait_for_report(page, said)
     _wait_for(page, "shown.basis === 'The latest run'")
 
-    set_setting("Comfy.ColorPalette", "light")
     page.reload()
-    page.wait_for_function(REPORT)
-    assert page.evaluate(REPORT) == report
+    wait_for(page, REPORT, report)
     _wait_for(page, "shown.basis === 'The latest run'")
     page.wait_for_function(f"() => ({WIDGETS})().some(w => w.off)")
-    shoot(page, "after_a_run_light")
 
 
 def test_our_nodes_are_coloured_alike_and_a_workflow_stays_as_it_was_saved(page, set_setting):

@@ -14,6 +14,7 @@ from pages import (
     show_prompt,
     three_samplers,
     toast,
+    wait_for,
     words_of,
 )
 
@@ -44,7 +45,8 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     samplers_only = {"KSampler": "ParallelSampler"}
     after = [samplers_only.get(kind, kind) for kind in kinds if kind != "UNETLoader"]
     both = ["UNETLoader", "ParallelModelLoader", "ParallelModel", "ParallelModel"]
-    assert sorted(page.evaluate(KINDS)) == sorted([*after, *both])
+    swapped = sorted([*after, *both])
+    assert page.evaluate(KINDS) == swapped
     assert made.count(["ParallelModelLoader", 1, "ParallelSampler", "parallel_model"]) == 1
     assert made.count(["UNETLoader", 0, "ParallelModel", "model"]) == 1
     assert made.count(["UNETLoader", 0, "ModelSamplingFlux", "model"]) == 1
@@ -70,10 +72,10 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
     command(page, "Comfy.Undo")
-    page.wait_for_function(f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=3)
+    wait_for(page, KINDS, kinds)
     assert page.evaluate(LINKS) == links and page.evaluate(VALUES) == values
     command(page, "Comfy.Redo")
-    page.wait_for_function(f"n => ({KINDS})().filter(k => k === 'KSampler').length === n", arg=0)
+    wait_for(page, KINDS, swapped)
 
     command(page, "parallel_sampling.swap_out")
     toast(page, WORDS["swapped_back"].replace("{count}", "3")).wait_for()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comfy_harness import ROOT
+from comfy_harness import ROOT, Comfy
 from graphs import STOCK, Graph
 
 if TYPE_CHECKING:  # not every computer has it
@@ -18,25 +16,40 @@ TOAST = ".p-toast-message, [data-testid=toast]"
 TOAST_TITLE = ".p-toast-summary, [data-testid=toast] .font-medium"
 REPORT = "() => document.querySelector('.parallel-report')?.textContent ?? ''"
 _NODE = "app.graph.nodes.find(n => n.type === type)"
-# Returns the texts that the canvas writes in one full redraw, or the texts of the badges if Vue draws the nodes.
-BADGES = """(byVue) => {
-  if (!window.app?.canvas) return ''; // while the page loads
-  const ofVue = [...document.querySelectorAll('.parallel-badge')].filter(badge => badge.checkVisibility());
-  if (byVue) return ofVue.map(badge => badge.innerText).join();
+# Lists [text, x, y] of each text that the canvas writes in one full redraw: its middle, in pixels of the page.
+WRITTEN = """() => {
+  const { left, top, width } = app.canvas.canvas.getBoundingClientRect();
+  const ratio = app.canvas.canvas.width / width;
   const written = [];
-  const fillText = CanvasRenderingContext2D.prototype.fillText;
-  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
-    written.push(text);
-    return fillText.call(this, text, ...rest);
+  const { fillText } = CanvasRenderingContext2D.prototype;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
+    const at = this.getTransform().transformPoint({ x: x + this.measureText(text).width / 2, y });
+    written.push([text, left + at.x / ratio, top + at.y / ratio]);
+    return fillText.call(this, text, x, y, ...rest);
   };
   try { app.canvas.draw(true, true); } finally { CanvasRenderingContext2D.prototype.fillText = fillText; }
-  return written.join('\\n');
+  return written;
 }"""
-
-# Gives pairs of nodes that overlap on the canvas. A rectangle includes the title, which is above the node's position.
-OVERLAPS = """() => app.graph.nodes.flatMap(a => app.graph.nodes.filter(b => a.id < b.id
-  && a.pos[0] < b.pos[0] + b.size[0] && b.pos[0] < a.pos[0] + a.size[0]
-  && a.pos[1] - 30 < b.pos[1] + b.size[1] && b.pos[1] - 30 < a.pos[1] + a.size[1]).map(b => [a.type, b.type]))"""
+_BADGES_OF_VUE = """() => [...document.querySelectorAll('.parallel-badge')].filter(
+  badge => badge.checkVisibility()).map(badge => [badge.innerText])"""
+# Gives pairs of overlapping nodes. A rectangle includes the title, which is above the node's position. If Vue draws
+# the nodes, it is that of their elements.
+OVERLAPS = """() => {
+  const { scale } = app.canvas.ds;
+  const drawn = [...document.querySelectorAll('.lg-node[data-node-id]')].map(e => [e.dataset.nodeId, e]);
+  const boxes = drawn.length
+    ? drawn.map(([id, e]) => [app.graph.getNodeById(id).title + id, e.getBoundingClientRect()])
+    : app.graph.nodes.map(n => [n.title + n.id, new DOMRect(n.pos[0] * scale,
+        (n.pos[1] - LiteGraph.NODE_TITLE_HEIGHT) * scale, n.size[0] * scale,
+        (n.size[1] + LiteGraph.NODE_TITLE_HEIGHT) * scale)]);
+  const found = [];
+  for (const [one, p] of boxes) for (const [other, q] of boxes) {
+    const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (one < other && across > 1 && down > 1) found.push([one, other]);
+  }
+  return found;
+}"""
 # Lists [source class, slot, target class, input name] of each link, for each graph and subgraph.
 LINKS = """() => [app.rootGraph ?? app.graph, ...(app.rootGraph ?? app.graph).subgraphs.values()].map(graph =>
   [...graph.links.values()].map(link => [
@@ -84,6 +97,50 @@ def template(name: str = "Try it without a download") -> dict:
     return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text("utf-8"))
 
 
+def queued(comfy: Comfy) -> list[dict]:
+    """Returns the nodes of each prompt that is running or waiting in ComfyUI's queue."""
+    queue = comfy.ask("/queue", method="GET")[1]
+    return [nodes for _, _, nodes, *_ in (*queue["queue_running"], *queue["queue_pending"])]
+
+
+def ended(comfy: Comfy) -> list[dict]:
+    """Returns the nodes of each prompt in ComfyUI's history, in the order of their ends."""
+    return [run["prompt"][2] for run in comfy.ask("/history", method="GET")[1].values()]
+
+
+def wait_for(page, read: str, wanted: object) -> None:
+    """Waits until the JavaScript function `read` returns this value."""
+    compared = f"wanted => JSON.stringify(({read})()) === JSON.stringify(wanted)"
+    page.wait_for_function(compared, arg=wanted)
+
+
+def send(page, event: str, detail: dict) -> None:
+    """Gives the page an event of ours, as if ComfyUI had sent it."""
+    page.evaluate(
+        "([event, detail]) => app.api.dispatchCustomEvent(event, detail)",
+        [f"parallel_sampling.{event}", detail],
+    )
+
+
+def refused_inputs(page) -> list[list[str]]:
+    """Waits until ComfyUI refuses a prompt; returns the name of each refused input and what is said of it."""
+    refused = """Object.values(app.lastNodeErrors ?? {}).flatMap(
+      node => node.errors.map(error => [error.extra_info?.input_name, error.message]))"""
+    page.wait_for_function(f"() => {refused}.length")
+    return page.evaluate(f"() => {refused}")
+
+
+def wait_for_badge(page, words: str, by_vue: bool = False, shown: bool = True) -> None:
+    """Waits until the nodes' badges show words that match, a regular expression, or until none does."""
+    badges = _BADGES_OF_VUE if by_vue else WRITTEN
+    page.wait_for_function(
+        f"""([words, shown]) => window.app?.canvas
+          && ({badges})().some(([text]) => new RegExp(words).test(text)) === shown""",
+        arg=[words, shown],
+        polling=200,  # ms; it draws the whole canvas
+    )
+
+
 def wait_for_report(page, words: str) -> None:
     """Waits until the panel of the sampler shows a report, or a line in its place, that begins with these words."""
     page.wait_for_function(f"words => ({REPORT})().startsWith(words)", arg=words)
@@ -120,15 +177,23 @@ def words_of(language: str = "en") -> dict[str, str]:
     return locale(language, "main")["parallel_sampling"]
 
 
-def set_widget(page, kind: str, name: str, value: object) -> None:
-    """Sets a widget of a node of this kind as the page does: first the value, then the callback."""
+def widgets(page, kind: str) -> dict[str, object]:
+    """Returns the values of the widgets of a node of this kind that a workflow saves, by name."""
+    values = f"{_NODE}.widgets.filter(w => w.serialize !== false).map(w => [w.name, w.value])"
+    return page.evaluate(f"type => Object.fromEntries({values})", kind)
+
+
+def set_widgets(page, kind: str, **values: object) -> None:
+    """Sets widgets of a node of this kind as the page does: first the value, then the callback."""
     page.evaluate(
-        f"""([type, name, value]) => {{
-          const widget = {_NODE}.widgets.find(w => w.name === name);
-          widget.value = value;
-          widget.callback?.(value);
+        f"""([type, values]) => {{
+          for (const [name, value] of Object.entries(values)) {{
+            const widget = {_NODE}.widgets.find(w => w.name === name);
+            widget.value = value;
+            widget.callback?.(value);
+          }}
         }}""",
-        [kind, name, value],
+        [kind, values],
     )
 
 
@@ -148,6 +213,19 @@ def command(page, name: str) -> None:
     page.evaluate("name => app.extensionManager.command.execute(name)", name)
 
 
+def begin(page, name: str) -> None:
+    """Executes a command of ours that may wait for a person's answer."""
+    page.evaluate("name => void app.extensionManager.command.execute(name)", f"parallel_sampling.{name}")
+
+
+def open_by(page, name: str, title: str, role: str = "dialog") -> Locator:
+    """Executes a command of ours and returns the dialog, or the region of the page, that it opens."""
+    begin(page, name)
+    opened = page.get_by_role(role, name=title)
+    opened.wait_for()
+    return opened
+
+
 def open_picker(page):
     """Opens Strategy Selector's list of devices by keyboard and returns it."""
     page.locator(".parallel-devices summary").focus()
@@ -159,13 +237,6 @@ def open_picker(page):
 
 def run(page) -> None:
     page.evaluate("() => app.queuePrompt(0, 1)")
-
-
-def shoot(page, name: str) -> None:
-    """Saves a screenshot of the page, if PARALLEL_SAMPLING_SCREENSHOTS names a folder."""
-    if folder := os.environ.get("PARALLEL_SAMPLING_SCREENSHOTS"):
-        page.wait_for_timeout(300)  # until the colours of a new theme are there
-        page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 def bring_into_view(page, kind: str) -> None:
@@ -193,3 +264,14 @@ def show_prompt(page, prompt: dict, kind: str = "") -> None:
     )
     if kind:
         bring_into_view(page, kind)
+
+
+def show_again(page) -> None:
+    """Shows an empty workflow and then this one again, whose runs the page takes from ComfyUI's history."""
+    page.evaluate(
+        """async () => {
+          const saved = app.graph.serialize();
+          const empty = { nodes: [], links: [], version: 0.4, id: crypto.randomUUID() };
+          for (const one of [empty, saved]) await app.loadGraphData(one, true, true, 'again');
+        }"""
+    )
