@@ -106,7 +106,9 @@ def write_model(comfy: Comfy, kind: str) -> str:
         return comfy.write_flux("any_flux.safetensors")
     folder = "checkpoints" if kind in CHECKPOINTS else "diffusion_models"
     name = f"any_{kind}.safetensors"
-    if not (comfy.server.base_directory / "models" / folder / name).exists():
+    if not any(
+        (comfy.server.base_directory / "models").rglob(name)
+    ):  # ComfyUI has two folders of diffusion models
         graph = Graph()
         graph.add("TestWriteModel", kind=kind, folder=folder)
         comfy.run(graph.prompt, timeout=120)
