@@ -34,5 +34,8 @@ export function exchangedLoaders() {
 export function exchangeBack(graph, node) {
   const { kind, values } = node.properties[REPLACED];
   const loader = exchange(graph, node, kind, BACK, [MODEL]);
-  for (const [name, value] of values) if (!(name in NAMES)) widgetOf(loader, name).value = value;
+  for (const [name, value] of values) {
+    const widget = name in NAMES ? null : widgetOf(loader, name);
+    if (widget) widget.value = value;
+  }
 }
