@@ -53,7 +53,7 @@ def root_patcher(model: ComfyUIModel) -> Any:
         members |= {
             "patch_weight_to_device": partialmethod(_patch_slice, ModelPatcher, model),
             "patch_hook_weight_to_device": partialmethod(_patch_hook_slice, ModelPatcher, model),
-            "load": partialmethod(_load_slices, members.get("load"), frozenset(model.cuts)),
+            "load": partialmethod(_load_slices, model.byte_sharding, frozenset(model.cuts)),
         }
         if "patch_hooks" in members:
             members["patch_hooks"] = _refuse_hooks
@@ -196,9 +196,9 @@ def _whole(model: ComfyUIModel, key: str, part: torch.Tensor) -> nn.Parameter:
 
 
 def _load_slices(
-    self: Any, load_sharded: Callable[..., None] | None, cuts: frozenset[str], *args: Any, **kwargs: Any
+    self: Any, sharding: WeightSharding | None, cuts: frozenset[str], *args: Any, **kwargs: Any
 ) -> None:
-    """Loads slices, or refuses patches that need whole weights. `load_sharded`: None without shard_weights."""
+    """Loads slices, or refuses patches that need whole weights. `sharding`: None without shard_weights."""
     from comfy.model_patcher import ModelPatcher
 
     if wrapped := cuts & self.weight_wrapper_patches.keys():
@@ -206,14 +206,14 @@ def _load_slices(
             f"A node puts a function of its own around {min(wrapped)}, of which each device has a part; set "
             f"tensor_degree to 1."
         )
-    if load_sharded is None:
+    if sharding is None:
         return _outside_inference_mode(ModelPatcher, "load")(self, *args, **kwargs)
     if cuts & self.patches.keys():
         raise RequestError(
             "A LoRA changes weights that both tensor_degree and shard_weights share out; set shard_weights to off or "
             "tensor_degree to 1."
         )
-    return load_sharded(self, *args, **kwargs)
+    return _load_sharded(self, sharding, *args, **kwargs)
 
 
 def _refuse_hooks(self: Any, hooks: Any) -> None:
