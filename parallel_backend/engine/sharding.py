@@ -292,7 +292,7 @@ class _Part:
     def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         for name, shared in self._shared.items():
             shape = shapes.get(name, shared.shape)
-            shared.absent = shared.number.expand(*shape).as_subclass(AbsentWeight)
+            shared.absent = shared.number.expand(tuple(shape)).as_subclass(AbsentWeight)
         self.drop()
 
     def fill(self, whole: Tensor) -> None:
