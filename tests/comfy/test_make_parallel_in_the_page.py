@@ -120,17 +120,13 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
     assert _links(page) == links
 
 
-@pytest.fixture
-def packed(measuring) -> str:
-    folder = measuring[0].server.base_directory / "models" / "diffusion_models"
-    write(folder / "made.gguf", "Q8_0", tensors=load_file(folder / UNET))
-    return "made.gguf"
-
-
-def test_a_loader_of_gguf_files_is_exchanged_for_ours_which_gives_its_latent(packed, page, measuring):
+def test_a_loader_of_gguf_files_is_exchanged_for_ours_which_gives_its_latent(page, measuring):
     comfy = measuring[0]
+    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    write(folder / "made.gguf", "Q8_0", tensors=load_file(folder / UNET))
+    page.evaluate("() => app.refreshComboInNodes()")  # as the key R, after a file was added
     graph = Graph()
-    model = [graph.add("UnetLoaderGGUF", unet_name=packed, virtual_vram=7), 0]
+    model = [graph.add("UnetLoaderGGUF", unet_name="made.gguf", virtual_vram=7), 0]
     shifted = [graph.add("ModelSamplingAuraFlow", model=model, shift=2.0), 0]
     latent = graph.ksampler(shifted, graph.text(1), graph.text(2), graph.latent(), steps=2)
     graph.save(latent, "gguf.safetensors")
