@@ -19,6 +19,44 @@ from ...parallel_backend.job.restore import Replaced
 _HELD = frozenset(
     {types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType}
 )
+# Functions of ComfyUI, by module, that work for this process alone: they decide where weights lie, read files, or run
+# before a job begins. Ranks have devices of their own, and compare their weights with the MODEL's.
+_LOCAL = {
+    "comfy.model_management": {
+        "cleanup_models",
+        "cleanup_models_gc",
+        "current_stream",
+        "extra_reserved_memory",
+        "free_memory",
+        "get_free_memory",
+        "get_torch_device",
+        "get_total_memory",
+        "intermediate_device",
+        "load_model_gpu",
+        "load_models_gpu",
+        "maximum_vram_for_weights",
+        "minimum_inference_memory",
+        "soft_empty_cache",
+        "text_encoder_device",
+        "text_encoder_initial_device",
+        "text_encoder_offload_device",
+        "unet_inital_load_device",
+        "unet_offload_device",
+        "unload_all_models",
+        "use_more_memory",
+        "vae_device",
+        "vae_offload_device",
+    },
+    "comfy.model_patcher": {"partially_load", "partially_unload"},
+    "comfy.sample": {"sample", "sample_custom"},
+    "comfy.sd": {
+        "load_checkpoint",
+        "load_checkpoint_guess_config",
+        "load_diffusion_model",
+        "load_diffusion_model_state_dict",
+        "load_state_dict_guess_config",
+    },
+}
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
 
@@ -102,12 +140,15 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
     spaces: list[Mapping[str, Any]] = []
     for name, module in modules.items():
         spaces.append(vars(module))
+        ignored = _LOCAL.get(name, set())
         for key, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name and key == value.__name__:
                 spaces.append(vars(value))
                 theirs = _theirs_of_class(value, name, folders)
-                found += [Replaced(name, value.__qualname__, *pair) for pair in theirs]
-            elif _is_of(value, folders):
+                found += [
+                    Replaced(name, value.__qualname__, *pair) for pair in theirs if pair[0] not in ignored
+                ]
+            elif key not in ignored and _is_of(value, folders):
                 found.append(Replaced(name, "", key, value))
     return _Search(packs, found, names, modules, spaces, _code_in(spaces))
 

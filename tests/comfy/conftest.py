@@ -22,6 +22,7 @@ _PACKS = {
     "ways": "inject_ways",
     "popular": "inject_packs/popular",
     "routes": "inject_packs/routes",
+    "places": "inject_packs/places",
     **{way: "inject_packs/fails" for way in ("breaks", "hangs", "ends", "raises")},
 }
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")

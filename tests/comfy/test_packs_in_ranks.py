@@ -77,6 +77,19 @@ def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
     compared(packs, graph, ways, TOLERANCE)
 
 
+def test_functions_that_choose_devices_or_begin_a_run_stay_in_comfyuis_process(packs):
+    """Else each job would need their pack, which no rank can import."""
+    graph = AnyGraph(packs, "flux")
+    stock, request = graph.stock(), graph.request()
+    ways = {
+        "stock": graph.ksampler(stock, *request, steps=2),
+        "ours": graph.ksampler([graph.parallel(stock, ulysses=2), 0], *request, steps=2),
+    }
+    found = latents(packs, graph, ways, {"replaced": [graph.add("TestPlaces"), 0]})
+    assert found["replaced"] == "9 of 9"
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
 def _requests(packs) -> int:
     """Returns how many requests the ranks have finished."""
     return sum(line["event"] == "ended" for line in packs.logged())
