@@ -189,6 +189,19 @@ def test_speech_moves_the_same_lips(comfy, speakers):
     compared(comfy, graph, ways)
 
 
+def test_an_attribute_that_a_node_adds_is_gone_before_the_next_job(comfy):
+    graph = AnyGraph(comfy, "flux")
+    stock, request = graph.stock(), graph.request()
+    ours = [graph.parallel(stock, ulysses=2), 0]
+    for factor in (0.9, 0.8):
+        models = {
+            name: [graph.add("TestNewAttribute", model=model, factor=factor), 0]
+            for name, model in (("stock", stock), ("ours", ours))
+        }
+        ways = {name: graph.ksampler(model, *request, steps=2) for name, model in models.items()}
+        compared(comfy, graph, ways | {"without": graph.ksampler(stock, *request, steps=2)})
+
+
 def test_a_preview_of_its_own_changes_no_latent(comfy):
     graph = AnyGraph(comfy, "hunyuan_3d")
     stock = graph.stock()

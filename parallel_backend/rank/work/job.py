@@ -239,9 +239,8 @@ class _RunningJob:
             set_replaced(job.replaced, self._packages.find_module, undo)
             make_changes(model.base, job.changes, undo, lead_calls)
             undo.enter_context(self._meeting.holding(model.state.network))
-            undo.callback(
-                patcher.eject_model
-            )  # otherwise its injections would be removed from a network that no longer has them
+            # Else the next job's patcher would take injections and objects out of a network that has them no longer.
+            undo.callback(patcher.unpatch_model, unpatch_weights=False)
             if not self._meeting.is_first:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
             if isinstance(work, NetworkCall):

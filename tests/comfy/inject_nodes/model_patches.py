@@ -52,3 +52,17 @@ def splat_model(model: io.Model) -> tuple[io.Model, io.Vae]:
     model.model.diffusion_model.q_token_length = 4
     stage = SimpleNamespace(gaussians_per_point=1, gs=SimpleNamespace(model_channels=8))
     return [model, SimpleNamespace(first_stage_model=stage, vae_dtype=torch.float32, patcher=None)]
+
+
+@node("TestNewAttribute")
+def new_attribute(model: io.Model, factor: float) -> io.Model:
+    """Returns a MODEL whose network has another class, which scales its output by an attribute that it had not."""
+
+    class Scaled(type(model.model.diffusion_model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs) * self.test_factor
+
+    model = model.clone()
+    model.add_object_patch("diffusion_model.test_factor", factor)
+    model.add_object_patch("diffusion_model.__class__", Scaled)
+    return model
