@@ -36,10 +36,10 @@ def check_patches(
             )
         if weight is None or not factors or not is_adapter:
             continue  # other patches are whole weights, as in a merge
-        whole = (1.0, patch, 1.0, offset, function)
+        entry = (1.0, patch, 1.0, offset, function)
         # OFT with a constraint asks for numbers, which meta tensors do not have.
         for device in ("meta", "cpu"):
-            changed, errors = _apply(whole, torch.zeros(weight.shape, device=device), name)
+            changed, errors = _apply(entry, torch.zeros(weight.shape, device=device), name)
             if not errors:
                 break
         if errors:

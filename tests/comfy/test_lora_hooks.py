@@ -125,7 +125,11 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy, kind
         ("wrong shapes", {}, r"has the shape \[256, 256\]"),
         ("no key", {}, "none of its keys is known"),
         ("wider input, comfyui", {}, r"makes img_in\.weight larger .* load it for the whole run"),
-        ("kohya", {"tensor": 2, "cfg": 2, "shard_weights": True}, "set tensor_degree to 1"),
+        (
+            "kohya",
+            {"tensor": 2, "cfg": 2, "shard_weights": True},
+            "set shard_weights to off or tensor_degree to 1",
+        ),
     ],
 )
 def test_one_that_does_not_fit_is_refused_by_what_is_wrong_with_it(comfy, unet, loras, lora, choice, words):

@@ -160,10 +160,8 @@ def _locked(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(
-                os.fstat(descriptor), path.stat()
-            ):  # else its holder has deleted it meanwhile
+        with suppress(FileNotFoundError):  # its holder may have deleted it meanwhile
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         os.close(descriptor)
 

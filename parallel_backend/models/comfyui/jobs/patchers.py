@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..model import ComfyUIModel
 
 _OWNED = ("weight", "bias")
+_SHARED_SLICES = (
+    "A LoRA changes weights that both tensor_degree and shard_weights share out; set shard_weights to off or "
+    "tensor_degree to 1."
+)
 
 
 class _Backup(NamedTuple):
@@ -209,19 +213,13 @@ def _load_slices(
     if sharding is None:
         return _outside_inference_mode(ModelPatcher, "load")(self, *args, **kwargs)
     if cuts & self.patches.keys():
-        raise RequestError(
-            "A LoRA changes weights that both tensor_degree and shard_weights share out; set shard_weights to off or "
-            "tensor_degree to 1."
-        )
+        raise RequestError(_SHARED_SLICES)
     return _load_sharded(self, sharding, *args, **kwargs)
 
 
 def _refuse_hooks(self: Any, hooks: Any) -> None:
     if hooks is not None and self.get_combined_hook_patches(hooks=hooks):
-        raise RequestError(
-            "A LoRA of a prompt's hooks changes weights that tensor_degree splits; set tensor_degree to 1, or put the "
-            "LoRA before the model."
-        )
+        raise RequestError(_SHARED_SLICES)
     self.current_hooks = hooks
 
 
