@@ -9,7 +9,7 @@ import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -61,44 +61,58 @@ _LOCAL = {
 Packs = dict[str, tuple[str, bool]]
 
 
+class _Code:
+    """The functions, classes, modules and other callables in namespaces, as they were when it was made."""
+
+    def __init__(self, spaces: Iterable[Mapping[str, Any]]) -> None:
+        self._spaces = list(spaces)
+        values = self._values()
+        self._kinds = list(map(type, values))
+        self._is_held = [type(value) in _HELD or isinstance(value, type) for value in values]
+        pairs = zip(values, self._is_held, strict=True)
+        self._is_other = [not is_held and callable(value) for value, is_held in pairs]
+        self._held = list(compress(values, self._is_held))
+        self._others = list(map(_reference, compress(values, self._is_other)))
+
+    def is_unchanged(self) -> bool:
+        # Each job looks at ten thousand values, so the loops are C's.
+        values = self._values()
+        return (
+            list(map(type, values)) == self._kinds
+            and all(map(operator.is_, compress(values, self._is_held), self._held))
+            and all(map(operator.is_, map(_reference, compress(values, self._is_other)), self._others))
+        )
+
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable([space.values() for space in self._spaces]))
+
+
+def _reference(value: Any) -> Any:
+    """Returns the one weak reference to an object while it is alive; the object itself if it allows none. A method of
+    ComfyUI's cache, if held, would keep every output in it alive."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # typing's forms, slots of classes
+        return value
+
+
 @dataclass(frozen=True)
 class _Search:
     """The latest search. `packs`: the packs; `found`: its result; `names`: of all modules of the process; `modules`:
-    ComfyUI's; `spaces`: the namespaces of these and of their classes; `seen`: the code in them."""
+    ComfyUI's; `code`: in the namespaces of these and of their classes."""
 
     packs: Packs
     found: list[Replaced]
     names: list[str]
     modules: dict[str, types.ModuleType]
-    spaces: list[Mapping[str, Any]]
-    seen: list[Any]
+    code: _Code
 
     def still_holds(self) -> bool:
-        if list(sys.modules) != self.names:
-            return False
-        if not all(map(operator.is_, map(sys.modules.get, self.modules), self.modules.values())):
-            return False
-        now = _code_in(self.spaces)
-        return len(now) == len(self.seen) and all(map(operator.is_, now, self.seen))
-
-
-def _code_in(spaces: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Returns the modules, functions and classes in `spaces`, and weak references to other callables: a method of
-    ComfyUI's cache, if held, would keep every output in it alive."""
-    # Each job looks at ten thousand values: the cheap check of a type comes first.
-    return [
-        value if type(value) in _HELD or isinstance(value, type) else _reference(value)
-        for value in chain.from_iterable([space.values() for space in spaces])
-        if type(value) in _HELD or callable(value)
-    ]
-
-
-def _reference(value: Any) -> Any:
-    """Returns the one weak reference to an object while it is alive; the object itself if it allows none."""
-    try:
-        return weakref.ref(value)
-    except TypeError:  # typing's forms, slots of classes
-        return value
+        return (
+            list(sys.modules) == self.names
+            and all(map(operator.is_, map(sys.modules.get, self.modules), self.modules.values()))
+            and self.code.is_unchanged()
+        )
 
 
 _latest: _Search | None = None
@@ -150,7 +164,7 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
                 ]
             elif key not in ignored and _is_of(value, folders):
                 found.append(Replaced(name, "", key, value))
-    return _Search(packs, found, names, modules, spaces, _code_in(spaces))
+    return _Search(packs, found, names, modules, _Code(spaces))
 
 
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
