@@ -1,6 +1,7 @@
 """Idle ranks sleep and later end after their timeouts, by a fake clock, but never while a request runs."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -146,3 +147,14 @@ def test_ranks_that_serve_somebody_are_not_ended(watched, weights):
     )
     assert seen == [False] * 4
     assert ranks.stop_if_idle() and not ranks.pids
+
+
+def test_ranks_of_which_memory_is_freed_are_ended_afterwards(watched):
+    ranks, _, _ = watched
+    with ThreadPoolExecutor() as pool:
+        with ranks._ranks.lease("give back"):
+            ending = pool.submit(ranks.stop_if_idle)
+            with pytest.raises(TimeoutError):
+                ending.result(timeout=0.2)
+            assert ranks.pids
+        assert ending.result() and not ranks.pids

@@ -126,9 +126,11 @@ class RankGroupRunner:
         self._end_and_release()
 
     def stop_if_idle(self) -> bool:
-        """Ends the ranks, see `stop`, unless they serve a request; returns False in that case."""
-        if not self._lock.acquire(blocking=False):
-            return False
+        """Ends the ranks, see `stop`, unless they serve a request; returns False in that case. Waits while a caller has
+        them who computes nothing, as ComfyUI does when it frees memory after a prompt."""
+        while not self._lock.acquire(timeout=deadlines.POLL):
+            if self._activity is not State.READY or self._owner == threading.get_ident():
+                return False
         self._end_and_release()
         return True
 
