@@ -37,9 +37,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, or, for ranks on several machines,
-    SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in rank order;
-    `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
+    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, an inherited memfd, or, for
+    ranks on several machines, SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in
+    rank order; `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
 
     rank: int
     world_size: int
