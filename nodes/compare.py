@@ -63,7 +63,7 @@ class CompareWithOneDevice(io.ComfyNode):
         _check(job, job.settings)
 
         def run(settings: StrategySettings, record: RunRecord, alone: bool) -> Tensor:
-            return (replace(job, step_cache="off") if alone else job).run(settings, record)
+            return (replace(job, step_cache="off") if alone else job).run(settings, record)["samples"]
 
         return compare_runs(cls, vae, job.settings, job.parallel_model.job_model.file, run)
 

@@ -44,6 +44,6 @@ class ParallelSampler(io.ComfyNode):
         settings = job.settings
         job.check(settings)
         record = RunRecord(price_per_hour=price_per_gpu_hour())
-        samples = job.run(settings, record)
+        latent = job.run(settings, record)
         report, shown = finish(record, settings, job.parallel_model.job_model.file)
-        return io.NodeOutput(job.as_latent(samples), report, ui=shown)
+        return io.NodeOutput(latent, report, ui=shown)

@@ -1,17 +1,13 @@
-"""Parallel Sampler's inputs and the run that they ask for: ComfyUI's own functions prepare noise, sigmas and
-conditioning, and the loop runs on the devices."""
+"""Parallel Sampler's inputs and the run that they ask for, which KSampler's own function prepares."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import comfy.model_management
-import comfy.sample
 import comfy.samplers
-import comfy.utils
-import latent_preview
 from comfy_api.latest import io
-from torch import Tensor
+
+import nodes  # ComfyUI's own
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
@@ -127,41 +123,21 @@ class SamplerInputs:
         check_step_cache(self.reuse_below or 0.0, plan.strategy)
         return plan
 
-    def run(self, settings: StrategySettings, record: RunRecord) -> Tensor:
-        """Returns the samples that KSampler would give, and fills `record`."""
+    def run(self, settings: StrategySettings, record: RunRecord) -> io.Latent.Type:
+        """Returns the latent that KSampler would give, and fills `record`."""
         model = self.parallel_model.clone()
         options = {RECORD: record, SETTINGS: settings, STEP_CACHE: self.reuse_below}
         model.model_options["transformer_options"] |= options
-        # Versions of ComfyUI that put this key into a latent also take its value here; older ones do neither.
-        ratio = [self.latent_image[key] for key in ("downscale_ratio_spacial",) if key in self.latent_image]
-        latent = comfy.sample.fix_empty_latent_channels(model, self.latent_image["samples"], *ratio)
-        noise = comfy.sample.prepare_noise(latent, self.seed, self.latent_image.get("batch_index"))
-        # KSampler computes the sigmas from steps, scheduler and denoise.
-        sigmas = comfy.samplers.KSampler(
+        (latent,) = nodes.common_ksampler(
             model,
+            self.seed,
             self.steps,
-            model.load_device,
+            self.cfg,
             self.sampler_name,
             self.scheduler,
-            self.denoise,
-            model.model_options,
-        ).sigmas
-        return comfy.sample.sample_custom(
-            model,
-            noise,
-            self.cfg,
-            comfy.samplers.sampler_object(self.sampler_name),
-            sigmas,
             self.positive,
             self.negative,
-            latent,
-            noise_mask=self.latent_image.get("noise_mask"),
-            callback=latent_preview.prepare_callback(model, self.steps),
-            disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
-            seed=self.seed,
+            self.latent_image,
+            denoise=self.denoise,
         )
-
-    def as_latent(self, samples: Tensor) -> io.Latent.Type:
-        """Returns a LATENT of `samples` with the other entries of `latent_image`, except downscale_ratio…."""
-        entries = {k: v for k, v in self.latent_image.items() if not k.startswith("downscale_ratio")}
-        return {**entries, "samples": samples}
+        return latent
