@@ -28,7 +28,7 @@ from .group.lease import Lease, ShouldCancel, State
 from .group.phases import Phase, PhaseKind, ShowPhase
 from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
-from .model_requests import STEPS_SHOWN, ModelRequests, sample_message
+from .model_requests import STEPS_SHOWN, ModelRequests
 from .module_requests import ModuleRequests
 from .process.exit_status import BUS_ERROR
 from .resume import OnStep, ResumableJob, ShippedRequest
@@ -147,23 +147,26 @@ class Sidecar(ModuleRequests):
         `file`: the model's file, None for the one at its path now; the job uses no other one. Raises CheckpointError
         if another one is there and the ranks have to read it.
         """
+        if isinstance(request, SampleRequest):
+            request = ShippedRequest.of(request)
         self._check_placement(placement)
-        if isinstance(request, ShippedRequest):
-            check_step_cache(request.cache_threshold, placement.strategy)
-            self._check_trials(request, placement)
+        check_step_cache(request.cache_threshold, placement.strategy)
+        self._check_trials(request, placement)
         job = ResumableJob(request, on_step)
-        message = sample_message(request, placement, previews=on_step is not None, states=self._resumes)
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
             lease.file = file
 
             def attempt() -> SampleResult:
+                def run() -> SampleResult:
+                    return self._requests.sample(spec, job, placement, lease, states=self._resumes)
+
                 try:
-                    return self._requests.sample(spec, job, message, lease)
+                    return run()
                 except OutOfMemory:
                     if not job.give_up_trials():  # a trial may need more than was predicted
                         raise
-                return self._requests.sample(spec, job, message, lease)
+                return run()
 
             try:
                 result = self._with_room(attempt, spec, lease, job.survive)
