@@ -17,12 +17,11 @@ from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleResult
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.payloads import Tensors
-from ..wire.protocol import Done, Message, Progress
-from .compile_progress import CompileWatch, latent_in_words
+from ..wire.protocol import Compiling, Done, Message, Progress
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease
-from .group.phases import Phase, PhaseKind
+from .group.phases import OnPhase, Phase, PhaseKind
 from .holdings import RankHoldings
 from .resume import ResumableJob
 
@@ -40,6 +39,28 @@ class StepProgress:
     def end(self) -> None:
         """Notes that the job has ended; the times of its steps stay."""
         self.step = self.steps = 0
+
+
+class CompileWatch:
+    """The compilation state of one request. `size`: of what it computes, in words for the user."""
+
+    def __init__(self, size: str, on_phase: OnPhase) -> None:
+        self._phase = Phase(PhaseKind.COMPILING, size)
+        self._on_phase = on_phase
+        self._reported = False
+        self._compiling = False
+
+    def took(self, message: Message) -> bool:
+        """Returns True if `message` says that a rank compiles; any other message ends that state."""
+        self._compiling = isinstance(message, Compiling)
+        if self._compiling and not self._reported:
+            self._reported = True
+            self._on_phase(self._phase)
+        return self._compiling
+
+    def budget(self, usual: float) -> float:
+        """Returns the seconds allowed until the next sign of life: `usual`, and at least FIRST_STEP while compiling."""
+        return max(usual, deadlines.FIRST_STEP) if self._compiling else usual
 
 
 class ModelRequests:
@@ -116,6 +137,13 @@ class ModelRequests:
         if earlier:
             return usual
         return usual + deadlines.size_allowance(_positions(latent), is_cpu(self._devices))
+
+
+def latent_in_words(latent: object) -> str:
+    """Returns a latent's size in words; "this model" for one of several parts (video and sound), which is no Tensor."""
+    if not isinstance(latent, Tensor) or latent.ndim < 2:
+        return "this model"
+    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 def _positions(latent: object) -> int:

@@ -15,7 +15,7 @@ import torch
 from parallel_backend.errors import RankFailed
 from parallel_backend.sidecar.group import supervisor as supervisor_module
 from parallel_backend.sidecar.group.exchange import Exchange
-from parallel_backend.sidecar.group.handshake import join_ranks
+from parallel_backend.sidecar.group.group import join_ranks
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT, get_supervisor
 from parallel_backend.sidecar.process import rank_process
 from parallel_backend.sidecar.process.environment import rank_environment
