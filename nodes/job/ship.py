@@ -89,10 +89,6 @@ def _facts_with(modules: int) -> tuple[Packs, bytes]:
     return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _PACK, packs, tuple(sys.path), folders))
 
 
-# By RankHoldings: its `start`, which is another object after a restart, and what was sent since.
-_sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
-
-
 def _plain(value: Any) -> Any:
     """Copies a dict of ComfyUI's folders as plain lists and sets; returns any other value unchanged."""
     if not isinstance(value, dict):
@@ -161,7 +157,7 @@ class Shipment:
                 raise RequestError(f"{error} {words}") from error
             if self._sent_now is not None:
                 holdings, sent = self._sent_now
-                _sent[holdings] = (holdings.start, sent)
+                holdings.sent = sent
                 self._note_sent(sent)
 
     def _note_sent(self, sent: _SentToRanks) -> None:
@@ -183,15 +179,13 @@ class Shipment:
         """Returns the payload of the job for the ranks of these holdings. `follows`: True if they have just loaded a
         module for it."""
         if follows and self._sent_now is not None:
-            _sent[holdings] = (holdings.start, self._sent_now[1])
+            holdings.sent = self._sent_now[1]
         return self._pack_one(holdings, self._job, self._known)
 
     def _pack_one(self, holdings: Any, job: PickledJob, known: Known) -> Tensors:
         # Removed until the request succeeds: after a failure it is unknown what the ranks have.
-        start, sent = _sent.pop(holdings, (None, None))
-        is_fresh = sent is None or start is not holdings.start
-        if sent is None or is_fresh:
-            sent = _SentToRanks()
+        held, holdings.sent = holdings.sent, None
+        sent: _SentToRanks = held or _SentToRanks()
         # Another machine has its own files, at other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
         find_in_file = None if self._is_elsewhere else self._find_in_file
@@ -207,7 +201,7 @@ class Shipment:
         digests = {name: _digest(*self._loaded_packs[name]) for name in self._packs}
         head = Head(
             job=pickled.data,
-            is_fresh=is_fresh,
+            is_fresh=held is None,
             dropped=tuple(sent.tensors.take_dropped()),
             facts=None if sent.facts == self._facts else self._facts,
             packs=self._packs,
