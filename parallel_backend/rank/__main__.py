@@ -167,7 +167,6 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
         Envelope,
         KeepModels,
         RunJob,
-        Sample,
     )
     from ..wire.transport import close_all, pack_tensors
     from .work.held_models import release_cache
@@ -180,7 +179,7 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     if isinstance(envelope.message, Cancel):
         return  # it came after its request had ended
     answer, result = _answer(link, envelope, descriptors, worker)
-    if isinstance(envelope.message, (Sample, RunJob, KeepModels)):
+    if isinstance(envelope.message, (RunJob, KeepModels)):
         # Before ComfyUI goes on: it may need the memory for a VAE of its own.
         give_back()
     payload = () if result is None else (pack_tensors(result),)
@@ -208,7 +207,6 @@ def _answer(
         Prepare,
         RankCall,
         RunJob,
-        Sample,
         TakeBack,
     )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
@@ -247,14 +245,10 @@ def _answer(
                 return Done(), None
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
-            case Sample():
-                steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
-                on_step = boundary(steps, message.previews)
-                result, run = worker.sample(message, tensors, on_step, report_compiling)
-                return Done(run=run), result if world.rank == 0 else None
             case RunJob():
                 on_step = boundary(message.steps, message.previews, message.states)
-                answer, record = worker.run_job(message, tensors, on_step, report_compiling)
+                run = worker.run_job if message.cfg is None else worker.run_plain_job
+                answer, record = run(message, tensors, on_step, report_compiling)
                 if isinstance(record, RankCall):
                     return Done(call=record), answer
                 return Done(run=record), answer

@@ -12,7 +12,7 @@ from ..errors import RankFailed, RequestError
 from ..requests import LoopState, Placement, RunInfo, SampleRequest
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
-from ..wire.protocol import Progress, RunJob, Sample
+from ..wire.protocol import Progress, RunJob
 from ..wire.transport import MOST_BYTES
 
 OnStep = Callable[[int, int, Tensor | None], None]
@@ -60,12 +60,10 @@ class ResumableJob:
         self._first = 0  # steps that the ranks did not have to run again
         self._notes: tuple[str, ...] = ()
 
-    def message(self, placement: Placement, model: int, *, states: bool) -> Sample | RunJob:
+    def message(self, placement: Placement, model: int, *, states: bool) -> RunJob:
         """Returns the message that requests the job; its tensors are sent with it."""
-        previews = self._on_step is not None
-        if self.request.cfg is not None:
-            return Sample(placement, self.request.cfg, previews, model)
-        return RunJob(placement, self.request.steps, previews, states, model, self.trials)
+        previews, request = self._on_step is not None, self.request
+        return RunJob(placement, request.steps, previews, states, model, self.trials, request.cfg)
 
     def begin(self, holdings: object = None) -> Tensors:
         """Returns the payload for ranks that hold the job's model. `holdings`: their RankHoldings, see ShippedRequest.

@@ -11,13 +11,12 @@ from ..requests import (
     LoopState,
     SampleRequest,
 )
-from .protocol import Sample
 
 Tensors = dict[str, torch.Tensor]
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:
-    """Returns the tensors of a sampling job; its numbers travel in protocol.Sample."""
+    """Returns the tensors of a sampling job; its cfg travels in protocol.RunJob."""
     tensors = {"noise": request.noise, "sigmas": request.sigmas}
     tensors |= conditioning_tensors(request.positive, "positive")
     if request.negative is not None:
@@ -25,7 +24,7 @@ def sample_tensors(request: SampleRequest) -> Tensors:
     return tensors
 
 
-def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
+def sample_request(cfg: float, tensors: Tensors) -> SampleRequest:
     """Rebuilds the job that `sample_tensors` packed. Raises TransportError for missing or unknown tensors."""
     left = dict(tensors)
     request = SampleRequest(
@@ -33,7 +32,7 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
         sigmas=_take(left, "sigmas"),
         positive=_take_conditioning(left, "positive"),
         negative=_take_conditioning(left, "negative") if "negative.context" in left else None,
-        cfg=message.cfg,
+        cfg=cfg,
     )
     if left:
         raise TransportError(f"a payload has unknown tensors: {', '.join(sorted(left))}"[:200])

@@ -21,7 +21,7 @@ from parallel_backend.sidecar.group.exchange import Exchange
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import KeepModels, MoveOut, Sample, TakeBack
+from parallel_backend.wire.protocol import KeepModels, MoveOut, RunJob, TakeBack
 from scripted import NO_MEMORY, call_model, is_held, is_running, scripted_request, two_ranks
 from shipped_jobs import ship_call
 from waiting import wait_until
@@ -274,7 +274,7 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sideca
     assert sent == [MoveOut(0, number)]
     assert (pool.bytes_on(spec, "cpu:0"), pool.bytes_on(spec, "cpu:1")) == (0, 1000)
     assert sidecar.state is State.READY and sidecar.models == (spec,)
-    assert scale_of(sidecar, spec)[0] == 2.0 and [type(one) for one in sent[1:]] == [TakeBack, Sample]
+    assert scale_of(sidecar, spec)[0] == 2.0 and [type(one) for one in sent[1:]] == [TakeBack, RunJob]
     assert pool.bytes_on(spec, "cpu:0") == 1000 and len(loaded) == 1
     sidecar.sleep()
     assert pool.bytes_on(spec, "cpu:0") == 0

@@ -20,7 +20,6 @@ from parallel_backend.wire.protocol import (
     RankModels,
     RankRun,
     RunJob,
-    Sample,
 )
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
 
@@ -40,9 +39,9 @@ def served(monkeypatch, no_leaks):
     worker = SimpleNamespace(
         world=SimpleNamespace(rank=0, device=torch.device("cpu"), control=None),
         meter=None,
-        sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
         run_job=_run,
+        run_plain_job=_run,
     )
     ours, theirs = link_pair()
 
@@ -85,11 +84,11 @@ def _next(link):
 @pytest.mark.parametrize(
     "job",
     [
-        Sample(Placement(), 1.0, previews=False),
+        RunJob(Placement(), 1, cfg=1.0),
         RunJob(Placement(), 1, previews=False, model=1),
         RunJob(None, 0, model=1),
     ],
-    ids=["a sample", "a job", "a text"],
+    ids=["a plain job", "a job", "a text"],
 )
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
     *given_back, done = served(job)
