@@ -22,7 +22,7 @@ from .link_checks import check_links, refuse_literals
 from .links import CATEGORY
 from .model.options import RECORD, SETTINGS, STEP_CACHE
 from .runs.comparison import check_comparable, check_is_picture, compare_runs
-from .sampling_job import LINKED, SamplerInputs, sampling_inputs
+from .sampler import LINKED, SamplerInputs, sampling_inputs
 
 
 def _outputs(by_one: str) -> list[io.Output]:

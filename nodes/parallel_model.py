@@ -30,7 +30,7 @@ from .links import (
 from .model.named_file import find_spec
 from .preload.early_start import start_early
 from .preload.next_texts import remember
-from .runs.stock_run import stock_run
+from .runs.run_ui import stock_run
 
 
 def over_devices(

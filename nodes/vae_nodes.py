@@ -26,8 +26,8 @@ from .job.vae import CannotBeSplit, VaeShipment, as_sent, check_splittable, cuts
 from .link_checks import check_links, refuse_literals
 from .links import CATEGORY, OF_RANKS, strategy_input
 from .runs.report import phases_in_words
+from .runs.run_ui import show_phases
 from .runs.speed import as_shown, compare_with_one_device
-from .runs.stock_run import show_phases
 
 _TRIED = "tried on one device, to know what sharing it out gains; the next ones go the faster way"
 _ROWS = "rows of the latent on each: {} (exact, no tiles)"

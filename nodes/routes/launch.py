@@ -17,7 +17,7 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
-from ..runs.stock_run import recent_runs
+from ..runs.run_ui import recent_runs
 from . import http
 from . import status as live_status
 
