@@ -15,12 +15,10 @@ import nodes  # ComfyUI's own
 
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.planner.rules import StrategySettings
-from .host.calls import RunRecord
+from .host.calls import RECORD, SETTINGS, STEP_CACHE, RunRecord
 from .host.progress import rank_bars
 from .job.model import JobPatcher
-from .link_checks import check_links, refuse_literals
-from .links import CATEGORY
-from .model.options import RECORD, SETTINGS, STEP_CACHE
+from .links import CATEGORY, check_links, refuse_literals
 from .runs.comparison import check_comparable, check_is_picture, compare_runs
 from .sampler import LINKED, SamplerInputs, sampling_inputs
 

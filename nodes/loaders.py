@@ -16,14 +16,15 @@ from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE,
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .job.model import JobPatcher
-from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
     ModelLink,
+    check_links,
     compile_input,
     exchange_input,
     model_output,
     parallel_model_output,
+    refuse_literals,
     strategy_input,
 )
 from .model.files import GGUF_FOLDER, PARTS, model_names, model_path

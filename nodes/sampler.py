@@ -15,13 +15,19 @@ from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_ste
 from ..parallel_backend.planner.rules import Plan, StrategySettings, resolve_strategy
 from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
-from .host.calls import RunRecord
+from .host.calls import RECORD, SETTINGS, STEP_CACHE, RunRecord
 from .host.progress import rank_bars
 from .host.settings import permitted, price_per_gpu_hour
 from .job.model import JobPatcher
-from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, OF_A_SAMPLER, ModelLink, strategy_input, threshold_input
-from .model.options import RECORD, SETTINGS, STEP_CACHE
+from .links import (
+    CATEGORY,
+    OF_A_SAMPLER,
+    ModelLink,
+    check_links,
+    refuse_literals,
+    strategy_input,
+    threshold_input,
+)
 from .runs.run_ui import finish
 
 LINKED = ("parallel_model", "positive", "negative", "latent_image", "strategy")

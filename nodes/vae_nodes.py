@@ -23,8 +23,7 @@ from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
 from .host.vae_ranks import SharedOut, decode_here
 from .job.vae import CannotBeSplit, VaeShipment, as_sent, check_splittable, cuts_tiles, refuse_other_kinds
-from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, OF_RANKS, strategy_input
+from .links import CATEGORY, OF_RANKS, check_links, refuse_literals, strategy_input
 from .runs.report import phases_in_words
 from .runs.run_ui import show_phases
 from .runs.speed import as_shown, compare_with_one_device

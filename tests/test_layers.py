@@ -64,7 +64,6 @@ LONG_FILES: set[str] = set()
 SHORT_FILES = {
     "parallel_backend/commands/gpu_check/__main__.py",
     "parallel_backend/wire/parent_death.py",
-    "nodes/model/options.py",
     "parallel_backend/engine/comm/traffic_counter.py",
     "parallel_backend/wire/checks/self_test.py",
 }

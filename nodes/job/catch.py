@@ -22,8 +22,7 @@ from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.requests import SEVERAL_CALLS
 from ...parallel_backend.sidecar import pool
-from ..host.calls import RunRecord, plan_by_rule, plan_job
-from ..model.options import COMPUTE_OPTIONS, RECORD, SETTINGS, STEP_CACHE
+from ..host.calls import COMPUTE_OPTIONS, RECORD, SETTINGS, STEP_CACHE, RunRecord, plan_by_rule, plan_job
 from .model import JobPatcher, ShippedModel
 from .ship import ShippedJob
 
