@@ -16,8 +16,8 @@ from comfyui_source import comfyui_version, find_comfyui
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar.group import supervisor
-from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.group.events import listen
+from parallel_backend.sidecar.group.failures import FAILING
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 

@@ -18,7 +18,7 @@ from ..errors import Cancelled, ParallelError, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from .cluster import head as clusters
-from .group.device_health import FAILING
+from .group.failures import FAILING
 from .group.lease import State
 from .sidecar import Sidecar
 

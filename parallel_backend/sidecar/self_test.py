@@ -14,7 +14,7 @@ from typing import IO
 
 from ..errors import Cancelled, RankFailed, TransportError
 from ..wire import deadlines
-from ..wire.checks.self_test import SelfTest
+from ..wire.checks.findings import SelfTest
 from ..wire.strict_json import from_json, parse
 from .group.supervisor import PACK_ROOT, require_linux
 from .process.environment import interpreter_flags, rank_environment

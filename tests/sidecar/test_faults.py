@@ -27,7 +27,7 @@ from forked_scripts import ForkedScript, run_forked
 from parallel_backend.errors import Cancelled, DeviceError, OutOfMemory, ParallelError, RankFailed
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.sidecar.group import exchange, liveness
-from parallel_backend.sidecar.group.device_health import FAILING
+from parallel_backend.sidecar.group.failures import FAILING
 from parallel_backend.sidecar.group.supervisor import Supervisor
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
@@ -217,7 +217,7 @@ def test_a_load_that_does_not_end_is_ended_by_a_cancel(works_again, sidecar, wei
 
 
 def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, weights, monkeypatch):
-    monkeypatch.setattr("parallel_backend.sidecar.group.restart_policy.FAILURES_UNTIL_BROKEN", 100)
+    monkeypatch.setattr("parallel_backend.sidecar.group.failures.FAILURES_UNTIL_BROKEN", 100)
     outcomes = []
     for delay in (0.0, 0.05):
         sidecar.load(weights)

@@ -27,12 +27,11 @@ from ...wire.payloads import Tensors
 from ...wire.protocol import NO_REQUEST, Hello, Message, Setup
 from ..cluster import head as clusters
 from ..process.device_lock import lock_devices
-from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
 from .events import Changed, Recovering, Released, RequestEnded, RequestFailed, Started, emit
 from .exchange import Exchange, expect
+from .failures import FAILING, FAILURES_UNTIL_LEFT_OUT, CrashHistory
 from .lease import PROMPT_ID, Lease, ShouldCancel, State
 from .phases import Phase, PhaseKind
-from .restart_policy import CrashHistory
 from .supervisor import RankGroup, get_supervisor, require_linux
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ from parallel_backend.planner.history import open_history
 from parallel_backend.requests import BLOCK
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire import cache_folder
-from parallel_backend.wire.checks.findings import Finding
-from parallel_backend.wire.checks.self_test import SelfTest
+from parallel_backend.wire.checks.findings import Finding, SelfTest
 from tiny_flux import write_tiny_flux
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.errors import CheckpointError, RankFailed, TransportError
-from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
+from parallel_backend.sidecar.group.failures import FAILING, FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.resume import ResumableJob
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.wire import deadlines
