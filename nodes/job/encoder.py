@@ -26,8 +26,7 @@ from ...parallel_backend.job.pickling import CannotBeSent, Known, SentTensors, p
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.group.lease import State
-from ...parallel_backend.sidecar.group.phases import ShowPhase
+from ...parallel_backend.sidecar.group.lease import ShowPhase, State
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from statistics import median
 
-from ..sidecar.group.lease import State
-from ..sidecar.group.phases import PhaseKind
+from ..sidecar.group.lease import PhaseKind, State
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
 

@@ -20,8 +20,7 @@ from ..wire.protocol import Done, KeepModels, Load, MoveOut, RankModels, TakeBac
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
-from .group.lease import Lease
-from .group.phases import Phase, PhaseKind
+from .group.lease import Lease, Phase, PhaseKind
 from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,

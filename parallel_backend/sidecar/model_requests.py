@@ -20,8 +20,7 @@ from ..wire.payloads import Tensors
 from ..wire.protocol import Compiling, Done, Message, Progress
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
-from .group.lease import Lease
-from .group.phases import OnPhase, Phase, PhaseKind
+from .group.lease import Lease, OnPhase, Phase, PhaseKind
 from .holdings import RankHoldings
 from .resume import ResumableJob
 

@@ -24,8 +24,7 @@ from ..wire.file_identity import FileIdentity, result_note
 from ..wire.protocol import Calibrate, Prepare
 from .group.exchange import reports
 from .group.group import RankGroupRunner
-from .group.lease import Lease, ShouldCancel, State
-from .group.phases import Phase, PhaseKind, ShowPhase
+from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase, State
 from .group.supervisor import RANK_MODULE
 from .holdings import RankHoldings
 from .model_requests import STEPS_SHOWN, ModelRequests

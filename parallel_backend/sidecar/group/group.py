@@ -30,8 +30,7 @@ from ..process.device_lock import lock_devices
 from .events import Changed, Recovering, Released, RequestEnded, RequestFailed, Started, emit
 from .exchange import Exchange, expect
 from .failures import FAILING, FAILURES_UNTIL_LEFT_OUT, CrashHistory
-from .lease import PROMPT_ID, Lease, ShouldCancel, State
-from .phases import Phase, PhaseKind
+from .lease import PROMPT_ID, Lease, Phase, PhaseKind, ShouldCancel, State
 from .supervisor import RankGroup, get_supervisor, require_linux
 
 T = TypeVar("T")
