@@ -312,7 +312,7 @@ class _EncoderShipment(Shipment):
 
 def idle_holder(number: int) -> Sidecar | None:
     """Returns idle ranks that hold the text encoder with this number; None if there are none."""
-    idle = (one for one in pool.all_sidecars() if one.state is State.READY and one.holds_module(number))
+    idle = (one for one in pool.all_sidecars() if one.state is State.READY and number in one.held.modules)
     return next(idle, None)
 
 

@@ -118,13 +118,13 @@ def release_cache(spec: ModelSpec) -> None:
 def drop_modules() -> None:
     """Makes idle ranks drop the text encoders and VAEs that they hold on GPUs."""
     for sidecar in all_sidecars():
-        if any(map(sidecar.module_bytes, sidecar.devices)) and sidecar.state is State.READY:
+        if sidecar.held.has_modules_on_devices and sidecar.state is State.READY:
             _let_go(sidecar, sidecar.drop_modules)
 
 
 def module_bytes(device: str, number: int | None = None) -> int:
     """Returns the bytes of `device` that text encoders and VAEs occupy now. `number`: counts this one alone."""
-    return sum(sidecar.module_bytes(device, number) for sidecar in all_sidecars())
+    return sum(sidecar.held.module_bytes(device, number) for sidecar in all_sidecars())
 
 
 def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
@@ -138,7 +138,7 @@ def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
 
 def bytes_on(spec: ModelSpec, device: str) -> int:
     """Returns the bytes of `device` memory that ranks hold for `spec` now."""
-    return sum(sidecar.bytes_on(spec, device) for sidecar in all_sidecars())
+    return sum(sidecar.held.bytes_on(spec, device) for sidecar in all_sidecars())
 
 
 def reset() -> tuple[tuple[str, ...], ...]:

@@ -26,7 +26,7 @@ from .group.exchange import reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase, State
 from .group.supervisor import RANK_MODULE
-from .holdings import RankHoldings
+from .holdings import RankHoldings, RankInventory
 from .model_requests import STEPS_SHOWN, ModelRequests
 from .module_requests import ModuleRequests
 from .process.exit_status import BUS_ERROR
@@ -74,6 +74,11 @@ class Sidecar(ModuleRequests):
     def models(self) -> tuple[ModelSpec, ...]:
         """The models in the devices' memory, the most recently used first; empty while the ranks sleep."""
         return self._holdings.models
+
+    @property
+    def held(self) -> RankInventory:
+        """What the ranks hold now."""
+        return self._holdings.held
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -279,18 +284,6 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("give back") as lease:
             if self._ranks.running:
                 self._holdings.drop_modules(lease)
-
-    def holds_module(self, number: int) -> bool:
-        """Returns True if the ranks hold the text encoder or VAE with this number."""
-        return number in self._holdings.held.modules
-
-    def module_bytes(self, device: str, number: int | None = None) -> int:
-        """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
-        return self._holdings.held.module_bytes(device, number)
-
-    def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Returns the bytes of `device` memory that a model occupies now."""
-        return self._holdings.held.bytes_on(spec, device)
 
     def wake(self, on_phase: ShowPhase | None = None) -> None:
         """Loads again what `sleep` discarded; does nothing if the ranks are awake."""

@@ -298,5 +298,5 @@ def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, loaded
     spec = heavy
     monkeypatch.setattr(model_room, "available_memory", lambda total: 0)
     sidecar.give_back(spec, "cpu:0")
-    assert sidecar.models == () and sidecar.bytes_on(spec, "cpu:1") == 0
+    assert sidecar.models == () and sidecar.held.bytes_on(spec, "cpu:1") == 0
     assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 2
