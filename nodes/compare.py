@@ -22,12 +22,11 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RECORD, SETTINGS, STEP_CACHE, RunRecord, report_progress
 from .host.progress import rank_bars
-from .host.vae_ranks import decode_here
 from .job.model import JobPatcher
+from .job.vae import decode_here
 from .links import CATEGORY, check_links, refuse_literals
-from .runs.report import badge, write_report
+from .runs.report import as_shown, average, badge, compare_with_one_device, typical, write_report
 from .runs.run_ui import panel_rows, run_ui
-from .runs.speed import as_shown, average, compare_with_one_device, typical
 from .sampler import LINKED, SamplerInputs, sampling_inputs
 
 

@@ -35,12 +35,12 @@ from ..host.memory import drop_modules, modules_on
 from ..host.offload import is_loaded, unload
 from ..host.prompt_graph import Prompt, ancestry
 from ..host.prompt_links import clip_before, current_node, running_prompt
-from ..host.vae_ranks import choose_ranks
 from .file_tensors import FileTensors
 from .mapped import mapped_words
 from .model import SharedByClones, WeightlessPatcher
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
+from .vae import choose_ranks
 
 # The only method that is called ahead for a waiting prompt: others may draw random numbers.
 _EARLY = "encode_token_weights"

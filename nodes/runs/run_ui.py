@@ -25,8 +25,18 @@ from ..host.calls import RunRecord, report_progress
 from ..host.page import send_event, shown_node
 from ..host.progress import rank_bars
 from ..host.settings import price_per_gpu_hour
-from .report import badge, headline, summarise, write_report
-from .speed import compare_prompt, compared, compared_by_links, count_gain, step_seconds, tried_seconds
+from .report import (
+    badge,
+    compare_prompt,
+    compared,
+    compared_by_links,
+    count_gain,
+    headline,
+    step_seconds,
+    summarise,
+    tried_seconds,
+    write_report,
+)
 
 EVENT, PHASES_EVENT = "parallel_sampling.run", "parallel_sampling.phases"
 MAX_PROMPTS = 16  # the page looks this far back into ComfyUI's history
