@@ -179,11 +179,12 @@ def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     if isinstance(envelope.message, Cancel):
         return  # it came after its request had ended
     answer, result = _answer(link, envelope, descriptors, worker)
-    if isinstance(envelope.message, (RunJob, KeepModels)):
-        # Before ComfyUI goes on: it may need the memory for a VAE of its own.
-        give_back()
     payload = () if result is None else (pack_tensors(result),)
+    result = None
     try:
+        if isinstance(envelope.message, (RunJob, KeepModels)):
+            # Before ComfyUI goes on: it may need the memory for a VAE of its own.
+            give_back()
         link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
     finally:
         close_all(payload)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from ..devices import is_cpu
 from ..errors import Cancelled, ParallelError, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
@@ -106,13 +105,6 @@ def give_back(spec: ModelSpec, device: str) -> None:
     for sidecar in all_sidecars():
         if device in sidecar.devices and spec in sidecar.models and sidecar.state is State.READY:
             _let_go(sidecar, partial(sidecar.give_back, spec, device))
-
-
-def release_cache(spec: ModelSpec) -> None:
-    """Frees the GPU memory that torch caches on idle ranks that hold `spec`, since no model call is coming."""
-    for sidecar in all_sidecars():
-        if spec in sidecar.models and sidecar.state is State.READY and not is_cpu(sidecar.devices):
-            _let_go(sidecar, sidecar.release_cache)
 
 
 def drop_modules() -> None:

@@ -272,13 +272,6 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("give back") as lease:
             self._holdings.give_back(spec, device, lease)
 
-    def release_cache(self) -> None:
-        """Frees the device memory that torch caches for the next model call. Raises Cancelled if a request has the
-        ranks."""
-        with self._ranks.lease("give back", waits=False) as lease:
-            if self._ranks.running and self.models:
-                self._holdings.free_room(lease)  # ranks that answer have freed it
-
     def drop_modules(self) -> None:
         """Makes the ranks drop text encoders and VAEs; the next call of one sends it again."""
         with self._ranks.lease("give back") as lease:
