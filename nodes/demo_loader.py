@@ -20,8 +20,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import fingerprint
 from .links import CATEGORY, check_links, parallel_model_output, refuse_literals, strategy_input
 from .loaders import over_file
-from .model.files import DEMO_MODEL
-from .model.named_file import DEMO
+from .model.named_file import DEMO, DEMO_MODEL
 
 FOLDER = DEMO_MODEL.parent
 

@@ -27,9 +27,8 @@ from .links import (
     refuse_literals,
     strategy_input,
 )
-from .model.files import GGUF_FOLDER, PARTS, model_names, model_path
 from .model.header_model import open_model
-from .model.named_file import FILE_LOADERS, FileLoader, NamedFile
+from .model.named_file import FILE_LOADERS, GGUF_FOLDER, PARTS, FileLoader, NamedFile, model_names, model_path
 from .parallel_model import over_devices
 
 

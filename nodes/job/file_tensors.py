@@ -24,7 +24,7 @@ from ...parallel_backend.job.prints import Print, print_of
 from ...parallel_backend.wire.file_identity import FileIdentity, read_identity
 from ...parallel_backend.wire.transport import NAMES
 from ..host.prompt_graph import Prompt, inputs_of, value_of
-from ..model.files import is_safetensors
+from ..model.named_file import is_safetensors
 
 LEAST = 1 << 16  # bytes; smaller tensors are sent without a search, while most of a LoRA's are searched for
 
