@@ -117,7 +117,7 @@ def held_numbers() -> tuple[int, ...]:
 
 class Shipment:
     """A job on its way to ranks. `outline`: of the model whose modules the job names, None if it names none; `device`:
-    where ComfyUI would compute it."""
+    where ComfyUI would compute it; `own_file`: path of the file that the ranks read by themselves, "" for none."""
 
     def __init__(
         self,
@@ -125,7 +125,9 @@ class Shipment:
         work: SamplerRun | NetworkCall | EncoderCall | VaeCall,
         device: torch.device,
         cache_threshold: float = 0.0,
+        own_file: str = "",
     ) -> None:
+        self._own_file = own_file
         self._known, changes = ({}, []) if outline is None else _held_and_changed(outline)
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
@@ -163,13 +165,9 @@ class Shipment:
     def _note_sent(self, sent: _SentToRanks) -> None:
         """Called once the ranks have received everything that was sent with the job."""
 
-    def _model_path(self) -> str:
-        """Returns the path of the file that the ranks read by themselves, "" for none."""
-        return ""
-
     @functools.cached_property
     def _find_in_file(self) -> FindInFile:
-        return FileTensors(running_prompt() or {}, self._model_path()).find
+        return FileTensors(running_prompt() or {}, self._own_file).find
 
     def _pack_module(self, holdings: Any, module: HeldTextEncoder | HalfVae) -> Tensors:
         """Returns the payload by which the ranks of these holdings load `module`, for this job and later ones."""
@@ -228,7 +226,7 @@ class ShippedJob(Shipment):
     ) -> None:
         self._patcher, self._model = patcher, patcher.job_model
         self._outline = self._model.outline
-        super().__init__(self._model.outline, work, patcher.load_device, cache_threshold)
+        super().__init__(self._outline, work, patcher.load_device, cache_threshold, self._model.spec.path)
 
     def run(
         self,
@@ -277,9 +275,6 @@ class ShippedJob(Shipment):
                     should_cancel=interrupted,
                     file=read_identity(self._model.spec.path),
                 )
-
-    def _model_path(self) -> str:
-        return self._model.spec.path
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         is_known = self._model.known_by is sent

@@ -162,15 +162,12 @@ class Sidecar(ModuleRequests):
             lease.file = file
 
             def attempt() -> SampleResult:
-                def run() -> SampleResult:
-                    return self._requests.sample(spec, job, placement, lease, states=self._resumes)
-
                 try:
-                    return run()
+                    return self._requests.sample(spec, job, placement, lease, states=self._resumes)
                 except OutOfMemory:
                     if not job.give_up_trials():  # a trial may need more than was predicted
                         raise
-                return run()
+                return attempt()
 
             try:
                 result = self._with_room(attempt, spec, lease, job.survive)
@@ -188,11 +185,10 @@ class Sidecar(ModuleRequests):
         budget_s: float = deadlines.CALIBRATION,
         thorough: bool = False,
         on_phase: ShowPhase | None = None,
-        should_cancel: ShouldCancel | None = None,
     ) -> tuple[Calibration, ...]:
         """Measures the links between the ranks over the groups of `placement`, one answer per rank; needs no model."""
         self._check_placement(placement)
-        with self._ranks.lease("calibrate", should_cancel, on_phase) as lease:
+        with self._ranks.lease("calibrate", None, on_phase) as lease:
             self._holdings.ensure_started(lease)
             self._ranks.working()
             lease.on_phase(Phase(PhaseKind.MEASURING))
