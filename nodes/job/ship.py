@@ -101,10 +101,11 @@ _alive_lock = threading.Lock()  # another thread encodes texts of waiting prompt
 
 
 class HeldByRanks:
-    """A text encoder or half a VAE that ranks hold under its `number` while this object is alive."""
+    """A text encoder or half a VAE that ranks hold under its `number` while this object is alive. `mark`: equal for two
+    halves of a VAE that compute the same."""
 
-    def __init__(self) -> None:
-        self.number = new_number()
+    def __init__(self, mark: object = None) -> None:
+        self.number, self.mark = new_number(), mark
         with _alive_lock:
             _alive.add(self)
 

@@ -54,16 +54,8 @@ _SPARE = 1.5
 PIXELS_PER_POSITION = 64  # pixels per position of a latent in most VAEs; others have more
 
 
-class _Held(HeldByRanks):
-    """Half a network that ranks were sent. `mark`: equal for two halves that compute the same."""
-
-    def __init__(self, mark: object) -> None:
-        super().__init__()
-        self.mark = mark
-
-
 # The halves of each network that ranks were sent, by True for the encoder.
-_held: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Held]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[nn.Module, dict[bool, HeldByRanks]] = weakref.WeakKeyDictionary()
 
 
 class CannotBeSplit(Exception):
@@ -164,13 +156,13 @@ class VaeShipment(Shipment):
         with self._sending(sidecar):
             return sidecar.call_module(request, on_step, report_progress, interrupted)
 
-    def _hold(self, module: nn.Module) -> _Held:
+    def _hold(self, module: nn.Module) -> HeldByRanks:
         """Returns the half that ranks were sent, or a new one if it computes differently since."""
         vae = self._vae
         mark = _digest(module.state_dict().values(), vae), vae.vae_dtype, self._job.replaced
         halves = _held.setdefault(vae.first_stage_model, {})
         if self._encodes not in halves or halves[self._encodes].mark != mark:
-            halves[self._encodes] = _Held(mark)
+            halves[self._encodes] = HeldByRanks(mark)
         return halves[self._encodes]
 
 
