@@ -21,7 +21,7 @@ from ..parallel_backend.models.model_file import ModelFile
 from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.strategy import ParallelStrategy
 from .host.calls import RECORD, SETTINGS, STEP_CACHE, RunRecord, report_progress
-from .host.progress import rank_bars
+from .host.page import rank_bars
 from .job.model import JobPatcher
 from .job.vae import decode_here
 from .links import CATEGORY, check_links, refuse_literals

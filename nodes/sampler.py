@@ -16,7 +16,7 @@ from ..parallel_backend.planner.rules import Plan, StrategySettings, resolve_str
 from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RECORD, SETTINGS, STEP_CACHE, RunRecord
-from .host.progress import rank_bars
+from .host.page import rank_bars
 from .host.settings import permitted, price_per_gpu_hour
 from .job.model import JobPatcher
 from .links import (

@@ -22,8 +22,7 @@ from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ...parallel_backend.planner.workload.workload import Job
 from ..host.calls import RunRecord, report_progress
-from ..host.page import send_event, shown_node
-from ..host.progress import rank_bars
+from ..host.page import rank_bars, send_event, shown_node
 from ..host.settings import price_per_gpu_hour
 from .report import (
     badge,
