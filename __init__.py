@@ -29,13 +29,13 @@ async def comfy_entrypoint() -> ComfyExtension:
             from .nodes.host import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
             from .nodes.preload import route as preload
-            from .nodes.routes import doctor, front_door, launch, metrics, queue_log, ranks, strategy
+            from .nodes.routes import doctor, front_door, launch, ranks, strategy
             from .parallel_backend.observability.logs.event_log import begin_log
 
             server = PromptServer.instance
-            for module in (doctor, ranks, strategy, metrics):
+            for module in (doctor, ranks, strategy):
                 module.add_routes(server.routes)
-            for module in (front_door, launch, preload, queue_log, prompt_links):
+            for module in (front_door, launch, preload, prompt_links):
                 module.begin(server)
             begin_log(price=price_per_gpu_hour)
 

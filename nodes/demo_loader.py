@@ -18,11 +18,9 @@ from ..parallel_backend.models.demo.image_coder import CHANNELS, RGB_BIAS, RGB_F
 from ..parallel_backend.models.demo.text_encoder import DemoTextEncoder, tokenize
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import fingerprint
-from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, parallel_model_output, strategy_input
+from .links import CATEGORY, check_links, parallel_model_output, refuse_literals, strategy_input
 from .loaders import over_file
-from .model.files import DEMO_MODEL
-from .model.named_file import DEMO
+from .model.named_file import DEMO, DEMO_MODEL
 
 FOLDER = DEMO_MODEL.parent
 

@@ -3,6 +3,8 @@ header of a model file."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -16,19 +18,19 @@ from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE,
 from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import default_settings, fingerprint
 from .job.model import JobPatcher
-from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
     ModelLink,
+    check_links,
     compile_input,
     exchange_input,
     model_output,
     parallel_model_output,
+    refuse_literals,
     strategy_input,
 )
-from .model.files import GGUF_FOLDER, PARTS, model_names, model_path
 from .model.header_model import open_model
-from .model.named_file import FILE_LOADERS, FileLoader, NamedFile
+from .model.named_file import FILE_LOADERS, FileLoader, NamedFile, model_names, model_path
 from .parallel_model import over_devices
 
 
@@ -66,40 +68,40 @@ class _FileLoader(io.ComfyNode):
         return io.NodeOutput(parallel, parallel)
 
 
+def _schema(cls: type[_FileLoader], *inputs: io.Input, file: str, dtype: str, **more: Any) -> io.Schema:
+    """Returns the schema of a node that names a model's file. `inputs`: its own ones; `file`, `dtype`: tooltips."""
+    names, options = model_names(*cls.loader.folders), list(cls.loader.options)
+    return io.Schema(
+        category=CATEGORY,
+        inputs=[
+            io.Combo.Input(cls.loader.input, options=names, tooltip=file),
+            io.Combo.Input("weight_dtype", options=options, default=options[0], tooltip=dtype),
+            strategy_input(),
+            compile_input(),
+            *inputs,
+            exchange_input(),
+        ],
+        **more,
+    )
+
+
 class ParallelModelLoader(_FileLoader):
     loader = FILE_LOADERS["ParallelModelLoader"]
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return _schema(
+            cls,
             node_id="ParallelModelLoader",
             display_name="Parallel Model Loader",
-            category=CATEGORY,
             description="Names a model of any family for sampling on several devices. The devices read the file "
             "themselves when sampling starts; this reads only its header.",
             search_aliases=["multi gpu loader", "load model parallel", "unet loader", "load diffusion model"],
-            inputs=[
-                io.Combo.Input(
-                    "model_name",
-                    options=model_names(*PARTS),
-                    tooltip="A .safetensors or .gguf file from models/diffusion_models or models/unet, or a "
-                    ".safetensors file from models/checkpoints.",
-                ),
-                io.Combo.Input(
-                    "weight_dtype",
-                    options=list(cls.loader.options),
-                    default="default",
-                    tooltip="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve "
-                    "the memory, fp8_e4m3fn_fast also multiplies in fp8.",
-                ),
-                strategy_input(),
-                compile_input(),
-                exchange_input(),
-            ],
-            outputs=[
-                model_output(),
-                parallel_model_output(),
-            ],
+            file="A .safetensors or .gguf file from models/diffusion_models or models/unet, or a .safetensors file "
+            "from models/checkpoints.",
+            dtype="As in Load Diffusion Model: default is ComfyUI's choice, fp8_e4m3fn and fp8_e5m2 halve the memory, "
+            "fp8_e4m3fn_fast also multiplies in fp8.",
+            outputs=[model_output(), parallel_model_output()],
         )
 
 
@@ -108,44 +110,26 @@ class ParallelFluxLoader(_FileLoader):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return _schema(
+            cls,
+            io.Combo.Input(
+                "attention",
+                options=list(ATTENTION_KERNELS),
+                default="auto",
+                optional=True,
+                tooltip="auto is the attention that ComfyUI itself would use, under Ring the fastest exact kernel that "
+                "is installed and works. sage is approximate. One that cannot run on your devices is refused with the "
+                "reason.",
+            ),
             node_id="ParallelFluxLoader",
             display_name="Parallel Flux Loader",
-            category=CATEGORY,
             description="Names a Flux.1 checkpoint for sampling on several devices. The devices read the file "
             "themselves when sampling starts; this loads nothing into ComfyUI.",
             search_aliases=["multi gpu flux", "load flux parallel", "xdit loader", "unet loader"],
-            inputs=[
-                io.Combo.Input(
-                    "unet_name",
-                    options=model_names("diffusion_models", GGUF_FOLDER),
-                    tooltip="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models or "
-                    "models/unet.",
-                ),
-                io.Combo.Input(
-                    "weight_dtype",
-                    options=list(cls.loader.options),
-                    default="auto",
-                    tooltip="auto is ComfyUI's choice: on most cards the file's own, but bfloat16 for a float32 file. "
-                    "float8_e4m3fn halves the memory of 16-bit weights; it is computed in bfloat16.",
-                ),
-                strategy_input(),
-                compile_input(),
-                io.Combo.Input(
-                    "attention",
-                    options=list(ATTENTION_KERNELS),
-                    default="auto",
-                    optional=True,
-                    tooltip="auto is the attention that ComfyUI itself would use, under Ring the fastest exact kernel "
-                    "that is installed and works. sage is approximate. One that cannot run on your devices is refused "
-                    "with the reason.",
-                ),
-                exchange_input(),
-            ],
-            outputs=[
-                parallel_model_output(),
-                model_output(),
-            ],
+            file="A Flux.1 dev or schnell checkpoint, or a fine-tune, from models/diffusion_models or models/unet.",
+            dtype="auto is ComfyUI's choice: on most cards the file's own, but bfloat16 for a float32 file. "
+            "float8_e4m3fn halves the memory of 16-bit weights; it is computed in bfloat16.",
+            outputs=[parallel_model_output(), model_output()],
         )
 
 

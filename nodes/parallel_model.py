@@ -17,20 +17,21 @@ from .host.settings import default_settings, fingerprint
 from .job.catch import Catch, catch_calls
 from .job.encoder import Encoder, EncoderPatcher, stand_in_of
 from .job.model import JobPatcher, make_job_patcher
-from .link_checks import check_links, refuse_literals
 from .links import (
     CATEGORY,
     OF_RANKS,
+    check_links,
     compile_input,
     exchange_input,
     model_output,
     parallel_model_output,
+    refuse_literals,
     strategy_input,
 )
 from .model.named_file import find_spec
 from .preload.early_start import start_early
 from .preload.next_texts import remember
-from .runs.stock_run import stock_run
+from .runs.run_ui import stock_run
 
 
 def over_devices(

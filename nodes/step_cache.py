@@ -7,11 +7,10 @@ from comfy_api.latest import io
 
 from ..parallel_backend.errors import RequestError
 from ..parallel_backend.options import check_step_cache, check_threshold
+from .host.calls import SETTINGS, STEP_CACHE
 from .host.settings import permitted
 from .job.model import JobPatcher
-from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, model_output, threshold_input
-from .model.options import SETTINGS, STEP_CACHE
+from .links import CATEGORY, check_links, model_output, refuse_literals, threshold_input
 
 
 class ParallelStepCache(io.ComfyNode):

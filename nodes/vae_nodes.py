@@ -21,13 +21,19 @@ from ..parallel_backend.planner.rules import StrategySettings
 from ..parallel_backend.sidecar.module_requests import ModuleAnswer
 from .host.calls import errors_as_comfyuis, report_progress, running_prompt_id
 from .host.settings import default_settings, fingerprint
-from .host.vae_ranks import SharedOut, decode_here
-from .job.vae import CannotBeSplit, VaeShipment, as_sent, check_splittable, cuts_tiles, refuse_other_kinds
-from .link_checks import check_links, refuse_literals
-from .links import CATEGORY, OF_RANKS, strategy_input
-from .runs.report import phases_in_words
-from .runs.speed import as_shown, compare_with_one_device
-from .runs.stock_run import show_phases
+from .job.vae import (
+    CannotBeSplit,
+    SharedOut,
+    VaeShipment,
+    as_sent,
+    check_splittable,
+    cuts_tiles,
+    decode_here,
+    refuse_other_kinds,
+)
+from .links import CATEGORY, OF_RANKS, check_links, refuse_literals, strategy_input
+from .runs.report import as_shown, compare_with_one_device, phases_in_words
+from .runs.run_ui import show_phases
 
 _TRIED = "tried on one device, to know what sharing it out gains; the next ones go the faster way"
 _ROWS = "rows of the latent on each: {} (exact, no tiles)"

@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from comfyui_source import comfyui_version, find_comfyui
 from forked_ranks import ForkedSubprocess
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar.group import supervisor
-from parallel_backend.sidecar.group.device_health import FAILING
 from parallel_backend.sidecar.group.events import listen
+from parallel_backend.sidecar.group.failures import FAILING
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_sidecar, scripted_weights
 
@@ -72,7 +71,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def no_leaks():
-    """Fails the test when it leaves a process, descriptor, shared memory, listening port or rendezvous folder."""
+    """Fails the test when it leaves a process, descriptor, shared memory or listening port."""
     if sys.platform != "linux":
         pytest.skip("ranks need Linux")
     supervisor.get_supervisor()  # has a descriptor and lasts as long as the process
@@ -193,7 +192,6 @@ def _snapshot() -> dict[str, set]:
             entry.name for entry in Path("/dev/shm").iterdir() if entry.stat().st_uid == os.getuid()
         },
         "ports": _listening(set(descriptors.values())),
-        "folders": {p.name for p in Path(tempfile.gettempdir()).glob(f"parallel-backend-{own}-*")},
     }
 
 

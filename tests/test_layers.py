@@ -64,10 +64,7 @@ LONG_FILES: set[str] = set()
 SHORT_FILES = {
     "parallel_backend/commands/gpu_check/__main__.py",
     "parallel_backend/wire/parent_death.py",
-    "nodes/model/options.py",
-    "nodes/routes/metrics.py",
     "parallel_backend/engine/comm/traffic_counter.py",
-    "parallel_backend/wire/checks/self_test.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms without code for a single model family: such code is in the family's folder below models/.

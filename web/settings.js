@@ -1,5 +1,5 @@
 // Adds the pack's entries to ComfyUI's Settings. ComfyUI saves them in its settings file; the server reads and checks them
-// there (nodes/host/user_settings.py).
+// there (nodes/host/settings.py).
 import { app } from "../../scripts/app.js";
 
 const GROUP = "Parallel Sampling";

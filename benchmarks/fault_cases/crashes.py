@@ -18,7 +18,7 @@ from fault_injection import (
     start_script,
 )
 from parallel_backend.errors import DeviceError, OutOfMemory, RankFailed
-from parallel_backend.sidecar.group import restart_policy
+from parallel_backend.sidecar.group import failures
 from parallel_backend.sidecar.group.lease import State
 from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_request, scripted_sidecar
@@ -151,7 +151,7 @@ def broken(subject: Subject) -> Iterator[Check]:
     sidecar = scripted_sidecar()
     try:
         with fault("kill", "an all-reduce", step=1):
-            for _ in range(restart_policy.FAILURES_UNTIL_BROKEN):
+            for _ in range(failures.FAILURES_UNTIL_BROKEN):
                 error_of(lambda: sidecar.sample(subject.scripted, scripted_request(), ULYSSES))
         begun = time.perf_counter()
         text = error_of(lambda: sidecar.sample(subject.scripted, scripted_request(), ULYSSES))

@@ -18,7 +18,7 @@ from fault_injection import (
     fault,
 )
 from hostile_bytes import FRAMES, PAYLOADS, damaged, parse_file, parse_frame, parse_heartbeat, parse_payload
-from parallel_backend.sidecar.group import exchange, restart_policy
+from parallel_backend.sidecar.group import exchange, failures
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.wire import deadlines
 from scripted import SLOW, ranks_of, scripted_request, scripted_sidecar
@@ -89,7 +89,7 @@ def cancels(subject: Subject) -> Iterator[Check]:
 
 @case("13", "cancel races a crash")
 def races(subject: Subject) -> Iterator[Check]:
-    normal, restart_policy.FAILURES_UNTIL_BROKEN = restart_policy.FAILURES_UNTIL_BROKEN, 1000
+    normal, failures.FAILURES_UNTIL_BROKEN = failures.FAILURES_UNTIL_BROKEN, 1000
     sidecar, outcomes = scripted_sidecar(), []
     try:
         for number in range(10):
@@ -111,7 +111,7 @@ def races(subject: Subject) -> Iterator[Check]:
             )
             time.sleep(0.1)
     finally:
-        restart_policy.FAILURES_UNTIL_BROKEN = normal
+        failures.FAILURES_UNTIL_BROKEN = normal
         sidecar.stop()
     yield true("ten races, ten errors", all(outcomes) and len(outcomes) == 10)
     yield Check("of which were crashes", sum("SIGKILL" in text for text in outcomes))

@@ -32,6 +32,10 @@ from .settings import permitted, setting
 
 log = logging.getLogger(__name__)
 
+# The keys under which a MODEL's transformer_options carry what belongs to this pack.
+SETTINGS, RECORD = "parallel_strategy", "parallel_record"  # of StrategySettings and RunRecord
+COMPUTE_OPTIONS, STEP_CACHE = "parallel_computing", "parallel_step_cache"  # of ComputeOptions and a threshold
+
 _COMPILE_CHOICE = CompileChoice()  # one per process: ranks and what they compiled live no longer
 
 

@@ -1,4 +1,5 @@
-"""The pack's settings as a person set them in ComfyUI's Settings. A change counts from the next use on.
+"""The pack's settings as a person set them in ComfyUI's Settings, checked: an invalid value is replaced by its default.
+A change counts from the next use on.
 
 With --multi-user only the settings of the user `default` count. All users share the devices and the ranks, so no user
 may stop or reach them for the others. The person who runs the machine writes that file.
@@ -6,15 +7,134 @@ may stop or reach them for the others. The person who runs the machine writes th
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import folder_paths
-
-from ...parallel_backend.errors import StrategyError
+from ...parallel_backend.devices import resolve_devices
+from ...parallel_backend.errors import DeviceError, StrategyError
 from ...parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
 from ...parallel_backend.planner.rules import StrategySettings
-from .user_settings import read_settings
+from ...parallel_backend.wire.strict_json import shown
+
+log = logging.getLogger(__name__)
+_lock = threading.Lock()
+
+PREFIX = "parallel_sampling."  # begins the names of the pack's entries in ComfyUI's file
+MOST_BYTES = 4 * 1024 * 1024  # the largest settings file that is read
+MOST_MINUTES = 7 * 24 * 60
+MOST_PRICE = 1e6  # of a GPU-hour, in any currency
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. `problem`: tells in words what is wrong with a value, or gives None if it is valid."""
+
+    default: str | bool | float
+    problem: Callable[[object], str | None]
+
+
+def _devices(value: object) -> str | None:
+    if not isinstance(value, str):
+        return "it is no text"
+    try:
+        resolve_devices(value)
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def _number(most: float, words: str) -> Callable[[Any], str | None]:
+    def problem(value: Any) -> str | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # Compared as it is: a huge int cannot become a float.
+        return None if is_number and 0 <= value <= most else f"it must be {words}"
+
+    return problem
+
+
+_minutes = _number(MOST_MINUTES, f"a number of minutes from 0 (never) to {MOST_MINUTES}")
+_price = _number(MOST_PRICE, f"a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency")
+
+
+def _switch(value: object) -> str | None:
+    return None if isinstance(value, bool) else "it must be true or false"
+
+
+# web/settings.js offers the same settings; tests/nodes/test_user_settings.py checks that both agree.
+SETTINGS = {
+    "default_devices": Setting("all", _devices),
+    "sleep_after_minutes": Setting(0.0, _minutes),
+    "stop_after_minutes": Setting(0.0, _minutes),
+    "start_at_launch": Setting(False, _switch),
+    "allow_approximate": Setting(True, _switch),
+    "try_strategies": Setting(True, _switch),
+    "make_encoders_parallel": Setting(False, _switch),  # read only by the page
+    "preload_next": Setting(True, _switch),
+    "metrics": Setting(False, _switch),
+    "price_per_gpu_hour": Setting(0.0, _price),
+}
+
+
+def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | float], list[str]]:
+    """Returns (every setting by name, what was wrong in words) from the entries of ComfyUI's file."""
+    values: dict[str, str | bool | float] = {}
+    problems = []
+    for name, setting in SETTINGS.items():
+        value = found.get(PREFIX + name, setting.default)
+        problem = setting.problem(value)
+        if problem is not None or not isinstance(value, (str, bool, int, float)):
+            problems.append(
+                f"the setting {name} is {shown(value)}: {problem}; {_in_words(setting.default)} counts"
+            )
+            value = setting.default
+        values[name] = float(value) if isinstance(setting.default, float) else value
+    return values, problems
+
+
+def _in_words(default: str | bool | float) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else default
+
+
+def read_settings(path: Path) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+    """Returns (every setting by name, what is wrong in words) from ComfyUI's file: the defaults if it is missing or
+    damaged. Reads it again only when it has changed, and then logs each problem once. Thread-safe."""
+    try:
+        status = path.stat()
+    except OSError:
+        return check_settings({})[0], ()
+    with _lock:
+        return _read(path, (status.st_mtime_ns, status.st_size, status.st_ino))
+
+
+@functools.lru_cache(maxsize=1)
+def _read(
+    path: Path, stamp: tuple[int, int, int]
+) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+    found, problems = _entries(path)
+    values, wrong = check_settings(found)
+    for problem in (*problems, *wrong):
+        log.warning("parallel sampling: %s", problem)
+    return values, (*problems, *wrong)
+
+
+def _entries(path: Path) -> tuple[Mapping[str, object], list[str]]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        found = json.loads(text) if len(text) <= MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"ComfyUI's settings cannot be read ({type(error).__name__}); the defaults count"]
+    if not isinstance(found, dict):
+        return {}, ["ComfyUI's settings are not what they should be; the defaults count"]
+    return found, []
 
 
 def setting(name: str) -> str | bool | float:
@@ -28,6 +148,8 @@ def settings_problems() -> tuple[str, ...]:
 
 
 def _path() -> Path:
+    import folder_paths  # ComfyUI's; to check settings needs none
+
     return Path(folder_paths.get_user_directory(), "default", "comfy.settings.json")
 
 

@@ -21,9 +21,7 @@ from ...parallel_backend.planner.plan import job_from_latent
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.requests import SEVERAL_CALLS
-from ...parallel_backend.sidecar import pool
-from ..host.calls import RunRecord, plan_by_rule, plan_job
-from ..model.options import COMPUTE_OPTIONS, RECORD, SETTINGS, STEP_CACHE
+from ..host.calls import COMPUTE_OPTIONS, RECORD, SETTINGS, STEP_CACHE, RunRecord, plan_by_rule, plan_job
 from .model import JobPatcher, ShippedModel
 from .ship import ShippedJob
 
@@ -80,10 +78,7 @@ class Catch:
                     callback(step - 1, shown, latent_image, steps)
 
             last = 0, 0
-            try:
-                result = job.run(plan, noise, _step_count(sigmas), on_step)
-            finally:
-                pool.release_cache(patcher.job_model.spec)  # leaves memory for the next step, perhaps a VAE
+            result = job.run(plan, noise, _step_count(sigmas), on_step)
             if (
                 callback is not None and result.denoised is not None
             ):  # some sampler nodes output it, for all images

@@ -26,8 +26,7 @@ from ...parallel_backend.job.pickling import CannotBeSent, Known, SentTensors, p
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.group.lease import State
-from ...parallel_backend.sidecar.group.phases import ShowPhase
+from ...parallel_backend.sidecar.group.lease import ShowPhase, State
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
@@ -36,12 +35,12 @@ from ..host.memory import drop_modules, modules_on
 from ..host.offload import is_loaded, unload
 from ..host.prompt_graph import Prompt, ancestry
 from ..host.prompt_links import clip_before, current_node, running_prompt
-from ..host.vae_ranks import choose_ranks
 from .file_tensors import FileTensors
 from .mapped import mapped_words
 from .model import SharedByClones, WeightlessPatcher
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
+from .vae import choose_ranks
 
 # The only method that is called ahead for a waiting prompt: others may draw random numbers.
 _EARLY = "encode_token_weights"
@@ -313,7 +312,7 @@ class _EncoderShipment(Shipment):
 
 def idle_holder(number: int) -> Sidecar | None:
     """Returns idle ranks that hold the text encoder with this number; None if there are none."""
-    idle = (one for one in pool.all_sidecars() if one.state is State.READY and one.holds_module(number))
+    idle = (one for one in pool.all_sidecars() if one.state is State.READY and number in one.held.modules)
     return next(idle, None)
 
 

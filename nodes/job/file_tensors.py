@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...parallel_backend.errors import CheckpointError
 from ...parallel_backend.job.pickling import PlaceInFile
 from ...parallel_backend.job.prints import Print, print_of
-from ...parallel_backend.wire.file_identity import FileIdentity, read_identity
+from ...parallel_backend.wire.file_identity import FileIdentity, find_identity
 from ...parallel_backend.wire.transport import NAMES
 from ..host.prompt_graph import Prompt, inputs_of, value_of
-from ..model.files import is_safetensors
+from ..model.named_file import is_safetensors
 
 LEAST = 1 << 16  # bytes; smaller tensors are sent without a search, while most of a LoRA's are searched for
 
@@ -107,10 +106,7 @@ class FileTensors:
 
     def _identity(self, path: str) -> FileIdentity | None:
         if path not in self._identities:
-            try:
-                self._identities[path] = read_identity(path)
-            except CheckpointError:
-                self._identities[path] = None
+            self._identities[path] = find_identity(path)
         return self._identities[path]
 
     def _has_values(self, path: str, contents: _Contents, name: str, tensor: Tensor, mark: Print) -> bool:

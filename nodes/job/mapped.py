@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...parallel_backend.errors import CheckpointError
 from ...parallel_backend.job.pickling import Known
 from ...parallel_backend.models.comfyui.load import map_model
 from ...parallel_backend.requests import ModelSpec
-from ...parallel_backend.wire.file_identity import FileIdentity, read_identity
+from ...parallel_backend.wire.file_identity import FileIdentity, find_identity, read_identity
 
 
 class _PlaceInFile(NamedTuple):
@@ -54,13 +53,6 @@ def mapped_words() -> tuple[Known, list[object]]:
     their ids. Leaves out files that have changed since: their tensors are sent."""
     places = list(_places.items())
     there = {(place.spec.path, place.identity) for _, place in places}
-    same = {(path, identity) for path, identity in there if _is_same(path, identity)}
+    same = {(path, identity) for path, identity in there if find_identity(path) == identity}
     held = [(one, place) for one, place in places if (place.spec.path, place.identity) in same]
     return {id(one): ("mapped", *place) for one, place in held}, [one for one, _ in held]
-
-
-def _is_same(path: str, identity: FileIdentity) -> bool:
-    try:
-        return read_identity(path) == identity
-    except CheckpointError:
-        return False

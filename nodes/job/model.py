@@ -23,13 +23,12 @@ from ...parallel_backend.models.proof.states import UNKNOWN, ClassVerdict
 from ...parallel_backend.options import ComputeOptions
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.requests import ModelSpec
-from ..host.calls import errors_as_comfyuis, interrupted, refusal, report_progress
+from ..host.calls import COMPUTE_OPTIONS, SETTINGS, errors_as_comfyuis, interrupted, refusal, report_progress
 from ..host.comfyui_flags import comfyui_root
 from ..host.memory import give_cache_back, held_on, make_room, size_on, watch
 from ..host.prompt_links import running_node
 from ..model.class_verdict import ensure_verdict
 from ..model.facts import count_facts
-from ..model.options import COMPUTE_OPTIONS, SETTINGS
 from .lora_checks import check_patches
 from .mapped import map_weights
 from .outline import Outline

@@ -18,7 +18,7 @@ from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
 from ...parallel_backend.job.same import SameValues
 from ..host.calls import refusal
-from ..model.on_meta import build_on_meta
+from ..model.header_model import build_on_meta
 from ..model.unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"

@@ -89,10 +89,6 @@ def _facts_with(modules: int) -> tuple[Packs, bytes]:
     return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _PACK, packs, tuple(sys.path), folders))
 
 
-# By RankHoldings: its `start`, which is another object after a restart, and what was sent since.
-_sent: weakref.WeakKeyDictionary[Any, tuple[object, _SentToRanks | None]] = weakref.WeakKeyDictionary()
-
-
 def _plain(value: Any) -> Any:
     """Copies a dict of ComfyUI's folders as plain lists and sets; returns any other value unchanged."""
     if not isinstance(value, dict):
@@ -105,10 +101,11 @@ _alive_lock = threading.Lock()  # another thread encodes texts of waiting prompt
 
 
 class HeldByRanks:
-    """A text encoder or half a VAE that ranks hold under its `number` while this object is alive."""
+    """A text encoder or half a VAE that ranks hold under its `number` while this object is alive. `mark`: equal for two
+    halves of a VAE that compute the same."""
 
-    def __init__(self) -> None:
-        self.number = new_number()
+    def __init__(self, mark: object = None) -> None:
+        self.number, self.mark = new_number(), mark
         with _alive_lock:
             _alive.add(self)
 
@@ -121,7 +118,7 @@ def held_numbers() -> tuple[int, ...]:
 
 class Shipment:
     """A job on its way to ranks. `outline`: of the model whose modules the job names, None if it names none; `device`:
-    where ComfyUI would compute it."""
+    where ComfyUI would compute it; `own_file`: path of the file that the ranks read by themselves, "" for none."""
 
     def __init__(
         self,
@@ -129,7 +126,9 @@ class Shipment:
         work: SamplerRun | NetworkCall | EncoderCall | VaeCall,
         device: torch.device,
         cache_threshold: float = 0.0,
+        own_file: str = "",
     ) -> None:
+        self._own_file = own_file
         self._known, changes = ({}, []) if outline is None else _held_and_changed(outline)
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
@@ -161,19 +160,15 @@ class Shipment:
                 raise RequestError(f"{error} {words}") from error
             if self._sent_now is not None:
                 holdings, sent = self._sent_now
-                _sent[holdings] = (holdings.start, sent)
+                holdings.sent = sent
                 self._note_sent(sent)
 
     def _note_sent(self, sent: _SentToRanks) -> None:
         """Called once the ranks have received everything that was sent with the job."""
 
-    def _model_path(self) -> str:
-        """Returns the path of the file that the ranks read by themselves, "" for none."""
-        return ""
-
     @functools.cached_property
     def _find_in_file(self) -> FindInFile:
-        return FileTensors(running_prompt() or {}, self._model_path()).find
+        return FileTensors(running_prompt() or {}, self._own_file).find
 
     def _pack_module(self, holdings: Any, module: HeldTextEncoder | HalfVae) -> Tensors:
         """Returns the payload by which the ranks of these holdings load `module`, for this job and later ones."""
@@ -183,15 +178,13 @@ class Shipment:
         """Returns the payload of the job for the ranks of these holdings. `follows`: True if they have just loaded a
         module for it."""
         if follows and self._sent_now is not None:
-            _sent[holdings] = (holdings.start, self._sent_now[1])
+            holdings.sent = self._sent_now[1]
         return self._pack_one(holdings, self._job, self._known)
 
     def _pack_one(self, holdings: Any, job: PickledJob, known: Known) -> Tensors:
         # Removed until the request succeeds: after a failure it is unknown what the ranks have.
-        start, sent = _sent.pop(holdings, (None, None))
-        is_fresh = sent is None or start is not holdings.start
-        if sent is None or is_fresh:
-            sent = _SentToRanks()
+        held, holdings.sent = holdings.sent, None
+        sent: _SentToRanks = held or _SentToRanks()
         # Another machine has its own files, at other paths.
         words, _held = ({}, []) if self._is_elsewhere else mapped_words()
         find_in_file = None if self._is_elsewhere else self._find_in_file
@@ -207,7 +200,7 @@ class Shipment:
         digests = {name: _digest(*self._loaded_packs[name]) for name in self._packs}
         head = Head(
             job=pickled.data,
-            is_fresh=is_fresh,
+            is_fresh=held is None,
             dropped=tuple(sent.tensors.take_dropped()),
             facts=None if sent.facts == self._facts else self._facts,
             packs=self._packs,
@@ -234,7 +227,7 @@ class ShippedJob(Shipment):
     ) -> None:
         self._patcher, self._model = patcher, patcher.job_model
         self._outline = self._model.outline
-        super().__init__(self._model.outline, work, patcher.load_device, cache_threshold)
+        super().__init__(self._outline, work, patcher.load_device, cache_threshold, self._model.spec.path)
 
     def run(
         self,
@@ -283,9 +276,6 @@ class ShippedJob(Shipment):
                     should_cancel=interrupted,
                     file=read_identity(self._model.spec.path),
                 )
-
-    def _model_path(self) -> str:
-        return self._model.spec.path
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         is_known = self._model.known_by is sent

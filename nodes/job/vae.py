@@ -1,4 +1,5 @@
-"""The half of a VAE, encoder or decoder, that runs on the ranks. VAEs that they cannot split are refused."""
+"""The half of a VAE, encoder or decoder, that runs on the ranks; which ranks, and how much of each picture. VAEs that
+they cannot split are refused."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import comfy.model_management
 import comfy.sd
 import torch
 from torch import Tensor, nn
 
-from ...parallel_backend.devices import machine_of
+from ...parallel_backend.devices import devices_of_a_run, machine_of
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.job.payload import INPUTS, HalfVae, VaeCall
+from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.models.comfyui.rows.banded import STEPS
 from ...parallel_backend.models.tokens.vae_networks import (
     DECODER_ALONE,
@@ -25,13 +28,20 @@ from ...parallel_backend.models.tokens.vae_networks import (
     frames_are_a_batch,
     known,
 )
+from ...parallel_backend.observability.gauges import read_free_bytes
+from ...parallel_backend.planner.history import open_history
+from ...parallel_backend.planner.rules import StrategySettings
+from ...parallel_backend.planner.vae_choice import VaeChoice
 from ...parallel_backend.requests import ComfyUISource
+from ...parallel_backend.sidecar import pool
+from ...parallel_backend.sidecar.group.lease import State
 from ...parallel_backend.sidecar.module_requests import ModuleAnswer, ModuleKind, ModuleRequest
 from ...parallel_backend.sidecar.sidecar import Sidecar
 from ...parallel_backend.wire.transport import MOST_BYTES
 from ..host.calls import interrupted, report_progress
 from ..host.comfyui_flags import comfyui_root, numeric_flags
-from ..host.offload import unload
+from ..host.offload import comfyui_device, release_cache, unload
+from ..host.settings import setting
 from .outline import unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 
@@ -39,19 +49,13 @@ from .ship import HeldByRanks, Shipment, held_numbers
 _METHODS = ("forward", "_conv_forward", "decode", "encode")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+# Free memory that one device must have to compute a picture alone, as a multiple of what ComfyUI expects it to take.
+_SPARE = 1.5
 PIXELS_PER_POSITION = 64  # pixels per position of a latent in most VAEs; others have more
 
 
-class _Held(HeldByRanks):
-    """Half a network that ranks were sent. `mark`: equal for two halves that compute the same."""
-
-    def __init__(self, mark: object) -> None:
-        super().__init__()
-        self.mark = mark
-
-
 # The halves of each network that ranks were sent, by True for the encoder.
-_held: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Held]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[nn.Module, dict[bool, HeldByRanks]] = weakref.WeakKeyDictionary()
 
 
 class CannotBeSplit(Exception):
@@ -152,13 +156,13 @@ class VaeShipment(Shipment):
         with self._sending(sidecar):
             return sidecar.call_module(request, on_step, report_progress, interrupted)
 
-    def _hold(self, module: nn.Module) -> _Held:
+    def _hold(self, module: nn.Module) -> HeldByRanks:
         """Returns the half that ranks were sent, or a new one if it computes differently since."""
         vae = self._vae
         mark = _digest(module.state_dict().values(), vae), vae.vae_dtype, self._job.replaced
         halves = _held.setdefault(vae.first_stage_model, {})
         if self._encodes not in halves or halves[self._encodes].mark != mark:
-            halves[self._encodes] = _Held(mark)
+            halves[self._encodes] = HeldByRanks(mark)
         return halves[self._encodes]
 
 
@@ -195,3 +199,86 @@ def _digest(tensors: Iterable[Tensor], vae: comfy.sd.VAE) -> str:
         computed = tensor.to(_dtype_of(tensor, vae))
         sums.append(computed.view(integers[computed.element_size()]).sum(dtype=torch.int64).cpu())
     return f"{hash(tuple(torch.stack(sums).tolist())):x}"
+
+
+def choose_ranks(settings: StrategySettings) -> tuple[Sidecar, tuple[float, ...], list[str]]:
+    """Returns the ranks to use, each one's share, and notes. Running ranks are preferred if they hold a model."""
+    chosen = devices_of_a_run(settings.devices)
+    requested = chosen[: settings.strategy.world_size] if settings.mode == "manual" else chosen
+    running = pool.running_within(chosen)
+    if running is not None and running.state is State.READY and not running.models:
+        running = None  # to replace them costs at most another load of a VAE
+    sidecar = running or pool.get_sidecar(requested)
+    share_of = dict(
+        zip(chosen, read_shares(settings.device_shares, chosen), strict=False)
+    )  # empty: equal shares
+    shares = tuple(share_of[device] for device in sidecar.devices) if share_of else ()
+    if sidecar.devices == requested:
+        return sidecar, shares, []
+    used = len(sidecar.devices)
+    note = (
+        f"note: {used} of the {len(chosen)} devices chosen had running processes; they stay, with their model"
+    )
+    return sidecar, shares, [note]
+
+
+class SharedOut:
+    """The ranks for the pictures of one call. `shares`: how much of each picture a rank takes; if not set by hand, all
+    ranks share it or one takes it alone, whichever is faster. `inputs`: the tensor that the ranks get; `bytes_alone`:
+    the bytes that one device needs for one picture."""
+
+    def __init__(
+        self,
+        settings: StrategySettings,
+        vae: comfy.sd.VAE,
+        inputs: Tensor,
+        bytes_alone: float,
+        *,
+        encodes: bool,
+    ) -> None:
+        self.sidecar, self._shares, self.notes = choose_ranks(settings)
+        devices = self.sidecar.devices
+        make_room(bytes_alone, self.sidecar)
+        is_free = settings.mode == "auto" and not self._shares and not settings.compared and len(devices) > 1
+        self.choice = VaeChoice(
+            open_history(devices),
+            f"{type(vae.first_stage_model).__name__} {'encode' if encodes else 'decode'} {vae.vae_dtype}",
+            tuple(inputs.shape[1:]),
+            tries=bool(setting("try_strategies")),
+        )
+        has_room = is_free and read_free_bytes(devices[0]) >= _SPARE * bytes_alone
+        self.is_alone = len(devices) == 1 or (is_free and has_room and self.choice.is_alone())
+
+    def record(self, seconds: float) -> None:
+        """Stores the seconds that a picture took, unless the shares were set by hand."""
+        if self.is_alone or not self._shares:
+            self.choice.record(seconds, is_alone=self.is_alone)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of each picture that every rank takes; empty for equal shares."""
+        idle = len(self.sidecar.devices) - 1
+        return (1.0, *(0.0,) * idle) if self.is_alone and idle else self._shares
+
+    def give_up_alone(self) -> bool:
+        """Switches from one rank to all of them after the one failed. Returns False if all were used already."""
+        if not self.is_alone or len(self.sidecar.devices) == 1:
+            return False
+        self.choice.give_up()
+        self.is_alone = False
+        return True
+
+
+def decode_here(vae: comfy.sd.VAE, latent: Tensor) -> Tensor:
+    """Decodes in ComfyUI's process and returns IMAGE [N, H, W, C]; frames of a video become images, as in VAEDecode."""
+    image: Tensor = vae.decode(latent)
+    return image.reshape(-1, *image.shape[-3:]) if image.ndim == 5 else image
+
+
+def make_room(bytes_alone: float, sidecar: Sidecar) -> None:
+    """Has ComfyUI move its own models until each GPU of the ranks has its part of `bytes_alone` free."""
+    found = {one.device for one in comfy.model_management.current_loaded_models}
+    for device in map(comfyui_device, sidecar.devices):
+        if device in found:  # asking for the free memory of any other would create a CUDA context there
+            comfy.model_management.free_memory(bytes_alone / len(sidecar.devices), device)
+    release_cache()

@@ -18,7 +18,8 @@ from ...parallel_backend.models.proof.states import (
     verdict_of,
 )
 from ...parallel_backend.models.tokens.table import TABLE
-from ...parallel_backend.sidecar.self_test import ShouldCancel, run_self_tests
+from ...parallel_backend.sidecar.group.lease import ShouldCancel
+from ...parallel_backend.sidecar.self_test import run_self_tests
 
 _DURATION = "10 to 20 seconds, once"  # mostly the imports of torch and ComfyUI
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import comfy.model_base
 import comfy.model_detection
@@ -13,14 +15,19 @@ import comfy.utils
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...parallel_backend.errors import CheckpointError, RequestError
 from ...parallel_backend.models.checkpoint import read_header
 from ...parallel_backend.models.comfyui.formats.gguf import outline
 from ...parallel_backend.models.comfyui.formats.key_layouts import without_prefix
 from ...parallel_backend.models.gguf_file import is_gguf
-from .on_meta import META, build_on_meta
 
+T = TypeVar("T")
+
+META = torch.device("meta")
+# Functions that make tensors of given values. Parameters are made by others (torch.empty and its like).
+_OF_VALUES = {torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.logspace}
 _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, not a weight
 # Endings of the names of tensors that belong to a quantised weight.
 _SCALES = (_LAYER_FORMAT, "scaled_fp8", "weight_scale", "scale_weight", "input_scale", "scale_input")
@@ -130,3 +137,30 @@ def _unknown(path: str, tensors: dict[str, Tensor]) -> CheckpointError | Request
         f"ComfyUI does not know what model {name} holds. Check that it is a diffusion model and not a LoRA, VAE or "
         f"text encoder; for a new family of models, update ComfyUI."
     )
+
+
+class _ValuesOnHost(TorchFunctionMode):
+    """A mode in which tensors of given values are made on the CPU instead of the meta device."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        device = given.get("device")
+        if func in _OF_VALUES and device is not None and torch.device(device).type == "meta":
+            given["device"] = "cpu"
+        return func(*args, **given)
+
+
+def build_on_meta(build: Callable[[torch.device], T]) -> T:
+    """Calls `build` with the meta device. If a class computes with values while it is built, such as ACE-Step 1.5's
+    codebook, this fails: then calls `build` again with these values on the CPU."""
+    try:
+        return build(META)
+    except (RuntimeError, NotImplementedError):
+        with _ValuesOnHost():
+            return build(META)

@@ -1,4 +1,4 @@
-"""The model file that a loader node names: how ComfyUI reads it, and its facts from its header."""
+"""The model file that a loader node names or a MODEL was loaded from: how ComfyUI reads it, and its header's facts."""
 
 from __future__ import annotations
 
@@ -10,27 +10,64 @@ from typing import Any
 
 import comfy.model_base
 import comfy.model_patcher
+import comfy.sd
 import folder_paths
 import torch
 
 from ...parallel_backend.errors import CheckpointError, ParallelError, RequestError
 from ...parallel_backend.models.comfyui.model_file import ANY_MODEL
-from ...parallel_backend.models.gguf_file import is_gguf
+from ...parallel_backend.models.gguf_file import SUFFIX, is_gguf
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.models.registry import check_family
-from ...parallel_backend.requests import FP8_FAST, ModelSpec
-from ..host.comfyui_flags import comfyui_root
+from ...parallel_backend.requests import FP8_FAST, ComfyUISource, ModelSpec
+from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.prompt_graph import Prompt, class_of, inputs_of, loader_before, value_of
 from ..host.prompt_links import current_node, loaders_for
 from .class_verdict import known_verdict
 from .facts import count_facts
-from .files import DEMO_MODEL, GGUF_FOLDER, PARTS, model_path
 from .header_model import open_model
-from .source import make_spec, spec_of
 
 Options = Mapping[str, Any]  # ComfyUI's model_options
+_SUFFIXES = (".safetensors", ".sft")
+# ComfyUI lists no GGUF files, so the pack registers a model folder for them. It shares the list object of paths, and so
+# includes paths that are added later.
+GGUF_FOLDER = "parallel_gguf"
+folder_paths.folder_names_and_paths[GGUF_FOLDER] = (
+    folder_paths.folder_names_and_paths["diffusion_models"][0],
+    {SUFFIX},
+)
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo_model" / "transformer.safetensors"
+# The part that ComfyUI loads from the files of each model folder (ComfyUISource.part).
+PARTS = {
+    "diffusion_models": "diffusion_model",
+    "checkpoints": "checkpoint",
+    GGUF_FOLDER: "diffusion_model",
+}
+_LOADERS = "Load Diffusion Model or Load Checkpoint, or (also .gguf files) Parallel Model Loader"
 _FP8 = {"dtype": torch.float8_e4m3fn}
 _FP8_FAST = {**_FP8, "fp8_optimizations": True}
+
+
+def is_safetensors(name: str) -> bool:
+    """Returns True if the name ends in .safetensors or .sft, in upper or lower case, as in ComfyUI's lists."""
+    return Path(name).suffix.lower() in _SUFFIXES
+
+
+def model_names(*folders: str) -> list[str]:
+    """Lists the names of the model files that the devices can read, without duplicates."""
+    names = (name for folder in folders for name in folder_paths.get_filename_list(folder))
+    return list(dict.fromkeys(name for name in names if is_safetensors(name) or is_gguf(name)))
+
+
+def model_path(folder: str, name: str) -> str:
+    """Returns the path of the file. Raises CheckpointError if there is no such file (any more)."""
+    path = folder_paths.get_full_path(folder, name)
+    if path is None:
+        raise CheckpointError(
+            f"There is no file behind {name}: it was moved or removed, or it is a link to one that is not there. Put "
+            f"the file back, or choose another one."
+        )
+    return str(path)
 
 
 @dataclass(frozen=True)
@@ -128,6 +165,58 @@ FILE_LOADERS = {
     "ParallelModelLoader": FileLoader("model_name", tuple(PARTS), _STOCK_OPTIONS),
     **STOCK_LOADERS,
 }
+
+
+def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
+    """Returns a MODEL's file and how it was read. Raises RequestError if its loader is unknown or did not note it."""
+    noted = getattr(patcher, "cached_patcher_init", None)
+    if noted is None:
+        raise RequestError(
+            f"This MODEL does not say which file it was loaded from, so the devices cannot load it too: its loader is "
+            f"none of ComfyUI's own, or this ComfyUI is too old to note it. Load the file with {_LOADERS}."
+        )
+    load, arguments = noted[:2]
+    if load is comfy.sd.load_diffusion_model:
+        path, options = arguments[0], arguments[1] if len(arguments) > 1 else {}
+        return make_spec(path, "diffusion_model", options)
+    if load is comfy.sd.load_checkpoint_guess_config and noted[2:] == (0,):
+        return make_spec(arguments[0], "checkpoint", arguments[6] if len(arguments) > 6 else {})
+    name = f"{getattr(load, '__module__', '?')}.{getattr(load, '__qualname__', load)}"
+    raise RequestError(
+        f"This MODEL was loaded by {name}, which the devices do not know. Load the file with {_LOADERS}."
+    )
+
+
+def make_spec(path: str, part: str, options: dict) -> ModelSpec:
+    """Returns the spec of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options. Raises
+    RequestError for formats and options that the devices do not support."""
+    if not (is_safetensors(path) or is_gguf(path)):
+        raise RequestError(
+            f"{Path(path).name} is no .safetensors or .gguf file, and the devices read no other: a .ckpt or .pt can "
+            f"run code. Save it as .safetensors (ModelSave or CheckpointSave), or use another file."
+        )
+    if is_gguf(path) and options:
+        raise RequestError(
+            f"{Path(path).name} has formats of its own (GGUF); set weight_dtype to default or auto, or choose a "
+            f".safetensors file."
+        )
+    if options.get("custom_operations") is not None:
+        raise RequestError(
+            f"{Path(path).name} was loaded with layers of another node pack (such as NF4), which the devices do not "
+            f"have. Load the file with {_LOADERS}."
+        )
+    dtype = options.get("dtype", options.get("weight_dtype"))
+    return ModelSpec(
+        path=str(path),
+        family="comfyui",
+        weight_dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
+        comfyui=ComfyUISource(
+            root=comfyui_root(),
+            flags=numeric_flags(),
+            part=part,
+            fp8_matmul=bool(options.get("fp8_optimizations", False)),
+        ),
+    )
 
 
 def find_spec(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:

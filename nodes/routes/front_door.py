@@ -1,4 +1,5 @@
-"""Routes for a load balancer before several ComfyUIs: load as HAProxy's agent-check and as JSON, and draining."""
+"""Routes for programs: metrics for Prometheus on this machine or another, and for a load balancer before several
+ComfyUIs the load, as HAProxy's agent-check and as JSON, and draining."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from aiohttp import web
 
 from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.load_report import FOR, LoadReport
-from .http import read_as, refuse, same_origin_only
+from ...parallel_backend.observability.prometheus.metrics_switch import MetricsSwitch
+from ..host.settings import price_per_gpu_hour, setting
+from .http import is_same_origin, read_as, refuse, same_origin_only
 from .status import devices_of, groups
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 AGENT = "/parallel_sampling/agent"
 HEALTH = "/parallel_sampling/health"
 DRAIN = "/parallel_sampling/drain"
+METRICS = "/parallel_sampling/metrics"
 _MOST_BYTES = 256
 
 
@@ -31,9 +35,12 @@ class DrainRequest:
 
 def begin(server: PromptServer) -> None:
     """Adds the routes. GET AGENT with `?for=` one of FOR answers one line without HTTP headers, as HAProxy reads it.
-    GET HEALTH answers the load as JSON, and so does POST of a DrainRequest to DRAIN. A restart ends a drain."""
+    GET HEALTH answers the load as JSON, and so does POST of a DrainRequest to DRAIN. A restart ends a drain.
+    GET METRICS answers in Prometheus' text format, or 403, 404 or 503 with a line that says why."""
     draining = False
     gauges = DeviceGauges()
+    switch = MetricsSwitch(lambda: bool(setting("metrics")), price=price_per_gpu_hour)
+    switch.begin()
 
     def read(*, with_memory: bool) -> LoadReport:
         found = groups()
@@ -62,6 +69,14 @@ def begin(server: PromptServer) -> None:
         nonlocal draining
         draining = (await read_as(DrainRequest, request, _MOST_BYTES)).draining
         return web.json_response((await asyncio.to_thread(read, with_memory=True)).as_json())
+
+    @server.routes.get(METRICS)
+    async def show_metrics(request: web.Request) -> web.Response:
+        if not is_same_origin(request):  # Prometheus is not a page and names no origin
+            return web.Response(status=403, text="a page of another server may not read this\n")
+        answer = await asyncio.to_thread(switch.scrape)
+        headers = {"Content-Type": answer.content_type, "Cache-Control": "no-store"}
+        return web.Response(status=answer.status, body=answer.body, headers=headers)
 
 
 class _Nothing(web.Response):

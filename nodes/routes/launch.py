@@ -1,23 +1,28 @@
-"""Starts with ComfyUI: the live status, toasts, the timer for idle ranks, and the ranks if the setting says so."""
+"""Starts with ComfyUI: the live status, toasts, the timer for idle ranks, the queue log if its variable names a file,
+and the ranks if the setting says so."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from comfy.cli_args import args
 
 from ...parallel_backend.errors import ParallelError
+from ...parallel_backend.observability.logs import queue_log
 from ...parallel_backend.observability.prompt_phases import PHASES
 from ...parallel_backend.observability.toasts import Notifier, Toast
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
-from ..runs.stock_run import recent_runs
+from ..runs.run_ui import recent_runs
 from . import http
 from . import status as live_status
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 TOAST = "parallel_sampling.toast"
 RUNS = "/parallel_sampling/runs"
+_PROMPT = ("/prompt", "/api/prompt")  # ComfyUI's
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +42,7 @@ def begin(server: PromptServer) -> None:
     GET RUNS gives a reloaded page {prompt id: {node id: its output}} of the latest runs of stock samplers.
     """
     http.serve_on(args.listen)
+    _log_queue(server)
     status = live_status.begin(server)
     listen(lambda event: status.changed())
     listen(PHASES.on_event)
@@ -67,3 +74,28 @@ def _start_ranks() -> None:
         pool.get_sidecar(live_status.default_devices()).start()
     except ParallelError as error:
         log.warning("parallel sampling: the processes did not start with ComfyUI: %s", error)
+
+
+def _log_queue(server: PromptServer) -> None:
+    """Starts the queue log if its environment variable names a file: it has a prompt before its sender is answered."""
+
+    def queued() -> set[str]:
+        running, waiting = server.prompt_queue.get_current_queue_volatile()
+        return {item[1] for item in (*running, *waiting)}
+
+    log = queue_log.begin(queued)
+    if log is None:
+        return
+
+    @web.middleware
+    async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.method == "POST" and request.path in _PROMPT and answer.status == 200:
+            assert isinstance(answer, web.Response)
+            accepted, body = json.loads(answer.text or ""), await request.read()
+            await asyncio.to_thread(
+                lambda: log.accept(accepted["prompt_id"], float(accepted["number"]), json.loads(body))
+            )
+        return answer
+
+    server.app.middlewares.append(note)

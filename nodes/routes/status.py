@@ -14,7 +14,7 @@ from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.live_feed import LiveSender
 from ...parallel_backend.observability.panel import Shown, show_groups
 from ...parallel_backend.sidecar import pool
-from ...parallel_backend.sidecar.group.device_health import FAILING
+from ...parallel_backend.sidecar.group.failures import FAILING
 from ...parallel_backend.sidecar.status import GroupStatus
 from ..host.settings import setting, settings_problems
 from .http import read_as, refuse, same_origin_only

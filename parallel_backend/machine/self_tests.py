@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from ..errors import ParallelError
-from ..wire.checks.self_test import SelfTest
+from ..wire.checks.findings import SelfTest
 from .cache_database import CacheDatabase
 
 FORMAT = 2  # raise it if ranks share out tokens in another way: then everything is tested again

@@ -1,15 +1,15 @@
-"""The status panel of rank groups: states in words, numbers, and which buttons are useful now."""
+"""The status panel of rank groups: states in words, numbers, the time left, and which buttons are useful now."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from statistics import median
 
-from ..sidecar.group.lease import State
-from ..sidecar.group.phases import PhaseKind
+from ..sidecar.group.lease import PhaseKind, State
 from ..sidecar.status import GroupStatus, RankStatus
 from .gauges import Gauge
-from .time_left import in_gb, time_left
 
 BUSY = "a prompt is using the processes; cancel it first"
 FAILED_TOO_OFTEN = "they failed too often; press Allow restarts first"
@@ -17,6 +17,13 @@ NO_RANKS = "there are no processes; they start with the next prompt, or by Start
 _BUSY = (State.STARTING.value, State.RUNNING.value)
 _COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # phases that count steps
 _WARM = (State.READY.value, State.ASLEEP.value)
+
+FIRST_START = (
+    "about 10 s, once"  # a start takes 1 s if ComfyUI's libraries are in the page cache, else this long
+)
+LEAST_LOADED = 0.05  # share of a file; before it the disk's speed is unknown
+_MINUTE, _HOUR = 60, 3600
+_LATEST = 9  # steps used to predict the time of the next ones
 
 Shown = dict[str, object]  # an object for json.dumps
 
@@ -144,3 +151,35 @@ def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
             words, progress = _counted(status, step), round(step / status.steps, 3)
     left = "" if rank.pid is None else time_left(status, rank.loaded, rank.step)
     return {"device": rank.device, "words": words, "progress": progress, "left": left}
+
+
+def time_left(status: GroupStatus, loaded: float, step: int) -> str:
+    """Returns the time that a rank still needs, in words; "" if unknown. `loaded`: share of its file, 0 to 1; `step`:
+    finished steps."""
+    if status.state == State.STARTING.value:
+        return FIRST_START
+    if status.state != State.RUNNING.value or status.phase is None:
+        return ""
+    if status.phase.kind is PhaseKind.LOADING:
+        if not LEAST_LOADED <= loaded < 1:
+            return ""
+        return in_words((time.monotonic() - status.phase.started) * (1 - loaded) / loaded)
+    if status.phase.kind is PhaseKind.SAMPLING and 0 < step < status.steps and status.step_seconds:
+        return in_words((status.steps - step) * median(status.step_seconds[-_LATEST:]))
+    return ""
+
+
+def in_words(seconds: float) -> str:
+    """Rounds up, more for longer times: `about 4 s left`, `about 25 s left`, `about 3 min left`."""
+    if seconds <= 10:
+        return f"about {max(1, round(seconds))} s left"
+    if seconds <= _MINUTE:
+        return f"about {5 * -(-seconds // 5):.0f} s left"
+    if seconds <= 2 * _HOUR:
+        return f"about {-(-seconds // _MINUTE):.0f} min left"
+    return f"about {-(-seconds // _HOUR):.0f} h left"
+
+
+def in_gb(size: int) -> str:
+    """Formats a file's size as download pages do, in GB of 10^9 bytes."""
+    return f"{size / 1e9:.0f} GB" if size >= 10e9 else f"{size / 1e9:.1f} GB"

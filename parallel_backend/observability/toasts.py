@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..sidecar.group.device_health import FAILING, FailingDevices, left_out
 from ..sidecar.group.events import Event, Recovering, RequestEnded, RequestFailed, Started
+from ..sidecar.group.failures import FAILING, FailingDevices, left_out
 
 _BRIEF, _LONGER = 4000, 15_000  # ms
 

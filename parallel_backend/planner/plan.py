@@ -13,7 +13,7 @@ from ..errors import StrategyError
 from ..layout import crosses_machines
 from ..machine.local import LOWVRAM, NOVRAM, LocalMachine, largest_joinable_count, order_devices
 from ..requests import SampleRequest
-from ..sidecar.group.device_health import FAILING, left_out
+from ..sidecar.group.failures import FAILING, left_out
 from ..strategy import ParallelStrategy
 from .candidates import Candidate, Ranking, enumerate_candidates, rank_candidates
 from .history import MeasurementHistory

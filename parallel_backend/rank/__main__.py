@@ -132,19 +132,13 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> 
     return worker
 
 
-def _receive(
-    link: Link, epoch: int, when_idle: Callable[[], None] = lambda: None
-) -> tuple[Envelope, tuple[int, ...]]:
-    """Returns the next (envelope, descriptors). Calls `when_idle` if none comes for a while. Raises TransportError for
-    a message of another epoch, which cannot be answered: that ends the rank."""
+def _receive(link: Link, epoch: int) -> tuple[Envelope, tuple[int, ...]]:
+    """Returns the next (envelope, descriptors). Raises TransportError for a message of another epoch, which cannot be
+    answered: that ends the rank."""
     from ..errors import TransportError
-    from ..wire.deadlines import IDLE
     from ..wire.transport import close_all
 
-    received = link.receive(IDLE)
-    if received is None:
-        when_idle()
-        received = link.receive()
+    received = link.receive()
     assert received is not None, "it waits without a limit"
     envelope, descriptors = received
     if envelope.epoch != epoch:
@@ -162,29 +156,20 @@ def serve(link: Link, epoch: int, worker: RankWorker) -> NoReturn:
 def _serve_one(link: Link, epoch: int, worker: RankWorker) -> None:
     from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import (
-        Cancel,
-        Envelope,
-        KeepModels,
-        RunJob,
-        Sample,
-    )
+    from ..wire.protocol import Cancel, Envelope
     from ..wire.transport import close_all, pack_tensors
     from .work.held_models import release_cache
 
-    def give_back() -> None:
-        release_cache(worker.world.device)  # other processes may need the memory until the next request
-
     heartbeat.point("idle")
-    envelope, descriptors = _receive(link, epoch, give_back)
+    envelope, descriptors = _receive(link, epoch)
     if isinstance(envelope.message, Cancel):
         return  # it came after its request had ended
     answer, result = _answer(link, envelope, descriptors, worker)
-    if isinstance(envelope.message, (Sample, RunJob, KeepModels)):
-        # Before ComfyUI goes on: it may need the memory for a VAE of its own.
-        give_back()
     payload = () if result is None else (pack_tensors(result),)
+    result = None
     try:
+        # Before ComfyUI goes on: it may need the memory for a VAE of its own.
+        release_cache(worker.world.device)
         link.send(Envelope(epoch, envelope.request, answer), payload, SEND)
     finally:
         close_all(payload)
@@ -208,7 +193,6 @@ def _answer(
         Prepare,
         RankCall,
         RunJob,
-        Sample,
         TakeBack,
     )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
@@ -247,14 +231,10 @@ def _answer(
                 return Done(), None
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
-            case Sample():
-                steps = len(tensors["sigmas"]) - 1 if "sigmas" in tensors else 0
-                on_step = boundary(steps, message.previews)
-                result, run = worker.sample(message, tensors, on_step, report_compiling)
-                return Done(run=run), result if world.rank == 0 else None
             case RunJob():
                 on_step = boundary(message.steps, message.previews, message.states)
-                answer, record = worker.run_job(message, tensors, on_step, report_compiling)
+                run = worker.run_job if message.cfg is None else worker.run_plain_job
+                answer, record = run(message, tensors, on_step, report_compiling)
                 if isinstance(record, RankCall):
                     return Done(call=record), answer
                 return Done(run=record), answer

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..cluster.model_files import content_of
 from ..devices import is_cpu, machine_of
@@ -19,8 +20,7 @@ from ..wire.protocol import Done, KeepModels, Load, MoveOut, RankModels, TakeBac
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
-from .group.lease import Lease
-from .group.phases import Phase, PhaseKind
+from .group.lease import Lease, Phase, PhaseKind
 from .model_room import (
     LACK_OF_MEMORY,
     CountedModel,
@@ -130,10 +130,10 @@ class RankInventory:
 
 
 class RankHoldings:
-    """The holdings of one sidecar's ranks. `start`: an object that is replaced when the ranks end or sleep, since they
-    then lose all that they were sent."""
+    """The holdings of one sidecar's ranks. `sent`: the sender's record of what they got beside; None once they end
+    or sleep, since they then lose it."""
 
-    start: object
+    sent: Any
     _discarded: tuple[ModelKey, ...] | None  # the models that sleeping ranks held before; None if awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
@@ -165,7 +165,7 @@ class RankHoldings:
         self.held.forget_models()
 
     def _forget_modules(self) -> None:
-        self.start = object()
+        self.sent = None
         self.held.modules = {}
 
     # Preparing a request.

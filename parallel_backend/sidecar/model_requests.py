@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,18 +13,16 @@ from ..devices import is_cpu
 from ..errors import TransportError
 from ..job.payload import ANSWER, DENOISED, unpack_answer
 from ..options import CompileStats
-from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleRequest, SampleResult
+from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleResult
 from ..trials import LONGEST, MOST_STEPS
 from ..wire import deadlines
 from ..wire.payloads import Tensors
-from ..wire.protocol import Done, Message, Progress, RunJob, Sample
-from .compile_progress import CompileWatch, latent_in_words
+from ..wire.protocol import Compiling, Done, Message, Progress
 from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
-from .group.lease import Lease
-from .group.phases import Phase, PhaseKind
+from .group.lease import Lease, OnPhase, Phase, PhaseKind
 from .holdings import RankHoldings
-from .resume import ResumableJob, ShippedRequest
+from .resume import ResumableJob
 
 STEPS_SHOWN = 60  # whose times a status shows
 
@@ -42,6 +40,28 @@ class StepProgress:
         self.step = self.steps = 0
 
 
+class CompileWatch:
+    """The compilation state of one request. `size`: of what it computes, in words for the user."""
+
+    def __init__(self, size: str, on_phase: OnPhase) -> None:
+        self._phase = Phase(PhaseKind.COMPILING, size)
+        self._on_phase = on_phase
+        self._reported = False
+        self._compiling = False
+
+    def took(self, message: Message) -> bool:
+        """Returns True if `message` says that a rank compiles; any other message ends that state."""
+        self._compiling = isinstance(message, Compiling)
+        if self._compiling and not self._reported:
+            self._reported = True
+            self._on_phase(self._phase)
+        return self._compiling
+
+    def budget(self, usual: float) -> float:
+        """Returns the seconds allowed until the next sign of life: `usual`, and at least FIRST_STEP while compiling."""
+        return max(usual, deadlines.FIRST_STEP) if self._compiling else usual
+
+
 class ModelRequests:
     """The model requests of one sidecar. Each method needs leased ranks, and loads the model on them first."""
 
@@ -51,15 +71,10 @@ class ModelRequests:
         self.progress = StepProgress()
 
     def sample(
-        self,
-        spec: ModelSpec,
-        job: ResumableJob,
-        message: Sample | RunJob,
-        lease: Lease,
+        self, spec: ModelSpec, job: ResumableJob, placement: Placement, lease: Lease, *, states: bool
     ) -> SampleResult:
-        """Runs the job from its current state to its end."""
-        trials, placement = job.trials, message.placement
-        assert placement is not None, "a model of a file has one"
+        """Runs the job from its current state to its end. `states`: True to record its states on the way."""
+        trials = job.trials
         strategies = (placement.strategy, *trials.strategies)
         load, latent = self._holdings.ensure_ready(spec, placement.strategy, lease), job.request.noise
         shown: Phase | None = None
@@ -91,28 +106,25 @@ class ModelRequests:
         exchange = lease.exchange()
         seconds = self.progress.seconds
         seconds.clear()
-        message = replace(message, model=held.number)
-        if isinstance(message, RunJob):
-            message = replace(message, trials=trials)
-        exchange.send(message, job.begin(self._holdings))
-        packs = job.request.imports() if isinstance(job.request, ShippedRequest) else ""
+        exchange.send(job.message(placement, held.number, states=states), job.begin(self._holdings))
+        packs = job.request.imports()
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
         exchange.guard(lambda: lease.on_phase(phase))
 
         def budget() -> float:  # steps that a step cache answered are no measure for the others
             if trials and len(seconds) <= LONGEST:  # one device takes as many times longer as there are ranks
                 return max(deadlines.FIRST_STEP, len(self._devices) * self._step_budget(seconds, latent))
-            steps = [max(seconds)] if job.has_cache and seconds else seconds
+            steps = [max(seconds)] if job.request.cache_threshold > 0 and seconds else seconds
             return compiling.budget(self._step_budget(steps, latent))
 
         done = exchange.wait(budget, on_message)
-        if isinstance(job.request, ShippedRequest) and job.request.is_call:
+        if job.request.is_call:
             parts, denoised = _answer(exchange), None
             step_seconds = [reports(done, lambda answer: answer.run)[0].seconds]
         else:
             denoised = exchange.result.pop(DENOISED, None)
             # A sampler of ComfyUI or of a pack may return another size than it was given.
-            shape = job.shape if isinstance(job.request, SampleRequest) else None
+            shape = None if job.request.cfg is None else tuple(latent.shape)
             result = _result(exchange, {ANSWER: shape, "step_seconds": None})
             parts, step_seconds = [result[ANSWER]], result["step_seconds"].tolist()
         info = _run_info(done, load, tuple(step_seconds))
@@ -126,21 +138,11 @@ class ModelRequests:
         return usual + deadlines.size_allowance(_positions(latent), is_cpu(self._devices))
 
 
-def sample_message(
-    request: SampleRequest | ShippedRequest,
-    placement: Placement,
-    *,
-    previews: bool,
-    states: bool,
-) -> Sample | RunJob:
-    """Returns the message that requests a sampling job; its tensors are sent with it."""
-    if isinstance(request, ShippedRequest):
-        return RunJob(placement, request.steps, previews, states)
-    return Sample(
-        placement=placement,
-        cfg=float(request.cfg),
-        previews=previews,
-    )
+def latent_in_words(latent: object) -> str:
+    """Returns a latent's size in words; "this model" for one of several parts (video and sound), which is no Tensor."""
+    if not isinstance(latent, Tensor) or latent.ndim < 2:
+        return "this model"
+    return f"a latent of {' x '.join(map(str, latent.shape[1:]))}"
 
 
 def _positions(latent: object) -> int:

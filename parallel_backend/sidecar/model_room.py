@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..host_memory import available_memory, host_memory
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
-from ..wire.file_identity import FileIdentity, read_identity
+from ..wire.file_identity import FileIdentity, find_identity, read_identity
 from ..wire.protocol import RankModels
 
 # The maximum of held models that take no memory of their own: on the CPU, whole weights are the mapped file. Their
@@ -102,12 +102,8 @@ class CountedModel:
     def check_file(self) -> None:
         """Raises CheckpointError if its file is shorter than it was. Ranks still map the old one if its path leads to
         another file, or to none."""
-        pinned = self.key.identity
-        try:
-            found = read_identity(self.key.spec.path)
-        except CheckpointError:
-            return
-        if found.is_place_of(pinned) and found.size < pinned.size:
+        pinned, found = self.key.identity, find_identity(self.key.spec.path)
+        if found is not None and found.is_place_of(pinned) and found.size < pinned.size:
             raise CheckpointError(
                 f"{self.key.name} was cut short while the devices read it: of {pinned.size} bytes {found.size} are "
                 f"left. Download the file again, or choose another one; the devices start again with the next prompt."

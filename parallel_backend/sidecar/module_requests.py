@@ -18,8 +18,7 @@ from ..wire.protocol import ALL_RANKS, Load, Message, Progress, RunJob
 from ..wire.transport import MOST_BYTES
 from .group.exchange import AGREED_ERRORS, USER_ERRORS, expect, reports
 from .group.group import RankGroupRunner
-from .group.lease import Lease, ShouldCancel
-from .group.phases import Phase, PhaseKind, ShowPhase
+from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase
 from .holdings import RankHoldings
 from .model_room import absolute
 

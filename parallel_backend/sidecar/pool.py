@@ -13,12 +13,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from ..devices import is_cpu
 from ..errors import Cancelled, ParallelError, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from .cluster import head as clusters
-from .group.device_health import FAILING
+from .group.failures import FAILING
 from .group.lease import State
 from .sidecar import Sidecar
 
@@ -108,23 +107,16 @@ def give_back(spec: ModelSpec, device: str) -> None:
             _let_go(sidecar, partial(sidecar.give_back, spec, device))
 
 
-def release_cache(spec: ModelSpec) -> None:
-    """Frees the GPU memory that torch caches on idle ranks that hold `spec`, since no model call is coming."""
-    for sidecar in all_sidecars():
-        if spec in sidecar.models and sidecar.state is State.READY and not is_cpu(sidecar.devices):
-            _let_go(sidecar, sidecar.release_cache)
-
-
 def drop_modules() -> None:
     """Makes idle ranks drop the text encoders and VAEs that they hold on GPUs."""
     for sidecar in all_sidecars():
-        if any(map(sidecar.module_bytes, sidecar.devices)) and sidecar.state is State.READY:
+        if sidecar.held.has_modules_on_devices and sidecar.state is State.READY:
             _let_go(sidecar, sidecar.drop_modules)
 
 
 def module_bytes(device: str, number: int | None = None) -> int:
     """Returns the bytes of `device` that text encoders and VAEs occupy now. `number`: counts this one alone."""
-    return sum(sidecar.module_bytes(device, number) for sidecar in all_sidecars())
+    return sum(sidecar.held.module_bytes(device, number) for sidecar in all_sidecars())
 
 
 def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
@@ -138,7 +130,7 @@ def _let_go(sidecar: Sidecar, ask: Callable[[], object]) -> None:
 
 def bytes_on(spec: ModelSpec, device: str) -> int:
     """Returns the bytes of `device` memory that ranks hold for `spec` now."""
-    return sum(sidecar.bytes_on(spec, device) for sidecar in all_sidecars())
+    return sum(sidecar.held.bytes_on(spec, device) for sidecar in all_sidecars())
 
 
 def reset() -> tuple[tuple[str, ...], ...]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed, RequestError
-from ..requests import LoopState, RunInfo, SampleRequest
+from ..requests import LoopState, Placement, RunInfo, SampleRequest
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
-from ..wire.protocol import Progress
+from ..wire.protocol import Progress, RunJob
 from ..wire.transport import MOST_BYTES
 
 OnStep = Callable[[int, int, Tensor | None], None]
@@ -24,7 +24,7 @@ class ShippedRequest:
     the ranks of these RankHoldings, without what they were sent before; `is_call`: True for one call of the
     network, whose answer may have another shape, or several parts; `imports()`: names the packs that the ranks import
     first; `trials`: strategies that it tries on its way. Each is exact and needs the same weights as the placement, on
-    all ranks or on the first one."""
+    all ranks or on the first one; `cfg`: of a plain job, which has no objects of ComfyUI's; None for any other."""
 
     noise: Tensor
     steps: int
@@ -33,26 +33,24 @@ class ShippedRequest:
     is_call: bool = False
     imports: Callable[[], str] = str
     trials: TrialPlan = NO_TRIALS
+    cfg: float | None = None
+
+    @classmethod
+    def of(cls, plain: SampleRequest) -> ShippedRequest:
+        """Returns a plain job in this form."""
+        return cls(plain.noise, len(plain.sigmas) - 1, lambda _: sample_tensors(plain), cfg=float(plain.cfg))
 
 
 class ResumableJob:
-    """One request and its progress so far; a plain one (SampleRequest) begins again after a crash.
+    """One request and its progress so far; a plain one begins again after a crash.
 
     The record lives no longer than its request, whose weights file stays the same (Lease.file). `trials`: those still
     to be made; none after a failure, which a trial may have caused.
     """
 
-    def __init__(
-        self,
-        request: SampleRequest | ShippedRequest,
-        on_step: OnStep | None,
-    ) -> None:
-        self.request = request
-        self.trials = request.trials if isinstance(request, ShippedRequest) else NO_TRIALS
+    def __init__(self, request: ShippedRequest, on_step: OnStep | None) -> None:
+        self.request, self.trials = request, request.trials
         self._given_up: tuple[Trial, ...] = ()
-        self._tensors: Tensors = {}  # for a shipped request, `begin` makes them
-        if isinstance(request, SampleRequest):
-            self._tensors = sample_tensors(request)
         self._on_step = on_step
         self._step = 0  # the last step whose answers are recorded
         # The answers to model calls of ComfyUI's loop so far, sent by rank 0 in parts, and their number.
@@ -62,34 +60,28 @@ class ResumableJob:
         self._first = 0  # steps that the ranks did not have to run again
         self._notes: tuple[str, ...] = ()
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the latent."""
-        return tuple(self.request.noise.shape)
-
-    @property
-    def has_cache(self) -> bool:
-        """True if a step cache answers some of its model calls."""
-        return isinstance(self.request, ShippedRequest) and self.request.cache_threshold > 0
+    def message(self, placement: Placement, model: int, *, states: bool) -> RunJob:
+        """Returns the message that requests the job; its tensors are sent with it."""
+        previews, request = self._on_step is not None, self.request
+        return RunJob(placement, request.steps, previews, states, model, self.trials, request.cfg)
 
     def begin(self, holdings: object = None) -> Tensors:
         """Returns the payload for ranks that hold the job's model. `holdings`: their RankHoldings, see ShippedRequest.
         Raises RequestError if it is too large to send."""
-        if isinstance(self.request, ShippedRequest):
-            self._tensors = self.request.tensors(holdings)
-            needed = sum(tensor.nbytes for tensor in self._tensors.values())
-            if needed > MOST_BYTES:
-                raise RequestError(
-                    f"The job has {needed / 2**30:.1f} GiB beside its model (other models that its nodes use, prompts, "
-                    f"latents), and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load the "
-                    f"other models from .safetensors files in the dtype that they have there, so that the devices can "
-                    f"read them; or take their nodes out."
-                )
+        tensors = self.request.tensors(holdings)
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        if needed > MOST_BYTES:
+            raise RequestError(
+                f"The job has {needed / 2**30:.1f} GiB beside its model (other models that its nodes use, prompts, "
+                f"latents), and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load the "
+                f"other models from .safetensors files in the dtype that they have there, so that the devices can "
+                f"read them; or take their nodes out."
+            )
         self._first = self._step
         if not self._first:
-            return self._tensors
+            return tensors
         self._answers = [torch.cat(self._answers)]
-        return self._tensors | state_tensors(LoopState(self._step, 0, self._answers[0]))
+        return tensors | state_tensors(LoopState(self._step, 0, self._answers[0]))
 
     def take(self, message: Progress, tensors: Tensors | None) -> None:
         """Records rank 0's report on a step and calls `on_step`."""

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from ..errors import Cancelled, RankFailed, TransportError
 from ..wire import deadlines
-from ..wire.checks.self_test import SelfTest
+from ..wire.checks.findings import SelfTest
 from ..wire.strict_json import from_json, parse
+from .group.lease import ShouldCancel
 from .group.supervisor import PACK_ROOT, require_linux
 from .process.environment import interpreter_flags, rank_environment
 from .process.exit_status import describe_exit
@@ -23,8 +24,6 @@ from .process.rank_process import MAX_OUTPUT
 
 MODULE = "parallel_backend.rank.checks.self_test"
 _RANKS = ("cpu:0", "cpu:1")
-
-ShouldCancel = Callable[[], bool]
 
 
 def run_self_tests(

@@ -24,11 +24,10 @@ from ..wire.file_identity import FileIdentity, result_note
 from ..wire.protocol import Calibrate, Prepare
 from .group.exchange import reports
 from .group.group import RankGroupRunner
-from .group.lease import Lease, ShouldCancel, State
-from .group.phases import Phase, PhaseKind, ShowPhase
+from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase, State
 from .group.supervisor import RANK_MODULE
-from .holdings import RankHoldings
-from .model_requests import STEPS_SHOWN, ModelRequests, sample_message
+from .holdings import RankHoldings, RankInventory
+from .model_requests import STEPS_SHOWN, ModelRequests
 from .module_requests import ModuleRequests
 from .process.exit_status import BUS_ERROR
 from .resume import OnStep, ResumableJob, ShippedRequest
@@ -75,6 +74,11 @@ class Sidecar(ModuleRequests):
     def models(self) -> tuple[ModelSpec, ...]:
         """The models in the devices' memory, the most recently used first; empty while the ranks sleep."""
         return self._holdings.models
+
+    @property
+    def held(self) -> RankInventory:
+        """What the ranks hold now."""
+        return self._holdings.held
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -147,23 +151,23 @@ class Sidecar(ModuleRequests):
         `file`: the model's file, None for the one at its path now; the job uses no other one. Raises CheckpointError
         if another one is there and the ranks have to read it.
         """
+        if isinstance(request, SampleRequest):
+            request = ShippedRequest.of(request)
         self._check_placement(placement)
-        if isinstance(request, ShippedRequest):
-            check_step_cache(request.cache_threshold, placement.strategy)
-            self._check_trials(request, placement)
+        check_step_cache(request.cache_threshold, placement.strategy)
+        self._check_trials(request, placement)
         job = ResumableJob(request, on_step)
-        message = sample_message(request, placement, previews=on_step is not None, states=self._resumes)
         with self._ranks.lease("sample", should_cancel, on_phase) as lease:
             lease.strategy, lease.images, lease.spec = placement.strategy, len(request.noise), spec
             lease.file = file
 
             def attempt() -> SampleResult:
                 try:
-                    return self._requests.sample(spec, job, message, lease)
+                    return self._requests.sample(spec, job, placement, lease, states=self._resumes)
                 except OutOfMemory:
                     if not job.give_up_trials():  # a trial may need more than was predicted
                         raise
-                return self._requests.sample(spec, job, message, lease)
+                return attempt()
 
             try:
                 result = self._with_room(attempt, spec, lease, job.survive)
@@ -181,11 +185,10 @@ class Sidecar(ModuleRequests):
         budget_s: float = deadlines.CALIBRATION,
         thorough: bool = False,
         on_phase: ShowPhase | None = None,
-        should_cancel: ShouldCancel | None = None,
     ) -> tuple[Calibration, ...]:
         """Measures the links between the ranks over the groups of `placement`, one answer per rank; needs no model."""
         self._check_placement(placement)
-        with self._ranks.lease("calibrate", should_cancel, on_phase) as lease:
+        with self._ranks.lease("calibrate", None, on_phase) as lease:
             self._holdings.ensure_started(lease)
             self._ranks.working()
             lease.on_phase(Phase(PhaseKind.MEASURING))
@@ -265,30 +268,11 @@ class Sidecar(ModuleRequests):
         with self._ranks.lease("give back") as lease:
             self._holdings.give_back(spec, device, lease)
 
-    def release_cache(self) -> None:
-        """Frees the device memory that torch caches for the next model call. Raises Cancelled if a request has the
-        ranks."""
-        with self._ranks.lease("give back", waits=False) as lease:
-            if self._ranks.running and self.models:
-                self._holdings.free_room(lease)  # ranks that answer have freed it
-
     def drop_modules(self) -> None:
         """Makes the ranks drop text encoders and VAEs; the next call of one sends it again."""
         with self._ranks.lease("give back") as lease:
             if self._ranks.running:
                 self._holdings.drop_modules(lease)
-
-    def holds_module(self, number: int) -> bool:
-        """Returns True if the ranks hold the text encoder or VAE with this number."""
-        return number in self._holdings.held.modules
-
-    def module_bytes(self, device: str, number: int | None = None) -> int:
-        """Returns the bytes of an accelerator that text encoders and VAEs occupy. `number`: counts this one alone."""
-        return self._holdings.held.module_bytes(device, number)
-
-    def bytes_on(self, spec: ModelSpec, device: str) -> int:
-        """Returns the bytes of `device` memory that a model occupies now."""
-        return self._holdings.held.bytes_on(spec, device)
 
     def wake(self, on_phase: ShowPhase | None = None) -> None:
         """Loads again what `sleep` discarded; does nothing if the ranks are awake."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..wire.heartbeat import RankBeat
-from .group.phases import Phase
+from .group.lease import Phase
 from .group.supervisor import RankGroup
 
 

@@ -25,7 +25,6 @@ DEATH_NOTICE = 0.5  # for the supervisor to find the cause of a death that a cal
 STACK = 0.15  # for a hanging rank to write its stack; a stopped one cannot
 POLL = 0.05  # between two checks of `should_cancel` while waiting
 PAUSE = 1.0  # between two such checks: after more, this process was held up, and ranks are not to blame
-IDLE = 1.0  # without a request, after which a rank frees the device memory that torch caches
 SEND = 10.0  # for a rank to read a request from its link's buffer
 BEAT = 0.5  # between two signs of life of a cluster's machine, and of its head
 SILENCE = (

@@ -46,6 +46,14 @@ def read_identity(path: str | Path) -> FileIdentity:
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
+def find_identity(path: str | Path) -> FileIdentity | None:
+    """Returns the identity of the file at `path`; None if it cannot be read."""
+    try:
+        return read_identity(path)
+    except CheckpointError:
+        return None
+
+
 def _read_header(prefix: bytes, read: Callable[[int], bytes], size: int) -> bytes:
     (length,) = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0,)
     return prefix + read(length if length <= min(size, _MOST_READ) else _FIRST)
@@ -77,10 +85,8 @@ def result_note(path: str | Path, pinned: FileIdentity) -> str:
 
 def _compare(path: str | Path, pinned: FileIdentity) -> tuple[str, bool]:
     """Returns (the change in words, True if the file that the devices have mapped was written to)."""
-    name = Path(path).name
-    try:
-        found = read_identity(path)
-    except CheckpointError:
+    name, found = Path(path).name, find_identity(path)
+    if found is None:
         return f"{name} was removed while the job ran", False
     if found == pinned:
         return "", False

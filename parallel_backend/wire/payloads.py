@@ -11,21 +11,20 @@ from ..requests import (
     LoopState,
     SampleRequest,
 )
-from .protocol import Sample
 
 Tensors = dict[str, torch.Tensor]
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:
-    """Returns the tensors of a sampling job; its numbers travel in protocol.Sample."""
+    """Returns the tensors of a sampling job; its cfg travels in protocol.RunJob."""
     tensors = {"noise": request.noise, "sigmas": request.sigmas}
-    tensors |= conditioning_tensors(request.positive, "positive")
-    if request.negative is not None:
-        tensors |= conditioning_tensors(request.negative, "negative")
+    for name, prompt in (("positive", request.positive), ("negative", request.negative)):
+        parts = {} if prompt is None else vars(prompt)
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
     return tensors
 
 
-def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
+def sample_request(cfg: float, tensors: Tensors) -> SampleRequest:
     """Rebuilds the job that `sample_tensors` packed. Raises TransportError for missing or unknown tensors."""
     left = dict(tensors)
     request = SampleRequest(
@@ -33,7 +32,7 @@ def sample_request(message: Sample, tensors: Tensors) -> SampleRequest:
         sigmas=_take(left, "sigmas"),
         positive=_take_conditioning(left, "positive"),
         negative=_take_conditioning(left, "negative") if "negative.context" in left else None,
-        cfg=message.cfg,
+        cfg=cfg,
     )
     if left:
         raise TransportError(f"a payload has unknown tensors: {', '.join(sorted(left))}"[:200])
@@ -58,13 +57,6 @@ def take_state(tensors: Tensors) -> LoopState | None:
         raise TransportError("the answers of model calls in a payload have the wrong shapes or dtypes")
     step, first = at.tolist()
     return LoopState(step, first, answers)
-
-
-def conditioning_tensors(conditioning: Conditioning, name: str) -> Tensors:
-    tensors = {f"{name}.context": conditioning.context, f"{name}.pooled": conditioning.pooled}
-    if conditioning.guidance is not None:
-        tensors[f"{name}.guidance"] = conditioning.guidance
-    return tensors
 
 
 def check_module_inputs(latent: object, context: object, shapes: InputShapes) -> None:

@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 23
+VERSION = 24
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -37,9 +37,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, or, for ranks on several machines,
-    SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in rank order;
-    `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
+    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, an inherited memfd, or, for
+    ranks on several machines, SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in
+    rank order; `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
 
     rank: int
     world_size: int
@@ -94,22 +94,12 @@ class RankModels:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Parent to all ranks: run a plain sampling job; its tensors are in the payload. `previews`: True to send denoised
-    latents; `model`: the number of a held model."""
-
-    placement: Placement
-    cfg: float
-    previews: bool
-    model: int = 0
-
-
-@dataclass(frozen=True)
 class RunJob:
-    """Parent to all ranks: run a job shipped whole from ComfyUI's process (job/payload.py) on model number `model`, for
-    `steps` steps. If it is resumed, the payload has the earlier calls' answers. `placement`: None for a text encoder or
-    VAE, whose placement is set at its load; `states`: True to send the loop's states; `trials`: strategies to try while
-    it runs. Others as in Sample."""
+    """Parent to all ranks: run a job shipped whole from ComfyUI's process (job/payload.py) on the held model number
+    `model`, for `steps` steps. If it is resumed, the payload has the earlier calls' answers. `placement`: None for a
+    text encoder or VAE, whose placement is set at its load; `previews`: True to send denoised latents; `states`: True
+    to send the loop's states; `trials`: strategies to try while it runs; `cfg`: of a plain job, whose tensors are the
+    payload; None for any other."""
 
     placement: Placement | None
     steps: int
@@ -117,6 +107,7 @@ class RunJob:
     states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
+    cfg: float | None = None
 
 
 @dataclass(frozen=True)
@@ -234,7 +225,6 @@ Message = (
     | Load
     | KeepModels
     | Prepare
-    | Sample
     | RunJob
     | Calibrate
     | MoveOut
@@ -248,7 +238,7 @@ Message = (
 _MESSAGES = {kind.__name__: kind for kind in typing.get_args(Message)}
 # How many payloads (file descriptors) each message may have; messages not listed have none.
 _PAYLOADS: dict[type, tuple[int, ...]] = {
-    **dict.fromkeys((Sample, RunJob), (1,)),
+    RunJob: (1,),
     **dict.fromkeys((Load, Progress, Done), (0, 1)),
 }
 

@@ -110,7 +110,7 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed_and_then_the_badge
     times = page.evaluate(TIMES)
     assert [title for title, _ in times] == ["one device", "Ulysses 2"]
     one, split = (float(time.removesuffix(" s per step")) for _, time in times)
-    compared = import_node_module("nodes.runs.speed").compare_with_one_device(split, one)
+    compared = import_node_module("nodes.runs.report").compare_with_one_device(split, one)
     assert compared in words and "exact" in words
     for width, height in ((1366, 768), (1920, 1000), (1920, 1080)):
         page.set_viewport_size({"width": width, "height": height})

@@ -22,7 +22,7 @@ from parallel_backend.wire.cache_folder import FOLDER, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUS = ("cpu:0", "cpu:1")
-user_settings = import_node_module("nodes.host.user_settings")
+user_settings = import_node_module("nodes.host.settings")
 
 
 def _commands(heading: str) -> list[str]:

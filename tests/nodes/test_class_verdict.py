@@ -16,7 +16,7 @@ from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import BLOCK, ROWS, STAY
 from parallel_backend.sidecar.self_test import run_self_tests
 from parallel_backend.wire.cache_folder import VARIABLE
-from parallel_backend.wire.checks.self_test import SelfTest
+from parallel_backend.wire.checks.findings import SelfTest
 
 verdicts = import_node_module("nodes.model.class_verdict")
 ensure_verdict = verdicts.ensure_verdict

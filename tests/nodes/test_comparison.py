@@ -7,7 +7,7 @@ from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 
 calls = module_fixture("nodes.host.calls")
-comparison = module_fixture("nodes.runs.comparison")
+comparison = module_fixture("nodes.compare")
 ONE, SPLIT = (0.9, 0.4, 0.4, 0.5), (0.6, 0.2, 0.2, 0.1)
 
 

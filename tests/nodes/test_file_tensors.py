@@ -62,7 +62,7 @@ def test_what_is_small_or_other_or_of_no_named_file_is_sent(found_in, weights, t
 
 
 def test_nothing_of_a_file_is_read_for_a_tensor_of_another_form(module, found_in, weights, monkeypatch):
-    monkeypatch.setattr(module, "read_identity", lambda path: pytest.fail("a prompt is no weight"))
+    monkeypatch.setattr(module, "find_identity", lambda path: pytest.fail("a prompt is no weight"))
     assert found_in(torch.randn(1, 64, 512).half(), "control.safetensors") is None
     assert found_in(weights["first"].float(), "control.safetensors") is None
 

@@ -87,7 +87,7 @@ def holding(monkeypatch, **by_device):
     ranks = [SimpleNamespace(device=d, weight_bytes=size, working_bytes=0) for d, size in held.items()]
     group = SimpleNamespace(
         status=lambda: SimpleNamespace(ranks=ranks),
-        bytes_on=lambda spec, device: held.get(device, 0) if spec == SPEC else 0,
+        held=SimpleNamespace(bytes_on=lambda spec, device: held.get(device, 0) if spec == SPEC else 0),
     )
     monkeypatch.setattr(pool, "all_sidecars", lambda: (group,))
 

@@ -90,7 +90,7 @@ class Clip:
 
 
 def sidecar(state, *numbers):
-    return SimpleNamespace(state=state, holds_module=numbers.__contains__)
+    return SimpleNamespace(state=state, held=SimpleNamespace(modules=numbers))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 from pack_nodes import module_fixture
 
-module = module_fixture("nodes.model.on_meta")
+module = module_fixture("nodes.model.header_model")
 
 
 def test_ace_step_computes_its_codebook_and_has_no_weights(module):

@@ -16,8 +16,7 @@ from parallel_backend.sidecar.group.events import RequestEnded
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import Trial
 
-report = import_node_module("nodes.runs.report")
-speed = import_node_module("nodes.runs.speed")
+report = speed = import_node_module("nodes.runs.report")
 ULYSSES = ParallelStrategy(ulysses_degree=2)
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comfy_harness import ROOT
-from comfy_modules import import_comfyui_here
 from pack_nodes import import_node_module
 from pages import locale
 from parallel_backend.errors import StrategyError
@@ -20,7 +19,7 @@ from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 
-user_settings = import_node_module("nodes.host.user_settings")
+user_settings = import_node_module("nodes.host.settings")
 PREFIX = user_settings.PREFIX
 SETTINGS = user_settings.SETTINGS
 check_settings = user_settings.check_settings
@@ -106,10 +105,8 @@ def test_a_change_counts_at_once_and_each_problem_is_logged_once(tmp_path, caplo
 
 
 def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exact_after_all(monkeypatch):
-    import_comfyui_here()
-    module = import_node_module("nodes.host.settings")
-    monkeypatch.setattr(module, "setting", {"allow_approximate": False}.__getitem__)
-    permitted = module.permitted
+    monkeypatch.setattr(user_settings, "setting", {"allow_approximate": False}.__getitem__)
+    permitted = user_settings.permitted
     auto = StrategySettings(approximation="allowed")
     assert permitted(auto, 20).approximation == "never"
 

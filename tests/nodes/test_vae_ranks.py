@@ -14,7 +14,7 @@ from parallel_backend.strategy import ParallelStrategy
 
 CHOSEN = ("cpu:0", "cpu:1")
 
-vae_ranks = module_fixture("nodes.host.vae_ranks")
+vae_ranks = module_fixture("nodes.job.vae")
 module = module_fixture("nodes.vae_nodes")
 
 

@@ -10,7 +10,7 @@ from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability import device_list
 from parallel_backend.observability.device_list import list_clusters, list_devices, local_devices, selected
 from parallel_backend.observability.gauges import DeviceGauges
-from parallel_backend.sidecar.group.phases import Phase, PhaseKind
+from parallel_backend.sidecar.group.lease import Phase, PhaseKind
 from parallel_backend.sidecar.status import GroupStatus, RankStatus
 
 RANK, BLENDER, UNSEEN, DESKTOP = 4100, 77, 78, 79  # process ids

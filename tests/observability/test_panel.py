@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parallel_backend.observability.gauges import Gauge
-from parallel_backend.observability.panel import show_groups, show_progress, why_not
-from parallel_backend.observability.time_left import in_words
-from parallel_backend.sidecar.group.phases import Phase, PhaseKind
+from parallel_backend.observability.panel import in_words, show_groups, show_progress, why_not
+from parallel_backend.sidecar.group.lease import Phase, PhaseKind
 from parallel_backend.sidecar.status import GroupStatus, RankStatus
 
 RANKS = (

@@ -1,8 +1,8 @@
 """The events that become toasts, each of them only once."""
 
 from parallel_backend.observability.toasts import Notifier
-from parallel_backend.sidecar.group.device_health import FailingDevices
 from parallel_backend.sidecar.group.events import Changed, Recovering, RequestEnded, RequestFailed, Started
+from parallel_backend.sidecar.group.failures import FailingDevices
 
 DEVICES = ("cuda:0", "cuda:1")
 DONE = RequestEnded(DEVICES, "sample", "done", 1.0, None, None, strategy=None, images=1)

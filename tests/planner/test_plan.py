@@ -20,7 +20,7 @@ from parallel_backend.planner.plan import find_machine, job_from_latent, job_fro
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ROWS, RunInfo
-from parallel_backend.sidecar.group.device_health import FAILING
+from parallel_backend.sidecar.group.failures import FAILING
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import SWITCH_CPU
 from parallel_backend.wire.cache_folder import VARIABLE

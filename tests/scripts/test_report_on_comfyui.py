@@ -16,7 +16,7 @@ from comfy_harness import require_comfyui
 from parallel_backend.errors import RankFailed
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import ROWS, STAY
-from parallel_backend.wire.checks.self_test import SelfTest
+from parallel_backend.wire.checks.findings import SelfTest
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / ".github" / "workflows" / "newer-comfyui.yml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel_backend.sidecar.compile_progress import CompileWatch, latent_in_words
+from parallel_backend.sidecar.model_requests import CompileWatch, latent_in_words
 from parallel_backend.wire.deadlines import FIRST_STEP
 from parallel_backend.wire.protocol import Compiling, Progress
 

@@ -10,7 +10,7 @@ import pytest
 from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.requests import ModelSpec
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
+from parallel_backend.sidecar.group.failures import FAILURES_UNTIL_BROKEN
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 from parallel_backend.sidecar.sidecar import State
 from scripted import is_held, is_running, ranks_of

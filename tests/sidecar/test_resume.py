@@ -108,7 +108,7 @@ def test_a_second_approximation_is_said():
 
 
 def test_a_plain_job_begins_again():
-    job = ResumableJob(scripted_request(), None)
+    job = ResumableJob(ShippedRequest.of(scripted_request()), None)
     before = job.begin()
     job.take(Progress(2, 4, 0.2), {"denoised": torch.zeros(1)})
     assert "the job begins again on processes started anew" in job.survive(RankFailed(0, "crash"), "cpu:0")

@@ -12,7 +12,7 @@ import pytest
 from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.sidecar import self_test
 from parallel_backend.sidecar.self_test import run_self_tests
-from parallel_backend.wire.checks.self_test import SelfTest
+from parallel_backend.wire.checks.findings import SelfTest
 from scripted import is_running
 from waiting import wait_until
 

@@ -21,7 +21,7 @@ from parallel_backend.sidecar.group.exchange import Exchange
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire.protocol import KeepModels, MoveOut, Sample, TakeBack
+from parallel_backend.wire.protocol import MoveOut, RunJob, TakeBack
 from scripted import NO_MEMORY, call_model, is_held, is_running, scripted_request, two_ranks
 from shipped_jobs import ship_call
 from waiting import wait_until
@@ -274,29 +274,15 @@ def test_only_the_rank_on_the_device_that_is_needed_gives_its_memory_back(sideca
     assert sent == [MoveOut(0, number)]
     assert (pool.bytes_on(spec, "cpu:0"), pool.bytes_on(spec, "cpu:1")) == (0, 1000)
     assert sidecar.state is State.READY and sidecar.models == (spec,)
-    assert scale_of(sidecar, spec)[0] == 2.0 and [type(one) for one in sent[1:]] == [TakeBack, Sample]
+    assert scale_of(sidecar, spec)[0] == 2.0 and [type(one) for one in sent[1:]] == [TakeBack, RunJob]
     assert pool.bytes_on(spec, "cpu:0") == 1000 and len(loaded) == 1
     sidecar.sleep()
     assert pool.bytes_on(spec, "cpu:0") == 0
-
-
-def test_after_a_run_ranks_on_gpus_give_back_what_torch_keeps_and_no_model(
-    sidecar, scaled, loaded, sent, heavy, monkeypatch
-):
-    spec = heavy
-    pool.release_cache(spec)
-    assert sent == []  # ranks on the CPU keep nothing
-    monkeypatch.setattr(pool, "is_cpu", lambda devices: False)
-    pool.release_cache(scaled(3.0, "weighs 1000"))  # no ranks hold it
-    pool.release_cache(spec)
-    assert [type(message) for message in sent] == [KeepModels] and len(sent[0].models) == 1
-    assert sidecar.state is State.READY and sidecar.models == (spec,)
-    assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 1
 
 
 def test_without_room_in_host_memory_all_ranks_give_the_model_up(sidecar, loaded, heavy, monkeypatch):
     spec = heavy
     monkeypatch.setattr(model_room, "available_memory", lambda total: 0)
     sidecar.give_back(spec, "cpu:0")
-    assert sidecar.models == () and sidecar.bytes_on(spec, "cpu:1") == 0
+    assert sidecar.models == () and sidecar.held.bytes_on(spec, "cpu:1") == 0
     assert scale_of(sidecar, spec)[0] == 2.0 and len(loaded) == 2

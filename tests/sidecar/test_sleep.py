@@ -28,7 +28,7 @@ def test_ranks_that_gave_memory_back_give_the_same_bits_however_they_hold_the_we
     def give_back():
         for device in sidecar.devices:
             sidecar.give_back(flux, device)
-            assert sidecar.bytes_on(flux, device) == 0
+            assert sidecar.held.bytes_on(flux, device) == 0
 
     for strategy in (
         ParallelStrategy(ulysses_degree=2, shard_weights=True),

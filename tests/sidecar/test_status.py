@@ -4,7 +4,7 @@ import pytest
 
 from flux_requests import request
 from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sidecar.group.phases import Phase, PhaseKind
+from parallel_backend.sidecar.group.lease import Phase, PhaseKind
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.sidecar.status import read_ranks
 from parallel_backend.strategy import ParallelStrategy

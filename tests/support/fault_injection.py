@@ -31,7 +31,7 @@ PROLOGUE = """
 import os
 from pathlib import Path
 from fault_injection import fault
-from parallel_backend.errors import PlatformError, RankFailed
+from parallel_backend.errors import RankFailed
 from scripted import scripted_request, scripted_sidecar, scripted_weights, two_ranks
 weights = scripted_weights(Path({folder!r}) / "good.safetensors", "good 0.5")
 """
@@ -61,11 +61,9 @@ FEW_DESCRIPTORS = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 """
-# A folder as an earlier process with the same process id would have left it, and torch's default port in use.
+# torch's default port is in use.
 BESIDE_OTHERS = f"""
-import socket, tempfile
-stale = Path(tempfile.mkdtemp(prefix=f"parallel-backend-{{os.getpid()}}-"))
-(stale / "store").write_bytes(b"garbage" * 100)
+import socket
 taken = socket.socket()
 try:
     taken.bind(("127.0.0.1", 29500))
@@ -73,8 +71,6 @@ try:
 except OSError:  # the other script has it
     pass
 {ONE_JOB}
-(stale / "store").unlink()
-stale.rmdir()
 """
 OUT_OF_HOST_MEMORY = """
 sidecar = scripted_sidecar(resumes=True)
@@ -86,18 +82,6 @@ with fault("exhaust", "an all-reduce"):
 sidecar.sample(weights, scripted_request(), two_ranks())
 sidecar.stop()
 print("fine")
-"""
-
-
-def start_in(folder: str | Path) -> str:
-    """Returns a script that starts ranks with this temporary folder and prints the refusal."""
-    return f"""
-import tempfile
-tempfile.tempdir = {str(folder)!r}
-try:
-    scripted_sidecar().start()
-except PlatformError as error:
-    print(error)
 """
 
 
@@ -118,14 +102,17 @@ def in_control_group(limit_bytes: int) -> Iterator[str | None]:
 
 
 def full_temporary_folder(folder: Path) -> str | None:
-    """Returns lines after which `folder` is full and /dev/shm has 1 MB for the process that runs them and for its
-    children, or None if not allowed."""
+    """Returns lines after which `folder` is the full temporary folder, and /dev/shm has 1 MB, for the process that runs
+    them and for its children, or None if not allowed."""
     folder.mkdir()
-    return _in_namespace(
+    full = _in_namespace(
         _CLONE_NEWNS,
         "mount --make-rprivate / && mount -t tmpfs -o size=1m none /dev/shm && "
         f"mount -t tmpfs -o size=64k none {folder} && "
         f"{{ head -c 200k /dev/zero > {folder}/ballast || true; }}",
+    )
+    return (
+        full and f"{full}\nimport os, tempfile\nos.environ['TMPDIR'] = tempfile.tempdir = {str(folder)!r}\n"
     )
 
 

@@ -21,11 +21,11 @@ from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.requests import LoopState
 from parallel_backend.wire.heartbeat import MOST_RANKS, PAGE_BYTES, Page, find_laggard, in_words
 from parallel_backend.wire.payloads import sample_request, sample_tensors, state_tensors, take_state
-from parallel_backend.wire.protocol import Envelope, Failed, Progress, Sample, decode, encode
+from parallel_backend.wire.protocol import Envelope, Failed, Progress, RunJob, decode, encode
 from parallel_backend.wire.transport import seal, unpack_tensors
 from scripted import scripted_request, two_ranks
 
-MESSAGE = Sample(two_ranks(), cfg=1.0, previews=True)
+MESSAGE = RunJob(two_ranks(), 1, previews=True, cfg=1.0)
 FRAMES = [
     encode(Envelope(1, 2, MESSAGE)),
     encode(Envelope(1, 2, Progress(step=1, steps=2, seconds=0.5))),
@@ -91,9 +91,7 @@ def parse_payload(data: bytes) -> None:
     finally:
         os.close(descriptor)
     if tensors is not None:
-        _allowing(
-            (TransportError, RequestError), lambda: (take_state(tensors), sample_request(MESSAGE, tensors))
-        )
+        _allowing((TransportError, RequestError), lambda: (take_state(tensors), sample_request(1.0, tensors)))
 
 
 def parse_file(data: bytes, path: Path) -> None:

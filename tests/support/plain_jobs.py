@@ -1,4 +1,4 @@
-"""Plain jobs with diffusers' Flux.1 on a test's ranks: the work of a `Sample` message, without the messages."""
+"""Plain jobs with diffusers' Flux.1 on a test's ranks: the work of a plain `RunJob` message, without the messages."""
 
 from __future__ import annotations
 

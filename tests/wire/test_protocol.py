@@ -29,7 +29,6 @@ from parallel_backend.wire.protocol import (
     RankModels,
     RankRun,
     RunJob,
-    Sample,
     Setup,
     TakeBack,
     decode,
@@ -48,7 +47,7 @@ CALIBRATION = Calibration(
 )
 # (message, number of payloads that it comes with)
 FILE = ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16")
-SAMPLING = Sample(placement=PLACEMENT, cfg=3.5, previews=True)
+SAMPLING = RunJob(PLACEMENT, 4, previews=True, cfg=3.5)
 MESSAGES = [
     (Hello(protocol=1, python="3.11.7", torch="2.13.0"), 0),
     (Setup(1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b", backend="nccl"), 0),
@@ -87,9 +86,9 @@ def test_a_message_arrives_as_it_was_sent(message, payloads):
 
 
 def test_a_whole_number_goes_out_as_a_float_where_the_field_is_one():
-    sent = Sample(placement=PLACEMENT, cfg=4, previews=False)
-    received = decode(encode(Envelope(1, 1, sent)), 1).message
-    assert type(received.cfg) is float
+    sent = Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True)
+    received = decode(encode(Envelope(1, 1, sent)), 0).message
+    assert type(received.budget_s) is float
 
 
 @pytest.mark.parametrize(

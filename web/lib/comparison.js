@@ -56,7 +56,7 @@ function verdict(levels, exact) {
 }
 
 // Returns the figure. The lists `titles`, `seconds` (per step) and `pictures` have one device first, then all devices.
-// nodes/runs/comparison.py sends these values.
+// nodes/compare.py sends these values.
 export function drawComparison({ titles, seconds, pictures, compared, levels, exact }) {
   const images = pictures.map(picture);
   const box = element("div", "pictures", element("div", "both", ...images));

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,14 +15,13 @@ from ...models.comfyui.model_file import inspect
 from ...models.proof.installed import digests_in, find_folder, version_in
 from ...models.proof.states import is_proven
 from .kernels import KERNELS
-from .system import VARIABLES, Leftovers, System
+from .system import VARIABLES, System
 from .versions import SHOWN
 
 _MODELS = ("diffusion_models", "unet", "checkpoints")  # folders
 _ENDINGS = (".safetensors", ".gguf")
 MAX_FILES = 100  # whose headers are read
 MAX_MODELS = 2  # that are reported
-_FOLDERS = "parallel-backend-*-*"  # sidecar/process/rendezvous.py
 _RANK = b"parallel_backend.rank"
 
 
@@ -93,7 +90,6 @@ def probe_system(shm: Path = Path("/dev/shm")) -> System:
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    problem, free = _try_temp_folder()
     usage = shutil.disk_usage(shm) if shm.is_dir() else None
     return System(
         cores=cores(),
@@ -101,23 +97,13 @@ def probe_system(shm: Path = Path("/dev/shm")) -> System:
         shm_free=0 if usage is None else usage.free,
         open_files=-1 if files == resource.RLIM_INFINITY else files,
         locked_memory=-1 if locked == resource.RLIM_INFINITY else locked,
-        temp_problem=problem,
-        temp_free=free,
         variables={name: os.environ[name] for name, *_ in VARIABLES if name in os.environ},
     )
 
 
-def probe_leftovers(proc: Path = Path("/proc"), temp: Path | None = None) -> Leftovers:
-    """Finds ranks of this user whose parent has ended, and rendezvous folders whose process has ended."""
-    ranks = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _is_orphan(entry)]
-    folders = [
-        folder
-        for folder in (temp or Path(tempfile.gettempdir())).glob(_FOLDERS)
-        if (owner := re.fullmatch(r"parallel-backend-(\d+)-.*", folder.name))
-        and _is_mine(folder)
-        and not (proc / owner[1]).exists()
-    ]
-    return Leftovers(tuple(sorted(ranks)), len(folders))
+def probe_leftovers(proc: Path = Path("/proc")) -> list[int]:
+    """Returns the process ids of ranks of this user whose parent has ended."""
+    return sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdigit() and _is_orphan(entry))
 
 
 def _is_orphan(entry: Path) -> bool:
@@ -138,13 +124,3 @@ def _is_mine(path: Path) -> bool:
         return path.stat().st_uid == os.getuid()
     except OSError:
         return False
-
-
-def _try_temp_folder() -> tuple[str, int]:
-    """Returns (why ranks could not meet in the temp folder, or empty; free bytes there)."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
-            Path(folder, "store").write_bytes(b"0" * 4096)
-            return "", shutil.disk_usage(folder).free
-    except OSError as error:
-        return error.strerror or str(error), 0

@@ -1,8 +1,8 @@
-"""Findings about the operating system: shared memory, limits, temp folder, variables, leftovers of ended processes."""
+"""Findings about the operating system: shared memory, limits, variables, processes that were left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...wire.checks.findings import Finding
@@ -27,24 +27,14 @@ VARIABLES = (
 @dataclass(frozen=True)
 class System:
     """Observed limits. Sizes in bytes. `shm`: of /dev/shm, None if missing; `open_files`, `locked_memory`: -1 for no
-    limit; `temp_problem`: why the temp folder cannot be used, or empty."""
+    limit."""
 
     cores: int
     shm: int | None
     shm_free: int
     open_files: int
     locked_memory: int
-    temp_problem: str
-    temp_free: int
     variables: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Leftovers:
-    """Leftovers of ended processes. `ranks`: process ids of ranks without a parent; `folders`: rendezvous folders."""
-
-    ranks: tuple[int, ...]
-    folders: int
 
 
 def check_system(seen: System, ranks: int, on_gpus: bool) -> Iterator[Finding]:
@@ -55,29 +45,21 @@ def check_system(seen: System, ranks: int, on_gpus: bool) -> Iterator[Finding]:
     locked = "no limit" if seen.locked_memory < 0 else _size(seen.locked_memory)
     # CUDA pins host memory through its driver, which ignores this limit. Only InfiniBand's verbs are bound by it.
     yield Finding("locked memory", "ok", f"{locked} (ulimit -l; matters for InfiniBand only)")
-    yield _temp_folder(seen)
     for name, values, cost in VARIABLES:
         if seen.variables.get(name, "").upper() in values:
             finding = f"{name}={seen.variables[name]} is set: {cost}"
             yield Finding("environment", "slow", finding, f"unset {name} unless something fails without it")
 
 
-def check_leftovers(seen: Leftovers) -> Finding:
-    """Reports leftovers. Ranks die with their parent, so one that outlived it is a fault and holds device memory."""
-    if seen.ranks:
-        pids = " ".join(map(str, seen.ranks))
+def check_leftovers(ranks: Sequence[int]) -> Finding:
+    """Reports `ranks`, process ids. Ranks die with their parent: one that outlived it is a fault, and holds memory."""
+    if ranks:
+        pids = " ".join(map(str, ranks))
         return Finding(
             "leftovers",
             "broken",
-            f"{len(seen.ranks)} worker processes live on without the ComfyUI that started them, and hold memory",
+            f"{len(ranks)} worker processes live on without the ComfyUI that started them, and hold memory",
             f"kill {pids}, and report how that ComfyUI ended",
-        )
-    if seen.folders:
-        return Finding(
-            "leftovers",
-            "ok",
-            f"no processes; {seen.folders} empty rendezvous folders of a ComfyUI that was killed, which do no harm",
-            "none: the next processes that start remove them",
         )
     return Finding("leftovers", "ok", "none")
 
@@ -116,17 +98,6 @@ def _open_files(seen: System) -> Finding:
     if 0 <= seen.open_files < ENOUGH_FILES:
         return Finding("open files", "slow", f"{finding}: enough for few processes only", remedy)
     return Finding("open files", "ok", finding)
-
-
-def _temp_folder(seen: System) -> Finding:
-    if seen.temp_problem:
-        return Finding(
-            "temp folder",
-            "broken",
-            f"the processes cannot meet there: {seen.temp_problem}",
-            "free some space, or set TMPDIR to a folder that can be written to",
-        )
-    return Finding("temp folder", "ok", f"can be written to, {_size(seen.temp_free)} free")
 
 
 def _size(size: int) -> str:

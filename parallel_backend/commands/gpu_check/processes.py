@@ -19,7 +19,6 @@ from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import interpreter_flags
 from ...sidecar.process.exit_status import describe_exit, written_stack
 from ...sidecar.process.rank_process import MAX_OUTPUT
-from ...sidecar.process.rendezvous import RendezvousFolder
 from ...wire import deadlines
 from ...wire.checks.findings import Finding
 from ...wire.checks.gpu_check import SHOW_STACK, Answer, CheckSubject
@@ -44,7 +43,7 @@ class CheckProcesses:
 
     def __init__(self, module: str, subject: CheckSubject, ranks: int, environ: Mapping[str, str]) -> None:
         self.module, self.ranks = module, ranks
-        self._folder = RendezvousFolder()
+        self._store = os.memfd_create("parallel-backend-store", os.MFD_CLOEXEC)  # over which they meet
         self._outputs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._unread = [b""] * ranks
@@ -107,11 +106,11 @@ class CheckProcesses:
                     stream.close()
         for output in self._outputs:
             output.close()
-        self._folder.remove()
+        os.close(self._store)
 
     def _start(self, rank: int, environ: Mapping[str, str]) -> None:
         arguments = ["--parent", str(os.getpid()), "--rank", str(rank)]
-        arguments += ["--rendezvous", self._folder.store]
+        arguments += ["--rendezvous", f"/proc/self/fd/{self._store}"]
         output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the process
         self._outputs.append(output)
         self._processes.append(
@@ -122,6 +121,7 @@ class CheckProcesses:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
+                pass_fds=(self._store,),
                 start_new_session=True,
             )
         )

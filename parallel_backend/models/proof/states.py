@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, TOKEN_MODES
-from ...wire.checks.self_test import SelfTest
+from ...wire.checks.findings import SelfTest
 from ..tokens.table import TABLE, ModuleClass, has_stages, token_mode
 
 PROVEN = Path(__file__).with_name("proven.json")  # written by scripts/prove_models.py

@@ -16,7 +16,7 @@ from ...planner.workload.fit import MemoryCheck, check_capacity, fits
 from ...planner.workload.memory import predict_memory
 from ...planner.workload.rank_memory import fullest_rank
 from ...planner.workload.workload import Job
-from ...sidecar.group.device_health import left_out
+from ...sidecar.group.failures import left_out
 from ...strategy import ModelShape, ParallelStrategy
 from .rank_diagram import DeviceAssignment, assign_devices
 

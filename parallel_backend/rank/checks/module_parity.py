@@ -36,7 +36,7 @@ from ...models.tokens.table import TABLE, has_stages, sends_tokens, token_mode
 from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
 from ...sampling.image_patches import ElementPatches
 from ...strategy import ParallelStrategy
-from ...wire.checks.self_test import SelfTest
+from ...wire.checks.findings import SelfTest
 from ...wire.parent_death import die_with_parent
 from ..outcome.errors import is_out_of_memory
 

@@ -34,7 +34,6 @@ from ...wire.protocol import (
     RankModels,
     RankRun,
     RunJob,
-    Sample,
     Setup,
 )
 from ..outcome.agreement import worst_outcome
@@ -118,15 +117,15 @@ class RankWorker:
         self._record_weights()
         return self.models.report()
 
-    def sample(
-        self, message: Sample, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors, RankRun]:
-        """Runs the whole job; the latent is the same on every rank. `on_compile` is called before parts of the model
-        are compiled."""
+    def run_plain_job(
+        self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
+    ) -> tuple[Tensors | None, RankRun]:
+        """Runs a job that needs no ComfyUI. Returns as `run_job`."""
         from .plain_job import PlainJob
 
+        assert message.cfg is not None and message.placement is not None, "the sidecar gives both"
         started = time.perf_counter()
-        request = sample_request(message, tensors)
+        request = sample_request(message.cfg, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         held.begin_request()
         forward = _watched(self._forward(held, placement), on_compile)
@@ -145,13 +144,14 @@ class RankWorker:
             notes=(*run.notes, *job.notes),
             exact=run.exact and job.is_exact,
         )
-        return result, run
+        return (result if self.world.rank == 0 else None), run
 
     @torch.inference_mode()
     def run_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
     ) -> tuple[Tensors | None, RankRun | RankCall]:
-        """Runs a job of ComfyUI's process; returns (answer, record), with the answer on one rank, None on others."""
+        """Runs a job of ComfyUI's process; returns (answer, record), with the answer on one rank, None on others.
+        `on_compile` is called before parts of the model are compiled."""
         held, placement = self.models.get(message.model), message.placement
         if not isinstance(held, HeldModel):
             found = self.modules.run(held, tensors, on_step)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
+
+from ...cluster.handshake import versions
 from ...errors import (
     Cancelled,
     DeviceError,
@@ -20,15 +23,14 @@ from ...errors import (
     TransportError,
 )
 from ...wire import deadlines
+from ...wire.payloads import Tensors
+from ...wire.protocol import NO_REQUEST, Hello, Message, Setup
 from ..cluster import head as clusters
 from ..process.device_lock import lock_devices
-from .device_health import FAILING, FAILURES_UNTIL_LEFT_OUT
 from .events import Changed, Recovering, Released, RequestEnded, RequestFailed, Started, emit
-from .exchange import Exchange
-from .handshake import join_ranks
-from .lease import PROMPT_ID, Lease, ShouldCancel, State
-from .phases import Phase, PhaseKind
-from .restart_policy import CrashHistory
+from .exchange import Exchange, expect
+from .failures import FAILING, FAILURES_UNTIL_LEFT_OUT, CrashHistory
+from .lease import PROMPT_ID, Lease, Phase, PhaseKind, ShouldCancel, State
 from .supervisor import RankGroup, get_supervisor, require_linux
 
 T = TypeVar("T")
@@ -316,3 +318,33 @@ class RankGroupRunner:
 
 def _line(error: RankFailed) -> str:
     return str(error).split("\n", 1)[0]
+
+
+def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
+    """Sends every rank its Setup and waits until the process group is ready. Raises the error of a rank that fails."""
+    exchange = Exchange(group, NO_REQUEST, cancelled, survivable=frozenset())
+
+    def greet(rank: int, message: Message, tensors: Tensors | None) -> None:
+        _check_versions(rank, expect(rank, message, Hello))
+        setup = Setup(
+            rank=rank,
+            world_size=group.world_size,
+            devices=group.devices,
+            rendezvous=group.rendezvous,
+            backend="nccl" if all(device.startswith("cuda") for device in group.devices) else "gloo",
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        exchange.send_to(rank, setup)
+
+    exchange.wait(lambda: deadlines.START, greet)
+
+
+def _check_versions(rank: int, hello: Hello) -> None:
+    ours, theirs = versions(), (hello.protocol, hello.python, hello.torch)
+    if ours != theirs:
+        raise RankFailed(
+            rank,
+            f"it runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, but ComfyUI runs protocol "
+            f"{ours[0]}, Python {ours[1]}, torch {ours[2]}; restart ComfyUI after an update.",
+            reason="version",
+        )

@@ -36,7 +36,6 @@ from ..process.device_lock import DeviceLocks
 from ..process.environment import interpreter_flags, rank_environment
 from ..process.exit_status import ExitStatus, written_stack
 from ..process.rank_process import RankProcess
-from ..process.rendezvous import RendezvousFolder
 
 PACK_ROOT = Path(__file__).resolve().parents[3]
 RANK_MODULE = "parallel_backend.rank"
@@ -69,7 +68,9 @@ class RankGroup:
             half_made.callback(os.close, self.alarm)
             self.heartbeat = Page()
             half_made.callback(self.heartbeat.close)
-            self.folder = RendezvousFolder()
+            self.store = os.memfd_create(
+                "parallel-backend-store", os.MFD_CLOEXEC
+            )  # over which the ranks meet
             half_made.pop_all()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
@@ -87,7 +88,7 @@ class RankGroup:
 
     @property
     def rendezvous(self) -> str:
-        return f"{SHARED_STORE}{self._token}" if self.machines else self.folder.store
+        return f"{SHARED_STORE}{self._token}" if self.machines else f"/proc/self/fd/{self.store}"
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -107,10 +108,11 @@ class RankGroup:
             link.shut_down()
 
     def close(self) -> None:
-        """Closes the links, the heartbeat page and the locks, once the group is gone and no caller waits for it."""
+        """Closes what this process has of the group, once it is gone and no caller waits for it."""
         for link in self.links:
             link.close()
         self.heartbeat.close()
+        os.close(self.store)
         os.close(self.alarm)
         self.locks.release()
 
@@ -287,7 +289,6 @@ class Supervisor:
 
     def _bury(self, group: RankGroup) -> None:
         self._groups.discard(group)
-        group.folder.remove()
         group.gone.set()
         if group.abandoned:
             group.close()
@@ -337,7 +338,7 @@ def _popen(link: Link, module: str, group: RankGroup, rank: int) -> subprocess.P
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(link.fileno(), page, *group.locks.of(group.devices[rank])),
+        pass_fds=(link.fileno(), page, group.store, *group.locks.of(group.devices[rank])),
         start_new_session=True,  # Ctrl-C in ComfyUI's terminal is ComfyUI's to handle
     )
 

@@ -24,7 +24,6 @@ from ...devices import machine_of
 from ...errors import DeviceError
 from ...wire import deadlines
 from ...wire.cache_folder import lock_folder
-from .rendezvous import lives
 
 VARIABLE = "PARALLEL_SAMPLING_LOCKS"  # the lock folder, which several containers may share, or `off`
 CPU_TOO = "PARALLEL_SAMPLING_LOCK_CPU"  # `on` locks cpu:0 and so on like GPUs, for tests without a GPU
@@ -168,7 +167,18 @@ def _is_leaving(holder: Mapping[str, object]) -> bool:
     pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
-    return pid == os.getpid() or not lives(pid)
+    return pid == os.getpid() or not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    """Returns True if there is a process with this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's process; too large for a process id
+        pass
+    return True
 
 
 def _who(holder: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ from parallel_backend.commands.doctor.devices import check_devices
 from parallel_backend.commands.doctor.kernels import check_kernels
 from parallel_backend.commands.doctor.links import check_links
 from parallel_backend.commands.doctor.parity import Parity, check_parity, failed_start
-from parallel_backend.commands.doctor.system import MIB, Leftovers, System, check_leftovers, check_system
+from parallel_backend.commands.doctor.system import MIB, System, check_leftovers, check_system
 from parallel_backend.commands.doctor.versions import (
     BOUNDS,
     SHOWN,
@@ -43,8 +43,6 @@ SYSTEM = System(
     shm_free=15 * 1024 * MIB,
     open_files=4096,
     locked_memory=-1,
-    temp_problem="",
-    temp_free=10 * 1024 * MIB,
     variables={},
 )
 FACTS = RankFacts("", (True, True), 0.0, "flash", "")
@@ -249,7 +247,6 @@ FOUND = {
     "no shared memory": (system(shm=None), {"/dev/shm": "broken"}),
     "few open files": (system(open_files=128), {"open files": "broken"}),
     "not many open files": (system(open_files=512), {"open files": "slow"}),
-    "a full disk": (system(temp_problem="No space left on device"), {"temp folder": "broken"}),
     "few cores": (system(cores=3), {"CPU cores": "slow"}),
     "no P2P by hand": (system(variables={"NCCL_P2P_DISABLE": "1"}), {"environment": "slow"}),
     "debugging": (system(variables={"TORCH_DISTRIBUTED_DEBUG": "detail"}), {"environment": "slow"}),
@@ -289,9 +286,8 @@ WORDS = [
     (versions(torch_problem="OSError: libcudart"), "torch import", "broken", "libcudart", "install torch"),
     (versions(diffusers="0.50.0"), "diffusers", "ok", f"tested with {TESTED['diffusers']}", ""),
     (check_devices(Topology(()), "some processor"), "CPU", "ok", "some processor", ""),
-    ([check_leftovers(Leftovers((), 0))], "leftovers", "ok", "none", ""),
-    ([check_leftovers(Leftovers((), 3))], "leftovers", "ok", "3 empty", "none: the next"),
-    ([check_leftovers(Leftovers((41, 42), 1))], "leftovers", "broken", "2 worker processes", "kill 41 42"),
+    ([check_leftovers([])], "leftovers", "ok", "none", ""),
+    ([check_leftovers([41, 42])], "leftovers", "broken", "2 worker processes", "kill 41 42"),
     (check_devices(OLD_AND_SMALL, ""), "GPU 0", "slow", "no bfloat16", "float16"),
     (check_devices(OLD_AND_SMALL, ""), "GPU 1", "slow", "does not fit", "shard the weights"),
     (check_devices(box(exclusive_and_lost), ""), "GPU 1", "broken", "several", "nvidia-smi -c DEFAULT"),

@@ -25,7 +25,7 @@ from parallel_backend.models.proof.states import (
 )
 from parallel_backend.models.tokens.table import TABLE
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS, STAY
-from parallel_backend.wire.checks.self_test import SelfTest
+from parallel_backend.wire.checks.findings import SelfTest
 
 SOURCE = "comfy/ldm/family/model.py"
 FILES = {

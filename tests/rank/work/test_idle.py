@@ -1,4 +1,4 @@
-"""A rank frees the device memory that torch keeps: after each job, and while no request comes."""
+"""A rank frees the device memory that torch keeps after each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from parallel_backend.rank import __main__ as rank_main
 from parallel_backend.rank.work import held_models
 from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.wire import deadlines
 from parallel_backend.wire.protocol import (
     Done,
     Envelope,
@@ -20,7 +19,6 @@ from parallel_backend.wire.protocol import (
     RankModels,
     RankRun,
     RunJob,
-    Sample,
 )
 from parallel_backend.wire.transport import LinkClosed, close_all, link_pair, pack_tensors
 
@@ -40,9 +38,9 @@ def served(monkeypatch, no_leaks):
     worker = SimpleNamespace(
         world=SimpleNamespace(rank=0, device=torch.device("cpu"), control=None),
         meter=None,
-        sample=lambda message, tensors, on_step, on_compile: ({"latent": torch.ones(1)}, RUN),
         keep_models=lambda message: HELD,
         run_job=_run,
+        run_plain_job=_run,
     )
     ours, theirs = link_pair()
 
@@ -85,11 +83,11 @@ def _next(link):
 @pytest.mark.parametrize(
     "job",
     [
-        Sample(Placement(), 1.0, previews=False),
+        RunJob(Placement(), 1, cfg=1.0),
         RunJob(Placement(), 1, previews=False, model=1),
         RunJob(None, 0, model=1),
     ],
-    ids=["a sample", "a job", "a text"],
+    ids=["a plain job", "a job", "a text"],
 )
 def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served, job):
     *given_back, done = served(job)
@@ -98,15 +96,3 @@ def test_after_a_job_memory_is_given_back_before_comfyui_hears_of_its_end(served
 
 def test_after_models_were_dropped_it_is_given_back(served):
     assert served(KeepModels((1,))) == ["released", Done(models=HELD)]
-
-
-def test_when_no_request_comes_it_is_given_back_once(monkeypatch):
-    monkeypatch.setattr(deadlines, "IDLE", 0.0)
-    waits, idle = [], []
-
-    def receive(timeout=None):
-        waits.append(timeout)
-        return None if timeout is not None else (Envelope(1, 1, Done()), ())
-
-    rank_main._receive(SimpleNamespace(receive=receive), 1, lambda: idle.append(True))
-    assert waits == [0.0, None] and idle == [True]

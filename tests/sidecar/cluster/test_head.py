@@ -17,7 +17,7 @@ from parallel_backend.cluster.channel import HEADER, Kind
 from parallel_backend.cluster.tls import make_certificate
 from parallel_backend.errors import DeviceError, PlatformError
 from parallel_backend.sidecar.cluster import head as clusters
-from parallel_backend.sidecar.group.device_health import FailingDevices, left_out
+from parallel_backend.sidecar.group.failures import FailingDevices, left_out
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.protocol import Envelope, Progress, TakeBack, encode
 from waiting import wait_until

@@ -8,7 +8,7 @@ from fault_injection import fault
 from parallel_backend.errors import RankFailed
 from parallel_backend.sidecar import pool
 from parallel_backend.sidecar.group import exchange, group
-from parallel_backend.sidecar.group.device_health import FAILING, FailingDevices, left_out
+from parallel_backend.sidecar.group.failures import FAILING, FailingDevices, left_out
 from parallel_backend.wire import deadlines
 from parallel_backend.wire.deadlines import BROKEN_WINDOW
 from scripted import scripted_request, two_ranks

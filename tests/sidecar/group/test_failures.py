@@ -2,14 +2,15 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel_backend.errors import CheckpointError, RankFailed, TransportError
-from parallel_backend.sidecar.group.device_health import FAILING
-from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN
-from parallel_backend.sidecar.resume import ResumableJob
+from parallel_backend.sidecar.group.failures import FAILING, FAILURES_UNTIL_BROKEN
+from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.wire import deadlines
 from scripted import FLOOD, RAISE, RAISE_ALL, SLOW, call_model, is_running, scripted_request, two_ranks
@@ -95,9 +96,9 @@ def test_errors_that_the_code_raises_end_the_group_and_count_against_neither_it_
     assert sidecar.state is State.READY
 
 
-def test_a_result_of_another_shape_ends_the_group(sidecar, weights, monkeypatch):
+def test_a_result_of_another_shape_ends_the_group(sidecar, weights):
     sidecar.load(weights)
-    with monkeypatch.context() as patched, pytest.raises(TransportError, match=r"process 0 answered.*6, 6"):
-        patched.setattr(ResumableJob, "shape", (1, 4, 6, 7))
-        sidecar.sample(weights, scripted_request(), two_ranks())
+    job = replace(ShippedRequest.of(scripted_request()), noise=torch.zeros(1, 4, 6, 7))
+    with pytest.raises(TransportError, match=r"process 0 answered.*6, 6"):
+        sidecar.sample(weights, job, two_ranks())
     assert sidecar.pids == ()

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel_backend.errors import RankFailed
-from parallel_backend.sidecar.group.restart_policy import FAILURES_UNTIL_BROKEN, CrashHistory
+from parallel_backend.sidecar.group.failures import FAILURES_UNTIL_BROKEN, CrashHistory
 from parallel_backend.wire.deadlines import BROKEN_WINDOW
 
 

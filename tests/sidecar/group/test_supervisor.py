@@ -1,5 +1,6 @@
 """The supervisor starts ranks, notices their end, and leaves nothing of them behind."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from parallel_backend.errors import RankFailed
 from parallel_backend.sidecar.group import supervisor as supervisor_module
 from parallel_backend.sidecar.group.exchange import Exchange
-from parallel_backend.sidecar.group.handshake import join_ranks
+from parallel_backend.sidecar.group.group import join_ranks
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT, get_supervisor
 from parallel_backend.sidecar.process import rank_process
 from parallel_backend.sidecar.process.environment import rank_environment
@@ -42,14 +43,23 @@ def spawn():
         group.close()
 
 
-def test_stop_blocks_until_every_rank_and_the_private_rendezvous_folder_are_gone(spawn):
+def test_stop_blocks_until_every_rank_is_gone(spawn):
     group = spawn("tests.support.rank_programs.scripted_rank")
-    folder, pids = Path(group.folder.path), group.pids
-    assert folder.stat().st_mode & 0o777 == 0o700
+    pids = group.pids
     get_supervisor().stop(group)
-    assert not folder.exists() and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert group.death is None
     get_supervisor().stop(group)  # a second stop does nothing
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "pidfd_open"])
+def test_a_start_without_descriptors_leaves_nothing(spawn, monkeypatch, what):
+    def none_left(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, what, none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        spawn("tests.support.rank_programs.scripted_rank", count=1)
 
 
 def test_a_rank_that_floods_and_ignores_sigterm_is_killed_in_time(spawn):
