@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from any_graphs import AnyGraph
 from any_runs import compared, with_change
+from tiny_model_files import write_tiny
 
 BANDS = {"devices": "cpu:3", "ulysses": 3}
 
 
 def test_a_controlnet_reaches_each_band(comfy):
     graph = AnyGraph(comfy, "unet")
-    writing = AnyGraph(comfy, "unet")
-    writing.add("TestWriteModel", kind="unet_controlnet", folder="controlnet")
-    comfy.run(writing.prompt, timeout=120)
+    name = "any_unet_controlnet.safetensors"
+    write_tiny(comfy.server.base_directory / "models" / "controlnet" / name, "unet_controlnet")
     positive, negative, latent = graph.request()
-    prompts = graph.controlled(positive, negative, "any_unet_controlnet.safetensors", width=48, height=64)
+    prompts = graph.controlled(positive, negative, name, width=48, height=64)
     settings = {"steps": 2, "cfg": 1.0}
     stock = graph.stock()
     ours = graph.parallel(stock, **BANDS)
