@@ -199,17 +199,16 @@ def _library() -> Path:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_official_graph_gives_stocks_latents(page, measuring, name):
-    comfy, _ = measuring
     stock = page.evaluate(SENT, json.loads((_library() / f"{name}.json").read_text("utf-8")))
     made = page.evaluate(MADE)
     loaders = sum(node["class_type"] in LOADERS for node in stock.values())
     assert sum(node["class_type"] == "ParallelModel" for node in made.values()) == loaders >= 1
     kind = kind_of(stock)
-    graph = SmallGraph(comfy, kind)
+    graph = SmallGraph(measuring, kind)
     ways = {"stock": graph.samplers("stock", stock), "made": graph.samplers("made", made)}
     assert ways["stock"]
-    found = latents(comfy, graph, ways["stock"] | ways["made"])
-    (group,) = [group for group in comfy.groups() if group["state"] == "ready"]
+    found = latents(measuring, graph, ways["stock"] | ways["made"])
+    (group,) = [group for group in measuring.groups() if group["state"] == "ready"]
     assert len(group["ranks"]) == 2 and graph.file in json.dumps(group), "two processes computed it"
     for links in zip(ways["made"], ways["stock"], strict=True):
         ours, expected = (found[name] for name in links)

@@ -106,5 +106,5 @@ def write_model(comfy: Comfy, kind: str) -> str:
         return comfy.write_flux("any_flux.safetensors")
     folder = "checkpoints" if kind in CHECKPOINTS else "diffusion_models"
     name = f"any_{kind}.safetensors"
-    write_tiny(comfy.server.base_directory / "models" / folder / name, kind)
+    write_tiny(comfy.models(folder) / name, kind)
     return name

@@ -109,7 +109,6 @@ def write_tiny(path: Path, kind: str) -> None:
     configs = {"wan_causal": {"causal_ar": True}}
     configs |= {name: config_of(MODELS[name][0]) | _LTX for name in ("ltx_video", "ltx_sound")}
     metadata = {"config": json.dumps({"transformer": configs[kind]})} if kind in configs else None
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(found, path, metadata)
 
 

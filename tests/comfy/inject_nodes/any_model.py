@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
 import comfy.sd
@@ -11,7 +10,6 @@ import comfy.utils
 import folder_paths
 import gguf
 import torch
-from comfy.cli_args import parser
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from comfy_api.latest import io
@@ -123,13 +121,6 @@ def load_state_dict(model_name: str, dtype: str, scale: float) -> io.Model:
     weights[first] = weights[first] * scale
     options = {} if dtype == "default" else {"dtype": getattr(torch, dtype)}
     return comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)
-
-
-@node("TestNumericFlags")
-def numeric_flags(line: str) -> str:
-    """Returns the flags of a ComfyUI command line that the pack passes on to ranks."""
-    (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
-    return " ".join(flags.numeric_flags(parser.parse_args(line.split())))
 
 
 @node("TestWrapper")
