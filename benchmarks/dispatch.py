@@ -83,7 +83,7 @@ def _of_strategy(case: Case) -> dict:
 
 
 def _of_comfyui() -> dict:
-    from counted_modules import LAYERS, MODES, module_call
+    from counted_flux import LAYERS, MODES, module_call
 
     few, many = LAYERS
     return {

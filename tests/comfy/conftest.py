@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from cluster_machines import make_cluster
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
-from comfyui_server import ComfyUIServer
+from comfyui_server import ComfyUIServer, free_port
 from lora_files import write_loras
 from pages import wait_for_extensions
+from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.observability.logs import queue_log
 from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.sidecar.process import device_lock
-from second_comfyui import SecondComfyUI, second_comfyui
 
 # {ending of a test-only pack's name in custom_nodes: its folder here}
 _PACKS = {
@@ -42,28 +46,35 @@ _CLEAR = """async () => {
 }"""
 
 
-def _check_nothing_is_left(server: ComfyUIServer) -> None:
-    """Fails if a process outlives ComfyUI, or if it or a rank found a model that had lost its patcher."""
+@contextmanager
+def _running(base: Path, environment: dict[str, str], **options: str) -> Iterator[Comfy]:
+    """Yields a ComfyUI whose ranks are forks. Fails if a process outlives it, or if it or a rank found a model that had
+    lost its patcher."""
+    server = start_comfyui(base, environment={"PARALLEL_TEST_FORKED_RANKS": "1", **environment}, **options)
+    with server:
+        yield Comfy(server)
     assert server.survivors == [], f"left behind after ComfyUI ended: {server.survivors}"
     leaks = [line for line in server.log.read_text().splitlines() if "WARNING, memory leak" in line]
     assert leaks == []
+
+
+def _logging(base: Path) -> dict[str, str]:
+    return {"PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl")}
+
+
+def _write_settings(base: Path, settings: dict[str, object]) -> None:
+    path = base / "user" / "default" / "comfy.settings.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(settings))
 
 
 @pytest.fixture(scope="session")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     """The shared ComfyUI, whose ranks are forks. None of its processes may be left after the last test."""
     base = tmp_path_factory.mktemp("comfyui")
-    environment = {
-        "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
-        COMPILE_BACKEND: "eager",
-        "PARALLEL_TEST_FORKED_RANKS": "1",
-        device_lock.VARIABLE: str(base / "locks"),
-        device_lock.CPU_TOO: "on",
-    }
-    server = start_comfyui(base, environment=environment)
-    with server:
-        yield Comfy(server=server, client=ComfyUIClient(server.url))
-    _check_nothing_is_left(server)
+    locks = {device_lock.VARIABLE: str(base / "locks"), device_lock.CPU_TOO: "on"}
+    with _running(base, {**_logging(base), COMPILE_BACKEND: "eager", **locks}) as comfy:
+        yield comfy
 
 
 @pytest.fixture(scope="session")
@@ -75,53 +86,74 @@ def unet(comfy: Comfy) -> str:
 @pytest.fixture(scope="session")
 def loras(comfy: Comfy) -> dict[str, str]:
     """The names of LoRAs for that Flux in the loader's list: valid ones by layout, bad ones by their fault."""
-    return write_loras(comfy.server.base_directory / "models" / "loras")
+    return write_loras(comfy.models("loras"))
 
 
 @pytest.fixture(scope="session")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     """A ComfyUI with test-only packs, which change models and ComfyUI itself in the ways that real packs do."""
     base = tmp_path_factory.mktemp("packs")
-    environment = {
-        "PARALLEL_SAMPLING_LOG": str(base / "ranks.jsonl"),
-        "PARALLEL_TEST_FORKED_RANKS": "1",
-    }
     folder = Path(__file__).parent
     (base / "custom_nodes").mkdir()
     for name, pack in _PACKS.items():
         (base / "custom_nodes" / f"parallel_test_{name}").symlink_to(folder / pack)
-    server = start_comfyui(base, environment=environment)
-    with server:
-        yield Comfy(server=server, client=ComfyUIClient(server.url))
-    _check_nothing_is_left(server)
+    with _running(base, _logging(base)) as comfy:
+        yield comfy
 
 
 @pytest.fixture(scope="session")
-def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Comfy, Path]]:
-    """A separate ComfyUI that stores measurements, and the folder where it stores them; the shared one stores none.
+def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
+    """A separate ComfyUI that stores measurements, in its folder `kept`; the shared one stores none.
 
     The pack's folder has the name that ComfyUI Manager gives it: ComfyUI serves no web files of a pack with a space in
     its name.
     """
-    kept = tmp_path_factory.mktemp("kept")
     base = tmp_path_factory.mktemp("comfyui")
-    settings = base / "user" / "default" / "comfy.settings.json"
-    settings.parent.mkdir(parents=True)
-    settings.write_text('{"Comfy.TutorialCompleted": true}')  # else the templates cover a new user's page
-    environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(kept), "PARALLEL_TEST_FORKED_RANKS": "1"}
-    server = start_comfyui(base, pack_folder="comfyui-parallel-sampling", environment=environment)
-    with server:
-        yield Comfy(server=server, client=ComfyUIClient(server.url)), kept
-    _check_nothing_is_left(server)
+    _write_settings(base, {"Comfy.TutorialCompleted": True})  # else the templates cover a new user's page
+    environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(base / "kept")}
+    with _running(base, environment, pack_folder="comfyui-parallel-sampling") as comfy:
+        yield comfy
+
+
+@dataclass(frozen=True)
+class SecondComfyUI:
+    """A second ComfyUI: it shares device locks with the first one, and is the head of cluster lab. Its ranks start on
+    `devices` when it launches, by real starts as outside tests. Its start costs as much as all tests that need it.
+
+    `secret`: the machines' secret file; `port`: the port to which machines connect.
+    """
+
+    server: ComfyUIServer
+    queue_log: Path
+    secret: Path
+    port: int
+    devices: str = "cpu:4,cpu:5"
+
+    def running(self) -> Comfy:
+        """Returns it running. Starts it if necessary: a test may have killed it."""
+        if not self.server.is_started:
+            self.server.start()
+        return Comfy(self.server)
 
 
 @pytest.fixture(scope="session")
 def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondComfyUI]:
-    locks = comfy.server.base_directory / "locks"
-    second = second_comfyui(tmp_path_factory.mktemp("second"), locks)
-    yield second
-    second.server.stop()
-    assert second.server.survivors == []
+    base, port = tmp_path_factory.mktemp("second"), free_port()
+    chosen = {"start_at_launch": True, "default_devices": SecondComfyUI.devices}
+    _write_settings(base, {f"parallel_sampling.{name}": value for name, value in chosen.items()})
+    environment = {
+        queue_log.VARIABLE: str(base / "queue.jsonl"),
+        endpoints.VARIABLE: str(base / "secrets"),
+        device_lock.VARIABLE: str(comfy.server.base_directory / "locks"),
+        device_lock.CPU_TOO: "on",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(endpoints.VARIABLE, str(base / "secrets"))
+        secret = make_cluster(base / "secrets", port=port)
+    server = start_comfyui(base, pack_folder="parallel.pack v2", environment=environment)
+    yield SecondComfyUI(server, base / "queue.jsonl", secret, port)
+    server.stop()
+    assert server.survivors == []
 
 
 @pytest.fixture
@@ -192,8 +224,8 @@ def _tab(browser, measuring, request):
     """The shared page. First writes its tests' MODELS = {file: number of single blocks}, so that it lists them."""
     for module in {item.module for item in request.session.items if "page" in item.fixturenames}:
         for name, blocks in getattr(module, "MODELS", {}).items():
-            measuring[0].write_flux(name, single_blocks=blocks)
-    tab = _Tab(browser, measuring[0].server.url)
+            measuring.write_flux(name, single_blocks=blocks)
+    tab = _Tab(browser, measuring.server.url)
     yield tab
     tab.close()
 

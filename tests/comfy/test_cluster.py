@@ -25,15 +25,13 @@ def test_a_graph_runs_on_two_machines_by_either_provider(second, tmp_path):
 
     def assert_stocks(loader: str) -> None:
         graph = Graph()
-        request, stock, strategy = graph.request(), graph.model(STOCK, unet), graph.strategy(DEVICES)
+        stock, strategy = graph.model(STOCK, unet), graph.strategy(DEVICES)
         if loader == "ParallelModel":
             ours = [graph.add(loader, model=stock, strategy=strategy), 1]
         else:
             ours = graph.loaded_by(loader, unet, strategy)
-        ways = {
-            "stock": graph.ksampler(stock, *request, cfg=3.0),
-            "ours": graph.parallel_sampler(ours, *request, cfg=3.0),
-        }
+        models = {"stock": stock, "Parallel Sampler": ours if isinstance(ours, list) else [ours, 0]}
+        ways = graph.sampled_by(models, graph.request(), cfg=3.0)
         report = compared(comfy, graph, ways, 1e-5)["report"]
         assert "CFG 2" in report and "cpu:0@lab/a, cpu:0@lab/b" in report
 

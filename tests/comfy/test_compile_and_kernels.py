@@ -95,11 +95,9 @@ def test_blocks_of_any_model_compile_and_give_the_stock_latent(comfy, by, axis):
     if by == "a node before":
         source, inputs = [graph.add("TorchCompileModel", model=stock, backend="inductor"), 0], {}
     ours = graph.add("ParallelModel", model=source, strategy=graph.strategy("cpu:2", **{axis: 2}), **inputs)
-    request, changes = graph.request(), {"steps": 2, "cfg": 3.0}
-    ways = {
-        "stock": graph.ksampler(stock, *request, **changes),
-        "ours": graph.parallel_sampler([ours, 1], *request, **changes),
-    }
+    ways = graph.sampled_by(
+        {"stock": stock, "Parallel Sampler": [ours, 1]}, graph.request(), steps=2, cfg=3.0
+    )
     report = compared(comfy, graph, ways)["report"]
     # One graph for all blocks, calls and steps; what was compiled is kept.
     assert re.search(r"compile: (1 graph in|blocks \(were compiled\))", report), report

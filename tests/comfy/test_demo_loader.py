@@ -70,8 +70,7 @@ def picture(comfy, graph: Graph, image: list) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def stock_unet(comfy):
     """The name of the demo's transformer file, copied into ComfyUI's model folder."""
-    target = comfy.server.base_directory / "models" / "diffusion_models" / "demo_transformer.safetensors"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = comfy.models() / "demo_transformer.safetensors"
     shutil.copyfile(FOLDER / "transformer.safetensors", target)
     return target.name
 

@@ -1,10 +1,9 @@
-"""The doctor's button in a real browser: only ComfyUI's own page may start the doctor, and only one runs at a time."""
+"""The buttons of the doctor and the GPU check in a real browser: what they say first, and their progress and end."""
 
 from __future__ import annotations
 
 import json
-
-import pytest
+import re
 
 from pages import open_by
 from parallel_backend.commands.doctor.report import Report
@@ -36,13 +35,13 @@ def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, meas
     """tests/commands/doctor/test_doctor.py has a whole examination."""
     dialog = open_by(page, "doctor", TITLE)
     assert "about half a minute" in dialog.inner_text()
-    status, said = measuring[0].ask(ROUTE)
+    status, said = measuring.ask(ROUTE)
     assert (status, said["error"]) == (409, "the doctor is examining this machine already")
     page.wait_for_function(f"() => ({SHOWN})().includes('\\n')")
-    assert processes_with("--json", str(measuring[0].server.pid))
+    assert processes_with("--json", str(measuring.server.pid))
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
-    wait_until(lambda: not processes_with("--json", str(measuring[0].server.pid)))
+    wait_until(lambda: not processes_with("--json", str(measuring.server.pid)))
 
     lines = [{"line": "Software"}, {"report": FOUND.as_dict()}]
     body = "".join(json.dumps(line) + "\n" for line in lines)
@@ -58,14 +57,53 @@ def test_the_button_shows_what_the_doctor_says_and_a_second_one_waits(page, meas
     assert page.evaluate(COPIED) == [page.evaluate(SHOWN), False]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [{"Origin": "https://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "null"}],
-    ids=["another page", "a form elsewhere", "a file"],
-)
-def test_other_pages_may_not_ask(measuring, headers):
-    assert measuring[0].ask(ROUTE, **headers)[0] == 403
+GPU_ROUTE = "**/parallel_sampling/gpu_check"
 
 
-def test_only_a_post_starts_it(measuring):
-    assert measuring[0].ask(ROUTE, method="GET")[0] in (404, 405)
+def _open(page):
+    return open_by(page, "gpu_check", "GPU check of Parallel Sampling")
+
+
+def test_it_says_what_it_does_first_and_shows_a_refusal_or_the_report(page):
+    page.route(
+        GPU_ROUTE, lambda route: route.fulfill(status=409, json={"error": "a prompt uses the devices"})
+    )
+    dialog = _open(page)
+    dialog.get_by_role("button", name="Run").click()
+    dialog.get_by_text("a prompt uses the devices").wait_for()
+    page.unroute(GPU_ROUTE)
+    dialog.get_by_role("button", name="Close").click()
+    dialog = _open(page)
+    asked = []
+    lines = [
+        {"line": "[1/2] device …"},
+        {"markdown": "# GPU check\n\nall is well", "report": {"exit_status": 0}, "result": '{"format": 1}'},
+    ]
+
+    def answer(route):
+        asked.append(route.request.method)
+        route.fulfill(body="".join(json.dumps(line) + "\n" for line in lines))
+
+    page.route(GPU_ROUTE, answer)
+    assert "It takes some minutes" in dialog.inner_text() and not asked
+    dialog.get_by_role("button", name="Run").click()
+    dialog.get_by_text("all is well").wait_for()
+    assert asked == ["POST"] and dialog.locator("pre").inner_text().startswith("# GPU")
+    saved = {}
+    for name in ("Save Markdown", "Save JSON", "Save a result to share"):
+        with page.expect_download() as download:
+            dialog.get_by_role("button", name=name).click()
+        saved[download.value.suggested_filename] = download.value.path().read_text()
+    assert list(saved) == ["gpu-check.md", "gpu-check.json", "result.json"]
+    assert json.loads(saved["gpu-check.json"]) == {"exit_status": 0}
+    assert saved["result.json"] == '{"format": 1}'
+
+
+def test_closing_the_dialog_ends_the_check(page, measuring):
+    dialog = _open(page)
+    dialog.get_by_role("button", name="Run").click()
+    dialog.get_by_text(re.compile(r"\[1/\d+\] installation")).wait_for()
+    assert processes_with("--gpu", str(measuring.server.pid))
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    wait_until(lambda: not processes_with("--gpu", str(measuring.server.pid)), 120)

@@ -6,17 +6,16 @@ The list comes from ComfyUI's own registry, so a new node is tested at once.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from any_runs import TOLERANCE
+from comfy_harness import ROOT
 from comfyui_client import PromptFailed
 from graphs import OURS, STOCK, Graph, inputs_of
 
-ROOT = Path(__file__).resolve().parents[2]
-TOLERANCE = 1e-4  # of the largest value of the stock latent, in fp32
 SUBJECTS = {"MODEL", "CONDITIONING", "GUIDER", "SAMPLER", "SIGMAS", "NOISE"}
 # Types that no graph here can provide: files of other kinds of models, sound and video, LoRAs (test_lora.py) and
 # ControlNets (test_extras.py). A new type must be added here or to Wires.

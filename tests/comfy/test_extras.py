@@ -30,10 +30,8 @@ def models(comfy):
     comfy.write_flux(DEV, **BLOCKS)
     comfy.write_flux(FILL, in_channels=384, **BLOCKS)
     comfy.write_flux(DEPTH, in_channels=128, **BLOCKS)
-    folder = comfy.server.base_directory / "models" / "controlnet"
-    folder.mkdir(exist_ok=True)
-    save_file(_xlabs(), folder / "xlabs.safetensors")
-    save_file(_instantx(), folder / "instantx.safetensors")
+    save_file(_xlabs(), comfy.models("controlnet") / "xlabs.safetensors")
+    save_file(_instantx(), comfy.models("controlnet") / "instantx.safetensors")
 
 
 def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -140,16 +138,13 @@ def _assert_stocks(comfy, unet: str, extra, strategy: str) -> None:
     positive, negative, latent = graph.request()
     request = (*extra(graph, positive, negative), latent)
     stock, ours = graph.model(STOCK, unet), graph.model(OURS, unet, devices, **settings)
-    ways = {
-        "without": graph.ksampler(stock, positive, negative, latent, cfg=3.0),
-        "stock": graph.ksampler(stock, *request, cfg=3.0),
-        "ours": graph.ksampler(ours, *request, cfg=3.0),
-    }
-    if strategy != "Ulysses 2":
-        compared(comfy, graph, ways)
-    else:
-        ways["Parallel Sampler"] = graph.parallel_sampler(ours[0], *request, cfg=3.0)
-        assert "result: exact" in compared(comfy, graph, ways)["report"]
+    models = {"stock": stock, "ours": ours}
+    if strategy == "Ulysses 2":
+        models["Parallel Sampler"] = [ours[0], 0]
+    ways = graph.sampled_by(models, request, cfg=3.0)
+    ways["without"] = graph.ksampler(stock, positive, negative, latent, cfg=3.0)
+    found = compared(comfy, graph, ways)
+    assert strategy != "Ulysses 2" or "result: exact" in found["report"]
 
 
 @pytest.mark.parametrize(("strategy", "name"), CASES)
@@ -179,12 +174,10 @@ def test_a_lora_that_adds_an_input_takes_its_image(comfy, loras, choice):
     positive, negative, latent = graph.request()
     request = (*_depth(graph, positive, negative), latent)
     stock, ours = graph.model(STOCK, DEV), graph.model(OURS, DEV, "cpu:2", **choice)
-    models = {"without": stock}
-    models |= {
-        name: graph.lora(model, loras["wider input"], 0.8)
-        for name, model in (("stock", stock), ("ours", ours))
+    changed = {
+        name: graph.lora(model, loras["wider input"]) for name, model in (("stock", stock), ("ours", ours))
     }
-    ways = {name: graph.ksampler(model, *request, cfg=3.0, steps=2) for name, model in models.items()}
+    ways = graph.sampled_by({"without": stock} | changed, request, cfg=3.0, steps=2)
     expected = compared(comfy, graph, ways)["without"]
     after = comfy.sample(graph.prompt, graph.ksampler(ours, *request, cfg=3.0, steps=2))
     assert relative_difference(after, expected) <= TOLERANCE

@@ -1,9 +1,10 @@
 """GGUF files in Parallel Model Loader give the stock latent of their unpacked weights, also with LoRAs, and Parallel
-Flux Loader reads them and other quantised files. Bad files are refused by name."""
+Flux Loader reads them and other quantised files. Files may have any key layout and prefix; bad ones are refused."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from any_runs import compared, refusal
@@ -20,7 +21,7 @@ SAMPLING = {"cfg": 2.0, "steps": 2}
 @pytest.fixture(scope="module")
 def files(comfy):
     """The names of the packed file, of a file with its unpacked weights, and of the file that was packed."""
-    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    folder = comfy.models()
     whole = comfy.write_flux("tiny_whole.safetensors")
     tensors = load_file(folder / whole)
     write(folder / "tiny_packed.gguf", KIND, tensors=tensors)
@@ -39,29 +40,22 @@ def test_a_file_gives_the_latent_of_what_it_unpacks_to(comfy, files, choice):
     graph = Graph()
     request = graph.request()
     ours = loader(graph, packed, **choice)
-    ways = {
-        "stock": graph.ksampler(graph.model(STOCK, unpacked), *request, **SAMPLING),
-        "KSampler": graph.ksampler([ours, 0], *request, **SAMPLING),
-        "Parallel Sampler": graph.parallel_sampler([ours, 1], *request, **SAMPLING),
-    }
+    models = {"stock": graph.model(STOCK, unpacked), "KSampler": [ours, 0], "Parallel Sampler": [ours, 1]}
     if "cfg" in choice:  # packing takes something away
-        ways["without"] = graph.ksampler(graph.model(STOCK, whole), *request, **SAMPLING)
-    compared(comfy, graph, ways, TOLERANCE)
+        models["without"] = graph.model(STOCK, whole)
+    compared(comfy, graph, graph.sampled_by(models, request, **SAMPLING), TOLERANCE)
 
 
 @pytest.mark.parametrize("form", ["GGUF", "float8_e4m3fn", OLD, "fp8 e5m2"])
 def test_parallel_flux_loader_reads_packed_and_scaled_files(comfy, files, form):
     name, stock_name, whole = files
     if form != "GGUF":
-        folder = comfy.server.base_directory / "models" / "diffusion_models"
+        folder = comfy.models()
         name = stock_name = f"tiny_{form.replace(', ', '_').replace(' ', '_')}.safetensors"
         write_quantised(folder / name, form, tensors=load_file(folder / whole))
     graph = Graph()
-    request = graph.request()
-    ways = {
-        "stock": graph.ksampler(graph.model(STOCK, stock_name), *request, **SAMPLING),
-        "ours": graph.ksampler(graph.model("ours", name, ulysses=2), *request, **SAMPLING),
-    }
+    models = {"stock": graph.model(STOCK, stock_name), "ours": graph.model("ours", name, ulysses=2)}
+    ways = graph.sampled_by(models, graph.request(), **SAMPLING)
     compared(comfy, graph, ways, TOLERANCE if form == "GGUF" else 2e-6)
 
 
@@ -78,8 +72,7 @@ def test_loras_count_as_on_the_unpacked_weights(comfy, files, loras, way):
         positive = graph.hooked(positive, [hook, 0])
     else:
         ours, stock = (graph.lora(model, loras["kohya"]) for model in (ours, stock))
-    for name, model in (("ours", ours), ("stock", stock)):
-        ways[name] = graph.ksampler(model, positive, *others, **SAMPLING)
+    ways |= graph.sampled_by({"ours": ours, "stock": stock}, (positive, *others), **SAMPLING)
     compared(comfy, graph, ways, TOLERANCE)
 
 
@@ -90,7 +83,7 @@ def test_another_dtype_than_its_own_is_refused(comfy, files):
 
 
 def test_a_damaged_file_is_refused_with_its_name(comfy, files):
-    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    folder = comfy.models()
     (folder / "torn.gguf").write_bytes((folder / files[0]).read_bytes()[:5000])
     graph = Graph()
     latent = graph.ksampler([loader(graph, "torn.gguf"), 0], *graph.request())
@@ -98,3 +91,24 @@ def test_a_damaged_file_is_refused_with_its_name(comfy, files):
         refusal(comfy, graph, latent, r"torn\.gguf is refused: it is no whole GGUF file")
     finally:
         (folder / "torn.gguf").unlink()  # other tests read the whole list
+
+
+@pytest.mark.parametrize("weight_dtype", ["default", "fp8_e4m3fn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_every_spelling_of_a_file_gives_the_latent_of_load_diffusion_model(comfy, dtype, weight_dtype):
+    is_plain = (dtype, weight_dtype) == (torch.bfloat16, "default")
+    prefixes = ("", "transformer.", "diffusion_model.") if is_plain else ("",)
+    graph, ways = Graph(), {}
+    request, strategy = graph.request(), graph.strategy("cpu:2", ulysses=2)
+    for layout in ("bfl", "diffusers"):
+        for prefix in prefixes:
+            name = f"{str(dtype).rpartition('.')[2]}_{layout}_{prefix}safetensors".replace("_safe", ".safe")
+            comfy.write_flux(name, layout=layout, prefix=prefix, dtype=dtype)
+            named = {"model_name": name, "weight_dtype": weight_dtype, "strategy": strategy}
+            ours = [graph.add("ParallelModelLoader", **named), 0]
+            ways[f"ours, {layout} {prefix}"] = graph.ksampler(ours, *request, cfg=2.0)
+            if not prefix:
+                theirs = [graph.add("UNETLoader", unet_name=name, weight_dtype=weight_dtype), 0]
+                stock = "stock" if layout == "bfl" else "stock, diffusers"
+                ways[stock] = graph.ksampler(theirs, *request, cfg=2.0)
+    compared(comfy, graph, ways)

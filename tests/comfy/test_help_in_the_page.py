@@ -1,8 +1,14 @@
-"""In a real browser, a node's information shows its help page with its picture, and no node of ours covers another."""
+"""In a real browser: a node's information shows its help page, whose pictures show what the panel says today; ComfyUI's
+Templates dialog lists ours, and no node of ours covers another."""
 
 from __future__ import annotations
 
+import json
+import re
+
 from comfy_harness import ROOT
+from draw_panels import PAGES, PICTURES, WORKFLOW, show
+from drawn_from import source_of
 from pages import OVERLAPS, locale, template
 
 
@@ -50,3 +56,31 @@ def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_t
             page.wait_for_function(drawn, arg=count)
         page.wait_for_function("() => app.canvas.ds.scale * 14 >= 8 && app.canvas.ds.scale < 0.77")
         assert page.evaluate(OVERLAPS) == [], path.stem
+
+
+_SHOWN = "titles => titles.every(t => [...document.querySelectorAll('[role=dialog] *')].some(e => e.textContent === t))"
+_PICTURES = re.compile(r"/workflow_templates/comfyui-parallel-sampling/.*\.jpg$")
+
+
+def test_the_templates_browser_names_ours_in_words_and_shows_their_pictures(page):
+    titles = sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))
+    assert all(" " in title and "_" not in title for title in titles)
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    ours = page.locator("[role=dialog]").get_by_text("Parallel Sampling", exact=True).first
+    ours.wait_for()
+    with page.expect_response(_PICTURES) as first:
+        ours.click()
+    page.wait_for_function(_SHOWN, arg=titles)
+    folder = first.value.url.rpartition("/")[0]  # others load when they scroll into view
+    for title in titles:
+        picture = page.request.get(f"{folder}/{title}.jpg")
+        assert picture.ok and picture.headers["content-type"] == "image/jpeg", title
+    page.keyboard.press("Escape")
+    ours.wait_for(state="detached")
+
+
+def test_a_picture_of_strategy_selector_shows_what_stands_there(page):
+    for name in PICTURES:
+        words = show(page, json.loads(WORKFLOW.read_text("utf-8")), name)
+        assert "Strategy Selector" in words and len(words.splitlines()) > 5
+        assert source_of(PAGES / f"{name}.png") == words, f"{name} is old: run python scripts/draw_panels.py"

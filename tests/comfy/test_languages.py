@@ -93,7 +93,7 @@ def test_all_that_we_show_is_in_the_language_and_calls_inputs_as_they_are_labell
     wait_for_report(page, said["After a run: what ran, where, why, and how long."][language])
     run(page)
     wait_for_report(page, said["strategy: {why}"][language].split("{")[0])
-    (ran,) = measuring[0].ask("/history?max_items=1", method="GET")[1].values()
+    (ran,) = measuring.ask("/history?max_items=1", method="GET")[1].values()
     (english,) = [output["text"][0].splitlines() for output in ran["outputs"].values() if "text" in output]
     shown = page.evaluate(REPORT).splitlines()
     assert english[0].startswith("strategy: ")  # the report in the graph stays English

@@ -1,4 +1,7 @@
-"""LoRAs on our MODEL and PARALLEL_MODEL give the stock latent in every layout, swap without a load, leave no trace."""
+"""LoRAs on our MODEL and PARALLEL_MODEL, and LoRAs that prompt hooks schedule, give the stock latent in every layout.
+
+They swap without a load and leave no trace.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from math import prod
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from any_graphs import AnyGraph
 from any_runs import TOLERANCE, compared, latents, refusal
+from differences import relative_difference
 from graphs import AXES, OURS, STOCK, Graph
 from lora_files import LAYOUTS, of_all_layers
 
@@ -21,12 +26,6 @@ SAMPLING = {"cfg": 2.0, "steps": 2}
 @pytest.fixture(scope="module")
 def unet(comfy):
     return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
-
-
-@pytest.fixture(scope="module")
-def folder(comfy, loras):
-    """ComfyUI's folder of LoRAs."""
-    return comfy.server.base_directory / "models" / "loras"
 
 
 def stacked(graph: Graph, model: list, loras: dict[str, str], stack) -> list:
@@ -45,17 +44,15 @@ def stacked_in_parallel(graph: Graph, parallel: list, loras: dict[str, str], sta
 def assert_stocks(comfy, unet, loras, stack, choice=ULYSSES, tolerance=TOLERANCE) -> str:
     """Asserts that a stack of LoRAs counts as in stock on our MODEL and PARALLEL_MODEL. Returns the report."""
     graph = Graph()
-    request = graph.request()
     ours = graph.model(OURS, unet, f"cpu:{prod(choice[axis] for axis in AXES if axis in choice)}", **choice)
     stock = graph.model(STOCK, unet)
-    parallel = stacked_in_parallel(graph, [ours[0], 0], loras, stack)
-    ways = {
-        "without": graph.ksampler(stock, *request, **SAMPLING),
-        "stock": graph.ksampler(stacked(graph, stock, loras, stack), *request, **SAMPLING),
-        "ours": graph.ksampler(stacked(graph, ours, loras, stack), *request, **SAMPLING),
-        "Parallel Sampler": graph.parallel_sampler(parallel, *request, **SAMPLING),
+    models = {
+        "without": stock,
+        "stock": stacked(graph, stock, loras, stack),
+        "ours": stacked(graph, ours, loras, stack),
+        "Parallel Sampler": stacked_in_parallel(graph, [ours[0], 0], loras, stack),
     }
-    return compared(comfy, graph, ways, tolerance)["report"]
+    return compared(comfy, graph, graph.sampled_by(models, graph.request(), **SAMPLING), tolerance)["report"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -63,12 +60,15 @@ def test_a_lora_gives_the_stock_latent_in_every_layout(comfy, unet, loras, layou
     assert "LoRA: " in assert_stocks(comfy, unet, loras, [(layout, 0.9)])
 
 
-def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, loras, folder):
+def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, loras):
     """Trainers write files of hundreds of tensors, all of which travel in one message."""
     unet = comfy.write_flux("tiny_deep.safetensors", double_blocks=19, single_blocks=1)
     tensors = of_all_layers(double_blocks=19)
     assert len(tensors) == 456
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "deep.safetensors")
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        comfy.models("loras") / "deep.safetensors",
+    )
     report = assert_stocks(comfy, unet, loras | {"deep": "deep.safetensors"}, [("deep", 0.5)])
     assert "LoRA: 152 weights changed" in report
 
@@ -107,15 +107,16 @@ def test_slices_of_shared_weights_refuse_loras(comfy, unet, loras):
 def test_a_lora_of_comfyuis_other_loaders_gives_the_stock_latent(comfy, unet, loras, loader, lora):
     """Bypass mode, and the loader with a CLIP, which patches the model here and leaves the CLIP to ComfyUI."""
     graph = Graph()
-    request, ways, inputs = graph.request(), {}, {"lora_name": loras[lora], "strength_model": 0.7}
+    inputs = {"lora_name": loras[lora], "strength_model": 0.7}
     if loader == "LoraLoader":
         clip = graph.add("TestEncoder", kind="clip_l", clip_name="lora.safetensors", draw=0)
         inputs |= {"clip": [clip, 0], "strength_clip": 0.5}
-    for kind in (STOCK, OURS):
-        loaded = graph.add(loader, model=graph.model(kind, unet, "cpu:2", **ULYSSES), **inputs)
-        ways[kind] = graph.ksampler([loaded, 0], *request, **SAMPLING)
-    plain = graph.ksampler(graph.model(STOCK, unet), *request, **SAMPLING)
-    compared(comfy, graph, ways | {"unchanged" if lora == "text" else "without": plain})
+    models = {
+        kind: [graph.add(loader, model=graph.model(kind, unet, "cpu:2", **ULYSSES), **inputs), 0]
+        for kind in (STOCK, OURS)
+    }
+    models["unchanged" if lora == "text" else "without"] = graph.model(STOCK, unet)
+    compared(comfy, graph, graph.sampled_by(models, graph.request(), **SAMPLING))
 
 
 def resident(comfy, unet, loras, stack=(), choice=ULYSSES) -> tuple[torch.Tensor, str]:
@@ -171,10 +172,8 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_file_that_comfyui_cannot_read_as_a_lora_is_refused_by_its_name(
-    comfy, unet, loras, folder, tmp_path
-):
-    made = tmp_path / "made by the pickle"
+def test_a_file_that_comfyui_cannot_read_as_a_lora_is_refused_by_its_name(comfy, unet, loras, tmp_path):
+    made, folder = tmp_path / "made by the pickle", comfy.models("loras")
     truncated, pickled, odd = "truncated.safetensors", "hostile.pt", os.fsdecode(b"odd\xff.safetensors")
     whole = (folder / loras["kohya"]).read_bytes()
     (folder / truncated).write_bytes(whole[:1000])
@@ -215,3 +214,118 @@ def test_a_lora_that_does_not_fit_is_refused_where_it_is_loaded(comfy, unet, lor
     failure = refusal(comfy, graph, latent, words)
     assert failure.node_type == loader
     assert failure.exception_type.endswith("RequestError")
+
+
+SCHEDULED = {"cfg": 2.0, "steps": 4}
+
+
+class Hooked(Graph):
+    """A graph of prompts with hooks."""
+
+    def hook(self, lora: str, strength: float = 1.0, before=None, keyframes=()) -> list:
+        """Adds a LoRA hook to the hooks `before`. `keyframes`: (start in 0..1, factor of the strength), in order."""
+        given = {} if before is None else {"prev_hooks": before}
+        hook = [self.add("CreateHookLoraModelOnly", lora_name=lora, strength_model=strength, **given), 0]
+        schedule: dict[str, list] = {}
+        for start, times in keyframes:
+            added = self.add("CreateHookKeyframe", strength_mult=times, start_percent=start, **schedule)
+            schedule = {"prev_hook_kf": [added, 0]}
+        if schedule:
+            hook = [self.add("SetHookKeyframes", hooks=hook, hook_kf=schedule["prev_hook_kf"]), 0]
+        return hook
+
+
+def changing_strengths(graph: Hooked, loras: dict) -> tuple[list, list]:
+    hook = graph.hook(loras["kohya"], keyframes=[(0.0, 1.0), (0.4, 0.3), (0.7, 0.0)])
+    return graph.hooked(graph.text(1), hook), graph.hooked(graph.text(2), hook)
+
+
+def one_prompt_of_two(graph: Hooked, loras: dict) -> tuple[list, list]:
+    first = graph.hook(loras["kohya"], 0.7)
+    return graph.hooked(graph.text(1), graph.hook(loras["lokr"], -0.6, before=first)), graph.text(2)
+
+
+def prompts_that_share_the_image_and_the_steps(graph: Hooked, loras: dict) -> tuple[list, list]:
+    mask = [graph.add("SolidMask", value=0.6, width=128, height=96), 0]
+    early = [graph.add("ConditioningTimestepsRange", start_percent=0.0, end_percent=0.5), 0]
+    one = graph.hooked(graph.text(1), graph.hook(loras["kohya"]), mask=mask)
+    other = graph.hooked(graph.text(3), graph.hook(loras["loha"], 0.8), timesteps=early)
+    return graph.combined(one, other), graph.text(2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "choice", "base"),
+    [
+        (changing_strengths, {"ulysses": 2}, None),
+        (one_prompt_of_two, {"cfg": 2}, "peft, alpha"),
+        (one_prompt_of_two, {"tensor": 2}, "peft, alpha"),
+        (prompts_that_share_the_image_and_the_steps, {"ring": 2}, None),
+        (prompts_that_share_the_image_and_the_steps, {"tensor": 2}, None),
+    ],
+)
+def test_hooks_of_prompts_give_the_stock_latent(comfy, unet, loras, prompts, choice, base):
+    """`base`: a LoRA for the whole run."""
+    graph = Hooked()
+    ours, stock = graph.model(OURS, unet, "cpu:2", **choice), graph.model(STOCK, unet)
+    parallel = [ours[0], 0]
+    if base is not None:
+        stock, ours = (graph.lora(model, loras[base], 0.5) for model in (stock, ours))
+        of_base = {"lora_name": loras[base], "strength": 0.5}
+        parallel = [graph.add("ParallelLoraLoader", parallel_model=parallel, **of_base), 0]
+    request = (*prompts(graph, loras), graph.latent())
+    models = {"stock": stock, "ours": ours, "Parallel Sampler": parallel}
+    ways = graph.sampled_by(models, request, **SCHEDULED)
+    ways["without"] = graph.ksampler(stock, *graph.request(), **SCHEDULED)
+    assert "result: exact" in compared(comfy, graph, ways)["report"]
+
+
+def test_any_model_has_them_too_and_its_weights_come_back(comfy, unet, loras):
+    graph = Hooked()
+    stock = graph.model(STOCK, unet)
+    strategy = graph.strategy("cpu:2", ulysses=2, shard_weights=True)
+    node = graph.add("ParallelModel", model=stock, strategy=strategy)
+    hook = graph.hook(loras["kohya"], keyframes=[(0.0, 0.0), (0.5, 1.0)])
+    plain = graph.request()
+    request = (graph.hooked(plain[0], hook), *plain[1:])
+    models = {"stock": stock, "ours": [node, 0], "Parallel Sampler": [node, 1]}
+    ways = graph.sampled_by(models, request, **SCHEDULED)
+    ways["without"] = graph.ksampler(stock, *plain, **SCHEDULED)
+    expected = compared(comfy, graph, ways)["without"]
+    after = comfy.sample(graph.prompt, graph.parallel_sampler([node, 1], *plain, **SCHEDULED))
+    assert relative_difference(after, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "choice"), [("unet", {"cfg": 2}), ("sd3", {"tensor": 3})])
+def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy, kind, choice):
+    graph = AnyGraph(comfy, kind)
+    folder = comfy.models("checkpoints")
+    other = {name: weight * 1.2 for name, weight in load_file(folder / graph.file).items()}
+    save_file(other, folder / f"other_{kind}.safetensors")
+    hook = graph.add(
+        "CreateHookModelAsLoraModelOnly", ckpt_name=f"other_{kind}.safetensors", strength_model=0.5
+    )
+    stock, (positive, *others) = graph.stock(), graph.request()
+    models = {"stock": stock, "ours": [graph.parallel(stock, **choice), 0]}
+    ways = graph.sampled_by(models, (graph.hooked(positive, [hook, 0]), *others), **SCHEDULED)
+    ways["without"] = graph.ksampler(stock, positive, *others, **SCHEDULED)
+    compared(comfy, graph, ways)
+
+
+@pytest.mark.parametrize(
+    ("lora", "choice", "words"),
+    [
+        ("wrong shapes", {}, r"has the shape \[256, 256\]"),
+        ("no key", {}, "none of its keys is known"),
+        ("wider input, comfyui", {}, r"makes img_in\.weight larger .* load it for the whole run"),
+        (
+            "kohya",
+            {"tensor": 2, "cfg": 2, "shard_weights": True},
+            "set shard_weights to off or tensor_degree to 1",
+        ),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_by_what_is_wrong_with_it(comfy, unet, loras, lora, choice, words):
+    graph = Hooked()
+    prompt = graph.hooked(graph.text(1), graph.hook(loras[lora]))
+    ours = graph.model(OURS, unet, "cpu:4" if choice else "cpu:2", **choice)
+    refusal(comfy, graph, graph.ksampler(ours, prompt, graph.text(2), graph.latent()), words)

@@ -79,7 +79,6 @@ def test_every_loader_gets_one_values_and_links_stay_and_one_undo_takes_it_back(
 def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_what_stock_gives(
     page, measuring, set_setting
 ):
-    comfy = measuring[0]
     graph = Graph()
     clip = [graph.add("TestEncoder", kind="clip_l", clip_name="made.safetensors", draw=0, scale=1), 0]
     skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
@@ -91,9 +90,9 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
     latent = [graph.add("VAEEncode", pixels=pixels, vae=vae), 0]
     image = [graph.add("VAEDecode", samples=latent, vae=vae), 0]
     graph.add("TestSaveImage", image=image, path="made-image.safetensors")
-    paths = [comfy.output(f"made-text-{number}.safetensors") for number in range(2)]
-    paths.append(comfy.output("made-image.safetensors"))
-    comfy.run(graph.prompt)
+    paths = [measuring.output(f"made-text-{number}.safetensors") for number in range(2)]
+    paths.append(measuring.output("made-image.safetensors"))
+    measuring.run(graph.prompt)
     stock = [load_file(path) for path in paths]
     show_prompt(page, graph.prompt)
     links = _links(page)
@@ -111,7 +110,7 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
     assert len(made) == len(links[0]) + 1
     for path in paths:
         path.unlink()
-    comfy.run(page.evaluate(SEND))
+    measuring.run(page.evaluate(SEND))
     for path, expected in zip(paths, stock, strict=True):
         found, tolerance = load_file(path), 1e-5 * (path.name == "made-image.safetensors")
         for name, one in expected.items():
@@ -121,25 +120,24 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
 
 
 def test_a_loader_of_gguf_files_is_exchanged_for_ours_which_gives_its_latent(page, measuring):
-    comfy = measuring[0]
-    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    folder = measuring.models()
     write(folder / "made.gguf", "Q8_0", tensors=load_file(folder / UNET))
     page.evaluate("() => app.refreshComboInNodes()")  # as the key R, after a file was added
     graph = Graph()
     model = [graph.add("UnetLoaderGGUF", unet_name="made.gguf", virtual_vram=7), 0]
     shifted = [graph.add("ModelSamplingAuraFlow", model=model, shift=2.0), 0]
-    latent = graph.ksampler(shifted, graph.text(1), graph.text(2), graph.latent(), steps=2)
+    latent = graph.ksampler(shifted, *graph.request(), steps=2)
     graph.save(latent, "gguf.safetensors")
-    comfy.run(graph.prompt)
-    stock = load_file(comfy.output("gguf.safetensors"))
+    measuring.run(graph.prompt)
+    stock = load_file(measuring.output("gguf.safetensors"))
     show_prompt(page, graph.prompt)
     links, sent = _links(page), page.evaluate(SEND)
     command(page, "parallel_sampling.make_parallel")
     (made,) = _links(page)
     assert made == sorted([a.replace("UnetLoaderGGUF", "ParallelModelLoader"), b, n] for a, b, n in links[0])
-    comfy.output("gguf.safetensors").unlink()
-    comfy.run(page.evaluate(SEND))
-    ours = load_file(comfy.output("gguf.safetensors"))
+    measuring.output("gguf.safetensors").unlink()
+    measuring.run(page.evaluate(SEND))
+    ours = load_file(measuring.output("gguf.safetensors"))
     for name, expected in stock.items():
         assert relative_difference(ours[name], expected) <= 3e-3  # the pack's weights unpack to float16
     assert words_of()["make_stock"] in page.evaluate(MENU)
@@ -156,7 +154,7 @@ def _coders() -> Graph:
     latent = [graph.add("TestShapedLatent", shape="1,16,8,8", draw=1), 0]
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("TestSaveImage", image=image, path="offered-image.safetensors")
-    model = graph.ksampler(graph.model(STOCK, UNET), graph.text(1), graph.text(2), graph.latent())
+    model = graph.ksampler(graph.model(STOCK, UNET), *graph.request())
     graph.save(model, "offered.safetensors")
     return graph
 
@@ -239,7 +237,7 @@ def test_who_wants_the_model_alone_is_not_asked_again(page):
 def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone(page):
     graph = three_samplers(UNET, "made")
     parallel = [graph.add("ParallelModel", model=graph.model(STOCK, UNET)), 0]
-    graph.save(graph.ksampler(parallel, graph.text(1), graph.text(2), graph.latent()), "kept.safetensors")
+    graph.save(graph.ksampler(parallel, *graph.request()), "kept.safetensors")
     show_prompt(page, graph.prompt)
     page.evaluate(
         """() => {
@@ -275,7 +273,7 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
 def test_a_parallel_model_that_parallel_sampler_needs_stays_and_that_is_said(page):
     graph = Graph()
     loader = graph.add("ParallelModel", model=graph.model(STOCK, UNET))
-    inputs = (graph.text(1), graph.text(2), graph.latent())
+    inputs = graph.request()
     graph.prompt[graph.parallel_sampler(loader, *inputs)[0]]["inputs"]["parallel_model"] = [loader, 1]
     show_prompt(page, graph.prompt)
     assert words_of()["make_stock"] not in page.evaluate(MENU)

@@ -28,9 +28,7 @@ def merge(graph: Graph, models: list, node: str = "ModelMergeSimple", **inputs) 
 
 def assert_same(comfy, graph: Graph, merged: dict[str, list], tolerance: float = TOLERANCE) -> None:
     """Samples the models OURS and STOCK of the graph in one prompt and compares their latents."""
-    request = graph.request()
-    ways = {kind: graph.ksampler(model, *request, **SAMPLING) for kind, model in merged.items()}
-    compared(comfy, graph, ways, tolerance)
+    compared(comfy, graph, graph.sampled_by(merged, graph.request(), **SAMPLING), tolerance)
 
 
 @pytest.mark.parametrize(("first", "second"), [(OURS, OURS), (OURS, STOCK), (STOCK, OURS)])
@@ -88,16 +86,14 @@ def test_a_merge_takes_the_weights_that_a_node_has_changed_in_place(packs):
     request = graph.request()
     changed = [graph.add("TestReach", model=graph.stock(), way="weight_in_place"), 0]
     models = {OURS: [graph.parallel(changed, ulysses=2), 0], STOCK: changed}
-    ways = {
-        kind: graph.ksampler(merge(graph, [model, model], ratio=0.4), *request, **SAMPLING)
-        for kind, model in models.items()
-    }
+    merged = {kind: merge(graph, [model, model], ratio=0.4) for kind, model in models.items()}
+    ways = graph.sampled_by(merged, request, **SAMPLING)
     undone = graph.add("TestUndo", model=changed, after=ways[STOCK], and_after=ways[OURS])
     compared(packs, graph, ways | {"without": graph.ksampler([undone, 0], *request, **SAMPLING)})
 
 
 def test_a_packed_second_model_is_unpacked_as_it_is_merged(comfy, files):
-    folder = comfy.server.base_directory / "models" / "diffusion_models"
+    folder = comfy.models()
     tensors = load_file(folder / files[1])
     write(folder / "tiny_packed_merge.gguf", "Q8_0", tensors=tensors)
     write_unpacked(folder / "tiny_unpacked_merge.safetensors", "Q8_0", tensors=tensors)

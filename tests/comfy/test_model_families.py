@@ -10,8 +10,7 @@ from __future__ import annotations
 import pytest
 
 from any_graphs import MODELS
-from any_runs import both, latents
-from graphs import Graph
+from any_runs import both
 
 ULYSSES, RING, CFG, DATA = {"ulysses": 2}, {"ring": 2}, {"cfg": 2}, {"data": 2}
 SHARDED = {"shard_weights": True}
@@ -109,10 +108,3 @@ def test_slices_of_layers_give_the_stock_latent(comfy, kind, choice):
     report = both(comfy, kind, choice, by=("Parallel Sampler",))["report"]
     assert f"tensor {choice['tensor']}" in report, report
     assert "alike" not in report, report  # each device computes its part
-
-
-def test_auto_does_not_slice_layers(comfy):
-    graph = Graph()
-    loader = graph.parallel_loader(comfy.write_flux("tiny_sliced.safetensors"), "cpu:2")
-    found = latents(comfy, graph, {"ours": graph.parallel_sampler(loader, *graph.request(), steps=2)})
-    assert "tensor" not in found["report"].lower()

@@ -1,14 +1,19 @@
-"""The nodes in the real ComfyUI: their public interface, refused files and paths, and interrupts."""
+"""The nodes in the real ComfyUI: their public interface and texts, refused files and paths, and interrupts."""
 
 from __future__ import annotations
+
+import json
+import urllib.request
 
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
 from any_runs import latents, refusal
+from comfy_harness import ROOT
 from comfyui_client import PromptInterrupted, PromptRejected
 from graphs import OURS, Graph
+from write_english_locale import ENGLISH, english, own_nodes
 
 # Inputs, in their order, and outputs of each node.
 OUR_NODES = {
@@ -66,7 +71,7 @@ def test_a_strategy_given_to_the_sampler_replaces_the_loaders(comfy, unet):
     ids=["short", "sdxl"],
 )
 def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name, content, words):
-    (comfy.server.base_directory / "models" / "diffusion_models" / name).write_bytes(content)
+    (comfy.models() / name).write_bytes(content)
     graph = Graph()
     request = graph.request()
     good, bad = (
@@ -83,10 +88,9 @@ def test_a_bad_file_is_refused_by_name_and_the_group_lives_on(comfy, unet, name,
 
 @pytest.mark.parametrize("node", ["KSampler", "ParallelSampler"])
 def test_weights_that_are_no_numbers_are_told_of_and_no_black_image_comes_out(comfy, unet, node):
-    folder = comfy.server.base_directory / "models" / "diffusion_models"
-    tensors = load_file(folder / unet)
+    tensors = load_file(comfy.models() / unet)
     tensors["final_layer.linear.weight"][0, 0] = torch.nan
-    save_file(tensors, folder / "tiny_nan.safetensors")
+    save_file(tensors, comfy.models() / "tiny_nan.safetensors")
     graph = Graph()
     model, request = graph.model(OURS, "tiny_nan.safetensors"), graph.request()
     sampled = (
@@ -146,3 +150,46 @@ def test_an_interrupt_reaches_the_ranks_and_leaves_them_warm(comfy, unet, way):
     # The first job again, after one with another number of steps, gives the same bits.
     comfy.forget()
     assert torch.equal(comfy.sample(short.prompt, short_latent), before)
+
+
+def test_the_english_locale_is_what_the_schemas_say(comfy):
+    said = english(comfy.registry)
+    assert json.loads(ENGLISH.read_text("utf-8")) == said, "run: python scripts/write_english_locale.py"
+
+
+def test_every_node_can_be_found_by_other_words(comfy):
+    for name, info in own_nodes(comfy.registry).items():
+        assert info["search_aliases"], name
+
+
+def test_who_looks_for_raylight_finds_the_nodes_to_begin_with(comfy):
+    own = own_nodes(comfy.registry)
+    found = {name for name, info in own.items() if "raylight" in info["search_aliases"]}
+    assert {"ParallelModel", "ParallelSampler", "StrategySelector"} <= found
+
+
+def test_the_docs_compare_the_pack_with_comfyuis_own_node_by_its_name(comfy):
+    stock = comfy.registry["MultiGPU_WorkUnits"]["display_name"]
+    assert f"| | {stock} | this pack |" in (ROOT / "docs" / "selector.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("language", ["en", "es", "zh"])
+def test_comfyui_serves_the_locale(comfy, language):
+    served = comfy.ask("/i18n", method="GET")[1][language]
+    folder = ROOT / "locales" / language
+    for name, texts in json.loads((folder / "nodeDefs.json").read_text("utf-8")).items():
+        assert served["nodeDefs"][name] == texts
+    categories = json.loads((folder / "main.json").read_text("utf-8"))["nodeCategories"]
+    assert served["nodeCategories"] == categories
+    assert set(categories) == {node["category"] for node in own_nodes(comfy.registry).values()}
+
+
+@pytest.mark.parametrize("file", ["{}.md", "{}/es.md", "{}/zh.md"])
+def test_comfyui_serves_each_help_page_where_its_page_looks(measuring, file):
+    """The page requests /extensions/<pack>/docs/<node>/<language>.md, then /extensions/<pack>/docs/<node>.md."""
+    for name, info in own_nodes(measuring.registry).items():
+        pack = info["python_module"].split(".")[1]
+        url = f"{measuring.server.url}/extensions/{pack}/docs/{file.format(name)}"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            assert "text/html" not in answer.headers["content-type"]  # the page treats HTML as an error
+            assert answer.read() == (ROOT / "web" / "docs" / file.format(name)).read_bytes()

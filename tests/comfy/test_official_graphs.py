@@ -3,7 +3,6 @@ model files replace the real ones."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 import any_graphs
-from any_graphs import AnyGraph, write_model
+from any_graphs import AnyGraph
 from any_runs import TOLERANCE, latents
 from differences import relative_difference
 from graphs import node
@@ -46,7 +45,7 @@ MADE = """async () => {
 Prompt = dict[str, dict[str, Any]]
 Link = list  # [node id, slot]
 
-# Part of a file's name -> tiny file of the same class (tests/comfy/inject_nodes/tiny_models.py). First match wins.
+# Part of a file's name -> tiny file of the same class (tests/support/tiny_model_files.py). First match wins.
 _KINDS = (
     (r"flux2|flux-2", "flux2"),
     (r"flux1|flux_1", "flux"),
@@ -198,26 +197,18 @@ def _library() -> Path:
     return Path(found.submodule_search_locations[0]) / "templates"
 
 
-@pytest.fixture(scope="module")
-def file_of(measuring):
-    """A function that returns the name of a kind's file. It is written once: a prompt that does not use the model makes
-    ComfyUI and the ranks drop it."""
-    return functools.cache(lambda kind: write_model(measuring[0], kind))
-
-
 @pytest.mark.parametrize("name", GRAPHS)
-def test_an_official_graph_gives_stocks_latents(page, measuring, file_of, name):
-    comfy, _ = measuring
+def test_an_official_graph_gives_stocks_latents(page, measuring, name):
     stock = page.evaluate(SENT, json.loads((_library() / f"{name}.json").read_text("utf-8")))
     made = page.evaluate(MADE)
     loaders = sum(node["class_type"] in LOADERS for node in stock.values())
     assert sum(node["class_type"] == "ParallelModel" for node in made.values()) == loaders >= 1
     kind = kind_of(stock)
-    graph = SmallGraph(comfy, kind, file_of(kind))
+    graph = SmallGraph(measuring, kind)
     ways = {"stock": graph.samplers("stock", stock), "made": graph.samplers("made", made)}
     assert ways["stock"]
-    found = latents(comfy, graph, ways["stock"] | ways["made"])
-    (group,) = [group for group in comfy.groups() if group["state"] == "ready"]
+    found = latents(measuring, graph, ways["stock"] | ways["made"])
+    (group,) = [group for group in measuring.groups() if group["state"] == "ready"]
     assert len(group["ranks"]) == 2 and graph.file in json.dumps(group), "two processes computed it"
     for links in zip(ways["made"], ways["stock"], strict=True):
         ours, expected = (found[name] for name in links)

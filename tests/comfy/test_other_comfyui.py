@@ -14,7 +14,7 @@ import pytest
 
 from any_runs import compared
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient, PromptFailed, PromptRejected
+from comfyui_client import PromptFailed, PromptRejected
 from comfyui_copies import IMAGE_BEFORE_TEXT, copy_of_comfyui
 from graphs import Graph
 from parallel_backend.machine.self_tests import SelfTestStore
@@ -31,7 +31,7 @@ def other(tmp_path_factory):
     environment = {"PARALLEL_SAMPLING_MEASUREMENTS": str(folder / "kept"), "PARALLEL_TEST_FORKED_RANKS": "1"}
     server = start_comfyui(folder / "base", comfyui=copy, environment=environment)
     with server:
-        yield Comfy(server=server, client=ComfyUIClient(server.url)), folder / "kept"
+        yield Comfy(server), folder / "kept"
 
 
 def prompt(comfy, **choice) -> tuple[Graph, dict[str, list]]:

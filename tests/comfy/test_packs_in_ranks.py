@@ -6,7 +6,6 @@ rank, the error names it and the next prompt works.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +19,6 @@ from lora_files import write_loras
 
 TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
 PATIENCE = 5.0  # seconds for which ranks may stay silent
-LIMIT = 90.0  # seconds within which a prompt must end, even on a busy machine
 
 
 def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
@@ -49,14 +47,12 @@ def test_a_pack_that_changes_the_model_gives_the_stock_latent(packs, case):
 def test_it_counts_where_blocks_are_to_be_compiled_too(packs, case):
     """A compiled block would ignore an attention kernel that the model options name."""
     kind, change, settings = CHANGES[case]
-    settings = {"steps": 2, **settings}
     graph = AnyGraph(packs, kind)
-    source, request = graph.stock(), graph.request()
+    source = graph.stock()
     strategy = graph.strategy("cpu:2", ulysses=2)
     compiled = [graph.add("ParallelModel", model=source, strategy=strategy, compile="blocks"), 0]
     models = {"without": source, "stock": change(graph, source), "ours": change(graph, compiled)}
-    ways = {name: graph.ksampler(model, *request, **settings) for name, model in models.items()}
-    compared(packs, graph, ways, TOLERANCE)
+    compared(packs, graph, graph.sampled_by(models, graph.request(), **{"steps": 2, **settings}), TOLERANCE)
 
 
 def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
@@ -80,11 +76,9 @@ def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
 def test_functions_that_choose_devices_or_begin_a_run_stay_in_comfyuis_process(packs):
     """Else each job would need their pack, which no rank can import."""
     graph = AnyGraph(packs, "flux")
-    stock, request = graph.stock(), graph.request()
-    ways = {
-        "stock": graph.ksampler(stock, *request, steps=2),
-        "ours": graph.ksampler([graph.parallel(stock, ulysses=2), 0], *request, steps=2),
-    }
+    stock = graph.stock()
+    models = {"stock": stock, "ours": [graph.parallel(stock, ulysses=2), 0]}
+    ways = graph.sampled_by(models, graph.request(), steps=2)
     found = latents(packs, graph, ways, {"replaced": [graph.add("TestPlaces"), 0]})
     assert found["replaced"] == "9 of 9"
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
@@ -97,7 +91,7 @@ def _requests(packs) -> int:
 
 def test_calls_of_the_model_outside_of_samplers_are_made_by_the_devices(packs):
     """A LoRA is included because ComfyUI merges it into the weights while it loads a model."""
-    lora = write_loras(packs.server.base_directory / "models" / "loras")["kohya"]
+    lora = write_loras(packs.models("loras"))["kohya"]
     graph = AnyGraph(packs, "flux")
     source = graph.stock()
     positive, _, latent = graph.request()
@@ -130,7 +124,7 @@ def test_the_first_use_of_a_pack_says_that_the_devices_import_it(packs):
 
 
 def test_patches_that_are_in_the_weights_already_are_not_put_there_again(packs):
-    lora = write_loras(packs.server.base_directory / "models" / "loras")["kohya"]
+    lora = write_loras(packs.models("loras"))["kohya"]
     counted = packs.output("counted.txt")
     counted.touch()
 
@@ -193,13 +187,10 @@ def _works_again(packs) -> None:
     ],
 )
 def test_a_pack_that_fails_in_one_rank_is_named_and_the_next_prompt_works(impatient, node, pack, words):
-    begun = time.monotonic()
     with pytest.raises(PromptFailed) as failure:
         _run(impatient, node)
-    seconds = time.monotonic() - begun
     _works_again(impatient)
     assert words in str(failure.value) and pack in str(failure.value)
-    assert seconds < LIMIT
 
 
 @pytest.mark.parametrize("place", ["before", "behind", "a guider"])
@@ -231,13 +222,10 @@ def test_ranks_that_differ_by_one_bit_at_a_caches_limit_give_the_same_picture_or
     cache = {"limit": 0.0, "on_the_edge": True}
     expected = _run(impatient, "TestStepCache", parallel=False, **cache)
     assert relative_difference(_run(impatient, None, parallel=False), expected) > TELLING
-    begun = time.monotonic()
     try:
         found = _run(impatient, "TestStepCache", **cache)
     except PromptFailed as failure:
         assert "rank" in str(failure)
     else:
         assert relative_difference(found, expected) <= TOLERANCE
-    seconds = time.monotonic() - begun
     _works_again(impatient)
-    assert seconds < LIMIT

@@ -42,16 +42,13 @@ class TextGraph(Graph):
 @pytest.fixture(scope="module", autouse=True)
 def files(comfy):
     """Writes a LoRA for CLIP-L, and a sentencepiece model of a few words: files of Gemma and UMT5 contain one."""
-    models = comfy.server.base_directory / "models"
-    for folder in ("text_encoders", "loras"):
-        (models / folder).mkdir(parents=True, exist_ok=True)
     generator, lora = torch.Generator().manual_seed(5), {}
     for layer in range(4):
         name = f"lora_te_text_model_encoder_layers_{layer}_mlp_fc1"
         lora[f"{name}.lora_up.weight"] = torch.randn(128, 4, generator=generator)
         lora[f"{name}.lora_down.weight"] = torch.randn(4, 64, generator=generator)
         lora[f"{name}.alpha"] = torch.tensor(4.0)
-    save_file(lora, models / "loras" / LORA)
+    save_file(lora, comfy.models("loras") / LORA)
     words, model = VOCABULARY.split(), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([" ".join(words[i % 7 :: 1 + i % 5]) for i in range(200)]),
@@ -61,9 +58,9 @@ def files(comfy):
         minloglevel=2,
         **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": 3},
     )
-    (models / "text_encoders" / "pieces.model").write_bytes(model.getvalue())
+    (comfy.models("text_encoders") / "pieces.model").write_bytes(model.getvalue())
     yield
-    (models / "loras" / LORA).unlink()  # tests in other files use the first LoRA in the folder
+    (comfy.models("loras") / LORA).unlink()  # tests in other files use the first LoRA in the folder
 
 
 def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
@@ -167,8 +164,7 @@ def test_nodes_before_it_do_as_they_do_to_stock(comfy, name):
 
 
 def test_an_embedding_is_read_as_by_stock(comfy):
-    path = comfy.server.base_directory / "models" / "embeddings" / "tiny.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = comfy.models("embeddings") / "tiny.safetensors"
     save_file({"emb_params": torch.randn(3, 64, generator=torch.Generator().manual_seed(2))}, path)
     graph = TextGraph()
     clip, words = graph.encoder("clip_l"), "a photo of embedding:tiny, a cat"

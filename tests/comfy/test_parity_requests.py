@@ -26,7 +26,6 @@ REQUESTS = {
     },
     "cfg": {"sampling": {"cfg": 4.0}},
     "cfg with a longer negative": {"negative": {"tokens": 12}, "sampling": {"cfg": 4.0}},
-    "cfg from a copy of the file": {"file": "copy", "sampling": {"cfg": 4.0}},
     "cfg below one": {"sampling": {"cfg": 0.5}},
     "missing guidance": {"positive": {"guidance": -1.0}},
     "schnell": {"file": "schnell"},
@@ -38,7 +37,6 @@ REQUESTS = {
 }
 FILES = {
     "dev": {"double_blocks": 2, "single_blocks": 2},
-    "copy": {"double_blocks": 2, "single_blocks": 2},
     "schnell": {"guidance": False},
     "diffusers": {"layout": "diffusers"},
     "prefixed": {"prefix": "model.diffusion_model."},
@@ -69,12 +67,8 @@ def sampled(comfy, files, name: str, devices: str, run=compared, **choice) -> di
         graph.latent(**request.get("latent", {})),
     )
     ours = graph.model(OURS, unet, devices, **choice)
-    ways = {
-        "stock": graph.ksampler(graph.model(STOCK, unet), *conditioning, **settings),
-        "KSampler": graph.ksampler(ours, *conditioning, **settings),
-        "Parallel Sampler": graph.parallel_sampler(ours[0], *conditioning, **settings),
-    }
-    return run(comfy, graph, ways)
+    models = {"stock": graph.model(STOCK, unet), "KSampler": ours, "Parallel Sampler": [ours[0], 0]}
+    return run(comfy, graph, graph.sampled_by(models, conditioning, **settings))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +120,3 @@ def test_a_sampler_that_cannot_run_patch_by_patch_is_exact_and_the_report_says_s
     report = sampled(comfy, files, "cfg", "cpu:2", sampler=ANOTHER, pipefusion=2)["report"]
     assert "result: exact" in report
     assert "PipeFusion ran exactly and without its speed: patches cannot take the steps of" in report
-
-
-def test_the_same_request_gives_the_same_bits_again(comfy, files):
-    """The second run uses a copy of the file, so that no node's cached output can answer it."""
-    names = ("cfg", "cfg from a copy of the file")
-    first, second = (sampled(comfy, files, name, "cpu:2", sampler="euler_ancestral") for name in names)
-    for way in ("stock", "KSampler", "Parallel Sampler"):
-        assert first[way].equal(second[way])

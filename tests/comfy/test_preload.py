@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from comfyui_client import PromptInterrupted
 from differences import relative_difference
 from graphs import STOCK, Graph
+from pages import choose, menu_of, one_sampler, set_widgets, show_prompt, words_of
 from waiting import wait_until
 
 ROUTE = "/parallel_sampling/preload"
@@ -119,7 +120,6 @@ def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(idle):
     for body in (b"[", b"{}", {"prompt": {"1": {}}, "node": "1"}, {"prompt": graph.prompt, "node": 1}):
         assert idle.ask(ROUTE, body)[0] == 400
     assert idle.ask(ROUTE, b" " * (4 * 2**20 + 1))[0] == 400
-    assert idle.ask(ROUTE, b"{}", Origin="https://elsewhere.example")[0] == 403
     log = _Log(idle)
     idle.sample(graph.prompt, latent)
     assert log.requests(1) == [("sample", False)]
@@ -188,3 +188,25 @@ def test_without_the_setting_the_next_prompt_loads_its_own_model(idle):
         assert log.requests(2) == [("sample", True), ("sample", True)]
     finally:
         preload_next(True)
+
+
+UNET = "tiny_preload.safetensors"
+MODELS = {UNET: 3}
+
+
+def test_preload_says_what_it_did_and_why_it_could_not(page, measuring):
+    measuring.stop_ranks()  # a preload would be refused if it had to end other ranks
+    words = words_of()
+    show_prompt(page, one_sampler(UNET, ulysses=2).prompt, "ParallelFluxLoader")
+    assert words["preload"] not in menu_of(page, "ParallelSampler")
+
+    def preload(said: str) -> None:
+        choose(page, "ParallelFluxLoader", words["preload"])
+        page.get_by_text(said).first.wait_for()
+
+    preload(words["preloaded"].format(model=UNET, devices="cpu:0, cpu:1"))
+    preload(words["preload_held"].format(model=UNET, devices="cpu:0, cpu:1"))
+    set_widgets(page, "ParallelFluxLoader", unet_name="nowhere.safetensors")
+    preload("nowhere.safetensors")
+    page.evaluate("() => { app.graph.nodes.find(n => n.type === 'ParallelFluxLoader').mode = 2; }")
+    preload(words["preload_off"])

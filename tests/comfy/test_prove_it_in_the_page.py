@@ -1,15 +1,19 @@
 """In a real browser, one click runs a sampler's job on one device and on all devices and shows both pictures. The node
-Compare With One Device shows them on itself."""
+Compare With One Device shows them on itself. A stock sampler behind Parallel Model can be proved too."""
 
 from __future__ import annotations
 
-from graphs import Graph
+import re
+
+from graphs import STOCK, Graph
 from pack_nodes import import_node_module
 from pages import (
     REPORT,
+    WRITTEN,
     bring_into_view,
     choose,
     ended,
+    menu_of,
     run,
     set_widgets,
     show_prompt,
@@ -22,8 +26,8 @@ from pages import (
 from waiting import wait_until
 
 UNET = "tiny_proved.safetensors"
-BADGED = "tiny_badge.safetensors"  # measured separately
-MODELS = {UNET: 5, BADGED: 6}
+BADGED, STOCKS = "tiny_badge.safetensors", "tiny_stock_sampler.safetensors"  # each measured separately
+MODELS = {UNET: 5, BADGED: 6, STOCKS: 3}
 # Says if both pictures are there.
 BOTH = """(inside) => {
   const pictures = [...document.querySelectorAll(`${inside} .parallel-comparison img`)];
@@ -46,7 +50,7 @@ EDGE = "(inside) => getComputedStyle(document.querySelector(`${inside} img + img
 def _graph(decoded: bool = True, unet: str = UNET) -> Graph:
     graph = Graph()
     loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
+    latent = graph.parallel_sampler(loader, *graph.request())
     if decoded:
         image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
         graph.add("PreviewImage", images=image)
@@ -94,15 +98,15 @@ def _shows_all_that_counts(page, height: int) -> None:
 def test_one_click_proves_the_run_that_is_shown_with_its_seed_and_then_the_badge_says_what_it_won(
     page, measuring
 ):
-    """tests/comfy/test_stock_sampler_in_the_page.py has the badges that Vue draws."""
+    """A test below has the badges that Vue draws."""
     seed, costs = 200, r"2 devices \(Ulysses\) · [\d.e-]+ s per step · "
     _show(page, _graph(unet=BADGED).prompt)
-    _run(page, measuring[0], seed)
+    _run(page, measuring, seed)
     assert widgets(page, "ParallelSampler")["seed"] == seed + 1  # the next run's
     wait_for_badge(page, f"{costs}not compared")
 
     dialog = _prove(page)
-    assert _seeds(measuring[0], "CompareWithOneDevice").count(seed) == 1
+    assert _seeds(measuring, "CompareWithOneDevice").count(seed) == 1
     assert widgets(page, "ParallelSampler")["seed"] == seed + 1
     page.wait_for_function(BOTH, arg="dialog")
     words = dialog.inner_text()
@@ -143,10 +147,9 @@ def test_one_click_proves_the_run_that_is_shown_with_its_seed_and_then_the_badge
 
 def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page, measuring):
     """ComfyUI's history gets a prompt when it ends, and the report appears before that."""
-    comfy = measuring[0]
     _show(page, _graph().prompt)
-    _run(page, comfy, 300)
-    (entry,) = comfy.ask("/history?max_items=1", method="GET")[1].values()
+    _run(page, measuring, 300)
+    (entry,) = measuring.ask("/history?max_items=1", method="GET")[1].values()
 
     def still_running(route):
         queue = route.fetch().json()
@@ -156,7 +159,7 @@ def test_a_run_whose_picture_is_not_there_yet_is_proved_with_its_seed(page, meas
     page.route("**/api/history?max_items=*", lambda route: route.fulfill(json={}))
     _prove(page)
     page.unroute_all()
-    assert _seeds(comfy, "CompareWithOneDevice").count(300) == 1
+    assert _seeds(measuring, "CompareWithOneDevice").count(300) == 1
     assert widgets(page, "ParallelSampler")["seed"] == 301
 
 
@@ -195,3 +198,86 @@ def test_every_language_has_all_words_of_the_page_with_the_same_values_in_them()
     for language in ("es", "zh"):
         assert values(words_of(language)) == values(english)
         assert all(text != english[name] for name, text in words_of(language).items())
+
+
+# The places of the badge that Vue draws, and of its node.
+OVER = """() => Object.fromEntries(Object.entries({
+  badge: document.querySelector('.parallel-badge'),
+  node: document.querySelector('[data-node-id]:has(> .parallel-badge)'),
+}).map(([name, e]) => [name, e.getBoundingClientRect().toJSON()]))"""
+# Returns Strategy Selector's panel; the page of frontend 1.58 takes it out where its node is out of sight.
+PANEL = """() => app.graph.nodes.find(n => n.comfyClass === 'StrategySelector').widgets.find(
+  widget => widget.name === 'strategy_panel').element"""
+COSTS = r"2 devices \(Ulysses\) · [\d.e-]+ s per step"
+
+
+def _by_stock(kind: str) -> dict:
+    """Returns a prompt with a stock sampler of class `kind` behind Parallel Model."""
+    graph = Graph()
+    strategy = graph.strategy("cpu:2", ulysses=2)
+    model = [graph.add("ParallelModel", model=graph.model(STOCK, STOCKS), strategy=strategy), 0]
+    if kind == "KSampler":
+        latent = graph.ksampler(model, *graph.request(), cfg=3.0)
+    else:
+        parts = {
+            "noise": [graph.add("RandomNoise", noise_seed=5), 0],
+            "guider": [graph.add("BasicGuider", model=model, conditioning=graph.text(1)), 0],
+            "sampler": [graph.add("KSamplerSelect", sampler_name="euler_ancestral"), 0],
+            "sigmas": [graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0],
+        }
+        latent = [graph.add(kind, **parts, latent_image=graph.latent()), 0]
+    image = [graph.add("ParallelVAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
+    graph.add("PreviewImage", images=image)
+    return graph.prompt
+
+
+def test_a_stock_sampler_wears_the_badge_tells_its_report_and_is_proved(page, drawn_by):
+    kind = "KSampler" if drawn_by == "canvas" else "SamplerCustomAdvanced"
+    show_prompt(page, _by_stock(kind), kind)
+    by_vue = drawn_by == "vue"
+    assert words_of()["prove"] in menu_of(page, kind)
+    assert words_of()["open_report"] not in menu_of(page, kind)
+    assert words_of()["prove"] not in menu_of(page, "ParallelModel")
+    run(page)
+    wait_for_badge(page, rf"{COSTS} · not compared", by_vue)
+    page.wait_for_function(f"() => ({PANEL})().querySelector('.parallel-candidates tr[aria-current]')")
+    page.wait_for_function("() => Object.values(app.nodeOutputs).some(({ images }) => images)")
+
+    if by_vue:
+        over = page.evaluate(OVER)
+        assert over["badge"]["bottom"] <= over["node"]["top"]
+        assert over["badge"]["right"] <= over["node"]["right"] + 1
+        page.locator(".parallel-badge").click()
+    else:
+        x, y = next(place for text, *place in page.evaluate(WRITTEN) if " s per step" in text)
+        page.mouse.click(x, y - 60)  # above the badge
+        assert page.get_by_role("dialog").count() == 0
+        page.mouse.click(x, y)
+    report = page.get_by_role("dialog")
+    report.wait_for()
+    words = report.inner_text()
+    assert "2 devices (Ulysses) · " in words and "result: exact" in words
+    assert report.locator(".parallel-timeline .row").count() == 2
+    assert report.locator(".parallel-timeline .row").first.locator("g").count() == 3
+    # The picture was decoded after the sampler's end.
+    phases = report.locator(".parallel-phases").inner_text()
+    assert re.search(r"sampling [\d.]+ s \(\d+ %\)\s+decoding [\d.]+ s \(\d+ %\)", phases)
+    assert report.locator(".parallel-phases rect").count() == len(re.findall(r" s \(", phases)) >= 2
+    report.get_by_role("button", name="Close").click()
+    choose(page, kind, words_of()["open_report"])
+    report.get_by_role("button", name="Close").click()
+
+    choose(page, kind, words_of()["prove"])
+    proof = page.get_by_role("dialog", name=words_of()["proof"].format(count=2))
+    proof.wait_for()
+    words = proof.inner_text()
+    assert words_of()["same_picture"] in words and " one device · exact" in words
+    proof.get_by_role("button", name="Close").click()
+    wait_for_badge(page, COSTS, by_vue)
+
+    page.reload()
+    wait_for_badge(page, COSTS, by_vue)
+    set_widgets(page, "TestLatent", batch_index="none")  # it fails, so the sampler never starts
+    run(page)
+    wait_for_badge(page, "s per step", by_vue, shown=False)
+    wait_until(lambda: words_of()["open_report"] not in menu_of(page, kind))

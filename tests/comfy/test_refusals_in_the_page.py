@@ -28,7 +28,7 @@ def test_a_strategy_that_cannot_run_is_red_on_its_inputs_until_it_is_mended_with
     marked = refused_inputs(page)
     assert sorted(name for name, _ in marked) == ["devices", "ring_degree", "ulysses_degree"]
     assert all(words.startswith("Ring 2 × Ulysses 3 needs 6 devices") for _, words in marked)
-    assert queued(measuring[0]) == []
+    assert queued(measuring) == []
 
     apply = page.get_by_role("button", name="Apply")
     assert apply.inner_text() == "Apply ring_degree 1, ulysses_degree 2"
@@ -44,7 +44,7 @@ def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_co
     graph = Graph()
     stock = graph.model(STOCK, UNET)
     loader = graph.add("ParallelModel", model=stock, strategy=graph.strategy("cpu:3", ulysses=3))
-    latent = graph.parallel_sampler([loader, 1], graph.text(1), graph.text(2), graph.latent())
+    latent = graph.parallel_sampler([loader, 1], *graph.request())
     graph.save(latent, "refused.safetensors")
     show_prompt(page, graph.prompt, "StrategySelector")
     apply = page.get_by_role("button", name="Apply")
@@ -52,7 +52,7 @@ def test_what_only_the_model_forbids_is_red_and_mended_too_behind_a_loader_of_co
     run(page)
     ((name, words),) = refused_inputs(page)
     assert name == "ulysses_degree" and "is more than the 2 attention heads" in words
-    assert queued(measuring[0]) == []
+    assert queued(measuring) == []
     apply.click()
     page.wait_for_function(NONE_MARKED)
     after = widgets(page, "StrategySelector")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
-import urllib.request
 import uuid
 
 import pytest
 import torch
 
-from comfyui_client import ComfyUIClient, PromptFailed
+from comfy_harness import Comfy
+from comfyui_client import PromptFailed
 from graphs import Graph
 from parallel_backend.__main__ import main
 from parallel_backend.observability.logs.queue_log import read_open
-from second_comfyui import DEVICES
 from waiting import wait_until
 
 APART = ("cpu:0,cpu:1", "cpu:2,cpu:3")
@@ -41,7 +39,7 @@ def test_ranks_start_with_comfyui_where_that_is_set(comfy, second):
     other = second.running()
     wait_until(lambda: len(_pids(other)) == 2)  # before any prompt
     started = _pids(other)
-    assert torch.equal(_sampled(other, (DEVICES,), seed=41), _sampled(comfy, (APART[0],), seed=41))
+    assert torch.equal(_sampled(other, (second.devices,), seed=41), _sampled(comfy, (APART[0],), seed=41))
     assert _pids(other) == started
 
 
@@ -54,19 +52,17 @@ def test_two_device_sets_in_one_graph_stay_warm_and_another_comfyui_is_told_who_
     other = second.running()
     with pytest.raises(PromptFailed, match=rf"in use .*process {comfy.server.pid}, since"):
         _sampled(other, APART[1:], seed=1)
-    _sampled(other, (DEVICES,), seed=1)
+    _sampled(other, (second.devices,), seed=1)
     assert len(_pids(other)) == 2 and _pids(comfy) == warm
 
 
-def _send(url: str, body: dict) -> str:
-    request = urllib.request.Request(f"{url}/prompt", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["prompt_id"]
+def _send(comfy: Comfy, body: dict) -> str:
+    return comfy.ask("/prompt", body)[1]["prompt_id"]
 
 
-def _queue(client: ComfyUIClient) -> dict[str, set[str]]:
-    with urllib.request.urlopen(f"{client.url}/queue", timeout=60) as answer:
-        return {kind: {item[1] for item in items} for kind, items in json.load(answer).items()}
+def _queue(comfy: Comfy) -> dict[str, set[str]]:
+    queue = comfy.ask("/queue", method="GET")[1]
+    return {kind: {item[1] for item in items} for kind, items in queue.items()}
 
 
 def test_a_killed_comfyuis_ranks_end_and_its_prompts_run_once_each_in_another(
@@ -78,7 +74,7 @@ def test_a_killed_comfyuis_ranks_end_and_its_prompts_run_once_each_in_another(
     door.touch()
     expected = _sampled(comfy, (APART[0],), seed=42)
     kept = _pids(comfy)
-    assert torch.equal(_sampled(other, (DEVICES,), seed=42), expected)
+    assert torch.equal(_sampled(other, (second.devices,), seed=42), expected)
     assert len(_pids(other)) == 2
 
     def body(line: str, after=gate, **others: object) -> dict:
@@ -88,14 +84,14 @@ def test_a_killed_comfyuis_ranks_end_and_its_prompts_run_once_each_in_another(
         return {"prompt": prompt, "extra_data": extra, "client_id": "page", **others}
 
     client, server = other.client, second.server
-    client.wait(_send(server.url, body("ended before", door)))
-    running = _send(server.url, body("running"))
+    client.wait(_send(other, body("ended before", door)))
+    running = _send(other, body("running"))
     wanted = {line: str(uuid.uuid4()) for line in map("waiting {}".format, range(WAITING))}
     for line, prompt_id in wanted.items():
-        assert _send(server.url, body(line, prompt_id=prompt_id)) == prompt_id
-    deleted = _send(server.url, body("deleted"))
+        assert _send(other, body(line, prompt_id=prompt_id)) == prompt_id
+    deleted = _send(other, body("deleted"))
     client._request("/queue", {"delete": [deleted]})
-    found = _queue(client)
+    found = _queue(other)
     assert (found["queue_running"], found["queue_pending"]) == ({running}, set(wanted.values()))
     wait_until(lambda: set(read_open(io.BytesIO(log.read_bytes()))) == {running, *wanted.values()})
     assert main(["resend", str(log), "--to", comfy.server.url]) == 2  # refused while it runs

@@ -32,25 +32,24 @@ def _decode(comfy, draw: int) -> None:
 
 
 def test_settings_count_from_the_next_use_on(measuring, page, set_setting):
-    comfy, _ = measuring
-    write_vae(comfy.server.base_directory / "models" / "vae" / VAE, FLUX)
+    write_vae(measuring.models("vae") / VAE, FLUX)
     shown = page.evaluate("() => app.extensionManager.setting.settings")
     assert {name: shown[f"parallel_sampling.{name}"]["defaultValue"] for name in DEFAULTS} == DEFAULTS
 
-    comfy.stop_ranks()
+    measuring.stop_ranks()
     set_setting("parallel_sampling.default_devices", "cpu:2")
-    _decode(comfy, draw=1)
-    running = [group["devices"] for group in comfy.groups() if group["state"] == "ready"]
+    _decode(measuring, draw=1)
+    running = [group["devices"] for group in measuring.groups() if group["state"] == "ready"]
     assert running == [["cpu:0", "cpu:1"]]
 
     set_setting("parallel_sampling.allow_approximate", False)
     graph = Graph()
-    unet = comfy.write_flux("tiny_settings.safetensors", single_blocks=2)
+    unet = measuring.write_flux("tiny_settings.safetensors", single_blocks=2)
     loader = graph.parallel_loader(unet, "cpu:2", pipefusion=2, warmup_steps=1)
-    latent = graph.parallel_sampler(loader, graph.text(1), graph.text(2), graph.latent())
+    latent = graph.parallel_sampler(loader, *graph.request())
     with pytest.raises(PromptFailed, match="Allow approximate strategies"):
-        comfy.sample(graph.prompt, latent)
+        measuring.sample(graph.prompt, latent)
 
     set_setting("parallel_sampling.sleep_after_minutes", 0.02)
-    _decode(comfy, draw=2)  # its end starts the timer
-    wait_until(lambda: "asleep" in {group["state"] for group in comfy.groups()})
+    _decode(measuring, draw=2)  # its end starts the timer
+    wait_until(lambda: "asleep" in {group["state"] for group in measuring.groups()})

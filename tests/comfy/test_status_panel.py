@@ -41,7 +41,6 @@ def _open(page):
 
 
 def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
-    comfy, _ = measuring
     frames: list[str] = []  # those that tell the panel something
 
     def hear(frame: str | bytes) -> None:
@@ -71,7 +70,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     page.evaluate(RECORD, f".parallel-group .state, .parallel-bars li, {TOAST_TITLE}")
     run(page)
     page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 40 · about \\d+ s left$/.test(t))")
-    os.kill(comfy.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
+    os.kill(measuring.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')")
     toast(page, "after: process 0 failed: killed by SIGKILL").wait_for()
     card = panel.get_by_label("Processes on cpu:0, cpu:1")
@@ -97,7 +96,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
 
     # The panel shows why a rank died and can start it again.
     page.evaluate(RECORD, TOAST_TITLE)
-    os.kill(comfy.groups()[0]["ranks"][1]["pid"], signal.SIGKILL)
+    os.kill(measuring.groups()[0]["ranks"][1]["pid"], signal.SIGKILL)
     wait_for("failed")
     assert "process 1 failed" in card.locator(".reason").inner_text()
     press("Start", "ready")

@@ -27,10 +27,9 @@ WORDS = words_of()
 
 
 def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(page, measuring):
-    comfy = measuring[0]
     graph = three_samplers(UNET, "swapped", steps=2, sampler_name="heun", denoise=0.9)
     samplers = [name for name, node in graph.prompt.items() if node["class_type"] == "KSampler"]
-    stock = [comfy.sample(graph.prompt, [name, 0]) for name in samplers]
+    stock = [measuring.sample(graph.prompt, [name, 0]) for name in samplers]
     show_prompt(page, graph.prompt, "KSampler")
     page.evaluate("() => { app.graph.nodes.find(n => n.type === 'KSampler').title = 'Mine'; }")
     page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState?.()")
@@ -68,7 +67,7 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
     prompt = page.evaluate(SEND)
     latents = {node["inputs"]["seed"]: name for name, node in prompt.items() if "seed" in node["inputs"]}
     for name, expected in zip(samplers, stock, strict=True):
-        found = comfy.sample(prompt, [latents[graph.prompt[name]["inputs"]["seed"]], 0])
+        found = measuring.sample(prompt, [latents[graph.prompt[name]["inputs"]["seed"]], 0])
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
     command(page, "Comfy.Undo")
@@ -103,7 +102,7 @@ def test_a_loader_whose_model_leaves_its_subgraph_stays(page):
 
 def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     graph = Graph()
-    latent = graph.ksampler(graph.model(STOCK, UNET), graph.text(1), graph.text(2), graph.latent())
+    latent = graph.ksampler(graph.model(STOCK, UNET), *graph.request())
     graph.save(latent, "swapped.safetensors")
     show_prompt(page, graph.prompt, "KSampler")
     page.evaluate(

@@ -13,13 +13,12 @@ import pytest
 from torch import Tensor
 
 from any_graphs import AnyGraph
-from any_runs import latents
+from any_runs import TELLING, latents
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from waiting import wait_until
 
 TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
-TELLING = 1e-3  # least relative change of the stock latent by a way
 SAMPLING = {
     "flux": {"steps": 2, "cfg": 1.0},
     "wan_t2v": {"steps": 2, "cfg": 3.0},

@@ -13,8 +13,7 @@ from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.rank.work import plain_job as loop
 from parallel_backend.sampling.samplers import STEPS, USUAL_STEPS, Sigmas, run, start_history
 from parallel_backend.strategy import ParallelStrategy
-from plain_jobs import PlainJobs
-from point_forward import Boundary
+from plain_jobs import Boundary, PlainJobs
 from ranks import run_ranks
 from tiny_flux import write_tiny_flux
 

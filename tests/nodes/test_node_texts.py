@@ -1,6 +1,6 @@
 """Help pages and locales name every node, input and output, and nothing else.
 
-They are compared with the English locale, and tests/comfy/test_node_texts_served.py compares that with the schemas.
+They are compared with the English locale, and tests/comfy/test_nodes.py compares that with the schemas.
 """
 
 import re

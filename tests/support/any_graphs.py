@@ -6,6 +6,7 @@ from math import prod
 
 from comfy_harness import Comfy
 from graphs import AXES, Graph
+from tiny_model_files import write_tiny
 
 CHECKPOINTS = ("sd3", "unet", "sdxl", "sound")
 ROWS_ONLY = ("sound",)
@@ -100,16 +101,10 @@ class AnyGraph(Graph):
 
 
 def write_model(comfy: Comfy, kind: str) -> str:
-    """Writes the tiny model's file if it is missing; returns its name in the stock loader's folder. A separate prompt
-    writes it, and only once: a prompt that does not use the last prompt's models makes the ranks drop them."""
+    """Writes the tiny model's file if it is missing; returns its name in the stock loader's folder."""
     if kind == "flux":
         return comfy.write_flux("any_flux.safetensors")
     folder = "checkpoints" if kind in CHECKPOINTS else "diffusion_models"
     name = f"any_{kind}.safetensors"
-    if not any(
-        (comfy.server.base_directory / "models").rglob(name)
-    ):  # ComfyUI has two folders of diffusion models
-        graph = Graph()
-        graph.add("TestWriteModel", kind=kind, folder=folder)
-        comfy.run(graph.prompt, timeout=120)
+    write_tiny(comfy.models(folder) / name, kind)
     return name

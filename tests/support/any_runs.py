@@ -69,13 +69,8 @@ def both(
     stock = graph.stock()
     ours = graph.parallel(stock, **choice)
     links = request(graph) if batch == 1 else request(graph, batch)
-    settings = {"steps": 2, "cfg": 3.0, **sampling}
-    ways = {"stock": graph.ksampler(stock, *links, **settings)}
-    if "KSampler" in by:
-        ways["KSampler"] = graph.ksampler([ours, 0], *links, **settings)
-    if "Parallel Sampler" in by:
-        ways["Parallel Sampler"] = graph.parallel_sampler([ours, 1], *links, **settings)
-    return compared(comfy, graph, ways)
+    models = {"stock": stock} | {way: [ours, int(way == "Parallel Sampler")] for way in by}
+    return compared(comfy, graph, graph.sampled_by(models, links, **{"steps": 2, "cfg": 3.0, **sampling}))
 
 
 def with_change(
@@ -92,13 +87,8 @@ def with_change(
     changed = change(graph, stock)
     before = graph.parallel(changed, **choice)
     behind = change(graph, [graph.parallel(stock, **choice), 0])
-    ways = {
-        "without": graph.ksampler(stock, *request, **settings),
-        "stock": graph.ksampler(changed, *request, **settings),
-        "before": graph.parallel_sampler([before, 1], *request, **settings),
-        "behind": graph.ksampler(behind, *request, **settings),
-    }
-    return compared(comfy, graph, ways, tolerance)
+    models = {"without": stock, "stock": changed, "Parallel Sampler": [before, 1], "behind": behind}
+    return compared(comfy, graph, graph.sampled_by(models, request, **settings), tolerance)
 
 
 def refusal(comfy, graph: Graph, latent: list, words: str = "") -> PromptFailed:

@@ -40,8 +40,11 @@ class Comfy:
     """A running ComfyUI: it runs prompts, returns latents and text, and stores model files."""
 
     server: ComfyUIServer
-    client: ComfyUIClient
+    client: ComfyUIClient | None = None  # default: one of the server
     _names: itertools.count = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.client = self.client or ComfyUIClient(self.server.url)
 
     @cached_property
     def registry(self) -> dict[str, dict]:
@@ -58,15 +61,6 @@ class Comfy:
         save = {"class_type": "TestSaveLatent", "inputs": {"latent": latent, "path": name}}
         self.run({**prompt, "save-latent": save}, timeout)
         return load_file(self.output(name))["samples"]
-
-    def sample_with_text(
-        self, prompt: Prompt, latent: list, text: list, timeout: float = 120
-    ) -> tuple[torch.Tensor, str]:
-        """Runs `prompt` and returns (the samples as in `sample`, its STRING output `text`)."""
-        name = f"test-text-{next(self._names)}.txt"
-        save = {"class_type": "TestSaveText", "inputs": {"text": text, "path": name}}
-        samples = self.sample({**prompt, "save-text": save}, latent, timeout)
-        return samples, self.output(name).read_text()
 
     def forget(self) -> None:
         """Makes ComfyUI drop its cached outputs and models. It may do so only after another prompt, so one is run."""
@@ -145,9 +139,15 @@ class Comfy:
         """Returns the path of a file that a node saved under `name`."""
         return self.server.output_directory / name
 
+    def models(self, kind: str = "diffusion_models") -> Path:
+        """Returns the folder of ComfyUI's model files of one kind, after creating it."""
+        folder = self.server.base_directory / "models" / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def write_flux(self, name: str, **options: object) -> str:
         """Writes a tiny Flux into ComfyUI's diffusion models unless it exists; returns its file name for the loader."""
-        path = self.server.base_directory / "models" / "diffusion_models" / name
+        path = self.models() / name
         if not path.exists():
             write_tiny_flux(path, **options)
         return name

@@ -1,4 +1,7 @@
-"""Counts for steps of Flux.1-dev at full size on the meta device: the pack's under any strategy, and diffusers' own."""
+"""Counts on the meta device for steps of Flux.1-dev at full size, the pack's under any strategy and diffusers' own.
+
+So for calls of ComfyUI's Wan in a tiny size, which need ComfyUI at COMFYUI_PATH.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,25 @@ from diffusers import ContextParallelConfig, FluxTransformer2DModel
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from comfy_modules import import_comfyui_here
 from dispatch_counter import CPU, DEVICE, Counts, counted, world_of_one_process
+from module_devices import as_in_a_rank, comfyui_on_the_device, forward_of, on_device
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import ModuleForward, make_module_forward
 from parallel_backend.engine.plain_calls import answers_to
+from parallel_backend.models.comfyui.tiny.cases import TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, original_shapes
-from parallel_backend.requests import Conditioning, ModelSpec, Placement, Rows, SampleRequest
+from parallel_backend.requests import (
+    BLOCK,
+    STAY,
+    Conditioning,
+    ModelSpec,
+    ModuleCall,
+    Placement,
+    Rows,
+    SampleRequest,
+)
 from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import run_plain
 from sparse_checkpoint import write_sparse
@@ -120,4 +135,26 @@ def diffusers_call(blocks: tuple[int, int]) -> Counts:
                 txt_ids=torch.zeros(size.text, 3),
                 return_dict=False,
             )
+    return counter.counts
+
+
+MODES = {"wan_stay": STAY, "wan_block": BLOCK}
+LAYERS = (2, 4)
+
+
+def module_call(tokens: str, layers: int) -> Counts:
+    """Returns the counts of one call of a Wan with `layers` blocks, on the first of two Ulysses ranks."""
+    import_comfyui_here()
+    model = TinyModel(build_tiny("wan"))
+    model.module.blocks = model.module.blocks[:layers]
+    args, kwargs = tiny_inputs("wan")(1, 16, 16)
+    args, kwargs = as_in_a_rank(args, kwargs | {"transformer_options": {}})
+    call = ModuleCall(args, kwargs, 1, tokens)
+    with (
+        forward_of(on_device(model), ParallelStrategy(ulysses_degree=2), 0) as forward,
+        comfyui_on_the_device(),
+        torch.inference_mode(),
+        counted() as counter,
+    ):
+        forward(call)
     return counter.counts

@@ -99,6 +99,13 @@ class Graph:
         model = loader if isinstance(loader, list) else [loader, 0]
         return self._sampler("ParallelSampler", {"parallel_model": model}, *links, **changes)
 
+    def sampled_by(
+        self, models: dict[str, list], request: tuple[list, list, list], **changes
+    ) -> dict[str, list]:
+        """Samples one request by each model; returns its latent. Only "Parallel Sampler" is not sampled by KSampler."""
+        by = {name: self.ksampler for name in models} | {"Parallel Sampler": self.parallel_sampler}
+        return {name: by[name](model, *request, **changes) for name, model in models.items()}
+
     def _sampler(
         self, class_type: str, inputs: dict, positive: list, negative: list, latent: list, **changes
     ) -> list:

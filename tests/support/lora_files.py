@@ -127,6 +127,8 @@ def _integers(names: dict) -> dict:
 
 
 TEXT = _pairs({"lora_te1_text_model_encoder_layers_0_mlp_fc1": (128, 64)}, *UP_DOWN)
+_PROJ = "lora_unet_double_blocks_0_img_attn_proj."
+_CONSTRAINED = {f"{_PROJ}alpha": torch.tensor(1.5)}
 LAYOUTS = {
     "kohya": _pairs(_kohya(ORIGINAL), *UP_DOWN, alpha=2.0),
     "kohya, no alpha, bf16": {
@@ -144,13 +146,9 @@ LAYOUTS = {
     "lokr": _lokr(),
     "dora": _dora(),
     "differences": _differences(),
-    "oft": _drawn("lora_unet_double_blocks_0_img_attn_proj.", 7, 0.2, {"oft_blocks": (8, H // 8, H // 8)}),
-    "oft, constrained": _drawn(
-        "lora_unet_double_blocks_0_img_attn_proj.", 12, 0.2, {"oft_blocks": (8, H // 8, H // 8)}
-    )
-    | {"lora_unet_double_blocks_0_img_attn_proj.alpha": torch.tensor(1.5)},
-    "boft": _drawn("lora_unet_double_blocks_0_img_attn_proj.", 13, 0.2, {"oft_blocks": (2, H // 8, 8, 8)})
-    | {"lora_unet_double_blocks_0_img_attn_proj.alpha": torch.tensor(1.5)},
+    "oft": _drawn(_PROJ, 7, 0.2, {"oft_blocks": (8, H // 8, H // 8)}),
+    "oft, constrained": _drawn(_PROJ, 12, 0.2, {"oft_blocks": (8, H // 8, H // 8)}) | _CONSTRAINED,
+    "boft": _drawn(_PROJ, 13, 0.2, {"oft_blocks": (2, H // 8, 8, 8)}) | _CONSTRAINED,
     "glora": _drawn(
         "lora_unet_single_blocks_0_linear2.",
         8,

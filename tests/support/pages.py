@@ -87,7 +87,7 @@ def one_sampler(unet: str, devices: str = "cpu:2", sampler: dict | None = None, 
     inputs of the sampler; `choice`: degrees and other inputs of the selector."""
     graph = Graph()
     loader = graph.parallel_loader(unet, devices, **choice)
-    inputs = (graph.text(1), graph.text(2), graph.latent())
+    inputs = graph.request()
     graph.save(graph.parallel_sampler(loader, *inputs, **(sampler or {})), "of-the-page.safetensors")
     return graph
 
@@ -153,7 +153,7 @@ def three_samplers(unet: str, name: str, **options) -> Graph:
     model = graph.model(STOCK, unet)
     shifted = graph.add("ModelSamplingFlux", model=model, max_shift=1.0, base_shift=0.5, width=64, height=64)
     for seed, wire in enumerate((model, [shifted, 0], graph.model(STOCK, unet))):
-        inputs = (graph.text(1), graph.text(2), graph.latent())
+        inputs = graph.request()
         graph.save(graph.ksampler(wire, *inputs, seed=seed, **options), f"{name}-{seed}.safetensors")
     return graph
 

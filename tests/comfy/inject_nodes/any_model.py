@@ -1,10 +1,8 @@
-"""Nodes for models of any family: they write the model files and make latents, prompts and changed models."""
+"""Nodes for models of any family: they make latents, prompts and changed models."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import comfy.sd
@@ -12,14 +10,11 @@ import comfy.utils
 import folder_paths
 import gguf
 import torch
-from comfy.cli_args import parser
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from comfy_api.latest import io
-from safetensors.torch import save_file
 
 from .node import node
-from .tiny_models import tensors_of
 
 
 def _drawn(size: list[int] | torch.Size, seed: int) -> torch.Tensor:
@@ -40,16 +35,6 @@ def load_gguf(unet_name: str, virtual_vram: int) -> io.Model:
         if shape is not None:
             weights[tensor.name] = weights[tensor.name].reshape(shape.contents())
     return comfy.sd.load_diffusion_model_state_dict(weights)
-
-
-@node("TestWriteModel", is_output_node=True)
-def write_model(kind: str, folder: str):
-    """Writes a tiny model of the given kind into a model folder, unless the file exists."""
-    path = Path(folder_paths.get_folder_paths(folder)[0], f"any_{kind}.safetensors")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors, metadata = tensors_of(kind)
-        save_file(tensors, path, metadata)
 
 
 @node("TestShapedLatent")
@@ -136,13 +121,6 @@ def load_state_dict(model_name: str, dtype: str, scale: float) -> io.Model:
     weights[first] = weights[first] * scale
     options = {} if dtype == "default" else {"dtype": getattr(torch, dtype)}
     return comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)
-
-
-@node("TestNumericFlags")
-def numeric_flags(line: str) -> str:
-    """Returns the flags of a ComfyUI command line that the pack passes on to ranks."""
-    (flags,) = (module for name, module in sys.modules.items() if name.endswith(".host.comfyui_flags"))
-    return " ".join(flags.numeric_flags(parser.parse_args(line.split())))
 
 
 @node("TestWrapper")

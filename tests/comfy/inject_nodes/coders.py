@@ -46,7 +46,7 @@ def tiny_vae() -> io.Vae:
     return comfy.sd.VAE(sd=sd)
 
 
-def _drawn(tensors, seed, norm):
+def drawn(tensors, seed, norm):
     """Returns random weights of these shapes; weights with `norm` in their names are around 1."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, tensor in tensors.items():
@@ -60,7 +60,7 @@ def wan_vae(channels: int) -> io.Vae:
     """Returns a narrow random Wan 2.1 VAE, as VAELoader makes one from its file. `channels`: picture channels."""
     sizes = {"dim": 16, "z_dim": 16, "image_channels": channels, "conv_out_channels": channels}
     network = WanVAE(**sizes, temperal_downsample=[False, True, True])
-    return comfy.sd.VAE(sd=_drawn(network.state_dict(), channels, "gamma"))
+    return comfy.sd.VAE(sd=drawn(network.state_dict(), channels, "gamma"))
 
 
 @node("TestImageVAE")
@@ -70,7 +70,7 @@ def image_vae() -> io.Vae:
     sizes |= dict(double_z=True, ch_mult=[1, 2, 4, 4], attn_resolutions=[])
     shapes = Decoder(ch=32, **sizes).state_dict(prefix="decoder.")
     sd = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
-    sd |= _drawn(Encoder(ch=128, **sizes).state_dict(prefix="encoder."), 0, "norm")
+    sd |= drawn(Encoder(ch=128, **sizes).state_dict(prefix="encoder."), 0, "norm")
     return comfy.sd.VAE(sd=sd)
 
 

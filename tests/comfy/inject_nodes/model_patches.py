@@ -10,8 +10,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 from comfy_extras import nodes_model_patch
 
+from .coders import drawn
 from .node import node
-from .tiny_models import drawn
 
 _MADE = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.manual_cast}
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
 def model_patch(kind: str) -> io.ModelPatch:
     """Returns a MODEL_PATCH with random weights."""
     network = KINDS[kind]()
-    network.load_state_dict(drawn(network))
+    network.load_state_dict(drawn(network.state_dict(), 7, "norm"))
     return ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
 
 

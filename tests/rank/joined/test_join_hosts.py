@@ -13,10 +13,10 @@ import torch
 
 from cluster_machines import ForkedTorchrun, make_cluster
 from flux_requests import request
-from network_namespaces import FIRST, Hosts
 from oracle import oracle_model, oracle_sample
 from parallel_backend.cluster import endpoint as endpoints
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
+from slow_network import FIRST, Hosts
 from tiny_flux import write_tiny_flux
 from waiting import wait_until
 

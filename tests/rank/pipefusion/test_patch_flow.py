@@ -29,8 +29,7 @@ from parallel_backend.sampling.samplers import STEPS
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from shipped_jobs import stock_latent
-from sound_jobs import SHAPES, sound_job, sound_model
-from wan_jobs import BLOCKS, patchwise_latent, tiny_wan, wan_job
+from wan_jobs import BLOCKS, SHAPES, patchwise_latent, sound_job, sound_model, tiny_wan, wan_job
 from wan_jobs import STEPS as STEPS_OF_A_JOB
 
 EXACT = 1e-5  # of the largest value

@@ -11,16 +11,14 @@ from differences import relative_difference
 from flux_requests import CASES as ALL_CASES
 from flux_requests import TOLERANCE
 from nccl_semantics import NCCL_STREAMS
-from oracle import oracle_model, oracle_sample
+from oracle import oracle_model, oracle_sample, patchwise_sample
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.errors import Cancelled
 from parallel_backend.layout import split_sizes
 from parallel_backend.requests import ModelSpec
 from parallel_backend.strategy import ParallelStrategy
-from patchwise_oracle import patchwise_sample
-from plain_jobs import PlainJobs
-from point_forward import Boundary
+from plain_jobs import Boundary, PlainJobs
 from ranks import run_ranks
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
 from tiny_flux import write_tiny_flux

@@ -13,8 +13,7 @@ from oracle import oracle_model, oracle_sample
 from parallel_backend.errors import Cancelled, RequestError
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
-from plain_jobs import run_plain
-from point_forward import PointForward, point_prompt, point_request
+from plain_jobs import PointForward, point_prompt, point_request, run_plain
 from tiny_flux import write_tiny_flux
 
 
