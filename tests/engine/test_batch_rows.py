@@ -27,11 +27,6 @@ def test_tensors_with_a_line_for_each_row_are_cut_wherever_they_stand():
     assert (call.rows, call.tokens) == (2, "block")
 
 
-def test_a_number_has_no_rows():
-    scale = torch.tensor(2.0)
-    assert take_rows(_call(rows=4, scale=scale), slice(0, 1)).kwargs["scale"] is scale
-
-
 def test_all_rows_are_the_call_itself():
     call = _call(context=X)
     assert take_rows(call, slice(0, 4)) is call
