@@ -13,25 +13,6 @@ def _call(rows=4, **kwargs):
     return ModuleCall((X, torch.arange(4)), kwargs, rows)
 
 
-def test_tensors_with_a_line_for_each_row_are_cut_wherever_they_stand():
-    control = {"output": [X, None], "input": (SHARED,)}
-    call = take_rows(_call(context=X, mask=SHARED, scale=0.5, names=["a"], control=control), slice(1, 3))
-    assert torch.equal(call.args[0], X[1:3])
-    assert call.args[1].tolist() == [1, 2]
-    assert torch.equal(call.kwargs["context"], X[1:3])
-    assert call.kwargs["mask"] is SHARED
-    assert (call.kwargs["scale"], call.kwargs["names"]) == (0.5, ["a"])
-    assert torch.equal(call.kwargs["control"]["output"][0], X[1:3])
-    assert call.kwargs["control"]["output"][1] is None
-    assert call.kwargs["control"]["input"] == (SHARED,)
-    assert (call.rows, call.tokens) == (2, "block")
-
-
-def test_a_number_has_no_rows():
-    scale = torch.tensor(2.0)
-    assert take_rows(_call(rows=4, scale=scale), slice(0, 1)).kwargs["scale"] is scale
-
-
 def test_all_rows_are_the_call_itself():
     call = _call(context=X)
     assert take_rows(call, slice(0, 4)) is call

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comfy_weight_files import CPU, inputs, spec, write
+from comfy_weight_files import inputs, spec, write
 from parallel_backend.errors import RequestError
-from parallel_backend.models.comfyui.load import load
 from parallel_backend.options import ComputeOptions
-from parallel_backend.requests import BLOCK, ROWS, STAY, Placement
+from parallel_backend.requests import STAY, Placement
 from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship_call
 
@@ -25,25 +24,6 @@ def call(ranks, model, placement, args, kwargs, mode=STAY):
 @pytest.fixture
 def model(tmp_path):
     return spec(write(tmp_path / "model.safetensors", "bf16"))
-
-
-def test_every_way_to_share_out_a_call_gives_the_answer_of_one_process(two_real_ranks, model):
-    args, kwargs = inputs()
-    with torch.inference_mode():
-        wanted = load(model, CPU).module(*args, **kwargs)
-    sent = {}
-    for strategy in (
-        ParallelStrategy(ulysses_degree=2),
-        ParallelStrategy(ring_degree=2),
-        ParallelStrategy(cfg_degree=2),
-    ):
-        for tokens in (STAY, BLOCK, ROWS):
-            answer, info = call(two_real_ranks, model, Placement(strategy), args, kwargs, tokens)
-            assert (answer - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-            assert (info.engine, info.exact, info.notes) == ("native", True, ())
-            sent[strategy, tokens] = max(info.bytes_sent)
-    ulysses = ParallelStrategy(ulysses_degree=2)
-    assert 0 < sent[ulysses, ROWS] < sent[ulysses, STAY] < sent[ulysses, BLOCK]
 
 
 def test_a_chosen_kernel_is_used_or_refused_and_the_ranks_stay_usable(two_real_ranks, model):

@@ -23,22 +23,18 @@ BLOCKS, TEXT, SHIFT, STEPS = 5, 4096, 3.0, 4
 FRAMES, HEIGHT, WIDTH = 3, 9, 6  # 3 x 5 x 3 tokens; the last row of each frame reaches beyond the latent
 
 
-KINDS = {"t2v": "wan", "i2v": "wan i2v"}
-
-
-def tiny_wan(folder, kind: str = "t2v", blocks: int = BLOCKS, dim: int = 128):
+def tiny_wan(folder, blocks: int = BLOCKS, dim: int = 128):
     """Writes a tiny Wan to a file and returns its ModelSpec."""
     import_comfyui_here()
     sizes = {"dim": dim, "ffn_dim": 3 * dim // 2, "num_heads": dim // 128, "num_layers": blocks}
-    path = folder / f"{kind} {blocks} {dim}.safetensors"
-    save_model(fill(build_tiny(KINDS[kind], freq_dim=256, text_dim=TEXT, **sizes)), path)
+    path = folder / f"{blocks} {dim}.safetensors"
+    save_model(fill(build_tiny("wan", freq_dim=256, text_dim=TEXT, **sizes)), path)
     return spec(path)
 
 
 def wan_job(
     sampler: str = "euler",
     *,
-    kind: str = "t2v",
     steps: int = STEPS,
     batch: int = 1,
     size: tuple[int, int, int] = (FRAMES, HEIGHT, WIDTH),
@@ -48,13 +44,7 @@ def wan_job(
     shape = (batch, 16, *size)
     sigmas = torch.linspace(1, 0, steps + 1)
     sigmas = SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
-    beside = {}
-    if kind == "i2v":
-        beside = {
-            "c_concat": ("CONDNoiseShape", random(batch, 20, *shape[2:], seed=3)),
-            "clip_fea": ("CONDRegular", random(batch, 5, 1280, seed=4)),
-        }
-    conds = two_prompts(TEXT, beside)
+    conds = two_prompts(TEXT, {})
     request = LoopJob(random(*shape, seed=1), torch.zeros(shape), sigmas, conds, 2.5, sampler, seed=11)
     return replace(request, **changes)
 

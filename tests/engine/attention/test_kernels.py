@@ -15,21 +15,6 @@ def _tensors(keys: int, queries: int = 5):
     return [torch.randn(2, 3, n, 16, generator=generator) for n in (queries, keys, keys)]
 
 
-def test_attention_in_uneven_parts_equals_attention_over_all_keys():
-    query, key, value = _tensors(keys=11)
-    parts = (attend_with_lse(query, key[:, :, a:b], value[:, :, a:b]) for a, b in ((0, 1), (1, 8), (8, 11)))
-    expected = F.scaled_dot_product_attention(query, key, value)
-    torch.testing.assert_close(merge(parts, torch.float32), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_log_sum_exp_is_that_of_the_scores():
-    query, key, value = _tensors(keys=7)
-    out, lse = attend_with_lse(query, key, value)
-    scores = query @ key.transpose(-1, -2) / 4
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out, attend(query, key, value, None, "torch"), rtol=1e-5, atol=1e-6)
-
-
 def test_a_kernel_of_diffusers_gives_the_same_as_torchs_own():
     query, key, value = _tensors(keys=7)
     expected = attend(query, key, value, None, "torch")

@@ -5,7 +5,6 @@ from operator import methodcaller
 
 import pytest
 import torch
-from torch import nn
 
 from parallel_backend.engine.attention import sequence
 from parallel_backend.engine.attention.sequence import SequenceAttention
@@ -15,7 +14,7 @@ from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.errors import RequestError
 from parallel_backend.models.attention import AttentionCall
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.tokens.regions import Tokens, Window
+from parallel_backend.models.tokens.regions import Tokens
 from parallel_backend.options import EXCHANGE_DTYPES
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
@@ -100,7 +99,6 @@ def _of_ranks(layout):
 def _of_rank(world, strategy):
     return {
         "forms": [_differences(world, strategy, *heads) for heads in HEADS_OF],
-        "windows": [_in_a_window(world, strategy, reach) for reach in (2, None)],
         "rounded": [_exact_and_rounded(world, strategy, kv_heads, WIDE) for kv_heads in (6, 2)],
     }
 
@@ -113,33 +111,6 @@ def test_every_form_of_call_matches_one_rank(layout):
             off = {form: difference for form, difference in found.items() if not difference <= EXACT}
             assert off == {}, f"{heads} heads, {kv_heads} of keys"
             assert len(found) == (16 if heads == HEADS else 14)
-
-
-def _across(world, strategy):
-    """Returns the errors for whole text queries over split image keys, and split image queries over whole text keys."""
-    layouts = Layouts(world)
-    layout = layouts.get(strategy)
-    text, image = random(1, HEADS, TEXT, CHANNELS), random(1, HEADS, IMAGE, CHANNELS)
-    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
-    mine = tokens.cut(image, Tokens("img", 2))
-    attention = SequenceAttention(layout, tokens, ((None, "img"), None))
-    form = {"skip_reshape": True, "skip_output_reshape": True}
-    to_image = answer(attention, text, mine, mine, HEADS, **form)
-    to_text = answer(attention, mine, text, text, HEADS, **form)
-    beyond = answer(attention, mine, text, text, HEADS, **form)
-    expected = tokens.cut(optimized(image, text, text, HEADS, **form), Tokens("img", 2))
-    return [
-        (to_image - optimized(text, image, image, HEADS, **form)).abs().max().item(),
-        (to_text - expected).abs().max().item(),
-        (beyond - expected).abs().max().item(),
-    ]
-
-
-@pytest.mark.parametrize("layout", ["ulysses", "ring", "usp"])
-def test_queries_or_keys_that_every_rank_has_whole(layout):
-    strategy = LAYOUTS[layout]
-    for found in run_ranks(_across, strategy.world_size, strategy):
-        assert max(found) <= EXACT
 
 
 def test_keys_that_heads_share_travel_once():
@@ -229,34 +200,6 @@ def test_other_tokens_than_the_table_says_and_odd_heads_are_refused_before_anyth
         return layouts.traffic.bytes_sent
 
     assert run_ranks(refused, 2) == [0, 0]
-
-
-def _in_a_window(world, strategy, reach):
-    """Returns the error for a block that sees `reach` tokens to either side (None: all). `reach` replaces its mask."""
-    layouts = Layouts(world)
-    layout = layouts.get(strategy)
-    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
-    q = random(1, HEADS, IMAGE, CHANNELS)
-    mine = tokens.cut(q, Tokens("x", 2))
-    block = nn.Module()
-    block.reach = reach
-    form = {"skip_reshape": True, "skip_output_reshape": True}
-    of_share = torch.zeros(mine.shape[2], mine.shape[2])
-    attention = SequenceAttention(layout, tokens, (Window("x", "reach"),), block)
-    out = answer(attention, mine, mine, mine, HEADS, mask=None if reach is None else of_share, **form)
-    places = torch.arange(IMAGE)
-    far = (places[:, None] - places).abs() > (IMAGE if reach is None else reach)
-    mask = torch.zeros(IMAGE, IMAGE).masked_fill(far, torch.finfo(torch.float32).min)
-    expected = tokens.cut(optimized(q, q, q, HEADS, mask=mask[None, None], **form), Tokens("x", 2))
-    return ((out - expected).abs().max() / expected.abs().max()).item()
-
-
-@pytest.mark.xdist_group("attention_sequence")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_window_is_one_of_all_tokens(layout):
-    for of_rank in _of_ranks(layout):
-        narrow, endless = of_rank["windows"]
-        assert narrow <= EXACT and endless <= EXACT
 
 
 WIDE = 32  # channels of a rounded head: 36 bytes with its scale, instead of 128

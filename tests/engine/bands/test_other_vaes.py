@@ -113,10 +113,9 @@ def test_a_rank_that_goes_without_the_others_is_seen(names):
         assert min(difference(frames, expected) for frames, _ in results[name]) > 100 * TOLERANCE, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_network_that_looks_further_is_seen_before_it_is_used(dtype):
-    """A rank that lacks its neighbours' rows stands for such a network."""
-    made, names = partial(half, dtype=dtype), ["wan 2.1", "hunyuanvideo"]
+def test_a_network_that_looks_further_is_seen_before_it_is_used():
+    """A rank that lacks its neighbours' rows stands for such a network. test_encoder.py has this in float32."""
+    made, names = partial(half, dtype=torch.bfloat16), ["wan 2.1", "hunyuanvideo"]
     assert run_ranks(refusals, 2, made, names) == 2 * [["", ""]]
     first, second = run_ranks(refusals, 2, made, names, "rows")
     assert all(words.startswith("this version of ComfyUI computes its VAE i") for words in first)

@@ -13,10 +13,6 @@ from parallel_backend.layout import slice_of, split_sizes
 from ranks import run_ranks
 
 
-class Norm(nn.GroupNorm):
-    """A subclass of torch's class, like the one in ComfyUI from which its networks' norms inherit."""
-
-
 def on_bands(world, layer, x):
     """Returns this rank's rows of layer(x)."""
     n = world.world_size
@@ -37,17 +33,6 @@ def drawn(*shape, seed=3):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("mode", ["replicate", "reflect"])
-def test_a_convolution_that_repeats_its_border_does_so_at_the_image_alone(mode):
-    """The heights give bands of one row and of more rows."""
-    conv = nn.Conv3d(4, 5, 3, padding=(0, 1, 1), padding_mode=mode)
-    for rows in (4, 9):
-        x = drawn(1, 4, 3, rows, 6)
-        with torch.inference_mode():
-            expected = conv(x)
-        torch.testing.assert_close(together(4, conv, x), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is_refused():
     split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, stride=2)), Bands(Traffic()))
     for conv in (
@@ -59,20 +44,6 @@ def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is
     ):
         with pytest.raises(RequestError, match="cannot be split into bands"):
             split_rows(nn.Sequential(conv), Bands(Traffic()))
-
-
-class NormOfFrames(Norm):
-    """A group norm that norms each frame separately, as some networks have."""
-
-    def forward(self, x):
-        return torch.stack([super(NormOfFrames, self).forward(frame) for frame in x.unbind(2)], dim=2)
-
-
-def test_a_group_norm_that_takes_frames_apart_still_does():
-    norm, x = NormOfFrames(4, 8), drawn(1, 8, 3, 7, 5) + torch.arange(3).view(1, 1, 3, 1, 1)
-    with torch.inference_mode():
-        expected = norm(x)
-    torch.testing.assert_close(together(3, norm, x), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("elements", [1, 300])

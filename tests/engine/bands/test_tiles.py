@@ -13,7 +13,6 @@ from parallel_backend.layout import split_sizes
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from parallel_backend.models.comfyui.rows.vae_halves import TiledComfyUIVae
 from parallel_backend.models.comfyui.tiny.weights import random
-from parallel_backend.models.tokens.vae_networks import VaeMode, known
 from ranks import run_ranks
 
 # (latent frames, height, width), frames, tiles, shares: a picture, fewer tiles than ranks, a video in two chunks
@@ -89,7 +88,3 @@ def test_a_rank_holds_no_picture_to_know_its_tiles():
     assert {vae.tile_shape(tile)[1] for tile in tiles} == {3}
     with torch.inference_mode():
         assert vae.tile_shape(tiles[0]) == tuple(vae.compute(tiles[0]).shape)
-
-
-def test_the_network_is_known_as_one_that_cuts_tiles():
-    assert known(build(TILED)).way is VaeMode.TILES

@@ -74,22 +74,6 @@ def test_the_image_is_that_of_the_unsplit_decoder(sizes, ranks):
             assert parts == STEPS, (case, rank)
 
 
-def in_bfloat16(world, sizes, latent):
-    """Returns the image decoded in bfloat16, [H, W, 3] float32, on rank 0; an empty tensor on the others."""
-    image = BandedNetwork(banded(sizes, torch.bfloat16), Layouts(world))(latent)
-    return torch.empty(0) if image is None else image[0].float()
-
-
-def test_half_precision_loses_no_more_in_bands_than_on_one_rank():
-    """GPUs decode in half precision. Mean errors against the exact image are compared: a pixel's rounding is random."""
-    latent = random_latent(FLUX, 8, 6)[0]
-    expected = whole(FLUX, latent)
-    one, three = (
-        (run_ranks(in_bfloat16, ranks, FLUX, latent)[0] - expected).abs().mean().item() for ranks in (1, 3)
-    )
-    assert 0 < three <= 1.2 * one
-
-
 def peak(world, sizes, latent):
     """Returns the peak of bytes that torch's allocator gave out during a decode, in addition to those before it."""
     decoder = BandedNetwork(banded(sizes), Layouts(world))

@@ -1,13 +1,11 @@
 """Arguments of blocks cut to each rank's tokens: all ranks together hold every token once."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.engine.comm.traffic_counter import Traffic
-from parallel_backend.engine.tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
+from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.errors import RequestError
 from parallel_backend.models.tokens.regions import Tokens
 from ranks import run_ranks
@@ -24,10 +22,6 @@ def _ranks(count, weights=()):
         tokens.cut(TEXT, Tokens("txt"))
         found.append(tokens)
     return found
-
-
-def _patch(tokens, number):
-    return replace(tokens, patch=ImagePatch(number, 3), _cuts={}, _orders={})
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 3.0, 2.0)], ids=["equal", "by device"])
@@ -47,38 +41,6 @@ def test_a_joined_tensor_has_each_ranks_text_beside_its_image():
         assert torch.equal(share, torch.cat(apart, 1))
     order = _ranks(3)[0].order("txt+img", torch.device("cpu"))
     assert torch.equal(joined[:, order], torch.cat([t.cut(joined, Tokens("txt+img")) for t in _ranks(3)], 1))
-
-
-def test_gathered_patches_lie_in_their_places_and_add_up_to_the_whole():
-    joined, words = torch.cat([TEXT, IMAGE], 1), Tokens("txt+img")
-    patches = [_patch(tokens, number) for number in range(3) for tokens in _ranks(1)]
-    gathered = [tokens.gather(tokens.cut(joined, words), words) for tokens in patches]
-    assert all(one.shape == joined.shape and one.count_nonzero() < joined.numel() / 2 for one in gathered)
-    assert torch.equal(sum(gathered), joined)
-
-
-def test_ranks_share_the_tokens_of_a_patch():
-    joined, words = torch.cat([TEXT, IMAGE], 1), Tokens("txt+img")
-    for weights in ((), (1.0, 3.0)):
-        for number in range(3):
-            ranks = [_patch(tokens, number) for tokens in _ranks(2, weights)]
-            shares = torch.cat([t.local(t.cut(joined, words), "txt+img", 1) for t in ranks], 1)
-            numbers = ranks[0].order("txt+img", torch.device("cpu"))
-            assert torch.equal(joined[:, numbers], shares)
-            assert sum(ranks[0].lengths("txt+img")) == len(numbers) == len(set(numbers.tolist()))
-            alone = _patch(_ranks(1)[0], number).order("txt+img", torch.device("cpu"))
-            assert sorted(numbers.tolist()) == alone.tolist()
-
-
-def test_the_last_tokens_of_a_stream_go_where_its_shares_lie():
-    """Text and image are shared out as one stream. The first of four ranks has no image token and holds a stand-in."""
-    cut = [
-        LastTokens(Axis(tuple(range(4)), index, None), (), Traffic(), among=TEXT.shape[1] + IMAGE.shape[1])
-        for index in range(4)
-    ]
-    shares = [tokens.cut(IMAGE, Tokens("img")) for tokens in cut]
-    assert cut[0].lengths("img") == (0, 3, 4, 4) and shares[0].shape[1] == 1
-    assert torch.equal(torch.cat(shares[1:], 1), IMAGE)
 
 
 def test_a_joined_stream_of_unknown_streams_is_one():

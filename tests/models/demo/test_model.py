@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from demo_training.judge import judge
 from demo_training.scenes import is_held_out, random_scene
 from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
-from parallel_backend.models.diffusers.keys import original_shapes
 
 FOLDER = Path(__file__).resolve().parents[3] / "demo_model"
 TRANSFORMER = FOLDER / "transformer.safetensors"
@@ -39,18 +36,9 @@ def test_files_are_small_enough_for_a_repository():
     assert sum(file.stat().st_size for file in files) <= 16_000_000
 
 
-def test_transformer_has_the_original_key_layout(trainer):
-    with safe_open(TRANSFORMER, "pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    assert shapes == {key: tuple(shape) for key, shape in original_shapes(trainer.DIMS).items()}
-    assert all(
-        re.match(r"(double_blocks|single_blocks|(img|txt|time|vector)_in|final_layer)\.", k) for k in shapes
-    )
-
-
 def test_the_pack_reads_its_dimensions_from_the_tensors(trainer):
     file = inspect_flux(str(TRANSFORMER))
-    assert file.dims == trainer.DIMS
+    assert (file.layout, file.prefix, file.dims) == ("original", "", trainer.DIMS)
     assert (file.dims.context_dim, file.dims.pooled_dim) == (CONTEXT_DIM, POOLED_DIM)
     # Two heads and an even number of tokens: two ranks can share every part of it.
     assert file.dims.heads % 2 == 0

@@ -66,11 +66,6 @@ def test_the_real_flux_dev_is_told_from_its_header(tmp_path):
         assert file.tensor_bytes == 2 * 11_901_408_320  # parameters of FLUX.1-dev by its model card
 
 
-@pytest.mark.parametrize("layout", ["original", "diffusers"])
-def test_the_key_table_is_the_files(layout):
-    assert {"original": original_shapes, "diffusers": diffusers_shapes}[layout](DIMS) == SHAPES[layout]
-
-
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32"), ("F8_E4M3", "float8_e4m3fn")],

@@ -113,20 +113,6 @@ def test_every_layout_and_dtype_gives_diffusers_forward(written, dtype, layout, 
     assert error(velocity(model), judged(dtype, guidance=guidance)) < 1e-5
 
 
-@pytest.mark.parametrize(("layout", "prefix"), [("bfl", ""), ("diffusers", PREFIX)])
-def test_fp8_is_kept_as_storage_and_computed_in_bfloat16(written, tmp_path, layout, prefix):
-    path = written(dtype=FP8, layout=layout, prefix=prefix)
-    model = loaded(path)
-    assert model.compute_dtype == BF16
-    assert model.module.transformer.single_transformer_blocks[0].proj_out.weight.dtype == FP8
-    result = velocity(model)
-    assert error(result, judged(FP8)) < 0.03  # bf16 has 8 bits: measured 0.01
-    # The same weights stored as bf16 compute exactly the same.
-    wide = tmp_path / "wide.safetensors"
-    save_file({key: tensor.to(BF16) for key, tensor in load_file(path).items()}, wide)
-    assert torch.equal(result, velocity(loaded(wide, "bfloat16")))
-
-
 def test_a_different_network_is_told_apart(written):
     """The negative control: the comparisons above can fail."""
     other = loaded(written(seed=1))
@@ -261,22 +247,18 @@ def test_without_guidance_none_is_embedded_and_schnell_ignores_it(written):
     assert torch.equal(velocity(schnell, guidance=None), velocity(schnell))
 
 
+def test_positions_of_a_large_image_are_exact():
+    # bf16 would round everything above 256.
+    assert image_ids(2, 1026)[-1].tolist() == [0.0, 0.0, 512.0]
+    assert len(set(image_ids(1026, 2)[:, 1].tolist())) == 513
+
+
 def test_two_models_in_one_process_do_not_disturb_each_other(written):
     first = loaded(written())
     before = velocity(first)
     second = loaded(written(seed=1, dtype=BF16), "bfloat16")
     velocity(second, sigma=torch.tensor([0.1, 0.9]))
     assert torch.equal(velocity(first), before)
-
-
-def test_a_refused_file_leaves_the_process_able_to_load(written, tmp_path):
-    good = written()
-    bad = tmp_path / "bad.safetensors"
-    bad.write_bytes(good.read_bytes()[:-100])
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"bad\.safetensors is refused: it is truncated"):
-            loaded(bad)
-        assert velocity(loaded(good)).isfinite().all()
 
 
 @pytest.mark.parametrize("change", ["truncated", "deleted"])

@@ -56,13 +56,8 @@ def test_every_kind_and_size_is_measured_on_every_rank():
         assert found["collective_s"] > 0 and found["facts"] is None
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [ParallelStrategy(cfg_degree=3), ParallelStrategy(ring_degree=3), ParallelStrategy(ulysses_degree=3)],
-    ids=ParallelStrategy.describe,
-)
-def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_looked_at(strategy):
-    for rank, found in enumerate(run_ranks(_calibrate, 3, strategy, 20.0, True)):
+def test_groups_that_do_not_divide_the_sizes_are_measured_and_what_arrives_is_looked_at():
+    for rank, found in enumerate(run_ranks(_calibrate, 3, ParallelStrategy(ring_degree=3), 20.0, True)):
         pairs = [(size, peer) for kind, size, _, _, peer, _ in found["transfers"] if kind == PAIR]
         assert pairs == [(size, peer) for peer in range(3) if peer != rank for size in SMALL]
         assert all(intact for *_, intact in found["transfers"])

@@ -29,7 +29,7 @@ from parallel_backend.sampling.samplers import STEPS
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from shipped_jobs import stock_latent
-from wan_jobs import BLOCKS, SHAPES, patchwise_latent, sound_job, sound_model, tiny_wan, wan_job
+from wan_jobs import SHAPES, patchwise_latent, sound_job, sound_model, tiny_wan, wan_job
 from wan_jobs import STEPS as STEPS_OF_A_JOB
 
 EXACT = 1e-5  # of the largest value
@@ -225,16 +225,6 @@ def test_other_kinds_of_models_flow_alike_through_any_stages(folder, name):
         assert 1e-4 < far(found["uneven"]["latent"][..., part], stock[..., part]) < 0.1
 
 
-def test_more_warm_up_steps_come_nearer_to_stock_and_so_does_a_video_from_a_picture(folder):
-    spec, job = tiny_wan(folder, "i2v"), wan_job(kind="i2v")
-    strategies = {warm: PIPE.replace(warmup_steps=warm) for warm in (1, 3)}
-    cases = {str(warm): (strategy, job) for warm, strategy in strategies.items()}
-    cases["one patch"] = PIPE.replace(num_pipeline_patch=1), job
-    found, stock = run_ranks(sampled, 2, spec, cases)[0], stock_latent(spec, job)
-    assert far(found["one patch"]["latent"], stock) <= EXACT
-    assert 1e-4 < far(found["3"]["latent"], stock) < far(found["1"]["latent"], stock) < 0.1
-
-
 def cancelled(world, spec):
     """Returns (the error of a cancel while patches flow, True if the next job equals the one before the cancel)."""
     ranks = Ranks(world, spec)
@@ -271,14 +261,6 @@ def test_a_job_that_goes_on_after_a_crash_has_one_more_step_of_whole_images_for_
     assert far(found["rest"]["latent"], found["first"]["latent"]) > EXACT
 
 
-def test_a_stage_holds_its_own_blocks_alone(spec):
-    whole, shares = run_ranks(held_bytes, 1, spec)[0], run_ranks(held_bytes, 3, spec)
-    blocks = whole["blocks"] / BLOCKS
-    assert sorted(round(share["blocks"] / blocks) for share in shares) == [1, 2, 2]
-    assert sum(share["blocks"] for share in shares) == whole["blocks"]
-    assert {share["around"] for share in shares} == {whole["around"]}
-
-
 def test_stages_of_two_kinds_of_blocks_hold_unequal_bytes_which_the_prediction_counts(folder):
     spec = two_kinds(folder)
     header = inspect(spec.path)
@@ -300,21 +282,3 @@ def held_bytes(world, spec):
         found["blocks" if "blocks." in name else "around"] += parameter.nbytes
     assert sum(found.values()) == weight_bytes(model.chunks, world.device)
     return found
-
-
-def with_a_lora(world, spec):
-    """Returns the latent with a change of every block's weights, and the next latent without it."""
-    ranks, job = Ranks(world, spec), wan_job(steps=2)
-    strategy = ParallelStrategy(pipefusion_degree=world.world_size, warmup_steps=2)
-    ranks.run(strategy, job)
-    change = 0.05 * random(128, 128, seed=1)
-    changes = {f"blocks.{number}.self_attn.v.weight": change for number in range(BLOCKS)}
-    changed = ranks.run(strategy, replace(job, changes=changes))["latent"]
-    return changed, ranks.run(strategy, job)["latent"]
-
-
-def test_a_lora_changes_in_each_stage_the_blocks_that_it_holds(spec):
-    ((expected, plain),) = run_ranks(with_a_lora, 1, spec)
-    (changed, again), _ = run_ranks(with_a_lora, 2, spec)
-    assert far(changed, expected) <= EXACT < 1e-3 < far(changed, plain)
-    assert far(again, plain) <= EXACT

@@ -49,13 +49,7 @@ def name_of(strategy):
 FLOWING = {
     2: [pipe(2), pipe(2, warmup_steps=2, num_pipeline_patch=7), pipe(2, device_shares=(1, 3))],
     3: [pipe(3, num_pipeline_patch=2)],
-    4: [
-        pipe(4),
-        pipe(2, cfg_degree=2),
-        pipe(2, data_degree=2),
-        pipe(2, ulysses_degree=2),
-        pipe(2, ring_degree=2),
-    ],
+    4: [pipe(4), pipe(2, cfg_degree=2)],
     8: [pipe(2, ring_degree=2, ulysses_degree=2)],
 }
 ALL = [strategy for of_size in FLOWING.values() for strategy in of_size]

@@ -14,27 +14,11 @@ from parallel_backend.strategy import ParallelStrategy
 from plain_jobs import PlainJobs
 from ranks import run_ranks
 
-# tests/engine/test_adapted_flux.py has more strategies, and the bytes that each call sends.
+# tests/engine/test_adapted_flux.py has the calls of a job under more strategies, and the bytes that each call sends.
 STRATEGIES = {
     1: [ParallelStrategy()],
-    2: [
-        ParallelStrategy(ulysses_degree=2),
-        ParallelStrategy(ring_degree=2),
-        ParallelStrategy(cfg_degree=2),
-        ParallelStrategy(ulysses_degree=2, sends_tokens=True),
-        ParallelStrategy(data_degree=2),
-        ParallelStrategy(ulysses_degree=2, device_shares=(24, 16)),
-        ParallelStrategy(ring_degree=2, device_shares=(1, 9)),
-        ParallelStrategy(ring_degree=2, offload_weights=True),
-    ],
-    3: [ParallelStrategy(ring_degree=3), ParallelStrategy(data_degree=3)],
-    4: [
-        ParallelStrategy(cfg_degree=2, ulysses_degree=2),
-        ParallelStrategy(data_degree=2, cfg_degree=2),
-        ParallelStrategy(ring_degree=2, ulysses_degree=2, device_shares=(4, 1, 2, 1)),
-        ParallelStrategy(cfg_degree=2, ulysses_degree=2, device_shares=(3, 1, 1, 2)),
-        ParallelStrategy(data_degree=2, cfg_degree=2, shard_weights=True),
-    ],
+    2: [ParallelStrategy(cfg_degree=2), ParallelStrategy(ring_degree=2, offload_weights=True)],
+    3: [ParallelStrategy(data_degree=3)],
     8: [
         ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2),
         ParallelStrategy(data_degree=2, cfg_degree=2, pipefusion_degree=2, warmup_steps=2),
@@ -45,10 +29,8 @@ FEW_CASES = ("odd sides, cfg 4, batch 3", "text lengths differ", "fewer image to
 
 
 def cases_of(strategy):
-    """Returns the names of the cases: few for products of axes and for shares, since each axis alone has them all."""
-    degrees = (strategy.row_degree, strategy.ring_degree, strategy.ulysses_degree)
-    axes = sum(degree > 1 for degree in degrees) + (strategy.data_degree > 1 < strategy.cfg_degree)
-    return FEW_CASES if axes > 1 or strategy.device_shares or strategy.shards else CASES
+    """Returns the names of the cases: few for products of axes, since one axis alone has them all."""
+    return FEW_CASES if strategy.world_size == 8 else CASES
 
 
 def sample(world, path, jobs, engine):

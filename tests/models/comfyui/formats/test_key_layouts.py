@@ -44,16 +44,6 @@ def files(tmp_path):
     )
 
 
-def test_names_and_values_are_those_of_comfyuis_own_conversion(files):
-    import_comfyui_here()
-    from comfy.model_detection import convert_diffusers_mmdit
-
-    wanted, found = convert_diffusers_mmdit(load_file(files[1])), from_diffusers(load_file(files[1]))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name] + 0, value), name
-
-
 @pytest.mark.parametrize("lost", ["single_transformer_blocks.0.attn.to_k.weight", "x_embedder.weight"])
 def test_a_file_whose_parts_do_not_fit_together_is_left_to_comfyui(files, lost):
     tensors = load_file(files[1])
@@ -87,12 +77,6 @@ def test_what_a_model_keeps_of_the_file_are_views_of_it(files, is_shared_out):
     for name in FUSED:
         pieces = model.originals[f"diffusion_model.{name}"].pieces
         assert all(is_mapped(files[1], piece) for piece in pieces)
-
-
-@pytest.mark.parametrize("prefix", ["transformer.", "diffusion_model."])
-def test_a_prefix_of_all_keys_is_taken_off(prefix):
-    beside = {"vae.decoder.weight": 3, "text_encoders.t5.weight": 4, "first_stage_model.weight": 5}
-    assert without_prefix({f"{prefix}a": 1, f"{prefix}b.c": 2, **beside}, {}) == {"a": 1, "b.c": 2}
 
 
 @pytest.mark.parametrize(
