@@ -226,9 +226,30 @@ class Plain:
     def __call__(self, x):
         return torch.relu(x)
 
+    def noisy(self, x):
+        return self.noise(x)
 
-@pytest.mark.parametrize("function", [adds, Plain(), Plain().__call__, torch.relu, lambda x: x * 2])
-def test_a_function_that_stores_nothing_is_pure(function):
+    def noise(self, x):
+        return x + torch.randn_like(x)
+
+
+def closes_over(inner):
+    return lambda x: inner(x)
+
+
+def closes_over_an_object(plain):
+    return lambda x: plain.noise(x)
+
+
+MEANS_OF_ROWS = [lambda x: x.mean(1), lambda x: x.norm(dim=-1), lambda x: torch.mean(x, 1)]
+OF_ALL_ROWS = [lambda x: x - x.mean(), lambda x: x / torch.norm(x), lambda x: eval("x + 1")]  # noqa: S307
+
+
+@pytest.mark.parametrize(
+    "function",
+    [adds, Plain(), Plain().__call__, torch.relu, lambda x: x * 2, closes_over(adds), *MEANS_OF_ROWS],
+)
+def test_a_function_of_each_row_alone_is_pure(function):
     assert is_pure(function)
 
 
@@ -237,3 +258,15 @@ def test_a_function_that_stores_nothing_is_pure(function):
 )
 def test_a_function_that_may_store_something_is_not(function):
     assert not is_pure(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Plain().noise, Plain().noisy, closes_over_an_object(Plain()), closes_over(Plain().noisy), *OF_ALL_ROWS],
+)
+def test_a_function_that_draws_numbers_or_joins_rows_is_not(function):
+    assert not is_pure(function)
+
+
+def test_functions_of_the_same_code_are_told_apart_by_what_they_close_over():
+    assert is_pure(closes_over(adds)) and not is_pure(closes_over(appends))
