@@ -360,6 +360,7 @@ class ModuleForward:
         # With paired projections another pack's code would see tokens of two ranks with half of the heads each.
         plain = not call.eager and self.compiler is None and self.xfuser is None
         self._blocks.sends_tokens = self._sends_tokens and call.tokens == STAY and plain
+        self._blocks.careful = call.careful
         with self._blocks.shared_out(stay=call.tokens == STAY, control=control, cached=cached):
             return self._compute(call)
 

@@ -128,6 +128,9 @@ class ModuleModel(Protocol):
 
     def come_back(self) -> None: ...
 
+    def attention_is_replaced(self) -> bool:
+        """Returns True while a node's code has put a function of its own in the place of the one that blocks call."""
+
     def begin_call(self) -> None:
         """Clears what the module caches of its last call by memory address."""
 

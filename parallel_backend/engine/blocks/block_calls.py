@@ -17,7 +17,7 @@ from torch import nn
 from ...models.attention import attention_by
 from ...models.base import ModuleModel
 from ...models.tokens.cached_outputs import CachedOutput, cached_outputs, main_region
-from ...models.tokens.regions import LAST_BLOCK, Region, Tokens
+from ...models.tokens.regions import LAST_BLOCK, Blocks, Region, Tokens
 from ..attention.guides import Guides
 from ..attention.projections import paired_projections
 from ..attention.sequence import SequenceAttention, StaleKeys
@@ -44,7 +44,8 @@ class BlockCalls:
     """The blocks of `_model` over the sequence axis of `_layout`. Raises RequestError if the table does not describe
     this version of the module. `_run_block`: runs blocks in which ranks exchange at attention only; `_make_attention`:
     SequenceAttention, or a function with the same arguments that returns a subclass; `sends_tokens`: True if two ranks
-    may exchange tokens before their projection, since only the module's own code then reads values inside blocks."""
+    may exchange tokens before their projection, since only the module's own code then reads values inside blocks;
+    `careful`: True if a node's code takes part, which may replace a block's attention or leave some of it out."""
 
     _model: ModuleModel
     _layout: Layout
@@ -52,6 +53,7 @@ class BlockCalls:
     _run_block: RunBlock
     _make_attention: Callable[..., SequenceAttention]
     sends_tokens: bool = False
+    careful: bool = False
 
     def __post_init__(self) -> None:
         module = self._model.module
@@ -127,6 +129,8 @@ class BlockCalls:
     ) -> Any:
         """Runs the block's own forward with attention over all ranks. `stale_keys`: for a PipeFusion stage. Raises
         AttentionBypassed if the block did not call that attention."""
+        if self.careful and self._model.attention_is_replaced():  # on all ranks, before any exchange
+            raise AttentionBypassed(f"{type(block.module).__name__} attends by a node's function")
         args, kwargs, guides = block.without_guides(args, kwargs)
         attention = self._make_attention(
             self._layout, tokens, block.kind.attends, block.module, Guides.of(guides), stale_keys=stale_keys
@@ -139,7 +143,8 @@ class BlockCalls:
                 _compute_whole(block.module.get_submodule(path), tokens, argument, inside)
             run = run_unmodified if block.kind.whole else self._run_block
             out = run(block.module, args, kwargs)
-            if block.kind.attends and not attention.calls:
+            left_out = self.careful and _leaves_out(block.kind, attention.calls)
+            if left_out or (block.kind.attends and not attention.calls):
                 raise AttentionBypassed(f"{type(block.module).__name__} attended by itself")
             return out
 
@@ -218,6 +223,12 @@ class _Pass:
             return args
         tokens, self._tokens = self._tokens, None
         return (tokens.gather(args[0], tokens_of(self._region.leaves)), *args[1:])
+
+
+def _leaves_out(kind: Blocks, calls: int) -> bool:
+    """Returns True if a block made fewer `calls` of attention than the table lists, so that later ones were taken for
+    earlier ones of other streams."""
+    return calls < len(kind.attends) and None in kind.attends and kind.attends[-1] is not None
 
 
 def _compute_whole(module: nn.Module, tokens: BlockTokens, argument: Tokens, inside: ExitStack) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
 _CONTAINER = "AttentionTensorContainer"  # since ComfyUI 0.33
+_ROUTED = "_parallel_routed"  # attribute of a routed function: the one that it wraps
 
 
 def install_router(device: torch.device) -> None:
@@ -32,6 +33,14 @@ def install_router(device: torch.device) -> None:
     container = getattr(attention, _CONTAINER, ())
     for name in _NAMES:
         setattr(attention, name, _routed(name, getattr(attention, name), container))
+
+
+def is_replaced() -> bool:
+    """Returns True while a function that is not routed stands in the place of ComfyUI's attention."""
+    from comfy.ldm.modules import attention
+
+    functions = [getattr(attention, name) for name in _NAMES]
+    return any(getattr(one, _ROUTED, None) is not getattr(one, "__wrapped__", one) for one in functions)
 
 
 def _routed(
@@ -51,6 +60,7 @@ def _routed(
             return stock(*args, **kwargs)
         return attend(AttentionCall.of(*_opened(args, container), **kwargs))
 
+    setattr(routed, _ROUTED, stock)
     return routed
 
 

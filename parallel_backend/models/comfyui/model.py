@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..base import Rotate, WeightChunks, WeightSharding
 from ..tokens.regions import Region
 from ..tokens.table import TABLE, slices_layers
+from .attention_router import is_replaced
 from .file_weights import FileWeights
 from .formats.slices import Cut, can_be_cut, is_plain
 from .rotary_router import can_route, rotary_by
@@ -71,6 +72,9 @@ class ComfyUIModel(WeightChunks):
     def come_back(self) -> None:
         if self.files is not None:
             self.files.come_back()
+
+    def attention_is_replaced(self) -> bool:
+        return is_replaced()
 
     def begin_call(self) -> None:
         if (forget := getattr(self.module, "clear_kv_cache", None)) is not None:

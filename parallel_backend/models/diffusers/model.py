@@ -45,6 +45,9 @@ class DiffusersModel(WeightChunks):
     def come_back(self) -> None:
         pass
 
+    def attention_is_replaced(self) -> bool:
+        return False
+
     def begin_call(self) -> None:
         pass
 

@@ -55,6 +55,8 @@ _WITHOUT_STAGES = frozenset(
 
 # The keys that ComfyUI's samplers put into transformer_options for every model.
 _USUAL_OPTIONS = {"cond_or_uncond", "uuids", "sigmas", "sample_sigmas"}
+# Options by which LTX-2's blocks leave out some of the attention that Blocks.attends lists in order, if False.
+_SWITCHES = {"run_vx", "run_ax", "a2v_cross_attn", "v2a_cross_attn"}
 
 
 def state_of(class_name: str) -> str:
@@ -99,6 +101,8 @@ def token_mode(class_name: str, kwargs: Mapping[str, Any]) -> str:
         return state_of(class_name)
     given = {name for name, value in kwargs.items() if value is not None} - {"transformer_options"}
     options = kwargs.get("transformer_options") or {}
+    if any(options.get(name) is False for name in _SWITCHES):
+        return ATTENTION
     is_usual = not any(_is_set(options[name]) for name in set(options) - _USUAL_OPTIONS)
     return STAY if given <= entry.stays_with and is_usual else BLOCK
 

@@ -40,7 +40,7 @@ SHARE = "_parallel_share"  # attribute of a network: the function that its calls
 @dataclass(frozen=True)
 class Foreign:
     """The code in a call that is not ComfyUI's own. `takes_part`: True if there is any; `between`: True if it only runs
-    between blocks; `is_pure`: True if it stores nothing; `kernel`: True if it computes attention."""
+    between blocks; `is_pure`: True if each row follows from itself (job/purity.py); `kernel`: True if it computes attention."""
 
     takes_part: bool = False
     between: bool = True
@@ -163,12 +163,11 @@ def mode_of(
     """Returns the token mode of a call (TOKEN_MODES). `proven`: the mode that the class is proven for."""
     if foreign.kernel or (foreign.takes_part and not (foreign.between and has_blocks)):
         return ATTENTION
-    if foreign.takes_part:
-        return max(BLOCK, proven, key=TOKEN_MODES.index)
     options = kwargs.get(OPTIONS) or {}
     seen = {
         name: value
         for name, value in options.items()
         if name not in HOST_ONLY and not name.startswith(PACK_OPTIONS)
     }
-    return trusted_mode(class_name, {**kwargs, OPTIONS: seen}, ClassVerdict(proven))
+    usual = trusted_mode(class_name, {**kwargs, OPTIONS: seen}, ClassVerdict(proven))
+    return max(BLOCK, usual, key=TOKEN_MODES.index) if foreign.takes_part else usual
