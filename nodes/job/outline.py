@@ -119,6 +119,16 @@ class Outline:
         ]
         return [*changes, *sent], now
 
+    def config(self) -> list[NetworkChange]:
+        """Returns the plain values of the model's configuration: nodes change its dict in place."""
+        config = getattr(getattr(self._source, "model_config", None), "unet_config", None)
+        if not isinstance(config, dict):
+            return []
+        plain = {
+            name: value for name, value in config.items() if isinstance(value, (bool, int, float, str, list))
+        }
+        return [NetworkChange("config", "", "unet_config", plain)]
+
     def note_other_weights(self, names: Iterable[str]) -> None:
         """Notes parameters whose values differ in the ranks: a node changed them before Parallel Model."""
         self._others |= set(names)

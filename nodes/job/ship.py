@@ -295,7 +295,7 @@ class ShippedJob(Shipment):
 def _held_and_changed(outline: Outline) -> tuple[Known, list[NetworkChange]]:
     """Returns (the names of what the ranks hold, the changes to it). A weight that a node has changed is not named, so
     that the ranks get its values where a merge refers to it."""
-    changes = outline.changes()
+    changes = [*outline.changes(), *outline.config()]
     changed = {("param", f"{one.path}.{one.name}") for one in changes if one.kind == "parameter"}
     known = outline.known
     return {key: name for key, name in known.items() if name not in changed} if changed else known, changes

@@ -96,6 +96,11 @@ def make_changes(
             owner._modules[change.name] = change.value
         elif change.kind == "hooks":
             owner.__dict__[change.name].update(change.value)
+        elif change.kind == "config":
+            config = getattr(owner.model_config, change.name)
+            for name, value in change.value.items():
+                if name not in config or config[name] != value:
+                    _set(config, name, value, undo)
         else:
             _set(owner._parameters, change.name, change.value, undo)
 
