@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from any_graphs import AnyGraph
-from any_runs import TELLING, compared, latents, with_change
+from any_runs import TELLING, compared, latents, refusal, with_change
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import Graph
@@ -25,34 +25,54 @@ def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
     return lambda graph, model: [graph.add(name, model=model, **settings), 0]
 
 
-# name -> (kind of model, function that adds the node, sampler settings). Grouped by kind, so that each is loaded once.
+ULYSSES, CFG = {"ulysses": 2}, {"cfg": 2}
+# name -> (kind of model, degrees, function that adds the node, sampler settings). Grouped by kind, so that each is
+# loaded once.
 CHANGES = {
-    "embeddings in the attention": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 1.0}),
-    "embeddings in the attention, with CFG": ("unet", _node("TestEmbeddings", weight=0.8), {"cfg": 3.0}),
-    "an attention kernel, UNet": ("unet", _node("TestAttentionKernel"), {"cfg": 1.0}),
-    "an attention kernel, Flux": ("flux", _node("TestAttentionKernel"), {"cfg": 1.0}),
-    "a step cache": ("flux", _node("TestStepCache", limit=0.3, on_the_edge=False), {"cfg": 1.0, "steps": 6}),
-    "routes and threads": ("flux", _node("TestRoutes"), {"cfg": 1.0}),
-    "closures, Wan": ("wan_t2v", _node("TestBlockClosure", blocks="blocks", weight=0.5), {"cfg": 3.0}),
+    "embeddings in the attention": ("unet", ULYSSES, _node("TestEmbeddings", weight=0.8), {"cfg": 1.0}),
+    "embeddings in the attention, with CFG": ("unet", ULYSSES, _node("TestEmbeddings", weight=0.8), {}),
+    "an attention kernel, UNet": ("unet", ULYSSES, _node("TestAttentionKernel"), {"cfg": 1.0}),
+    "random numbers for all rows": ("unet", CFG, _node("TestNoisyOutputs", weight=0.2), {}),
+    "a norm over all rows": ("unet", CFG, _node("TestNormedOutputs"), {}),
+    "a configuration": ("unet", CFG, _node("TestWiderConfiguration"), {}),
+    "an attention kernel, Flux": ("flux", ULYSSES, _node("TestAttentionKernel"), {"cfg": 1.0}),
+    "a step cache": (
+        "flux",
+        ULYSSES,
+        _node("TestStepCache", limit=0.3, on_the_edge=False),
+        {"cfg": 1.0, "steps": 6},
+    ),
+    "routes and threads": ("flux", ULYSSES, _node("TestRoutes"), {"cfg": 1.0}),
+    "closures, Wan": ("wan_t2v", ULYSSES, _node("TestBlockClosure", blocks="blocks", weight=0.5), {}),
+    "no attention in one block": ("ltx_video", ULYSSES, _node("TestBlockWithoutAttention", block=0), {}),
+    "the same, with sound": ("ltx_sound", ULYSSES, _node("TestBlockWithoutAttention", block=0), {}),
+    "video that does not hear": ("ltx_sound", ULYSSES, _node("TestSwitch", option="a2v_cross_attn"), {}),
+    "sound that does not see": ("ltx_sound", ULYSSES, _node("TestSwitch", option="v2a_cross_attn"), {}),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_pack_that_changes_the_model_gives_the_stock_latent(packs, case):
-    kind, change, settings = CHANGES[case]
-    with_change(packs, AnyGraph(packs, kind), change, {"ulysses": 2}, TOLERANCE, **{"steps": 2, **settings})
+    kind, degrees, change, settings = CHANGES[case]
+    settings = {"steps": 2, "cfg": 3.0, **settings}
+    with_change(packs, AnyGraph(packs, kind), change, degrees, TOLERANCE, **settings)
 
 
 @pytest.mark.parametrize("case", ["an attention kernel, Flux", "closures, Wan"])
 def test_it_counts_where_blocks_are_to_be_compiled_too(packs, case):
     """A compiled block would ignore an attention kernel that the model options name."""
-    kind, change, settings = CHANGES[case]
+    kind, degrees, change, settings = CHANGES[case]
     graph = AnyGraph(packs, kind)
     source = graph.stock()
-    strategy = graph.strategy("cpu:2", ulysses=2)
+    strategy = graph.strategy("cpu:2", **degrees)
     compiled = [graph.add("ParallelModel", model=source, strategy=strategy, compile="blocks"), 0]
     models = {"without": source, "stock": change(graph, source), "ours": change(graph, compiled)}
-    compared(packs, graph, graph.sampled_by(models, graph.request(), **{"steps": 2, **settings}), TOLERANCE)
+    compared(
+        packs,
+        graph,
+        graph.sampled_by(models, graph.request(), **{"steps": 2, "cfg": 3.0, **settings}),
+        TOLERANCE,
+    )
 
 
 def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
@@ -71,6 +91,32 @@ def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
         "ours": sampled([graph.parallel(source, ulysses=2), 0], **of_pack),
     }
     compared(packs, graph, ways, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["flux", "unet"])
+def test_a_sampler_that_differentiates_the_model_gives_the_stock_latent(packs, kind):
+    graph = AnyGraph(packs, kind)
+    source, request = graph.stock(), graph.request()
+
+    def sampled(model: list, sampler: str, **settings) -> list:
+        guider = graph.add("CFGGuider", model=model, cfg=2.0, positive=request[0], negative=request[1])
+        return [graph.custom_sampler(model, guider, graph.add(sampler, **settings), request[2]), 0]
+
+    ways = {
+        "without": sampled(source, "KSamplerSelect", sampler_name="euler"),
+        "stock": sampled(source, "TestTangentSampler"),
+        "ours": sampled([graph.parallel(source, ulysses=2), 0], "TestTangentSampler"),
+    }
+    compared(packs, graph, ways, TOLERANCE)
+
+
+def test_with_weights_that_are_shared_out_it_is_refused(packs):
+    graph = AnyGraph(packs, "flux")
+    positive, negative, latent = graph.request()
+    model = [graph.parallel(graph.stock(), ulysses=2, shard_weights=True), 0]
+    guider = graph.add("CFGGuider", model=model, cfg=2.0, positive=positive, negative=negative)
+    latent = [graph.custom_sampler(model, guider, graph.add("TestTangentSampler"), latent), 0]
+    refusal(packs, graph, latent, "differentiates the model .* set shard_weights to off")
 
 
 def test_functions_that_choose_devices_or_begin_a_run_stay_in_comfyuis_process(packs):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ...engine.blocks.block_calls import AttentionBypassed
 from ...engine.blocks.step_cache import ModuleCache
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
 _BYPASSED = (
     "a node has a block attend in a way of its own, so devices share out attention where it is ComfyUI's, and compute "
     "all else alike"
+)
+_DIFFERENTIATED = (
+    "the sampler differentiates the model (torch.func), so each device computes these calls whole"
+)
+_DIFFERENTIATED_SHARED = (
+    "The sampler differentiates the model (torch.func), which the devices cannot do with weights that they share out; "
+    "set shard_weights to off, and tensor_degree and pipefusion_degree to 1."
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PART, _FORM = 10, 1 + 10 * 4  # numbers of one part (dtype, ndim, shape), and of an answer of up to 4 parts
@@ -131,12 +139,28 @@ class ModuleMeeting:
         with self.alone():
             if self.flow is not None and self.flow.flows:
                 return self.flow.compute(self._numbered(self._described(module, args, kwargs)[0]))
+            if any(map(is_functorch_wrapped_tensor, _parts_of(args[0]))):
+                return self._differentiated(module, args, kwargs)
             known = self._answers.recorded(self.calls, _parts_of(args[0])[0])
             if known is not None:
                 return known
             self._take_first_ranks(args)
             with refusing(type(module).__name__, self._layouts.traffic):
                 return self._share(*self._described(module, args, kwargs))
+
+    def _differentiated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Computes a call that a sampler differentiates on each rank alone: exchanges have no derivative."""
+        forward = self._current()
+        strategy = forward.layout.strategy
+        if (
+            forward.stages is not None
+            or forward.model.byte_sharding is not None
+            or strategy.tensor_degree > 1
+        ):
+            raise RequestError(_DIFFERENTIATED_SHARED)
+        self._answers.stop()
+        self.notes[_DIFFERENTIATED] = None
+        return nn.Module.__call__(module, *args, **kwargs)
 
     def _share(self, call: ModuleCall, foreign: Foreign) -> Any:
         forward = self._current()

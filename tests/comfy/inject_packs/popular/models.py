@@ -8,6 +8,7 @@ from pathlib import Path
 import comfy.lora
 import folder_paths
 import torch
+from comfy.ldm.modules import attention
 from comfy.ldm.modules.attention import optimized_attention
 from torch import Tensor, nn
 from torch.nn import functional
@@ -101,6 +102,67 @@ def locks(model):
     """Gives the model's options a lock, which cannot be sent to a rank."""
     model = model.clone()
     model.model_options["transformer_options"]["guarded_by"] = threading.Lock()
+    return model
+
+
+def _with_outputs(model, change):
+    model = model.clone()
+    model.set_model_output_block_patch(lambda h, skip, options: (change(h), skip))
+    return model
+
+
+@node("TestNoisyOutputs", model="MODEL", weight="FLOAT")
+def noisy_outputs(model, weight):
+    """Adds random numbers, which differ from row to row, to the output blocks of a UNet."""
+    return _with_outputs(model, lambda h: h + weight * torch.randn_like(h))
+
+
+@node("TestNormedOutputs", model="MODEL")
+def normed_outputs(model):
+    """Divides the output blocks of a UNet by a norm over all rows of a call."""
+    return _with_outputs(model, lambda h: h / h.norm() * h.numel() ** 0.5)
+
+
+@node("TestWiderConfiguration", model="MODEL")
+def wider_configuration(model):
+    """Changes the dict of a model's configuration in place, by which a wrapper scales what the model gives."""
+    model = model.clone()
+    model.model.model_config.unet_config["in_channels"] = 8
+
+    def scaled(apply_model, args):
+        channels = apply_model.__self__.model_config.unet_config["in_channels"]
+        return apply_model(args["input"], args["timestep"], **args["c"]) * 4 / channels
+
+    model.set_model_unet_function_wrapper(scaled)
+    return model
+
+
+def _values(q, k, v, heads, *args, **kwargs):
+    return v if q.shape == v.shape else optimized_attention(q, k, v, heads, *args, **kwargs)
+
+
+@node("TestBlockWithoutAttention", model="MODEL", block="INT")
+def block_without_attention(model, block):
+    """Replaces ComfyUI's attention while one block of a transformer computes; its own attention gives its values."""
+    model = model.clone()
+
+    def replaced(args, extra):
+        before = attention.optimized_attention
+        attention.optimized_attention = _values
+        try:
+            return extra["original_block"](args)
+        finally:
+            attention.optimized_attention = before
+
+    model.set_model_patch_replace(replaced, "dit", "double_block", block)
+    return model
+
+
+@node("TestSwitch", model="MODEL", option="STRING")
+def switch(model, option):
+    """Switches off one of the kinds of attention for which a network has an option."""
+    model = model.clone()
+    model.model_options["transformer_options"][option] = False
     return model
 
 

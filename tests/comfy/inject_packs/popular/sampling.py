@@ -82,6 +82,29 @@ def pack_sampler(noise):
     return RestlessSampler(noise)
 
 
+def _along_tangents(model, x, sigmas, extra_args=None, callback=None, disable=None):
+    """Euler's steps with the second order of the model's derivative along its direction."""
+    extra_args, ones = extra_args or {}, x.new_ones(x.shape[0])
+    for step, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
+
+        def slope(x, sigma=sigma):
+            return (x - model(x, sigma * ones, **extra_args)) / sigma
+
+        direction, turn = torch.func.jvp(slope, (x,), (torch.ones_like(x),))
+        if callback is not None:
+            callback(
+                {"x": x, "i": step, "sigma": sigma, "sigma_hat": sigma, "denoised": x - sigma * direction}
+            )
+        x = x + (following - sigma) * direction + 0.1 * (following - sigma) ** 2 * turn
+    return x
+
+
+@node("TestTangentSampler", "SAMPLER")
+def tangent_sampler():
+    """Returns a SAMPLER that differentiates the model."""
+    return KSAMPLER(_along_tangents)
+
+
 @node("TestDirectCalls", "LATENT", model="MODEL", positive="CONDITIONING", latent="LATENT")
 @torch.inference_mode()
 def direct_calls(model, positive, latent):
