@@ -40,7 +40,7 @@ SHARE = "_parallel_share"  # attribute of a network: the function that its calls
 @dataclass(frozen=True)
 class Foreign:
     """The code in a call that is not ComfyUI's own. `takes_part`: True if there is any; `between`: True if it only runs
-    between blocks; `is_pure`: True if each row follows from itself (job/purity.py); `kernel`: True if it computes attention."""
+    between blocks; `is_pure`: as job/purity.py has it; `kernel`: True if it computes attention."""
 
     takes_part: bool = False
     between: bool = True
