@@ -64,6 +64,7 @@ STRATEGIES = {
         ParallelStrategy(tensor_degree=2, cfg_degree=2),
         ParallelStrategy(tensor_degree=2, data_degree=2),
     ],
+    6: [ParallelStrategy(tensor_degree=2, ring_degree=3)],
 }
 ALL = [strategy for of_size in STRATEGIES.values() for strategy in of_size]
 ALL_CALLS = STRATEGIES[2][:2]
