@@ -46,10 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints and writes; returns 1 if no strategy ran. Raises ParallelError for what cannot be measured."""
-    from .chart import can_draw, draw
     from .measure import measure
+    from .report import as_text, can_draw, draw
     from .shared import check_path, share
-    from .table import as_text
 
     width, height = _size(args.size)
     for name in ("steps", "rounds", "batch", "text"):

@@ -18,7 +18,6 @@ from .devices import check_devices, check_machines, numbered, pair_of
 from .kernels import check_kernels
 from .links import check_links, of_ranks
 from .parity import check_parity, failed_start
-from .privacy import find_private, scrub_findings
 from .probes import (
     probe_classes,
     probe_kernels,
@@ -28,7 +27,7 @@ from .probes import (
     probe_torch,
     probe_versions,
 )
-from .report import Report, in_group
+from .report import Report, find_private, in_group, scrub_findings
 from .system import check_leftovers, check_system
 from .versions import check_classes, check_platform, check_versions
 

@@ -15,9 +15,8 @@ from ...sidecar.group.supervisor import PACK_ROOT
 from ...sidecar.process.environment import rank_environment
 from ...wire.checks.findings import Finding
 from ...wire.checks.gpu_check import Answer, CheckSubject
-from ..doctor.privacy import Private, find_private, scrub, scrub_findings
 from ..doctor.rank_probe import DEMO_MODEL
-from ..doctor.report import in_group
+from ..doctor.report import Private, find_private, in_group, scrub, scrub_findings
 from .checks import Check
 from .faults import FAULTS
 from .memory import MEMORY
