@@ -10,6 +10,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +19,7 @@ from ..machine.cache_database import CacheDatabase
 from ..machine.fingerprint import Fingerprint, device_key
 from ..strategy import ParallelStrategy
 from ..wire.strict_json import from_json, parse, to_json
-from .records import LinkRate, RunKind
+from .workload.workload import Job
 
 FORMAT = 5  # files of other versions are not read, and the next run overwrites them
 MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
@@ -37,6 +38,42 @@ _KIND = "workload = ? AND engine = ? AND strategy = ? AND devices = ?"
 _RECENT = f"at BETWEEN ? - {MAX_AGE_S} AND ? + 86400.0"
 
 log = logging.getLogger(__name__)
+
+# The sizes of a job that decide the time of a step, in the order in which a file has them.
+_SIZES = ("width", "height", "frames", "batch", "prompts", "text_tokens", "reference_tokens", "model_calls")
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """A kind of runs whose step times can be compared. `workload`: what was computed, from workload_of; `devices`:
+    device_key() of the devices in use."""
+
+    workload: str
+    engine: str
+    strategy: ParallelStrategy
+    devices: str
+
+    @classmethod
+    def of(cls, job: Job, strategy: ParallelStrategy, engine: str, devices: Sequence[str]) -> RunKind:
+        workload = workload_of(job.model.key, **{name: getattr(job, name) for name in _SIZES})
+        return cls(workload, engine, strategy, device_key(devices[: strategy.world_size]))
+
+
+def workload_of(model: str, **sizes: int) -> str:
+    """Returns a model (CheckpointModel.key) and sizes, as in Job, as JSON."""
+    return json.dumps({"model": model, **sizes})
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """The exchange rate of some devices when all exchange at once. `devices`: device_key() in rank order;
+    `bytes_per_second`: sent by the slowest device; `latency_s`: of a collective of one number; `at`: Unix time of the
+    measurement."""
+
+    devices: str
+    bytes_per_second: float
+    latency_s: float
+    at: float
 
 
 class MeasurementStore(CacheDatabase):
