@@ -83,8 +83,7 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     """Prints a line per check and writes the report after each, so that a killed run leaves the results so far."""
     from .bench.shared import check_path
     from .doctor.examine import TWO_ON_CPU
-    from .gpu_check.report import FILES, GpuReport
-    from .gpu_check.run import choose, make_subject, run_checks
+    from .gpu_check.run import FILES, GpuReport, choose, make_subject, run_checks
 
     folder = Path(args.report)
     if not folder.is_dir():

@@ -12,8 +12,12 @@ import fake_nvml
 from jobs import FP8, flux_job
 from parallel_backend.__main__ import main
 from parallel_backend.commands.bench import measure, report
-from parallel_backend.commands.bench.candidates import parse_strategies, possible_strategies
-from parallel_backend.commands.bench.fitting import fit_side_by_side, split_by_memory
+from parallel_backend.commands.bench.candidates import (
+    fit_side_by_side,
+    parse_strategies,
+    possible_strategies,
+    split_by_memory,
+)
 from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
 from parallel_backend.commands.bench.report import as_text
 from parallel_backend.errors import StrategyError

@@ -21,7 +21,6 @@ from ...planner.history import MeasurementHistory
 from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck
-from ...planner.workload.rank_memory import fullest_rank
 from ...planner.workload.workload import Job
 from ...requests import WEIGHT_DTYPES, Conditioning, InputShapes, ModelSpec, Placement, RunInfo, SampleRequest
 from ...sidecar.sidecar import Sidecar
@@ -30,8 +29,14 @@ from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest
 from ..doctor.devices import machines_of, numbered
 from ..doctor.parity import largest_difference
 from ..doctor.report import find_private, scrub
-from .candidates import parse_strategies, possible_strategies
-from .fitting import Layout, fit_side_by_side, layout_of, split_by_memory
+from .candidates import (
+    Layout,
+    fit_side_by_side,
+    layout_of,
+    parse_strategies,
+    possible_strategies,
+    split_by_memory,
+)
 from .outcome import BenchResult, StrategyRow
 
 CFG = 4.0  # with any scale other than 1 the negative prompt is evaluated
@@ -82,12 +87,18 @@ def measure(
         requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds, say=say
     )
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
-    rows = [_with_memory(row, job, names) for row in rows]
     private = find_private(numbered(names))
     stored = file.dtype if weight_dtype == "auto" else weight_dtype
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
     return BenchResult(
-        rows=tuple(replace(row, problem=scrub(row.problem, private)) for row in rows),
+        rows=tuple(
+            replace(
+                row,
+                problem=scrub(row.problem, private),
+                memory_bytes=MemoryCheck.on(job, row.strategy, names).fullest.private_bytes,
+            )
+            for row in rows
+        ),
         model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
         hardware=_hardware(topology, names),
@@ -111,11 +122,6 @@ def _requested(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Se
             )
         strategy.check(job.model.shape, len(devices), engine)
     return requested
-
-
-def _with_memory(row: StrategyRow, job: Job, devices: tuple[str, ...]) -> StrategyRow:
-    check = MemoryCheck(job, row.strategy, devices[: row.strategy.world_size])
-    return replace(row, memory_bytes=fullest_rank(check.memories).private_bytes)
 
 
 def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,16 +1,23 @@
-"""Findings about the devices: their properties, whether they differ, and the paths that NVML reports between them.
+"""Findings about the devices (their properties, differences and paths) and about the attention kernels on them.
 For a cluster: findings about its machines, from what each reported when it joined."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ...devices import is_cpu, machine_of
 from ...machine.topology import Device, Topology
+from ...wire.calibration import RankFacts
 from ...wire.checks.findings import Finding
 
 NO_BF16 = (8, 0)  # compute capability below which bfloat16 is emulated
 SMALL_MEMORY = 11e9  # bytes; Flux.1 in fp8 has 12 GB of weights
+# The kernels by their name in Parallel Flux Loader, and the importable package that each needs.
+KERNELS = {
+    "flash_3": "flash_attn_interface",
+    "flash": "flash_attn",
+    "sage": "sageattention",
+}
 
 
 def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> Iterator[Finding]:
@@ -135,3 +142,29 @@ def _described(devices: Sequence[str], memory: Mapping[str, int]) -> str:
         return f"{len(devices)} on the CPU"
     sizes = ", ".join(f"{memory.get(device, 0) / 1e9:.0f} GB" for device in devices)
     return f"{len(devices)} GPUs: {sizes}"
+
+
+def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus: bool) -> Iterator[Finding]:
+    """Yields a finding on the installed kernels and one on the kernel in use. `packages`: those of KERNELS that can be
+    imported; `facts`: the ranks' reports on the kernel that they would use."""
+    found = [name for name, package in KERNELS.items() if package in packages]
+    listed = ", ".join(["torch", *found])
+    if on_gpus and not {"flash_3", "flash"} & set(found):
+        remedy = "FlashAttention (pip install flash-attn) can be faster on GPUs before Hopper"
+        yield Finding("installed", "ok", f"{listed} (torch's own kernels)", remedy)
+    else:
+        yield Finding("installed", "ok", listed)
+    broken = next((f for f in facts if f.kernel_problem), None)
+    if not facts:
+        yield Finding("in use", "skipped", "no process could be asked")
+    elif broken is not None:
+        yield Finding(
+            "in use",
+            "broken",
+            f"{broken.kernel or 'the attention kernel'} does not work here: {broken.kernel_problem}",
+            "install a build of it that fits this torch, remove it, or choose attention: torch in "
+            "Parallel Flux Loader",
+        )
+    else:
+        names = ", ".join(dict.fromkeys(f.kernel for f in facts))
+        yield Finding("in use", "ok", f"{names}, compared with exact attention")

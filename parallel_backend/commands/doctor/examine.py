@@ -14,8 +14,7 @@ from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...wire.calibration import ALL_TO_ALL, Calibration, slowest_rate
 from ...wire.checks.findings import Finding
-from .devices import check_devices, check_machines, numbered, pair_of
-from .kernels import check_kernels
+from .devices import check_devices, check_kernels, check_machines, numbered, pair_of
 from .links import check_links, of_ranks
 from .parity import check_parity, failed_start
 from .probes import (

@@ -14,7 +14,7 @@ from ...machine.self_tests import SelfTestStore
 from ...models.comfyui.model_file import inspect
 from ...models.proof.installed import digests_in, find_folder, version_in
 from ...models.proof.states import is_proven
-from .kernels import KERNELS
+from .devices import KERNELS
 from .system import VARIABLES, System
 from .versions import SHOWN
 

@@ -15,8 +15,7 @@ from ...models.dtypes import ITEMSIZE, Dtypes
 from ...models.footprint import FP32, TokenLoad
 from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
-from .communicators import gpu_base_bytes
-from .rank_memory import CPU_BASE_BYTES, RankMemory
+from .rank_memory import CPU_BASE_BYTES, RankMemory, gpu_base_bytes
 from .workload import Job
 
 
