@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ..devices import cluster_of, is_cpu, name_devices, resolve_devices
 from ..errors import RequestError
-from ..observability.cluster_devices import resolve_for_command
 from .bench.command import DEFAULT_ROUNDS, say_progress
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from ..wire.parent_death import die_with_parent
 
         die_with_parent(args.parent)
-    from .doctor.devices import numbered
+    from .doctor.devices import numbered, resolve_for_command
     from .doctor.examine import examine
 
     devices: tuple[str, ...] = ()

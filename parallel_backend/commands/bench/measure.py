@@ -16,7 +16,6 @@ from ...machine.local import topology_of
 from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...models.registry import inspect_model
-from ...observability.cluster_devices import resolve_for_command
 from ...planner.history import MeasurementHistory
 from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
@@ -26,7 +25,7 @@ from ...requests import WEIGHT_DTYPES, Conditioning, InputShapes, ModelSpec, Pla
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
-from ..doctor.devices import machines_of, numbered
+from ..doctor.devices import machines_of, numbered, resolve_for_command
 from ..doctor.parity import largest_difference
 from ..doctor.report import find_private, scrub
 from .candidates import (

@@ -3,10 +3,12 @@ For a cluster: findings about its machines, from what each reported when it join
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from ...devices import is_cpu, machine_of
+from ...devices import cluster_of, is_cpu, machine_of, resolve_devices
 from ...machine.topology import Device, Topology
+from ...wire import deadlines
 from ...wire.calibration import RankFacts
 from ...wire.checks.findings import Finding
 
@@ -103,6 +105,28 @@ def _paths(topology: Topology) -> list[str]:
             cells.append("·" if pair is None else f"{pair.path} {pair.rate:.0f}" if pair.rate else pair.path)
         rows.append("".join([f"GPU {i:<2d}", *(f"{cell:>10s}" for cell in cells)]))
     return rows
+
+
+def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Returns resolve_devices(text) after waiting for the cluster's machines; reports the wait with `say`. For
+    `cluster:NAME`, waits until no more machines join. Raises DeviceError."""
+    cluster = cluster_of(text)
+    if not cluster:
+        return resolve_devices(text)
+    from ...sidecar.cluster import head as clusters  # late: this computer's own devices need no certificates
+
+    clusters.find_by_name()
+    head = clusters.open_head(cluster)
+    say(f"waiting on port {head.port} for the machines of the cluster {cluster}")
+    names = set(text.lower().replace(",", " ").replace(";", " ").split())
+    until, found, since = time.monotonic() + deadlines.MACHINES, head.devices(), time.monotonic()
+    while time.monotonic() < until and (not found or time.monotonic() - since < deadlines.GATHER):
+        time.sleep(deadlines.POLL)
+        if (now := head.devices()) != found:
+            found, since = now, time.monotonic()
+        if names <= set(found):
+            break
+    return resolve_devices(text)
 
 
 def machines_of(devices: Sequence[str]) -> tuple[str, ...]:

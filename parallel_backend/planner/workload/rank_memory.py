@@ -78,9 +78,8 @@ def count_communicators(strategy: ParallelStrategy, rank: int) -> int:
     if strategy.pipefusion_degree > 1:
         last, stage = strategy.pipefusion_degree - 1, RankCoordinates.of(strategy, rank).stage
         neighbours = (stage > 0) + (stage < last)
-        count += (
-            neighbours + (stage in (0, last)) + 1
-        )  # the link between the last and the first stage; the group that brings results back
+        # The link between the last and the first stage; the group that brings results back.
+        count += neighbours + (stage in (0, last)) + 1
     return count
 
 
