@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from ..errors import TransportError
-from ..machine.cache_database import CacheDatabase
+from ..machine.cache_database import CacheDatabase, Statement, keep_latest
 from ..machine.fingerprint import Fingerprint, device_key
 from ..strategy import ParallelStrategy
 from ..wire.strict_json import from_json, parse, to_json
@@ -85,18 +85,14 @@ class MeasurementStore(CacheDatabase):
     def record(self, runs: Sequence[tuple[RunKind, float]], now: float) -> bool:
         """Stores runs, each with the seconds of its median warm step, and forgets old ones. Returns True if that
         reached the disk."""
-        statements: list[tuple[str, tuple[object, ...]]] = []
+        statements: list[Statement] = []
         for kind, seconds in runs:
             if not 0 < seconds < float("inf"):
                 continue
             key = _key(kind)
             statements += [
                 ("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?)", (*key, seconds, now)),
-                (
-                    "DELETE FROM runs WHERE rowid IN"
-                    f" (SELECT rowid FROM runs WHERE {_KIND} ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                    (*key, MAX_RUNS),
-                ),
+                keep_latest("runs", MAX_RUNS, _KIND, *key),
             ]
         statements += [
             ("DELETE FROM runs WHERE at < ?", (now - MAX_AGE_S,)),
@@ -134,13 +130,8 @@ class MeasurementStore(CacheDatabase):
     def keep_link(self, link: LinkRate) -> bool:
         """Stores `link` in place of that of the same devices. Returns True if that reached the disk."""
         values = (link.devices, link.bytes_per_second, link.latency_s, link.at)
-        return self.write(
-            ("INSERT OR REPLACE INTO links VALUES (?, ?, ?, ?)", values),
-            (
-                "DELETE FROM links WHERE rowid IN (SELECT rowid FROM links ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (MAX_LINKS,),
-            ),
-        )
+        kept = ("INSERT OR REPLACE INTO links VALUES (?, ?, ?, ?)", values)
+        return self.write(kept, keep_latest("links", MAX_LINKS))
 
     def link(self, devices: str) -> LinkRate | None:
         """Returns the measured link of the devices with that device_key(), None if it was never measured."""
