@@ -80,16 +80,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     """Prints a line per check and writes the report after each, so that a killed run leaves the results so far."""
-    from .bench.shared import check_path
+    from .bench.shared import path_to_share
     from .doctor.examine import TWO_ON_CPU
     from .gpu_check.run import FILES, GpuReport, choose, make_subject, run_checks
 
     folder = Path(args.report)
     if not folder.is_dir():
         raise RequestError("--report names no folder; make it first, or leave the option out.")
-    shared = Path(args.share).expanduser() if args.share else None
-    if shared is not None:
-        check_path(shared)
+    shared = path_to_share(args.share)
     progress = sys.stderr if args.json else sys.stdout
 
     def on_begin(name: str, number: int, count: int) -> None:

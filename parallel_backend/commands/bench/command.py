@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints and writes; returns 1 if no strategy ran. Raises ParallelError for what cannot be measured."""
     from .measure import measure
     from .report import as_text, can_draw, draw
-    from .shared import check_path, share
+    from .shared import path_to_share, share
 
     width, height = _size(args.size)
     for name in ("steps", "rounds", "batch", "text"):
@@ -59,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
-    shared = Path(args.share).expanduser() if args.share else None
-    if shared is not None:
-        check_path(shared)
+    shared = path_to_share(args.share)
     outcome = measure(
         model=args.model,
         devices=args.devices,

@@ -119,7 +119,7 @@ def _with_ranks(
             found += in_group(SAMPLING, [failed_start(len(devices), _cause(error))])
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
-            known = of_ranks(topology, facts) if on_gpus and not across else None
+            known = of_ranks(topology, calibrations) if on_gpus and not across else None
             found += in_group(LINKS, check_links(calibrations, known, across=across, models=probe_models()))
             if not across and (rate := slowest_rate(calibrations, ALL_TO_ALL)) is not None:
                 record_link(devices, rate, max(c.collective_s for c in calibrations))
