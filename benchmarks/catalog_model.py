@@ -11,8 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from parallel_backend.machine.fingerprint import hashed
 from parallel_backend.models.arithmetic import Family
 from parallel_backend.options import DEFAULT_COMPUTE, ComputeOptions
-from parallel_backend.planner.workload.communicators import gpu_base_bytes
-from parallel_backend.planner.workload.rank_memory import RankMemory
+from parallel_backend.planner.workload.rank_memory import RankMemory, gpu_base_bytes
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 

@@ -173,9 +173,8 @@ class RunInfo:
     step_seconds: tuple[float, ...] = ()  # rank 0, one per sampler step (heun: two model calls in one step)
     bytes_sent: tuple[int, ...] = ()  # per rank: bytes that it sent in collectives
     notes: tuple[str, ...] = ()  # choices and replacements that were made, in words
-    exact: bool = (
-        True  # False: PipeFusion used old keys and values, a call was reused, or the kernel quantises
-    )
+    # False: PipeFusion used old keys and values, a call was reused, or the kernel quantises.
+    exact: bool = True
     model_calls: int = 0  # counted with a step cache and in ComfyUI's loop, else 0
     reused_calls: int = 0  # calls that the step cache answered after their first block
     kernel: str = "torch"  # attention kernel, one of options.ATTENTION_KERNELS
@@ -184,9 +183,8 @@ class RunInfo:
     # Per rank, the time inside collectives in each of the last steps; empty if steps are not timed separately.
     inside_seconds: tuple[tuple[float, ...], ...] = ()
     trials: tuple[Trial, ...] = ()  # strategies tried; `strategy` is the one that ran to the end
-    held_seconds: float = (
-        0.0  # how long it occupied the devices, with a start and a load before it and retries after a crash
-    )
+    # How long it occupied the devices, with a start and a load before it and retries after a crash.
+    held_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

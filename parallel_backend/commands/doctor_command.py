@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ..devices import cluster_of, is_cpu, name_devices, resolve_devices
 from ..errors import RequestError
-from ..observability.cluster_devices import resolve_for_command
 from .bench.command import DEFAULT_ROUNDS, say_progress
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from ..wire.parent_death import die_with_parent
 
         die_with_parent(args.parent)
-    from .doctor.devices import numbered
+    from .doctor.devices import numbered, resolve_for_command
     from .doctor.examine import examine
 
     devices: tuple[str, ...] = ()
@@ -81,17 +80,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     """Prints a line per check and writes the report after each, so that a killed run leaves the results so far."""
-    from .bench.shared import check_path
+    from .bench.shared import path_to_share
     from .doctor.examine import TWO_ON_CPU
-    from .gpu_check.report import FILES, GpuReport
-    from .gpu_check.run import choose, make_subject, run_checks
+    from .gpu_check.run import FILES, GpuReport, choose, make_subject, run_checks
 
     folder = Path(args.report)
     if not folder.is_dir():
         raise RequestError("--report names no folder; make it first, or leave the option out.")
-    shared = Path(args.share).expanduser() if args.share else None
-    if shared is not None:
-        check_path(shared)
+    shared = path_to_share(args.share)
     progress = sys.stderr if args.json else sys.stdout
 
     def on_begin(name: str, number: int, count: int) -> None:

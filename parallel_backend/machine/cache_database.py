@@ -17,7 +17,16 @@ from ..wire.cache_folder import cache_folder
 
 LOCK_PATIENCE = 2.0  # s; another process holds the lock for milliseconds
 
+Statement = tuple[str, tuple[object, ...]]  # SQL and its values
+
 log = logging.getLogger(__name__)
+
+
+def keep_latest(table: str, count: int, where: str = "1", *values: object) -> Statement:
+    """Returns the statement that deletes all rows of `table` but the latest `count`. `where`: only among these rows;
+    `values`: of its placeholders."""
+    among = f"SELECT rowid FROM {table} WHERE {where} ORDER BY rowid DESC LIMIT -1 OFFSET ?"
+    return f"DELETE FROM {table} WHERE rowid IN ({among})", (*values, count)
 
 
 class CacheDatabase:
@@ -41,7 +50,7 @@ class CacheDatabase:
             log.debug("%s counts as empty: %s", self.path.name, error)
             return []
 
-    def write(self, *statements: tuple[str, tuple[object, ...]]) -> bool:
+    def write(self, *statements: Statement) -> bool:
         """Executes the statements in one transaction. Returns True if it was written; an error of the disk, or a lock
         that another process holds for long, gives False."""
         if self.path is None:
@@ -59,7 +68,7 @@ class CacheDatabase:
             return False
         return True
 
-    def _execute(self, path: Path, statements: tuple[tuple[str, tuple[object, ...]], ...]) -> None:
+    def _execute(self, path: Path, statements: tuple[Statement, ...]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(path, timeout=LOCK_PATIENCE, isolation_level=None)

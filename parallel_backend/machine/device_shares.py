@@ -46,8 +46,8 @@ def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -
     """Returns a remark for the user if devices with equal shares differ in memory by more than a tenth, else None."""
     if len(devices) < 2 or is_cpu(devices):
         return None
-    by_name = _memory(topology or visible_topology())
-    sizes = [by_name[name] for name in devices if by_name.get(name)]
+    known = (topology or visible_topology()).by_name
+    sizes = [known[name].memory for name in devices if name in known and known[name].memory]
     if len(sizes) < len(devices) or max(sizes) <= 1.1 * min(sizes):
         return None
     return (
@@ -58,12 +58,8 @@ def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -
 
 def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:
     """Returns the bytes of memory of each device, 0 if unknown."""
-    by_name = _memory(topology or visible_topology())
-    return tuple(by_name.get(name) or memory_elsewhere(name) for name in devices)
-
-
-def _memory(topology: Topology) -> dict[str, int]:
-    return {f"cuda:{i}": device.memory for i, device in enumerate(topology.devices)}
+    known = (topology or visible_topology()).by_name
+    return tuple((name in known and known[name].memory) or memory_elsewhere(name) for name in devices)
 
 
 def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...]:

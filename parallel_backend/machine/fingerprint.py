@@ -91,8 +91,8 @@ def device_ids(devices: Sequence[str], topology: Topology) -> tuple[str, ...]:
 
     `devices`: names in rank order, such as cuda:1; `topology`: the devices that this process sees (Topology.visible).
     """
-    uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(topology.devices)}
-    return tuple(uuids.get(name, name) for name in devices)
+    known = topology.by_name
+    return tuple(known[name].uuid if name in known else name for name in devices)
 
 
 def device_key(uuids: Sequence[str]) -> str:

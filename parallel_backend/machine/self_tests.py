@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import ParallelError
 from ..wire.checks.findings import SelfTest
-from .cache_database import CacheDatabase
+from .cache_database import CacheDatabase, keep_latest
 
 FORMAT = 2  # raise it if ranks share out tokens in another way: then everything is tested again
 NAME = "self-tests.sqlite"
@@ -39,11 +39,5 @@ class SelfTestStore(CacheDatabase):
     def keep(self, digest: str, test: SelfTest) -> bool:
         """Stores an outcome and returns True if it was written to disk."""
         values = (test.class_name, digest, test.mode, test.worst, test.error)
-        return self.write(
-            ("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?)", values),
-            (
-                "DELETE FROM outcomes WHERE rowid IN"
-                " (SELECT rowid FROM outcomes ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (MAX_OUTCOMES,),
-            ),
-        )
+        kept = ("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?)", values)
+        return self.write(kept, keep_latest("outcomes", MAX_OUTCOMES))

@@ -63,6 +63,11 @@ class Topology:
     driver: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def by_name(self) -> dict[str, Device]:
+        """The devices by torch's names, cuda:0 and so on. These must be all that this process sees (`visible`)."""
+        return {f"cuda:{i}": device for i, device in enumerate(self.devices)}
+
     def pair(self, a: str, b: str) -> Pair:
         """Returns the path between two UUIDs, in either order. Raises DeviceError if it is unknown."""
         for one, other, pair in self.pairs:

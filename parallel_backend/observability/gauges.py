@@ -11,7 +11,7 @@ from ..devices import is_cpu, machine_of
 from ..host_memory import available_memory, host_memory
 from ..machine.fingerprint import cpu_name
 from ..machine.probe import ask, visible_topology
-from ..machine.topology import Topology
+from ..machine.topology import Device, Topology
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,8 @@ class DeviceGauges:
         if local_cpus:
             found |= dict.fromkeys(local_cpus, _host())
         if len(found) < len(devices):
-            seen = self._topology or visible_topology()
-            for index, known in enumerate(seen.devices):
-                if (name := f"cuda:{index}") in devices:
-                    found[name] = self._gpu(known.name, known.memory, known.uuid)
+            known = (self._topology or visible_topology()).by_name
+            found |= {name: self._gpu(device) for name, device in known.items() if name in devices}
         return found
 
     def processes(self, devices: tuple[str, ...]) -> dict[str, dict[int, int]]:
@@ -65,8 +63,8 @@ class DeviceGauges:
         nvml = None if is_cpu(devices) else self._open()
         if nvml is None:
             return found
-        for index, known in enumerate((self._topology or visible_topology()).devices):
-            if (name := f"cuda:{index}") not in devices:
+        for name, known in (self._topology or visible_topology()).by_name.items():
+            if name not in devices:
                 continue
             handle = ask(nvml, "nvmlDeviceGetHandleByUUID", known.uuid, default=None)
             for question in _PROCESSES if handle is not None else ():
@@ -79,18 +77,18 @@ class DeviceGauges:
             self._nvml.nvmlShutdown()
             self._nvml = None
 
-    def _gpu(self, name: str, memory: int, uuid: str) -> Gauge:
+    def _gpu(self, device: Device) -> Gauge:
         nvml = self._open()
-        handle = None if nvml is None else ask(nvml, "nvmlDeviceGetHandleByUUID", uuid, default=None)
+        handle = None if nvml is None else ask(nvml, "nvmlDeviceGetHandleByUUID", device.uuid, default=None)
         if handle is None:
-            return Gauge(name, memory, 0)
+            return Gauge(device.name, device.memory, 0)
         held = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
         rates = ask(nvml, "nvmlDeviceGetUtilizationRates", handle, default=None)
         power = ask(nvml, "nvmlDeviceGetPowerUsage", handle, default=None)
         limit = ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle, default=None)
         return Gauge(
-            name=name,
-            total_bytes=memory if held is None else int(held.total),
+            name=device.name,
+            total_bytes=device.memory if held is None else int(held.total),
             free_bytes=0 if held is None else int(held.free),
             utilisation=None if rates is None else rates.gpu / 100,
             temperature=ask(nvml, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_OF_GPU, default=None),

@@ -18,9 +18,7 @@ _BUSY = (State.STARTING.value, State.RUNNING.value)
 _COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # phases that count steps
 _WARM = (State.READY.value, State.ASLEEP.value)
 
-FIRST_START = (
-    "about 10 s, once"  # a start takes 1 s if ComfyUI's libraries are in the page cache, else this long
-)
+FIRST_START = "about 10 s, once"  # 1 s if ComfyUI's libraries are in the page cache, else this long
 LEAST_LOADED = 0.05  # share of a file; before it the disk's speed is unknown
 _MINUTE, _HOUR = 60, 3600
 _LATEST = 9  # steps used to predict the time of the next ones

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -16,8 +16,7 @@ from ..machine.probe import visible_topology
 from ..machine.topology import Topology
 from ..requests import RunInfo
 from ..strategy import ParallelStrategy
-from .records import LinkRate, RunKind, warm_step
-from .store import MeasurementStore
+from .store import LinkRate, MeasurementStore, RunKind
 from .workload.workload import Job
 
 log = logging.getLogger(__name__)
@@ -86,6 +85,11 @@ class MeasurementHistory:
         """Returns the run kinds with blocks compiled as `job` says, and uncompiled."""
         models = (job.model, job.model.uncompiled)
         return {RunKind.of(replace(job, model=m), strategy, engine, self.ids) for m in models}
+
+
+def warm_step(step_seconds: Sequence[float]) -> float | None:
+    """Returns the median step without the first, which warms up; None if there was no other."""
+    return median(step_seconds[1:]) if len(step_seconds) > 1 else None
 
 
 def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:

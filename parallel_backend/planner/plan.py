@@ -21,7 +21,6 @@ from .rules import Plan, StrategySettings, resolve_strategy
 from .trials import plan_trials
 from .workload.checkpoint_model import CheckpointModel
 from .workload.fit import Capacity, MemoryCheck, check_capacity, fits
-from .workload.rank_memory import fullest_rank
 from .workload.workload import Job
 
 # Share of a card's memory that `auto` plans with; the rest covers fragmentation and the desktop.
@@ -151,13 +150,12 @@ def _candidates(
         violations = strategy.violations(job.model.shape, len(devices), engine)
         if violations or crosses_machines(strategy, devices):
             continue
-        check = MemoryCheck(job, strategy, devices[: strategy.world_size])
-        memory = fullest_rank(check.memories).private_bytes
+        check = MemoryCheck.on(job, strategy, devices)
         seconds = measured.get(strategy)
         # A measured strategy fits, whatever was predicted. With patches it may not: measurements do not record them.
         seen = seconds is not None and not job.patch_bytes
         has_room = seen or fits(check, capacity_of(check.devices), share=USABLE_MEMORY)
-        yield Candidate(strategy, memory, has_room, seconds)
+        yield Candidate(strategy, check.fullest.private_bytes, has_room, seconds)
 
 
 def _begins_with(first: ParallelStrategy, plan: Plan) -> Plan:

@@ -11,7 +11,7 @@ from ..machine.device_shares import read_shares, unequal_remark
 from ..strategy import ENGINES, ParallelStrategy
 from ..trials import NO_TRIALS, TrialPlan
 from .candidates import APPROXIMATION, Candidate, Ranking, queries_pay
-from .records import LinkRate
+from .store import LinkRate
 from .workload.fit import MemoryCheck
 from .workload.rank_memory import NO_MEMORY, RankMemory
 from .workload.workload import Job

@@ -10,15 +10,16 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from ..errors import TransportError
-from ..machine.cache_database import CacheDatabase
+from ..machine.cache_database import CacheDatabase, Statement, keep_latest
 from ..machine.fingerprint import Fingerprint, device_key
 from ..strategy import ParallelStrategy
 from ..wire.strict_json import from_json, parse, to_json
-from .records import LinkRate, RunKind
+from .workload.workload import Job
 
 FORMAT = 5  # files of other versions are not read, and the next run overwrites them
 MAX_AGE_S = 30 * 86400.0  # drivers, cooling and neighbours change within a month
@@ -38,6 +39,42 @@ _RECENT = f"at BETWEEN ? - {MAX_AGE_S} AND ? + 86400.0"
 
 log = logging.getLogger(__name__)
 
+# The sizes of a job that decide the time of a step, in the order in which a file has them.
+_SIZES = ("width", "height", "frames", "batch", "prompts", "text_tokens", "reference_tokens", "model_calls")
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """A kind of runs whose step times can be compared. `workload`: what was computed, from workload_of; `devices`:
+    device_key() of the devices in use."""
+
+    workload: str
+    engine: str
+    strategy: ParallelStrategy
+    devices: str
+
+    @classmethod
+    def of(cls, job: Job, strategy: ParallelStrategy, engine: str, devices: Sequence[str]) -> RunKind:
+        workload = workload_of(job.model.key, **{name: getattr(job, name) for name in _SIZES})
+        return cls(workload, engine, strategy, device_key(devices[: strategy.world_size]))
+
+
+def workload_of(model: str, **sizes: int) -> str:
+    """Returns a model (CheckpointModel.key) and sizes, as in Job, as JSON."""
+    return json.dumps({"model": model, **sizes})
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """The exchange rate of some devices when all exchange at once. `devices`: device_key() in rank order;
+    `bytes_per_second`: sent by the slowest device; `latency_s`: of a collective of one number; `at`: Unix time of the
+    measurement."""
+
+    devices: str
+    bytes_per_second: float
+    latency_s: float
+    at: float
+
 
 class MeasurementStore(CacheDatabase):
     """The measurements of one fingerprint on disk. `now`: Unix time."""
@@ -48,18 +85,14 @@ class MeasurementStore(CacheDatabase):
     def record(self, runs: Sequence[tuple[RunKind, float]], now: float) -> bool:
         """Stores runs, each with the seconds of its median warm step, and forgets old ones. Returns True if that
         reached the disk."""
-        statements: list[tuple[str, tuple[object, ...]]] = []
+        statements: list[Statement] = []
         for kind, seconds in runs:
             if not 0 < seconds < float("inf"):
                 continue
             key = _key(kind)
             statements += [
                 ("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?)", (*key, seconds, now)),
-                (
-                    "DELETE FROM runs WHERE rowid IN"
-                    f" (SELECT rowid FROM runs WHERE {_KIND} ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                    (*key, MAX_RUNS),
-                ),
+                keep_latest("runs", MAX_RUNS, _KIND, *key),
             ]
         statements += [
             ("DELETE FROM runs WHERE at < ?", (now - MAX_AGE_S,)),
@@ -97,13 +130,8 @@ class MeasurementStore(CacheDatabase):
     def keep_link(self, link: LinkRate) -> bool:
         """Stores `link` in place of that of the same devices. Returns True if that reached the disk."""
         values = (link.devices, link.bytes_per_second, link.latency_s, link.at)
-        return self.write(
-            ("INSERT OR REPLACE INTO links VALUES (?, ?, ?, ?)", values),
-            (
-                "DELETE FROM links WHERE rowid IN (SELECT rowid FROM links ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (MAX_LINKS,),
-            ),
-        )
+        kept = ("INSERT OR REPLACE INTO links VALUES (?, ?, ?, ?)", values)
+        return self.write(kept, keep_latest("links", MAX_LINKS))
 
     def link(self, devices: str) -> LinkRate | None:
         """Returns the measured link of the devices with that device_key(), None if it was never measured."""

@@ -62,8 +62,12 @@ def plan_trials(
     }
     first = rule if rule in measured else _begin_with(rule, busy)
     candidates_by_form.pop(_form(first), None)
-    prices = {s: busy[s] / busy[first] * _sending(job, s, first) for s in candidates_by_form.values()}
-    ordered = sorted(prices, key=lambda s: (prices[s], bytes_sent(job, s), [-k for k in rule_key(s)]))
+    sent = {s: bytes_sent(job, s) for s in (first, *candidates_by_form.values())}
+    prices = {
+        s: busy[s] / busy[first] * (SENDS_MORE if sent[s] > sent[first] else 1.0)
+        for s in candidates_by_form.values()
+    }
+    ordered = sorted(prices, key=lambda s: (prices[s], sent[s], [-k for k in rule_key(s)]))
     most = MAX_TRIALS - (ONE_DEVICE in ordered)
     chosen = {*[s for s in ordered if s != ONE_DEVICE][:most], ONE_DEVICE}
     card = _fastest_card(history.topology)
@@ -93,10 +97,6 @@ def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) 
 def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
     """Returns a key that is equal for equal computations: data and CFG degrees both split rows."""
     return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
-
-
-def _sending(job: Job, strategy: ParallelStrategy, first: ParallelStrategy) -> float:
-    return SENDS_MORE if bytes_sent(job, strategy) > bytes_sent(job, first) else 1.0
 
 
 def _fastest_card(topology: Topology) -> Card | None:

@@ -6,15 +6,14 @@ import time
 
 from ..machine.fingerprint import device_key
 from ..strategy import ParallelStrategy
-from .history import MeasurementHistory
-from .records import RunKind
+from .history import GIVEN_UP, MeasurementHistory
+from .store import RunKind, workload_of
 
 # `auto` tries one device if a picture is expected to take at most this many seconds there; the second try is timed.
 LONGEST_TRY = 10.0
 _ONE = ParallelStrategy()
-# Both last as long as this process. _WARM: kinds whose first call, with its one-time costs, is over.
+# Kinds whose first call in this process, with its one-time costs, is over.
 _WARM: set[RunKind] = set()
-_GIVEN_UP: set[RunKind] = set()
 
 
 class VaeChoice:
@@ -40,7 +39,7 @@ class VaeChoice:
     def is_alone(self) -> bool:
         """Returns True if one device should compute: it is faster, or is to be tried."""
         shared, alone = self.shared_seconds, self.alone_seconds
-        if self._history is None or shared is None or self._kind(is_alone=True) in _GIVEN_UP:
+        if self._history is None or shared is None or self._kind(is_alone=True) in GIVEN_UP:
             return False
         if alone is not None:
             return alone < shared
@@ -58,7 +57,7 @@ class VaeChoice:
     def give_up(self) -> None:
         """Records that one device had too little memory; this process does not try it again."""
         if self._history is not None:
-            _GIVEN_UP.add(self._kind(is_alone=True))
+            GIVEN_UP.add(self._kind(is_alone=True))
 
     def _seconds(self, *, is_alone: bool) -> float | None:
         if self._history is None:
@@ -69,17 +68,12 @@ class VaeChoice:
         assert self._history is not None
         ids = self._history.ids
         *_, frames, height, width = (1, *self._size[1:])
+        sizes = {"width": width, "height": height, "frames": frames}
+        no_text = {"batch": 1, "prompts": 0, "text_tokens": 0, "reference_tokens": 0, "model_calls": 1}
+        strategy = _ONE if is_alone else ParallelStrategy(ulysses_degree=len(ids))
         return RunKind(
-            model=self._network,
-            width=width,
-            height=height,
-            frames=frames,
-            batch=1,
-            prompts=0,
-            text_tokens=0,
-            reference_tokens=0,
-            model_calls=1,
-            strategy=_ONE if is_alone else ParallelStrategy(ulysses_degree=len(ids)),
-            engine="rows",
-            devices=device_key(ids[:1] if is_alone else ids),
+            workload_of(self._network, **sizes, **no_text),
+            "rows",
+            strategy,
+            device_key(ids[: strategy.world_size]),
         )

@@ -11,11 +11,15 @@ import pytest
 import fake_nvml
 from jobs import FP8, flux_job
 from parallel_backend.__main__ import main
-from parallel_backend.commands.bench import chart, measure
-from parallel_backend.commands.bench.candidates import parse_strategies, possible_strategies
-from parallel_backend.commands.bench.fitting import fit_side_by_side, split_by_memory
+from parallel_backend.commands.bench import measure, report
+from parallel_backend.commands.bench.candidates import (
+    fit_side_by_side,
+    parse_strategies,
+    possible_strategies,
+    split_by_memory,
+)
 from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
-from parallel_backend.commands.bench.table import as_text
+from parallel_backend.commands.bench.report import as_text
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine.fingerprint import device_ids
 from parallel_backend.machine.probe import read_topology
@@ -45,8 +49,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def fonts(tmp_path_factory):
     """Draws a first picture: matplotlib keeps its fonts open from then on, and a test would count that as a leak."""
-    if chart.can_draw():
-        chart.draw(outcome(), tmp_path_factory.mktemp("fonts") / "bench.png")
+    if report.can_draw():
+        report.draw(outcome(), tmp_path_factory.mktemp("fonts") / "bench.png")
 
 
 @pytest.fixture
@@ -84,8 +88,8 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
 
     assert printed.out.startswith("MEASURED: Flux.1 dev form, 1+1 blocks of width 256")
     assert "predicted" not in printed.out.lower()
-    picture = (out / "bench.png").read_bytes() if chart.can_draw() else b""
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n") is (out / "bench.png").exists() is chart.can_draw()
+    picture = (out / "bench.png").read_bytes() if report.can_draw() else b""
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n") is (out / "bench.png").exists() is report.can_draw()
     written = (out / "bench.json").read_text() + printed.out.partition("Written:")[0]
     for private in (model.name, model.stem, str(tmp_path), socket.gethostname(), str(Path.home())):
         assert private not in written
@@ -99,7 +103,7 @@ def test_strategies_are_measured_side_by_side_and_written_to_be_shared(bench, no
 
 
 def test_without_matplotlib_it_says_so_and_writes_the_rest(bench, monkeypatch):
-    monkeypatch.setattr(chart, "can_draw", lambda: False)
+    monkeypatch.setattr(report, "can_draw", lambda: False)
     monkeypatch.setattr(measure, "measure", lambda **asked: outcome())
     status, printed, out = bench("--json")
     assert status == 0 and json.loads(printed.out)["rows"][0]["name"] == "one device"

@@ -13,7 +13,7 @@ from parallel_backend.commands.bench import measure
 from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
 from parallel_backend.commands.bench.shared import read_shared, share
 from parallel_backend.commands.gpu_check import run as gpu_check
-from parallel_backend.commands.gpu_check.report import GpuReport
+from parallel_backend.commands.gpu_check.run import GpuReport
 from parallel_backend.errors import RequestError
 from parallel_backend.strategy import ParallelStrategy
 from tiny_flux import write_tiny_flux

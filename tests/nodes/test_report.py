@@ -8,9 +8,9 @@ import pytest
 from jobs import flux_job
 from pack_nodes import import_node_module
 from parallel_backend.observability.prompt_phases import PromptPhases
-from parallel_backend.planner.records import LinkRate
 from parallel_backend.planner.rules import Plan
 from parallel_backend.planner.step_bounds import bytes_sent
+from parallel_backend.planner.store import LinkRate
 from parallel_backend.requests import LoadInfo, RunInfo
 from parallel_backend.sidecar.group.events import RequestEnded
 from parallel_backend.strategy import ParallelStrategy

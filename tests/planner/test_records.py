@@ -10,7 +10,7 @@ from parallel_backend.machine.topology import Topology
 from parallel_backend.models.diffusers.keys import FLUX_DEV
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.candidates import enumerate_candidates
-from parallel_backend.planner.records import warm_step
+from parallel_backend.planner.history import warm_step
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.strategy import ParallelStrategy
 

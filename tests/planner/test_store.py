@@ -17,8 +17,7 @@ from parallel_backend.machine import cache_database
 from parallel_backend.machine.fingerprint import Fingerprint, take_fingerprint
 from parallel_backend.machine.topology import Topology
 from parallel_backend.planner import store as module
-from parallel_backend.planner.records import LinkRate, RunKind
-from parallel_backend.planner.store import MAX_AGE_S, MAX_LINKS, MAX_RUNS, MeasurementStore
+from parallel_backend.planner.store import MAX_AGE_S, MAX_LINKS, MAX_RUNS, LinkRate, MeasurementStore, RunKind
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.cache_folder import VARIABLE
 
@@ -60,7 +59,7 @@ def test_what_is_kept_comes_back_in_a_new_process(full, tmp_path):
     assert known(again) == {ULYSSES: 0.25} and again.seconds(kind(), NOW) == 0.25
     assert again.link("devices") == LINK and again.link("others") is None
     assert all(
-        again.seconds(other, NOW) is None for other in (kind(RING), kind(engine="xfuser"), kind(model="b"))
+        again.seconds(other, NOW) is None for other in (kind(RING), kind(engine="xfuser"), kind(workload="b"))
     )
 
 
@@ -97,8 +96,8 @@ def test_what_is_no_duration_is_not_recorded(store, seconds):
 def test_the_oldest_of_all_runs_are_forgotten_first(store, monkeypatch):
     monkeypatch.setattr(module, "MAX_ALL_RUNS", 10)
     for i in range(15):
-        store.record([(kind(model=str(i)), 1.0)], NOW + i)
-    assert [i for i in range(15) if known(store, model=str(i))] == list(range(5, 15))
+        store.record([(kind(workload=str(i)), 1.0)], NOW + i)
+    assert [i for i in range(15) if known(store, workload=str(i))] == list(range(5, 15))
 
 
 def test_of_each_group_of_devices_the_latest_link_is_kept(store):
@@ -118,7 +117,7 @@ def test_another_machine_or_version_finds_nothing(full, tmp_path):
 def _write(folder, strategy, count):
     store = MeasurementStore(BOX, Path(folder))
     for i in range(count):
-        assert store.record([(kind(strategy, model=str(i)), 1.0)], NOW)
+        assert store.record([(kind(strategy, workload=str(i)), 1.0)], NOW)
 
 
 def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypatch):
@@ -131,11 +130,11 @@ def test_two_processes_that_write_at_once_lose_nothing(store, tmp_path, monkeypa
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert len(known(store, model="0")) <= 2  # a reader never meets half a run
+        assert len(known(store, workload="0")) <= 2  # a reader never meets half a run
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert all(known(store, model=str(i)) == {ULYSSES: 1.0, RING: 1.0} for i in range(40))
+    assert all(known(store, workload=str(i)) == {ULYSSES: 1.0, RING: 1.0} for i in range(40))
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".sqlite"]
 
 

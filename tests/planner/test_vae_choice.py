@@ -18,7 +18,7 @@ HERE = Fingerprint(("a card", "a card"), ("torch 2",))
 def choice(tmp_path, monkeypatch):
     """Returns a function that makes a VaeChoice, by default for two devices, as in a process without decodes so far."""
     monkeypatch.setattr(vae_choice, "_WARM", set())
-    monkeypatch.setattr(vae_choice, "_GIVEN_UP", set())
+    monkeypatch.setattr(vae_choice, "GIVEN_UP", set())
     store = MeasurementStore(HERE, tmp_path)
 
     def make(network="a VAE", size=(4, 8, 6), devices=("GPU-a", "GPU-b"), *, tries=True):

@@ -8,7 +8,7 @@ from comfy_modules import import_comfyui_here
 from loop_jobs import loop_job, tiny_model
 from loop_ranks import LoopRanks
 from nccl_semantics import NCCL_SEMANTICS, count_connected
-from parallel_backend.planner.workload.communicators import count_communicators
+from parallel_backend.planner.workload.rank_memory import count_communicators
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import TrialCandidate, TrialPlan
 from ranks import run_ranks

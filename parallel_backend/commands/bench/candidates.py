@@ -1,20 +1,23 @@
-"""The strategies that a benchmark compares: those that the user names, or all that the model and devices allow."""
+"""The strategies that a benchmark compares: those that the user names, or all that model, devices and memory allow."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from ...devices import is_cpu
+from ...devices import is_cpu, machine_of
 from ...errors import StrategyError
 from ...layout import crosses_machines
 from ...planner.candidates import by_exchange, enumerate_candidates, rule_key
+from ...planner.plan import USABLE_MEMORY
+from ...planner.workload.fit import Capacity, MemoryCheck, fits
 from ...planner.workload.workload import Job
 from ...strategy import DEGREES, ParallelStrategy
 
 _DEGREES = {name.removesuffix("_degree"): name for name in DEGREES} | {"groups": "head_groups"}
 _ONE = ("one", "1", "single")
 _SWITCHES = {"sharded": "shard_weights", "tokens": "sends_tokens"}
+Layout = tuple[int, ParallelStrategy]
 
 
 def parse_strategies(text: str) -> tuple[ParallelStrategy, ...]:
@@ -69,3 +72,56 @@ def _parse(part: str) -> ParallelStrategy:
             f"strategy {part!r}: groups are of the heads that Ulysses exchanges; add ulysses2."
         )
     return ParallelStrategy().replace(**degrees)
+
+
+def split_by_memory(
+    strategies: Sequence[ParallelStrategy],
+    job: Job,
+    devices: tuple[str, ...],
+    capacity: Capacity | None = None,
+) -> tuple[list[ParallelStrategy], dict[ParallelStrategy, str]]:
+    """Returns (the strategies to run, the reason for each one left out). One that does not fit is replaced by the same
+    strategy with sharded weights if that fits. `capacity`: of `devices`, read now if None."""
+    run: list[ParallelStrategy] = []
+    left_out: dict[ParallelStrategy, str] = {}
+    for strategy in strategies:
+        check = MemoryCheck.on(job, strategy, devices)
+        if fits(check, capacity):
+            run.append(strategy)
+            continue
+        needed = check.fullest.private_bytes
+        left_out[strategy] = f"predicted not to fit: {needed / 1e9:.1f} GB on the fullest device"
+        sharded = strategy.replace(shard_weights=True)
+        if (
+            strategy.world_size > 1
+            and not sharded.violations(job.model.shape, len(devices))
+            and fits(MemoryCheck(job, sharded, check.devices), capacity)
+        ):
+            run.append(sharded)
+    return list(dict.fromkeys(run)), left_out
+
+
+def layout_of(strategy: ParallelStrategy) -> Layout:
+    """Returns a key: strategies with the same one can share a group of ranks without loading the model again."""
+    return strategy.world_size, strategy.weights
+
+
+def fit_side_by_side(
+    strategies: Sequence[ParallelStrategy],
+    job: Job,
+    devices: tuple[str, ...],
+    capacity: Capacity | None = None,
+) -> bool:
+    """Returns True if one group of ranks per layout of the weights can stay warm at the same time. The first device has
+    a rank of each. A machine of a cluster serves only one group. `capacity`: of `devices`, read now if None."""
+    if machine_of(devices[0]):
+        return len(set(map(layout_of, strategies))) == 1
+    on_cpu, needed = is_cpu(devices), dict[Layout, int]()
+    for strategy in strategies:
+        check = MemoryCheck.on(job, strategy, devices)
+        size = sum(m.private_bytes for m in check.memories) if on_cpu else check.fullest.private_bytes
+        needed[layout_of(strategy)] = max(size, needed.get(layout_of(strategy), 0))
+    capacity = capacity or Capacity.of(devices)
+    used = capacity.used_elsewhere or (0,) * len(capacity.sizes)
+    free = [USABLE_MEMORY * size - held for size, held in zip(capacity.sizes, used, strict=True) if size]
+    return sum(needed.values()) <= min(free, default=float("inf"))

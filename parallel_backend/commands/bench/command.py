@@ -46,10 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints and writes; returns 1 if no strategy ran. Raises ParallelError for what cannot be measured."""
-    from .chart import can_draw, draw
     from .measure import measure
-    from .shared import check_path, share
-    from .table import as_text
+    from .report import as_text, can_draw, draw
+    from .shared import path_to_share, share
 
     width, height = _size(args.size)
     for name in ("steps", "rounds", "batch", "text"):
@@ -60,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
-    shared = Path(args.share).expanduser() if args.share else None
-    if shared is not None:
-        check_path(shared)
+    shared = path_to_share(args.share)
     outcome = measure(
         model=args.model,
         devices=args.devices,

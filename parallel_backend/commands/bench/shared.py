@@ -50,12 +50,17 @@ class SharedResult:
         return next((one.step_s for one in self.strategies if one.devices == 1), None)
 
 
-def check_path(path: Path) -> None:
-    """Raises RequestError if `share` could not write to `path`. Called before minutes of measuring."""
+def path_to_share(text: str) -> Path | None:
+    """Returns the path that --share names, None for no text. Raises RequestError if `share` could not write to it:
+    called before minutes of measuring."""
+    if not text:
+        return None
+    path = Path(text).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise RequestError(
             f"--share {path.name!r} names no file in a folder that exists; name one, such as result.json."
         )
+    return path
 
 
 def share(outcome: BenchResult, path: Path) -> None:

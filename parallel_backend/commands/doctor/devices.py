@@ -1,16 +1,25 @@
-"""Findings about the devices: their properties, whether they differ, and the paths that NVML reports between them.
+"""Findings about the devices (their properties, differences and paths) and about the attention kernels on them.
 For a cluster: findings about its machines, from what each reported when it joined."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from ...devices import is_cpu, machine_of
+from ...devices import cluster_of, is_cpu, machine_of, resolve_devices
 from ...machine.topology import Device, Topology
+from ...wire import deadlines
+from ...wire.calibration import RankFacts
 from ...wire.checks.findings import Finding
 
 NO_BF16 = (8, 0)  # compute capability below which bfloat16 is emulated
 SMALL_MEMORY = 11e9  # bytes; Flux.1 in fp8 has 12 GB of weights
+# The kernels by their name in Parallel Flux Loader, and the importable package that each needs.
+KERNELS = {
+    "flash_3": "flash_attn_interface",
+    "flash": "flash_attn",
+    "sage": "sageattention",
+}
 
 
 def check_devices(topology: Topology, cpu: str, driver_problem: str = "") -> Iterator[Finding]:
@@ -98,6 +107,28 @@ def _paths(topology: Topology) -> list[str]:
     return rows
 
 
+def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Returns resolve_devices(text) after waiting for the cluster's machines; reports the wait with `say`. For
+    `cluster:NAME`, waits until no more machines join. Raises DeviceError."""
+    cluster = cluster_of(text)
+    if not cluster:
+        return resolve_devices(text)
+    from ...sidecar.cluster import head as clusters  # late: this computer's own devices need no certificates
+
+    clusters.find_by_name()
+    head = clusters.open_head(cluster)
+    say(f"waiting on port {head.port} for the machines of the cluster {cluster}")
+    names = set(text.lower().replace(",", " ").replace(";", " ").split())
+    until, found, since = time.monotonic() + deadlines.MACHINES, head.devices(), time.monotonic()
+    while time.monotonic() < until and (not found or time.monotonic() - since < deadlines.GATHER):
+        time.sleep(deadlines.POLL)
+        if (now := head.devices()) != found:
+            found, since = now, time.monotonic()
+        if names <= set(found):
+            break
+    return resolve_devices(text)
+
+
 def machines_of(devices: Sequence[str]) -> tuple[str, ...]:
     """Returns CLUSTER/MACHINE of each machine, in the order of the devices; () for devices of this computer."""
     return tuple(dict.fromkeys(filter(None, map(machine_of, devices))))
@@ -135,3 +166,29 @@ def _described(devices: Sequence[str], memory: Mapping[str, int]) -> str:
         return f"{len(devices)} on the CPU"
     sizes = ", ".join(f"{memory.get(device, 0) / 1e9:.0f} GB" for device in devices)
     return f"{len(devices)} GPUs: {sizes}"
+
+
+def check_kernels(packages: Collection[str], facts: Sequence[RankFacts], on_gpus: bool) -> Iterator[Finding]:
+    """Yields a finding on the installed kernels and one on the kernel in use. `packages`: those of KERNELS that can be
+    imported; `facts`: the ranks' reports on the kernel that they would use."""
+    found = [name for name, package in KERNELS.items() if package in packages]
+    listed = ", ".join(["torch", *found])
+    if on_gpus and not {"flash_3", "flash"} & set(found):
+        remedy = "FlashAttention (pip install flash-attn) can be faster on GPUs before Hopper"
+        yield Finding("installed", "ok", f"{listed} (torch's own kernels)", remedy)
+    else:
+        yield Finding("installed", "ok", listed)
+    broken = next((f for f in facts if f.kernel_problem), None)
+    if not facts:
+        yield Finding("in use", "skipped", "no process could be asked")
+    elif broken is not None:
+        yield Finding(
+            "in use",
+            "broken",
+            f"{broken.kernel or 'the attention kernel'} does not work here: {broken.kernel_problem}",
+            "install a build of it that fits this torch, remove it, or choose attention: torch in "
+            "Parallel Flux Loader",
+        )
+    else:
+        names = ", ".join(dict.fromkeys(f.kernel for f in facts))
+        yield Finding("in use", "ok", f"{names}, compared with exact attention")

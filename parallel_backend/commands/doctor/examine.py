@@ -14,11 +14,9 @@ from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...wire.calibration import ALL_TO_ALL, Calibration, slowest_rate
 from ...wire.checks.findings import Finding
-from .devices import check_devices, check_machines, numbered, pair_of
-from .kernels import check_kernels
+from .devices import check_devices, check_kernels, check_machines, numbered, pair_of
 from .links import check_links, of_ranks
 from .parity import check_parity, failed_start
-from .privacy import find_private, scrub_findings
 from .probes import (
     probe_classes,
     probe_kernels,
@@ -28,7 +26,7 @@ from .probes import (
     probe_torch,
     probe_versions,
 )
-from .report import Report, in_group
+from .report import Report, find_private, in_group, scrub_findings
 from .system import check_leftovers, check_system
 from .versions import check_classes, check_platform, check_versions
 
@@ -121,7 +119,7 @@ def _with_ranks(
             found += in_group(SAMPLING, [failed_start(len(devices), _cause(error))])
         facts = [c.facts for c in calibrations if c.facts is not None]
         if len(calibrations) > 1:
-            known = of_ranks(topology, facts) if on_gpus and not across else None
+            known = of_ranks(topology, calibrations) if on_gpus and not across else None
             found += in_group(LINKS, check_links(calibrations, known, across=across, models=probe_models()))
             if not across and (rate := slowest_rate(calibrations, ALL_TO_ALL)) is not None:
                 record_link(devices, rate, max(c.collective_s for c in calibrations))

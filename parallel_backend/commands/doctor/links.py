@@ -36,10 +36,10 @@ _CORRUPT = (
 )
 
 
-def of_ranks(topology: Topology, facts: Sequence[RankFacts]) -> Topology | None:
+def of_ranks(topology: Topology, ranks: Sequence[Calibration]) -> Topology | None:
     """Returns the devices in rank order, by the UUIDs that the ranks reported; None if one of them is unknown."""
     try:
-        return topology.select([f.device_uuid for f in facts])
+        return topology.select([_facts(c).device_uuid for c in ranks])
     except DeviceError:
         return None
 

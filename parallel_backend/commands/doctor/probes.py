@@ -14,7 +14,7 @@ from ...machine.self_tests import SelfTestStore
 from ...models.comfyui.model_file import inspect
 from ...models.proof.installed import digests_in, find_folder, version_in
 from ...models.proof.states import is_proven
-from .kernels import KERNELS
+from .devices import KERNELS
 from .system import VARIABLES, System
 from .versions import SHOWN
 
@@ -110,17 +110,10 @@ def _is_orphan(entry: Path) -> bool:
     """Returns True if the process is a rank of this user whose parent is no longer the process that started it."""
     try:
         words = (entry / "cmdline").read_bytes().split(b"\0")
-        if _RANK not in words or b"--parent" not in words or not _is_mine(entry):
+        if _RANK not in words or b"--parent" not in words or entry.stat().st_uid != os.getuid():
             return False
         started_by = int(words[words.index(b"--parent") + 1])
         parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):  # it has just ended, or is no rank after all
         return False
     return parent != started_by
-
-
-def _is_mine(path: Path) -> bool:
-    try:
-        return path.stat().st_uid == os.getuid()
-    except OSError:
-        return False

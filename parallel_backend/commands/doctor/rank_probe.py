@@ -17,10 +17,8 @@ from .parity import Parity, largest_difference
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "transformer.safetensors"
 CAPTION = "a red circle left of a blue square"
 STEPS, CFG, LATENT = 4, 3.0, (1, 16, 16, 16)  # 128 x 128 pixels, the size that the demo model was trained on
-LINKS_S, PAIR_S = (
-    10.0,
-    1.0,
-)  # seconds at most for all ranks at once, and for each pair: NCCL makes a connection per pair
+# Seconds at most for all ranks at once, and for each pair: NCCL makes a connection per pair.
+LINKS_S, PAIR_S = 10.0, 1.0
 # One strategy per way to split: tokens over all-to-all, tokens over a ring, the two prompts.
 STRATEGIES = (
     ParallelStrategy(ulysses_degree=2),

@@ -37,7 +37,7 @@ def check_identity(ranks: Ranks) -> Iterator[Finding]:
     calibrations = probe_links(ranks.group(len(subject.devices)))
     facts = [c.facts for c in calibrations if c.facts is not None]
     seen = read_visible()
-    found = of_ranks(seen, facts)
+    found = of_ranks(seen, calibrations)
     if len({f.device_uuid for f in facts}) < len(facts):
         remedy = "name each GPU once in CUDA_VISIBLE_DEVICES, and report it"
         yield Finding("UUIDs", "broken", "two processes compute on one card", remedy)

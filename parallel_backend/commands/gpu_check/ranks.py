@@ -18,7 +18,7 @@ from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
 from ...wire.checks.gpu_check import CheckSubject
-from ..bench.rounds import random_request
+from ..bench.measure import random_request
 from ..doctor.parity import LIMITS, largest_difference
 
 ALONE = ParallelStrategy()

@@ -34,8 +34,7 @@ _GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
 def check_all_links(ranks: Ranks) -> Iterator[Finding]:
     """Checks the links of all devices: peer access, intact data and rates."""
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)))
-    facts = [c.facts for c in calibrations if c.facts is not None]
-    topology = of_ranks(read_visible(), facts) if ranks.subject.on_gpus else None
+    topology = of_ranks(read_visible(), calibrations) if ranks.subject.on_gpus else None
     return check_links(calibrations, topology)
 
 

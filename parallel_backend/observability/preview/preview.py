@@ -13,8 +13,6 @@ from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck, check_capacity, fits
-from ...planner.workload.memory import predict_memory
-from ...planner.workload.rank_memory import fullest_rank
 from ...planner.workload.workload import Job
 from ...sidecar.group.failures import left_out
 from ...strategy import ModelShape, ParallelStrategy
@@ -164,9 +162,8 @@ def _lines(memory: str, subject: _Subject) -> list[str]:
 
 def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> str:
     model = subject.model
-    memories = predict_memory(subject.job, strategy, on_cpu=machine.on_cpu)
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
-    fullest = fullest_rank(memories)
+    fullest = MemoryCheck.on(subject.job, strategy, machine.devices).fullest
     where = "process" if machine.on_cpu else "GPU"
     return (
         f"{fullest.in_short(where)}\nPredicted for {model.file.name} in {dtype} at {subject.size}, on the fullest "
@@ -176,7 +173,7 @@ def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine
 
 def _capacity(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> tuple[str, ...]:
     try:
-        check_capacity(MemoryCheck(subject.job, strategy, machine.devices[: strategy.world_size]))
+        check_capacity(MemoryCheck.on(subject.job, strategy, machine.devices))
     except StrategyError as error:
         return (f"At {subject.size}: {error}",)
     return ()

@@ -73,6 +73,7 @@ class Metrics:
     def __init__(self, statuses: Statuses, gauges: Gauges, price: Callable[[], float] = lambda: 0.0) -> None:
         # A separate registry: other packs may use the library's global one.
         self._registry = registry = CollectorRegistry()
+        self._statuses, self._gauges = statuses, gauges
         self._known: set[tuple[str, ...]] = set()
         self._models: set[str] = set()
         self._scraping = threading.Lock()
@@ -122,7 +123,7 @@ class Metrics:
             PREFIX + "price_per_device_hour", "Price in Settings, 0 for none", registry=registry
         )
         per_hour.set_function(price)
-        registry.register(_LiveReadings(statuses, gauges))
+        registry.register(self)  # which calls `collect` at each scrape
         # A series must exist at 0, or Prometheus would not see the first event as a change.
         for result in RESULTS:
             for request in JOBS:
@@ -152,6 +153,13 @@ class Metrics:
         """Returns all metrics in Prometheus' text format; its type is CONTENT_TYPE."""
         with self._scraping:  # one thread reads the gauges at a time
             return generate_latest(_WithoutTimes(self._registry))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields group states, rank notes and device readings of this moment. CPUs have no readings, because their
+        ranks share them."""
+        groups = tuple(self._statuses())
+        yield from self._groups(groups)
+        yield from self._devices(tuple(sorted({device for group in groups for device in group.devices})))
 
     def _know(self, devices: tuple[str, ...]) -> None:
         if devices in self._known:
@@ -189,30 +197,6 @@ class Metrics:
         self._models.add(name)
         return name
 
-
-@functools.cache
-def pack_version(project: Path = _PROJECT) -> str:
-    """Returns the pack's version from pyproject.toml, such as "0.1.0"; "unknown" if the file is missing."""
-    try:
-        found = re.search(r'^version = "([^"]+)"$', project.read_text("utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else "unknown"
-
-
-class _LiveReadings:
-    """Group states, rank notes and device readings at the moment of a scrape. CPUs have no readings, because their
-    ranks share them."""
-
-    def __init__(self, statuses: Statuses, gauges: Gauges) -> None:
-        self._statuses = statuses
-        self._gauges = gauges
-
-    def collect(self) -> Iterator[Metric]:
-        groups = tuple(self._statuses())
-        yield from self._groups(groups)
-        yield from self._devices(tuple(sorted({device for group in groups for device in group.devices})))
-
     @staticmethod
     def _groups(groups: Iterable[GroupStatus]) -> Iterator[Metric]:
         state = _gauge("group_state", "1 for the state that a group is in", "devices", "state")
@@ -242,6 +226,16 @@ class _LiveReadings:
                 if (known := value(gauge)) is not None:
                     family.add_metric([device], known)
             yield family
+
+
+@functools.cache
+def pack_version(project: Path = _PROJECT) -> str:
+    """Returns the pack's version from pyproject.toml, such as "0.1.0"; "unknown" if the file is missing."""
+    try:
+        found = re.search(r'^version = "([^"]+)"$', project.read_text("utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else "unknown"
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -13,7 +13,7 @@ from ...machine.device_shares import device_memory
 from ...strategy import ParallelStrategy
 from .in_use import used_by_other_programs
 from .memory import predict_memory
-from .rank_memory import RankMemory, fullest_rank, in_gib
+from .rank_memory import RankMemory, in_gib
 from .workload import Job
 
 
@@ -25,10 +25,20 @@ class MemoryCheck:
     strategy: ParallelStrategy
     devices: tuple[str, ...]
 
+    @classmethod
+    def on(cls, job: Job, strategy: ParallelStrategy, devices: tuple[str, ...]) -> MemoryCheck:
+        """Returns the check on the first of `devices`."""
+        return cls(job, strategy, devices[: strategy.world_size])
+
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """The predicted memory of each rank, in rank order."""
         return predict_memory(self.job, self.strategy, on_cpu=is_cpu(self.devices))
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The memory of the rank that needs most."""
+        return max(self.memories, key=lambda memory: memory.private_bytes)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def check_capacity(check: MemoryCheck, capacity: Capacity | None = None) -> Rank
     capacity = capacity or Capacity.of(check.devices)
     over = _overfull(check, capacity)
     if over is None:
-        return fullest_rank(check.memories)
+        return check.fullest
     change = next((words for words, other in _changes(check) if _overfull(other, capacity) is None), None)
     raise StrategyError(
         f"This does not fit: {over} The smallest change that would fit: "

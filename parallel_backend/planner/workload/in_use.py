@@ -24,9 +24,8 @@ def used_by_other_programs(
     used_by_us: Callable[[str], int] | None = None,
 ) -> tuple[int, ...]:
     """Returns the bytes on each device; 0 if unknown. `nvml`, `topology`, `used_by_us`: for tests."""
-    seen = topology or visible_topology()
-    uuids = {f"cuda:{i}": device.uuid for i, device in enumerate(seen.devices)}
-    if not any(device in uuids for device in devices):
+    known = (topology or visible_topology()).by_name
+    if known.keys().isdisjoint(devices):
         return (0,) * len(devices)
     try:
         if nvml is None:
@@ -37,7 +36,7 @@ def used_by_other_programs(
     except Exception:  # no library, no driver, no permission
         return (0,) * len(devices)
     try:
-        used = [_used(nvml, uuids.get(device, "")) for device in devices]
+        used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
     finally:
         nvml.nvmlShutdown()
     ours = used_by_us or _used_by_us

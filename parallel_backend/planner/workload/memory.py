@@ -15,8 +15,7 @@ from ...models.dtypes import ITEMSIZE, Dtypes
 from ...models.footprint import FP32, TokenLoad
 from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
-from .communicators import gpu_base_bytes
-from .rank_memory import CPU_BASE_BYTES, RankMemory
+from .rank_memory import CPU_BASE_BYTES, RankMemory, gpu_base_bytes
 from .workload import Job
 
 
@@ -83,21 +82,20 @@ class _Rank:
                     )
                     best = max(best, found, key=lambda memory: memory.private_bytes)
         private, host = (0, weights.private) if weights.offloaded else (weights.private, 0)
-        return RankMemory(
-            self.rank,
+        return replace(
+            best,
             weights=best.weights + private + self.job.patch_bytes,
-            activations=best.activations,
-            buffers=best.buffers,
             base=CPU_BASE_BYTES if self.on_cpu else gpu_base_bytes(self.strategy, self.rank),
             mapped=weights.mapped,
             host=host,
-            fullest=best.fullest,
         )
 
     def _runs(self) -> Iterator[_Run]:
+        if not self.rows:
+            return
         if self.strategy.pipefusion_degree > 1:
             yield from self._pipeline_runs()
-        elif self.rows:
+        else:
             call = self._call(self.rows, self.job.text_tokens, self.job.image_tokens)
             # The step cache stores two residuals of the image: the first block's and that of all others. While the
             # others compute, their input takes the place of the second residual.
@@ -129,8 +127,6 @@ class _Rank:
     def _pipeline_runs(self) -> Iterator[_Run]:
         """Yields the runs of a pipeline: whole images during warm-up, patches after it."""
         strategy, job = self.strategy, self.job
-        if not self.rows:
-            return
         blocks = self.place.blocks(strategy, self.file.shape.blocks)
         full_call = self._call(self.rows, job.text_tokens, job.image_tokens)
         every = sum(full_call.keys)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ...layout import AXES, REPLICA_AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
+from ...strategy import DEGREES, ParallelStrategy
 
 # A CUDA context and the allocator's slack on each GPU, without communicators: an allowance, not measured here.
 GPU_BASE_BYTES = 1_500_000_000
+# Memory of NCCL's buffers and channels for one communicator, of a group or of two ranks: an allowance, not measured
+# here; users report 100 MB and more.
+COMMUNICATOR_BYTES = 100_000_000
 # Private memory of an idle CPU rank that has run a job and imported ComfyUI (benchmarks/memory.py --full-size measures
 # it).
 CPU_BASE_BYTES = 350_000_000
@@ -62,5 +67,22 @@ def in_gib(size: float) -> str:
     return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"
 
 
-def fullest_rank(memories: Sequence[RankMemory]) -> RankMemory:
-    return max(memories, key=lambda memory: memory.private_bytes)
+def count_communicators(strategy: ParallelStrategy, rank: int) -> int:
+    """Returns the number of communicators of a job on `rank`; groups of the same ranks share one. Every job has one
+    for all ranks, for the model calls of ComfyUI's loop, shared noise and the VAE."""
+    split = {axis for axis, name in zip(AXES, DEGREES, strict=True) if getattr(strategy, name) > 1}
+    several = (AXES, ROW_AXES, SEQUENCE_AXES, ("ring",), ("ulysses",), ("tensor",))
+    count = len({frozenset(split.intersection(axes)) for axes in several} - {frozenset()})
+    if strategy.shards and split.intersection(REPLICA_AXES):
+        count += 1
+    if strategy.pipefusion_degree > 1:
+        last, stage = strategy.pipefusion_degree - 1, RankCoordinates.of(strategy, rank).stage
+        neighbours = (stage > 0) + (stage < last)
+        # The link between the last and the first stage; the group that brings results back.
+        count += neighbours + (stage in (0, last)) + 1
+    return count
+
+
+def gpu_base_bytes(strategy: ParallelStrategy, rank: int) -> int:
+    """Returns the GPU memory in bytes that a rank's process takes before any model."""
+    return GPU_BASE_BYTES + COMMUNICATOR_BYTES * count_communicators(strategy, rank)

@@ -9,8 +9,7 @@ import pytest
 
 import fake_nvml
 from jobs import FP8, flux_job
-from parallel_backend.commands.doctor.devices import check_devices
-from parallel_backend.commands.doctor.kernels import check_kernels
+from parallel_backend.commands.doctor.devices import check_devices, check_kernels
 from parallel_backend.commands.doctor.links import check_links
 from parallel_backend.commands.doctor.parity import Parity, check_parity, failed_start
 from parallel_backend.commands.doctor.system import MIB, System, check_leftovers, check_system

@@ -13,8 +13,7 @@ import pytest
 from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor import examine as examination
 from parallel_backend.commands.doctor import probes
-from parallel_backend.commands.doctor.privacy import Private, find_private, scrub, scrub_findings
-from parallel_backend.commands.doctor.report import Report
+from parallel_backend.commands.doctor.report import Private, Report, find_private, scrub, scrub_findings
 from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.machine.self_tests import SelfTestStore
 from parallel_backend.models.proof.installed import VARIABLE as COMFYUI

@@ -1,7 +1,7 @@
 """The doctor's verdicts about the machines of a cluster; its report does not name the machines."""
 
 from parallel_backend.commands.doctor.devices import check_machines, numbered, pair_of
-from parallel_backend.commands.doctor.privacy import find_private, scrub
+from parallel_backend.commands.doctor.report import find_private, scrub
 
 FOUR = tuple(f"cuda:{index}@lab/{machine}" for machine in ("big.box", "b") for index in (0, 1))
 EQUAL = dict.fromkeys(FOUR, 24 * 10**9)

@@ -11,8 +11,7 @@ from parallel_backend.__main__ import main
 from parallel_backend.commands.gpu_check import __main__ as with_ranks
 from parallel_backend.commands.gpu_check import processes
 from parallel_backend.commands.gpu_check.checks import Check
-from parallel_backend.commands.gpu_check.report import CheckResult, GpuReport
-from parallel_backend.commands.gpu_check.run import choose, make_subject, run_checks
+from parallel_backend.commands.gpu_check.run import CheckResult, GpuReport, choose, make_subject, run_checks
 from parallel_backend.errors import RequestError
 from parallel_backend.rank.checks import gpu as as_rank
 from parallel_backend.wire import deadlines

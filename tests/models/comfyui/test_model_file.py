@@ -19,7 +19,6 @@ from parallel_backend.planner.rules import StrategySettings, resolve_strategy
 from parallel_backend.planner.step_bounds import compute_share
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.memory import predict_memory
-from parallel_backend.planner.workload.rank_memory import fullest_rank
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.requests import ATTENTION, BANDS, BLOCK, ROWS
 from parallel_backend.strategy import ParallelStrategy
@@ -73,7 +72,7 @@ def activations(job, strategy=ONE, **options):
 
 def largest(job, strategy):
     """Returns the private bytes of the fullest rank."""
-    return fullest_rank(predict_memory(job, strategy)).private_bytes
+    return max(memory.private_bytes for memory in predict_memory(job, strategy))
 
 
 def auto(job, count):

@@ -7,8 +7,8 @@ import pytest
 from cluster_machines import BareMachine, make_cluster
 from parallel_backend import devices
 from parallel_backend.cluster import endpoint as endpoints
+from parallel_backend.commands.doctor.devices import resolve_for_command
 from parallel_backend.errors import DeviceError
-from parallel_backend.observability.cluster_devices import resolve_for_command
 from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.wire import deadlines
 
