@@ -20,7 +20,6 @@ from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
 from . import notes
 from .attention import queries
-from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
 from .attention.kernels import ChosenKernel
 from .attention.projections import OtherProjections
@@ -344,7 +343,7 @@ class ModuleForward:
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
             self.noted.add(notes.HEADS)
-            with attention_by(HeadAttention(self.layout, self.traffic, queries.MIN_KEYS)):
+            with attention_by(queries.HeadAttention(self.layout, self.traffic)):
                 return self._compute_rows(call, cached)
         self.noted.add(notes.QUERIES.format(why=why, keys=queries.MIN_KEYS))
         with attention_by(queries.QueryAttention(self.layout, self.traffic)):
