@@ -28,7 +28,7 @@ from .casting import HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
 from .compat_diffusers import patch_diffusers
 from .keys import FluxDims, diffusers_sources
-from .memory.weight_bytes import device_dtype, stays_in_compute_dtype
+from .memory import device_dtype, stays_in_compute_dtype
 from .model import DiffusersModel
 
 

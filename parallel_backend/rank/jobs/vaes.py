@@ -130,8 +130,7 @@ def _other_version_as_refusal() -> Iterator[None]:
 def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder:
     from ...engine.bands.tiles import TiledDecoder
     from ...engine.bands.vae import BandedNetwork
-    from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
-    from ...models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
+    from ...models.comfyui.rows.vae_halves import ComfyUIVae, ComfyUIVaeEncoder, TiledComfyUIVae
     from ...models.tokens.vae_networks import VaeMode, known
 
     device = layouts.world.device

@@ -5,7 +5,7 @@ import torch
 
 from adapted_flux import CALLS, SIZES, adapted, comfyui_flux
 from comfy_modules import import_comfyui_here
-from parallel_backend.models.diffusers.packing import image_ids
+from parallel_backend.models.diffusers.adapter import image_ids
 from tiny_flux import write_tiny_flux
 
 EXACT = 1e-5  # relative to the largest value
