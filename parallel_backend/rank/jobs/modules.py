@@ -25,7 +25,7 @@ from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors
 from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
-from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
+from ..outcome.errors import as_refusal, is_fault
 from .reader import JobReader, set_random_states
 from .vaes import HeldVae, StepCallback
 
@@ -87,7 +87,7 @@ class Modules:
                 share_layers(module.module, self._layouts, lambda error: self._meeting.meet(error))
             return HeldEncoder(module.module, module.kind, self._layouts.world, message.rank)
         except Exception as failure:
-            if isinstance(failure, ParallelError) or _is_fault(failure):
+            if isinstance(failure, ParallelError) or is_fault(failure):
                 raise
             raise as_refusal(failure) from failure
 
@@ -133,8 +133,7 @@ class Modules:
             if held.computes:
                 answer = self._run(held, job)
         except Exception as failure:
-            is_known = isinstance(failure, ParallelError) or _is_fault(failure)
-            error = failure if is_known else as_refusal(failure)
+            error = failure if is_fault(failure) else as_refusal(failure)
         if not self._meeting.has_ended:
             leave(world, error)
         elif error is not None:
@@ -180,10 +179,6 @@ class _Meeting:
             raise
         if self.has_ended:
             raise Cancelled("The request was cancelled.")
-
-
-def _is_fault(error: Exception) -> bool:
-    return is_out_of_memory(error) or is_device_failure(error)
 
 
 @contextlib.contextmanager

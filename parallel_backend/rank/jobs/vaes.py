@@ -16,7 +16,7 @@ from ...job.payload import HalfVae
 from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...requests import LoadInfo
 from ...wire.protocol import RankCall
-from ..outcome.errors import is_device_failure, is_out_of_memory
+from ..outcome.errors import is_fault
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.bands.tiles import TiledDecoder
@@ -122,7 +122,7 @@ def _other_version_as_refusal() -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        if isinstance(failure, PlatformError) or is_out_of_memory(failure) or is_device_failure(failure):
+        if isinstance(failure, PlatformError) or is_fault(failure):
             raise
         raise PlatformError(f"{OTHER_VERSION}: {failure}") from failure
 

@@ -31,7 +31,7 @@ from ...wire.payloads import Tensors, take_state
 from ...wire.protocol import RankRun, RunJob
 from ..jobs.reader import JobReader, set_random_states
 from ..outcome.agreement import RanksApart, agree
-from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
+from ..outcome.errors import as_refusal, is_fault
 from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
 from ..pipefusion.patch_flow import NO_FLOW
@@ -222,9 +222,9 @@ class _RunningJob:
         except RanksApart as apart:
             error = apart
         except Exception as failure:
-            if is_out_of_memory(failure) or is_device_failure(failure):
+            if is_fault(failure):
                 raise
-            error = failure if isinstance(failure, ParallelError) else as_refusal(failure)
+            error = as_refusal(failure)
         self._meeting.leave(error)
         return answer
 
@@ -284,9 +284,9 @@ class _RunningJob:
 
         def sample(*args: Any, **kwargs: Any) -> Tensor:
             latent = flow.sample(*args, **kwargs)
-            self.is_exact = flow.is_exact
-            if flow.flow_blocked_by:
-                self.notes = (NO_FLOW.format(reason=flow.flow_blocked_by),)
+            self.is_exact = flow.patch_flow.exact
+            if reason := flow.patch_flow.flow_blocked_by:
+                self.notes = (NO_FLOW.format(reason=reason),)
             return latent
 
         return sampler_of(sample)
