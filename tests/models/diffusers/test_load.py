@@ -19,8 +19,7 @@ from parallel_backend.models.diffusers.adapter import image_ids, pack, unpack
 from parallel_backend.models.diffusers.casting import CastingLinear
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import diffusers_sources
-from parallel_backend.models.diffusers.load import load
-from parallel_backend.models.diffusers.model import DiffusersModel
+from parallel_backend.models.diffusers.load import DiffusersModel, load
 from parallel_backend.requests import ModelSpec
 from tiny_flux import tiny_flux_config, tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
 
