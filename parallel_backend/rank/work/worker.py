@@ -239,22 +239,18 @@ class RankWorker:
                 chunk.to(device)
 
     def _forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
-        """Returns the cached forward of a held model under `placement`. Collective if it is new."""
+        """Returns the cached forward of a held model under `placement`. Collective if it is new: all ranks raise an
+        error if one lacks the attention kernel, so that none waits for it."""
+        from ...engine.attention.kernel_choice import kernel_for
         from ...engine.module_forward import make_module_forward
 
         if placement not in held.forwards:
-            if placement.compute_options.attention != AUTO:
-                self._agree_on_kernel(held.model.compute_dtype, placement)
+            wish, ring = placement.compute_options.attention, placement.strategy.ring_degree > 1
+            if wish != AUTO:
+                choose = partial(kernel_for, self.world.device, held.model.compute_dtype, wish, ring=ring)
+                self._on_all(choose, "another process lacks the attention kernel")
             held.forwards[placement] = make_module_forward(held.model, self._layouts, placement)
         return held.forwards[placement]
-
-    def _agree_on_kernel(self, dtype: torch.dtype, placement: Placement) -> None:
-        """Raises an error on all ranks if one lacks the attention kernel, so that none waits for it. Collective."""
-        from ...engine.attention.kernel_choice import kernel_for
-
-        wish, ring = placement.compute_options.attention, placement.strategy.ring_degree > 1
-        choose = partial(kernel_for, self.world.device, dtype, wish, ring=ring)
-        self._on_all(choose, "another process lacks the attention kernel")
 
     def _read_held(self, spec: ModelSpec, strategy: ParallelStrategy) -> HeldModel:
         import_for(spec, self.world.device, holds_nothing=not len(self.models))
