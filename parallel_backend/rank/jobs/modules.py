@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...engine.comm.groups import Layouts, World
 from ...engine.shared_layers import share_layers
 from ...errors import Cancelled, ParallelError
 from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
-from ...job.restore import Original, make_changes, set_replaced
+from ...job.restore import make_changes, set_replaced
 from ...job.unpickling import unpack_payload
-from ...models.comfyui.jobs.patchers import encoder_patcher, find_unpatched, loaded_patchers
+from ...models.comfyui.jobs.patchers import encoder_patcher
 from ...models.comfyui.jobs.samplers import call_encoder
 from ...requests import ComfyUISource, LoadInfo
 from ...wire.heartbeat import heartbeat
@@ -26,41 +26,24 @@ from ...wire.payloads import Tensors
 from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_fault
-from .reader import JobReader, set_random_states
+from .reader import JobReader, PatchedModel, set_random_states
 from .vaes import HeldVae, StepCallback
 
 _LOOK = 0.05  # s between two checks for a cancel
 
 
-class HeldEncoder:
-    """A text encoder that a rank holds (a reader.NamedModel). `rank`: the one that computes it, ALL_RANKS if its layers
-    are shared out; `computes`: True if this rank computes."""
-
-    is_shared_out = False
-    originals: Mapping[str, Tensor] = {}
+class HeldEncoder(PatchedModel):
+    """A text encoder that a rank holds. `rank`: the one that computes it, ALL_RANKS if its layers are shared out;
+    `computes`: True if this rank computes."""
 
     def __init__(self, module: nn.Module, kind: type, world: World, rank: int) -> None:
-        self.patcher = encoder_patcher(kind, module, world.device)
+        super().__init__(encoder_patcher(kind, module, world.device))
         self.rank, self.computes = rank, rank in (world.rank, ALL_RANKS)
-        self.original = Original(module)
-        self._loaded: list[object] = []
-
-    @property
-    def module(self) -> nn.Module:
-        found: nn.Module = self.patcher.model
-        return found
-
-    def hold_loaded(self) -> None:
-        """Holds the patchers that ComfyUI lists as loaded, see ModelOfJobs.hold_loaded."""
-        self._loaded = loaded_patchers(self.module)
-
-    def find(self, word: tuple[Any, ...]) -> Any:
-        return self.module if word[0] == "base" else find_unpatched(self.patcher, *word)
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
         """Returns the record of its load, which took `seconds`. Its bytes are the weights that this rank computes with;
         ComfyUI's patcher moves them to the device when the encoder is called."""
-        size = sum(weight.nbytes for weight in self.module.parameters()) if self.computes else 0
+        size = sum(weight.nbytes for weight in self.base.parameters()) if self.computes else 0
         return LoadInfo(seconds, size, cached=False, dtype="", compute_dtype="", device_bytes=size)
 
 
@@ -149,7 +132,7 @@ class Modules:
             undo.callback(held.hold_loaded)
             set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(held.original.restored())
-            make_changes(held.module, job.changes, undo, lambda kind: None)
+            make_changes(held.base, job.changes, undo, lambda kind: None)
             undo.callback(work.patcher.unpatch_model, unpatch_weights=False)
             if held.rank != ALL_RANKS:
                 undo.enter_context(_cancellable(self._meeting.is_cancelled))
