@@ -33,8 +33,8 @@ from demo_training.judge import judge  # noqa: E402
 from demo_training.scenes import RELATIONS, Scene, random_scene  # noqa: E402
 from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder  # noqa: E402
 from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder, tokenize  # noqa: E402
+from parallel_backend.models.diffusers.adapter import image_ids, pack, text_ids, unpack  # noqa: E402
 from parallel_backend.models.diffusers.keys import FluxDims, diffusers_sources, original_shapes  # noqa: E402
-from parallel_backend.models.diffusers.packing import image_ids, pack, text_ids, unpack  # noqa: E402
 
 DIMS = FluxDims(
     hidden=256,

@@ -14,13 +14,11 @@ from ..errors import RequestError
 from ..layout import slice_of
 from ..models.attention import attention_by, attention_kernel
 from ..models.base import ModuleModel
-from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
 from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
 from . import notes
 from .attention import queries
-from .attention.heads import HeadAttention
 from .attention.kernel_choice import kernel_for
 from .attention.kernels import ChosenKernel
 from .attention.projections import OtherProjections
@@ -344,7 +342,7 @@ class ModuleForward:
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
         if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
             self.noted.add(notes.HEADS)
-            with attention_by(HeadAttention(self.layout, self.traffic, queries.MIN_KEYS)):
+            with attention_by(queries.HeadAttention(self.layout, self.traffic)):
                 return self._compute_rows(call, cached)
         self.noted.add(notes.QUERIES.format(why=why, keys=queries.MIN_KEYS))
         with attention_by(queries.QueryAttention(self.layout, self.traffic)):
@@ -368,7 +366,7 @@ class ModuleForward:
         if self.exchange_dtype != SAME and self.xfuser is None:
             self.rounds = True
             name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
-            self.noted.add(notes.ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
+            self.noted.add(notes.ROUNDED.format(drift=notes.drift_in_words(name, over_a_ring=over_a_ring)))
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:

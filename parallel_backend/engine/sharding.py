@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..models.tensor_pieces import as_built, component_tensors
+from ..models.staging import as_built, component_tensors
 from ..wire.heartbeat import heartbeat
 from .comm.collectives import all_gather_single
 from .comm.groups import Axis, is_gloo

@@ -148,6 +148,14 @@ class ModuleModel(Protocol):
         """Returns True for a linear layer that only multiplies `x` by its weight and adds its bias."""
 
 
+def find_module(module: nn.Module, path: str) -> Any:
+    """Returns the module at `path` inside a module, or None if it has none there."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 class WeightChunks:
     """A base of models that gives `chunks`. If weights are sharded, the buffers remain in the module."""
 

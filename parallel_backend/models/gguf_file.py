@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import numpy
 
 SUFFIX = ".gguf"
-# Formats without packing, by the name of the same dtype in a safetensors file.
-PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # formats without packing, by torch's names
 # Metadata with the shape of a tensor before it was flattened to ggml's four dimensions.
 _TRUE_SHAPE = "comfy.gguf.orig_shape."
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32  # bytes

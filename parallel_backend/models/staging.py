@@ -1,4 +1,5 @@
-"""Copies weights from a mapped file to a GPU: large reads into pinned buffers, then copies to the device.
+"""Copies weights from a mapped file to a GPU: large reads into pinned buffers, then copies to the device. A tensor
+of any format travels as the plain tensors that it consists of.
 
 Copying straight from the mapping would cost a page fault every few pages, and the driver copies memory that is not
 pinned once more. On the CPU weights stay in the mapping (decision 004) and this module is not used.
@@ -7,8 +8,10 @@ pinned once more. On the CPU weights stay in the mapping (decision 004) and this
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -108,3 +111,24 @@ def staged_reader(
     if opened is None or device.type != "cuda":
         return nullcontext()
     return StagedReader(path, opened, device)
+
+
+def component_tensors(tensor: Tensor) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tensor]]:
+    """Returns (its plain tensors, a function that builds such a tensor from others of these shapes). The function holds
+    no memory of `tensor`. Works for every subclass with torch's protocol for wrappers (`__tensor_flatten__`).
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.detach()], lambda pieces: pieces[0]
+    names, context = tensor.__tensor_flatten__()
+    kind: Any = type(tensor)
+    shape, stride = tensor.shape, tensor.stride()
+
+    def assemble_tensor(pieces: Sequence[Tensor]) -> Tensor:
+        return kind.__tensor_unflatten__(dict(zip(names, pieces, strict=True)), context, shape, stride)
+
+    return [getattr(tensor, name).detach() for name in names], assemble_tensor
+
+
+def as_built(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns the tensor in `dtype`; unchanged if that is None or the tensor is quantised."""
+    return tensor if dtype is None or hasattr(tensor, "__tensor_flatten__") else tensor.to(dtype)

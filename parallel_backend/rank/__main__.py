@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # they take a second to import, so they are imported later
     from ..wire.payloads import Tensors
     from ..wire.protocol import Done, Envelope, Failed, Message, Setup
     from ..wire.transport import Link
-    from .work.step_boundary import StepBoundary
     from .work.worker import RankWorker
 
     MakeWorker = Callable[[Setup], RankWorker]
@@ -207,17 +206,6 @@ def _answer(
     def report_compiling() -> None:
         link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)
 
-    def boundary(steps: int, previews: bool, states: bool = False) -> StepBoundary:
-        return StepBoundary(
-            RequestLink(link, envelope.epoch, envelope.request, world.rank),
-            control=world.control,
-            device=world.device,
-            steps=steps,
-            previews=previews,
-            states=states,
-            meter=worker.meter,
-        )
-
     try:
         try:
             tensors = unpack_tensors(descriptors[0]) if descriptors else {}
@@ -232,7 +220,15 @@ def _answer(
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
             case RunJob():
-                on_step = boundary(message.steps, message.previews, message.states)
+                on_step = StepBoundary(
+                    RequestLink(link, envelope.epoch, envelope.request, world.rank),
+                    control=world.control,
+                    device=world.device,
+                    steps=message.steps,
+                    previews=message.previews,
+                    states=message.states,
+                    meter=worker.meter,
+                )
                 run = worker.run_job if message.cfg is None else worker.run_plain_job
                 answer, record = run(message, tensors, on_step, report_compiling)
                 if isinstance(record, RankCall):

@@ -23,7 +23,7 @@ from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.placing import blocks_of
-from parallel_backend.models.tensor_pieces import component_tensors
+from parallel_backend.models.staging import component_tensors
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ModelShape, ParallelStrategy
 from ranks import run_ranks

@@ -1,7 +1,6 @@
-"""ComfyUI's attention with its queries split over the ranks; every rank computes everything else in full.
+"""ComfyUI's attention with its queries or heads split over the ranks; every rank computes everything else in full.
 
-This is exact for any model, because a query does not depend on other queries. It uses no description of the model, so
-there is none to prove.
+This uses no description of the model, so there is none to prove.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ MIN_KEYS = 2048
 
 
 class QueryAttention:
-    """An attention.Replacement for a whole call of a module; every rank has all tokens."""
+    """An attention.Replacement that splits the queries, for a whole call of a module. It is exact for any model,
+    because a query does not depend on other queries."""
 
     def __init__(self, layout: Layout, traffic: Traffic) -> None:
-        self._axis = layout.sequence
-        self._weights = layout.sequence_shares
+        self._axis, self._weights = layout.sequence, layout.sequence_shares
         self._traffic = traffic
 
     def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
@@ -47,3 +46,54 @@ class QueryAttention:
         part = library(replace(call, q=q, mask=mask))
         dim = 2 if call.skip_output_reshape else 1
         return all_gather(part, sizes, self._axis, self._traffic, dim).contiguous()
+
+
+class HeadAttention:
+    """An attention.Replacement that splits the heads, for a whole call of a module. It is exact for any kernel that
+    computes head by head, such as another pack's attention override."""
+
+    def __init__(self, layout: Layout, traffic: Traffic) -> None:
+        self._axis, self._weights = layout.sequence, layout.sequence_shares
+        self._traffic, self._is_inside = traffic, False
+
+    def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
+        """Answers a call of attention, with the whole output on every rank. Collective if heads are split; the shapes
+        of q, k, v and mask decide that. Heads that share keys stay on one rank."""
+        key_heads = 0 if self._is_inside else self._key_heads(call)
+        sizes = split_sizes(key_heads, self._axis.size, self._weights)
+        if 0 in sizes:
+            return library(call)
+        first, count = slice_of(sizes, self._axis.index).start, sizes[self._axis.index]
+
+        def of_rank(tensor: Tensor, dim: int) -> Tensor:
+            unit = tensor.shape[dim] // key_heads
+            return tensor.narrow(dim, first * unit, count * unit)
+
+        q, k, v = (of_rank(t, 1 if call.skip_reshape else 2) for t in (call.q, call.k, call.v))
+        mask = call.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[1] == call.heads > 1:
+            mask = of_rank(mask, 1)
+        heads = call.heads // key_heads * count
+        self._is_inside = True  # another pack's function may call ComfyUI's on the heads that it got
+        try:
+            part = library(replace(call, q=q, k=k, v=v, heads=heads, mask=mask))
+        finally:
+            self._is_inside = False
+        dim = 1 if call.skip_output_reshape else part.ndim - 1
+        lengths = tuple(size * (part.shape[dim] // count) for size in sizes)
+        return all_gather(part, lengths, self._axis, self._traffic, dim).contiguous()
+
+    def _key_heads(self, call: AttentionCall) -> int:
+        """Returns the number of heads of keys and values, or 0 if heads cannot be split: keys and values differ in
+        their number, or do not divide the queries', there are few keys, or the mask may be of heads."""
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        dim = 1 if call.skip_reshape else 2
+        places = 1 if call.skip_reshape else q.shape[2] // call.heads  # of one head in `dim`
+        same_heads = (
+            q.ndim == k.ndim == v.ndim and k.shape[dim] == v.shape[dim] and k.shape[dim] % places == 0
+        )
+        odd_mask = mask is not None and mask.ndim == 3 and mask.shape[0] not in (1, q.shape[0])
+        if not same_heads or k.shape[call.token_dim] < MIN_KEYS or odd_mask:
+            return 0
+        key_heads = k.shape[dim] // places
+        return key_heads if key_heads and call.heads % key_heads == 0 else 0

@@ -12,8 +12,7 @@ from torch import Tensor
 from ...errors import PlatformError
 from ...layout import slice_of, split_sizes
 from ...models.comfyui.rows.banded import OTHER_VERSION
-from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
-from ...models.comfyui.rows.vae_halves import ComfyUIVae
+from ...models.comfyui.rows.vae_halves import ComfyUIVae, ComfyUIVaeEncoder
 from ..comm.collectives import all_gather, all_to_all
 from ..comm.groups import Axis, Layouts
 from ..comm.traffic_counter import Traffic

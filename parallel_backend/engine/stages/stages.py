@@ -83,10 +83,6 @@ class ModuleStages:
     def is_first(self) -> bool:
         return self._pipe.index == 0
 
-    @property
-    def is_last(self) -> bool:
-        return self._pipe.index == self.count - 1
-
     def empty_answer(self, rows: int, *sizes: int) -> Tensor:
         """Returns zeros [rows, *sizes]; without `sizes` in the shape of the packed answer to whole images."""
         packed = pack(self._like)

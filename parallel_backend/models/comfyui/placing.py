@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...layout import stage_blocks
 from ..base import ModelPart, WeightSharding
-from ..staging import StagedReader
-from ..tensor_pieces import as_built, component_tensors
+from ..staging import StagedReader, as_built, component_tensors
 from ..tokens.table import stage_lists
 from .formats.key_layouts import Joined
 

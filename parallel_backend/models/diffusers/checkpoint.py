@@ -19,8 +19,7 @@ from ..checkpoint import Header, read_header
 from ..dtypes import Dtypes
 from ..footprint import HeldWeights, MemoryPeak, TokenLoad
 from .keys import FLUX_DEV, FluxDims, diffusers_shapes, original_shapes
-from .memory.activation_bytes import moments
-from .memory.weight_bytes import held_weights
+from .memory import held_weights, moments
 
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "transformer.", "model.")
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}

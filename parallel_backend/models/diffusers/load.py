@@ -1,4 +1,4 @@
-"""Loads a Flux.1 file into diffusers' transformer, completely or a rank's part of it.
+"""Loads a Flux.1 file into diffusers' transformer, completely or a rank's part of it, as a ModuleModel for the engine.
 
 Every rank builds the module with all blocks; parameters of blocks that other stages compute are empty placeholders. On
 the CPU the parameters are views of the mapped file.
@@ -7,6 +7,9 @@ the CPU the parameters are views of the mapped file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from diffusers.models.modeling_utils import no_init_weights
@@ -17,19 +20,67 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, RequestError
 from ...requests import FP8_FAST, WEIGHT_DTYPES, ModelSpec
 from ...wire.heartbeat import heartbeat
-from ..base import ModelPart
+from ..base import ModelPart, Rotate, WeightChunks, WeightSharding
 from ..comfyui.formats.slices import slice_blocks
 from ..comfyui.placing import absent_parameters, place
 from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
 from ..tokens.block_kinds import DIFFUSERS_FLUX
+from ..tokens.regions import Region
+from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
-from .casting import HalvesSwapped, cast_on_use
+from .casting import CastingLinear, HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
-from .compat_diffusers import patch_diffusers
+from .compat_diffusers import patch_diffusers, rotary_by
 from .keys import FluxDims, diffusers_sources
-from .memory.weight_bytes import device_dtype, stays_in_compute_dtype
-from .model import DiffusersModel
+from .memory import device_dtype, stays_in_compute_dtype
+
+
+@dataclass(frozen=True)
+class DiffusersModel(WeightChunks):
+    """A base.ModuleModel. `bytes`, `stored_dtype`: of the tensors in the file."""
+
+    module: DiffusersFlux
+    device: torch.device
+    bytes: int
+    stored_dtype: str
+    compute_dtype: torch.dtype
+    byte_sharding: WeightSharding | None = None
+
+    attention: ClassVar[str] = "pytorch"
+    splits_layers: ClassVar[bool] = True
+    inseparable_rows: ClassVar[bool] = False
+    scales_by_largest: ClassVar[bool] = False
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        entry = entry_of(type(self.module).__name__)
+        assert entry is not None, "the table has a row for it"
+        return entry.regions
+
+    def leave_device(self) -> None:
+        pass
+
+    def come_back(self) -> None:
+        pass
+
+    def attention_is_replaced(self) -> bool:
+        return False
+
+    def begin_call(self) -> None:
+        pass
+
+    def rotary_by(self, rotate: Rotate) -> AbstractContextManager[None]:
+        return rotary_by(rotate)
+
+    def gives_rows(self, layer: nn.Module) -> bool:
+        return type(layer) in (nn.Linear, CastingLinear)  # Fp8Linear needs sides that are multiples of 16
+
+    def weight_rows(self, weight: Tensor, rows: slice) -> Tensor:
+        return weight[rows]
+
+    def multiplies(self, layer: nn.Module, x: Tensor) -> bool:
+        return type(layer) is nn.Linear and layer.weight.dtype == x.dtype
 
 
 def load(

@@ -5,62 +5,45 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...engine.comm.groups import Layouts, World
 from ...engine.shared_layers import share_layers
 from ...errors import Cancelled, ParallelError
 from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
-from ...job.restore import Original, make_changes, set_replaced
+from ...job.restore import make_changes, set_replaced
 from ...job.unpickling import unpack_payload
-from ...models.comfyui.jobs.patchers import encoder_patcher, find_unpatched, loaded_patchers
+from ...models.comfyui.jobs.patchers import encoder_patcher
 from ...models.comfyui.jobs.samplers import call_encoder
 from ...requests import ComfyUISource, LoadInfo
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors
 from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
-from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
-from .reader import JobReader, set_random_states
+from ..outcome.errors import as_refusal, is_fault
+from .reader import JobReader, PatchedModel, set_random_states
 from .vaes import HeldVae, StepCallback
 
 _LOOK = 0.05  # s between two checks for a cancel
 
 
-class HeldEncoder:
-    """A text encoder that a rank holds (a reader.NamedModel). `rank`: the one that computes it, ALL_RANKS if its layers
-    are shared out; `computes`: True if this rank computes."""
-
-    is_shared_out = False
-    originals: Mapping[str, Tensor] = {}
+class HeldEncoder(PatchedModel):
+    """A text encoder that a rank holds. `rank`: the one that computes it, ALL_RANKS if its layers are shared out;
+    `computes`: True if this rank computes."""
 
     def __init__(self, module: nn.Module, kind: type, world: World, rank: int) -> None:
-        self.patcher = encoder_patcher(kind, module, world.device)
+        super().__init__(encoder_patcher(kind, module, world.device))
         self.rank, self.computes = rank, rank in (world.rank, ALL_RANKS)
-        self.original = Original(module)
-        self._loaded: list[object] = []
-
-    @property
-    def module(self) -> nn.Module:
-        found: nn.Module = self.patcher.model
-        return found
-
-    def hold_loaded(self) -> None:
-        """Holds the patchers that ComfyUI lists as loaded, see ModelOfJobs.hold_loaded."""
-        self._loaded = loaded_patchers(self.module)
-
-    def find(self, word: tuple[Any, ...]) -> Any:
-        return self.module if word[0] == "base" else find_unpatched(self.patcher, *word)
 
     def info(self, seconds: float, device: torch.device) -> LoadInfo:
         """Returns the record of its load, which took `seconds`. Its bytes are the weights that this rank computes with;
         ComfyUI's patcher moves them to the device when the encoder is called."""
-        size = sum(weight.nbytes for weight in self.module.parameters()) if self.computes else 0
+        size = sum(weight.nbytes for weight in self.base.parameters()) if self.computes else 0
         return LoadInfo(seconds, size, cached=False, dtype="", compute_dtype="", device_bytes=size)
 
 
@@ -87,7 +70,7 @@ class Modules:
                 share_layers(module.module, self._layouts, lambda error: self._meeting.meet(error))
             return HeldEncoder(module.module, module.kind, self._layouts.world, message.rank)
         except Exception as failure:
-            if isinstance(failure, ParallelError) or _is_fault(failure):
+            if isinstance(failure, ParallelError) or is_fault(failure):
                 raise
             raise as_refusal(failure) from failure
 
@@ -133,8 +116,7 @@ class Modules:
             if held.computes:
                 answer = self._run(held, job)
         except Exception as failure:
-            is_known = isinstance(failure, ParallelError) or _is_fault(failure)
-            error = failure if is_known else as_refusal(failure)
+            error = failure if is_fault(failure) else as_refusal(failure)
         if not self._meeting.has_ended:
             leave(world, error)
         elif error is not None:
@@ -150,7 +132,7 @@ class Modules:
             undo.callback(held.hold_loaded)
             set_random_states(job.random_states, held.patcher.load_device)
             undo.enter_context(held.original.restored())
-            make_changes(held.module, job.changes, undo, lambda kind: None)
+            make_changes(held.base, job.changes, undo, lambda kind: None)
             undo.callback(work.patcher.unpatch_model, unpatch_weights=False)
             if held.rank != ALL_RANKS:
                 undo.enter_context(_cancellable(self._meeting.is_cancelled))
@@ -180,10 +162,6 @@ class _Meeting:
             raise
         if self.has_ended:
             raise Cancelled("The request was cancelled.")
-
-
-def _is_fault(error: Exception) -> bool:
-    return is_out_of_memory(error) or is_device_failure(error)
 
 
 @contextlib.contextmanager

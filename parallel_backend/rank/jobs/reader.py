@@ -17,12 +17,12 @@ from ...job.payload import Head, PickledJob, ProcessFacts
 from ...job.pickling import PATCHER_STATE
 from ...job.prints import OTHER_WEIGHTS, differing, print_of
 from ...job.reducers import RankObjects
-from ...job.restore import Replaced
+from ...job.restore import Original, Replaced
 from ...job.unpickling import unpack_facts, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
 from ...models.comfyui.jobs.mapped import MAPPED, MappedFiles
 from ...models.comfyui.jobs.packages import Packages, quiet_server
-from ...models.comfyui.jobs.patchers import local_patcher, other_patcher
+from ...models.comfyui.jobs.patchers import find_unpatched, loaded_patchers, local_patcher, other_patcher
 from ...wire.heartbeat import heartbeat
 from ..outcome.errors import as_refusal
 
@@ -44,6 +44,30 @@ class NamedModel(Protocol):
     def find(self, word: tuple[Any, ...]) -> Any:
         """Returns the module or weight that a pickle names."""
         ...
+
+
+class PatchedModel:
+    """A NamedModel with a ModelPatcher, and the state of its modules when it was loaded."""
+
+    is_shared_out = False
+    originals: Mapping[str, Tensor] = {}
+
+    def __init__(self, patcher: Any) -> None:
+        self.patcher = patcher
+        self.original = Original(self.base)
+        self._loaded: list[object] = []
+
+    @property
+    def base(self) -> Any:
+        return self.patcher.model
+
+    def hold_loaded(self) -> None:
+        """Holds the job's patchers that ComfyUI lists as loaded, until the next job. ComfyUI reports a model without
+        its patcher as a leak, collects all garbage before each load, and fails if a ControlNet asks what is loaded."""
+        self._loaded = loaded_patchers(self.base)
+
+    def find(self, word: tuple[Any, ...]) -> Any:
+        return self.base if word[0] == "base" else find_unpatched(self.patcher, *word)
 
 
 class JobReader:

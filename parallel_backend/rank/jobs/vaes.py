@@ -16,7 +16,7 @@ from ...job.payload import HalfVae
 from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...requests import LoadInfo
 from ...wire.protocol import RankCall
-from ..outcome.errors import is_device_failure, is_out_of_memory
+from ..outcome.errors import is_fault
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.bands.tiles import TiledDecoder
@@ -122,7 +122,7 @@ def _other_version_as_refusal() -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        if isinstance(failure, PlatformError) or is_out_of_memory(failure) or is_device_failure(failure):
+        if isinstance(failure, PlatformError) or is_fault(failure):
             raise
         raise PlatformError(f"{OTHER_VERSION}: {failure}") from failure
 
@@ -130,8 +130,7 @@ def _other_version_as_refusal() -> Iterator[None]:
 def _shared_out(half: HalfVae, layouts: Layouts) -> BandedNetwork | TiledDecoder:
     from ...engine.bands.tiles import TiledDecoder
     from ...engine.bands.vae import BandedNetwork
-    from ...models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
-    from ...models.comfyui.rows.vae_halves import ComfyUIVae, TiledComfyUIVae
+    from ...models.comfyui.rows.vae_halves import ComfyUIVae, ComfyUIVaeEncoder, TiledComfyUIVae
     from ...models.tokens.vae_networks import VaeMode, known
 
     device = layouts.world.device

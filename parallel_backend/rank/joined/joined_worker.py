@@ -12,7 +12,6 @@ from ...job.payload import Head, ProcessFacts, digest_of_code
 from ...models.proof.installed import version_in
 from ...requests import ComfyUISource, FileContent, ModelSpec
 from ...wire.protocol import Setup
-from ..outcome.errors import PeerFailed
 from ..work.worker import RankWorker
 
 if TYPE_CHECKING:
@@ -88,13 +87,10 @@ class JoinedWorker(RankWorker):
 
     def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
         """Returns the model's spec with its path here. Raises an error on all ranks if one does not find the file."""
-        error = None
-        try:
+
+        def here() -> ModelSpec:
             assert content is not None, "a head says it to processes of other machines"
             found = find_model(self._files.models, PurePosixPath(spec.path), content, self._files.machine)
-            spec = replace(spec, path=str(found), comfyui=spec.comfyui and self._files.source(spec.comfyui))
-        except Exception as failure:
-            error = failure
-        if not self._all_good(error):
-            raise error or PeerFailed("another machine does not have the model")
-        return spec
+            return replace(spec, path=str(found), comfyui=spec.comfyui and self._files.source(spec.comfyui))
+
+        return self._on_all(here, "another machine does not have the model")

@@ -49,9 +49,9 @@ def is_device_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)) is not None
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Returns True if code of ComfyUI rejected its input, and neither memory nor a device failed."""
-    return isinstance(error, _REFUSALS) and not is_out_of_memory(error) and not is_device_failure(error)
+def is_fault(error: BaseException) -> bool:
+    """Returns True if memory or a device failed, so the code is not to blame."""
+    return is_out_of_memory(error) or is_device_failure(error)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
     try:
         yield
     except _REFUSALS as error:
-        if traffic.collectives > before or not is_refusal(error):
+        if traffic.collectives > before or is_fault(error):
             raise
         raise RequestError(
             f"{module} cannot compute with what it was given ({type(error).__name__}: {error}). The prompt, the latent "
@@ -72,8 +72,10 @@ def refusing(module: str, traffic: Traffic) -> Iterator[None]:
         ) from error
 
 
-def as_refusal(error: Exception) -> RequestError:
-    """Returns a RequestError for `error`, with the file and line that raised it."""
+def as_refusal(error: Exception) -> ParallelError:
+    """Returns a RequestError with the file and line that raised `error`; a ParallelError is returned unchanged."""
+    if isinstance(error, ParallelError):
+        return error
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

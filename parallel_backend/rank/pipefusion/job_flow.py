@@ -61,16 +61,7 @@ class JobFlow:
             classes=sampling_classes(sampling),
             noise_scale=getattr(sampling, "noise_scale", 1.0),
         )
-        self._flow = PatchFlow(forward, self)
-
-    @property
-    def is_exact(self) -> bool:
-        return self._flow.exact
-
-    @property
-    def flow_blocked_by(self) -> str:
-        """The reason why no patches flowed, in a user's words; "" on all ranks but the first."""
-        return self._flow.flow_blocked_by
+        self.patch_flow = PatchFlow(forward, self)
 
     def why_not(self) -> str:
         """Returns why no patches can flow in this job, in a user's words; "" if they can."""
@@ -80,7 +71,7 @@ class JobFlow:
 
     def compute(self, call: ModuleCall) -> Any:
         """Answers a call of the network: for a patch while patches flow, else for the whole latent."""
-        return self._flow.compute(call) if self.flows else self._flow.full_call(call)
+        return self.patch_flow.compute(call) if self.flows else self.patch_flow.full_call(call)
 
     def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
         self._meeting.end_round()
@@ -108,9 +99,9 @@ class JobFlow:
         for i in range(len(sigmas) - 1):
             if i == first:
                 with self._meeting.alone():  # only the first rank calls the module here
-                    self.flows = self._flow.find_patches()
+                    self.flows = self.patch_flow.find_patches()
             if self.flows:
-                latent = self._flow.sample(self._sides, x, levels, i, history, self._on_step, denoise)
+                latent = self.patch_flow.sample(self._sides, x, levels, i, history, self._on_step, denoise)
                 self.flows = False
                 return latent
             x, denoised = run(step(x, levels, i, history), denoise)
@@ -125,6 +116,6 @@ class JobFlow:
         self._conds = [new if new is not None else old for new, old in zip(conds, before, strict=True)]
         self._options = {name: value for name, value in asked["model_options"].items() if name != _HOOK}
         if self.flows:
-            return self._flow.answers(requested, asked["input"], asked["sigma"])
+            return self.patch_flow.answers(requested, asked["input"], asked["sigma"])
         self._sides = requested
         return self.answers(requested, asked["input"], asked["sigma"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...job.changes import HOOKS
 from ...job.purity import is_pure
 from ...job.restore import Replaced
+from ...models.base import find_module
 from ...models.comfyui.attention_router import is_attention
 from ...models.comfyui.calls import HOST_ONLY, OPTIONS, PACK_OPTIONS
 from ...models.proof.states import ClassVerdict, trusted_mode
@@ -62,7 +63,7 @@ class NetworkState:
         self._functions = {name for name, value in network.__dict__.items() if callable(value)} | {SHARE}
         self._parts: set[int] = set()
         for path in [path for region in regions for path in region.lists]:
-            blocks = _find(network, path)
+            blocks = find_module(network, path)
             if blocks is not None:
                 self._parts |= {id(one) for one in blocks.modules()}
 
@@ -88,13 +89,6 @@ class NetworkState:
         state = self._network.__dict__
         functions = [name for name, value in state.items() if callable(value) and name not in self._functions]
         return bool(changed or functions), any(id(one) in self._parts for one in changed)
-
-
-def _find(network: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return network.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _is_replaced(state: Mapping[str, Any], kind: type) -> bool:

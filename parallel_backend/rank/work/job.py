@@ -17,10 +17,10 @@ from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer
-from ...job.restore import Original, make_changes, set_replaced
+from ...job.restore import make_changes, set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.packages import Packages
-from ...models.comfyui.jobs.patchers import find_unpatched, loaded_patchers, root_patcher
+from ...models.comfyui.jobs.patchers import root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
 from ...models.comfyui.placing import moved
 from ...requests import InputShapes
@@ -29,9 +29,9 @@ from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.payloads import Tensors, take_state
 from ...wire.protocol import RankRun, RunJob
-from ..jobs.reader import JobReader, set_random_states
+from ..jobs.reader import JobReader, PatchedModel, set_random_states
 from ..outcome.agreement import RanksApart, agree
-from ..outcome.errors import as_refusal, is_device_failure, is_out_of_memory
+from ..outcome.errors import as_refusal, is_fault
 from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
 from ..pipefusion.patch_flow import NO_FLOW
@@ -53,39 +53,26 @@ _READ = (
 )
 
 
-class ModelOfJobs:
-    """A held model as jobs use it (a reader.NamedModel): its patcher, and its state when it was loaded."""
+class ModelOfJobs(PatchedModel):
+    """A held model as jobs use it."""
 
     def __init__(self, model: ComfyUIModel) -> None:
-        self.patcher = root_patcher(model)
+        patcher = root_patcher(model)
+        network = patcher.model.diffusion_model
         self.is_shared_out = model.byte_sharding is not None or bool(model.cuts)
         self.originals = model.originals
-        network = self.base.diffusion_model
         if self.is_shared_out:
             network.__dict__["state_dict"] = _refusing_state(network)
         self.state = NetworkState(network, model.regions)
-        self.original = Original(self.base)
-        self._loaded: list[object] = []
-
-    @property
-    def base(self) -> Any:
-        return self.patcher.model
-
-    def hold_loaded(self) -> None:
-        """Holds the job's patchers that ComfyUI lists as loaded, until the next job. ComfyUI reports a model without
-        its patcher as a leak, collects all garbage before each load, and fails if a ControlNet asks what is loaded."""
-        self._loaded = loaded_patchers(self.base)
+        super().__init__(patcher)  # looks at the network as it is now
 
     def find(self, word: tuple[Any, ...]) -> Any:
         """Returns the module or weight that a pickle names. A weight is whole and without patches, as nodes that merge
         models have it; the file has it where the rank holds a part."""
-        if word[0] == "base":
-            return self.base
-        kind, path = word
-        held = find_unpatched(self.patcher, kind, path)
-        if kind != "param" or path not in self.originals:
+        held = super().find(word)
+        if word[0] != "param" or word[1] not in self.originals:
             return held
-        original = self.originals[path]
+        original = self.originals[word[1]]
         if not self.is_shared_out and held.shape == original.shape:
             return held
         dtype = None if held is None else held.dtype  # another rank has this bias
@@ -222,9 +209,9 @@ class _RunningJob:
         except RanksApart as apart:
             error = apart
         except Exception as failure:
-            if is_out_of_memory(failure) or is_device_failure(failure):
+            if is_fault(failure):
                 raise
-            error = failure if isinstance(failure, ParallelError) else as_refusal(failure)
+            error = as_refusal(failure)
         self._meeting.leave(error)
         return answer
 
@@ -284,9 +271,9 @@ class _RunningJob:
 
         def sample(*args: Any, **kwargs: Any) -> Tensor:
             latent = flow.sample(*args, **kwargs)
-            self.is_exact = flow.is_exact
-            if flow.flow_blocked_by:
-                self.notes = (NO_FLOW.format(reason=flow.flow_blocked_by),)
+            self.is_exact = flow.patch_flow.exact
+            if reason := flow.patch_flow.flow_blocked_by:
+                self.notes = (NO_FLOW.format(reason=reason),)
             return latent
 
         return sampler_of(sample)

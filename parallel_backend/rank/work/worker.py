@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from .job import Jobs
 
 OnCompile = Callable[[], None]
-Held = TypeVar("Held")
+Found = TypeVar("Found")
 
 _GOOD, _NO_MEMORY, _REFUSED = 0, 1, 2  # outcomes of a load; a higher number is worse
 
@@ -87,22 +87,23 @@ class RankWorker:
         spec = None if message.spec is None else self._locate(message.spec, message.content)
 
         def attempt() -> HeldModel | HeldEncoder | HeldVae:
-            if spec is None:
-                return self.modules.load(message, dict(tensors))
-            return self._read_held(spec, message.strategy)
+            heartbeat.point("load")
+            heartbeat.loading(0.0)
+            held = (
+                self.modules.load(message, dict(tensors))
+                if spec is None
+                else self._read_held(spec, message.strategy)
+            )
+            heartbeat.loading(1.0)
+            return held
 
-        held, error = self._try_load(attempt)
-        worst = self._agree(error)
-        while worst == _NO_MEMORY and len(self.models) and not message.yields:
-            held = error = None
-            self.models.drop_first()  # to make room
-            held, error = self._try_load(attempt)
-            worst = self._agree(error)
-        if worst != _GOOD or held is None:
-            held = None
+        least = len(self.models) if message.yields else 0
+        try:
+            held = self._on_all(attempt, "another process could not load the model", least)
+        except Exception:
             collect(device)
             self._record_weights()
-            raise error or PeerFailed("another process could not load the model")
+            raise
         self.models.add(message.model, held)
         self._record_weights()
         return held.info(time.perf_counter() - started, device)
@@ -221,61 +222,35 @@ class RankWorker:
     def _move(self, device: torch.device, *, is_waking: bool) -> None:
         """Moves the chunks in `moved_out` to `device`, on every rank. If one runs out of memory, all ranks drop one
         model after the other. If the last one does not fit, or on another error, drops all and raises the error."""
-        error = self._try_move(device, is_waking)
-        worst = self._agree(error)
-        while worst == _NO_MEMORY and len(self.models) > 1:
-            error = None
-            self.models.drop_first()
-            error = self._try_move(device, is_waking)
-            worst = self._agree(error)
-        if worst != _GOOD:
+        try:
+            self._on_all(
+                partial(self._move_here, device, is_waking), "another process could not move its weights", 1
+            )
+        except Exception:
             self.models.clear()
-            raise error or PeerFailed("another process could not move its weights")
+            raise
         collect(self.world.device)
 
-    def _try_move(self, device: torch.device, is_waking: bool) -> Exception | None:
-        try:
-            for _, held in self.models:
-                if held.moved_out and is_waking:
-                    held.model.come_back()
-                for chunk in held.moved_out:
-                    chunk.to(device)
-        except Exception as error:
-            return error
-        return None
+    def _move_here(self, device: torch.device, is_waking: bool) -> None:
+        for _, held in self.models:
+            if held.moved_out and is_waking:
+                held.model.come_back()
+            for chunk in held.moved_out:
+                chunk.to(device)
 
     def _forward(self, held: HeldModel, placement: Placement) -> ModuleForward:
-        """Returns the cached forward of a held model under `placement`. Collective if it is new."""
+        """Returns the cached forward of a held model under `placement`. Collective if it is new: all ranks raise an
+        error if one lacks the attention kernel, so that none waits for it."""
+        from ...engine.attention.kernel_choice import kernel_for
         from ...engine.module_forward import make_module_forward
 
         if placement not in held.forwards:
-            if placement.compute_options.attention != AUTO:
-                self._agree_on_kernel(held.model.compute_dtype, placement)
+            wish, ring = placement.compute_options.attention, placement.strategy.ring_degree > 1
+            if wish != AUTO:
+                choose = partial(kernel_for, self.world.device, held.model.compute_dtype, wish, ring=ring)
+                self._on_all(choose, "another process lacks the attention kernel")
             held.forwards[placement] = make_module_forward(held.model, self._layouts, placement)
         return held.forwards[placement]
-
-    def _agree_on_kernel(self, dtype: torch.dtype, placement: Placement) -> None:
-        """Raises an error on all ranks if one lacks the attention kernel, so that none waits for it. Collective."""
-        from ...engine.attention.kernel_choice import kernel_for
-
-        error, wish = None, placement.compute_options.attention
-        try:
-            kernel_for(self.world.device, dtype, wish, ring=placement.strategy.ring_degree > 1)
-        except Exception as failure:
-            error = failure
-        if self._agree(error) != _GOOD:
-            raise error or PeerFailed("another process lacks the attention kernel")
-
-    def _try_load(self, attempt: Callable[[], Held]) -> tuple[Held | None, Exception | None]:
-        """Returns (model, None) or (None, error): a rank that fails must still take part in the agreement."""
-        try:
-            heartbeat.point("load")
-            heartbeat.loading(0.0)
-            held = attempt()
-            heartbeat.loading(1.0)
-            return held, None
-        except Exception as error:
-            return None, error
 
     def _read_held(self, spec: ModelSpec, strategy: ParallelStrategy) -> HeldModel:
         import_for(spec, self.world.device, holds_nothing=not len(self.models))
@@ -286,12 +261,25 @@ class RankWorker:
 
         return load_under(spec, self._layouts, strategy)
 
-    def _all_good(self, error: Exception | None) -> bool:
-        return self._agree(error) == _GOOD
-
-    def _agree(self, error: Exception | None) -> int:
-        mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
-        return worst_outcome(self.world, mine, "load")
+    def _on_all(self, attempt: Callable[[], Found], failed: str, least: int | None = None) -> Found:
+        """Returns what `attempt` returns, if no rank fails. While one runs out of memory, all drop one model after the
+        other and try again, until they hold `least` models; None for never. Raises this rank's error, or PeerFailed
+        with the words `failed`. Collective."""
+        while True:
+            found, error = None, None
+            try:
+                found = attempt()
+            except Exception as failure:  # a rank that fails must still take part in the agreement
+                error = failure
+            mine = _GOOD if error is None else _NO_MEMORY if is_out_of_memory(error) else _REFUSED
+            worst = worst_outcome(self.world, mine, "load")
+            if worst == _GOOD:
+                return cast(Found, found)
+            found = None
+            if worst != _NO_MEMORY or least is None or len(self.models) <= least:
+                raise error or PeerFailed(failed)
+            error = None  # it holds what did not fit
+            self.models.drop_first()
 
 
 def _seen_from(setup: Setup) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from operator import methodcaller
 import pytest
 import torch
 
-from parallel_backend.engine.attention.heads import HeadAttention
+from parallel_backend.engine.attention import queries
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.attention import AttentionCall
 from parallel_backend.models.comfyui.tiny.weights import random
@@ -32,6 +32,7 @@ CALLS = {
 
 def _calls(world, strategy):
     """Returns {(call, *form): (heads that this rank computed, largest difference from one process)}."""
+    queries.MIN_KEYS = 1
     layouts, found = Layouts(world), {}
     for name, (key_heads, value_heads, width, _) in CALLS.items():
         q = random(2, HEADS, TOKENS, CHANNELS)
@@ -48,7 +49,7 @@ def _calls(world, strategy):
                 computed.append(part.heads)
                 return part.by(optimized)
 
-            out = HeadAttention(layouts.get(strategy), layouts.traffic, 1)(library, call)
+            out = queries.HeadAttention(layouts.get(strategy), layouts.traffic)(library, call)
             expected = call.by(optimized)
             assert out.shape == expected.shape
             found[(name, *form)] = *computed, (out - expected).abs().max().item()
@@ -81,9 +82,11 @@ def test_a_call_within_a_call_and_one_to_few_keys_are_not_split():
             computed.append(part.heads)
             return attention(methodcaller("by", optimized), part)
 
-        attention = HeadAttention(layout, layouts.traffic, 1)
+        attention = queries.HeadAttention(layout, layouts.traffic)
+        queries.MIN_KEYS = TOKENS
         out = attention(within, call)
-        few = HeadAttention(layout, layouts.traffic, TOKENS + 1)(within, call)
+        queries.MIN_KEYS = TOKENS + 1
+        few = attention(within, call)
         return computed, [torch.equal(out, few), (out - call.by(optimized)).abs().max().item() < 1e-6]
 
     for computed, same in run_ranks(calls, 2):

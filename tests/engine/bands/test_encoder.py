@@ -10,7 +10,7 @@ from host_and_device import DEVICE, HOST
 from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.models.comfyui.rows.banded import STEPS
-from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
+from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.vae_networks import encodes_in_bands
 from ranks import run_ranks

@@ -11,8 +11,7 @@ from dispatch_counter import DEVICE, world_of_one_process
 from module_devices import Found, watched
 from parallel_backend.engine.bands.vae import BandedNetwork
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.models.comfyui.rows.vae_encoder import ComfyUIVaeEncoder
-from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae
+from parallel_backend.models.comfyui.rows.vae_halves import ComfyUIVae, ComfyUIVaeEncoder
 from parallel_backend.models.comfyui.tiny.weights import random
 
 DECODERS = video_vaes.CASES | other_vaes.BANDED

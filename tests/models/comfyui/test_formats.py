@@ -19,8 +19,7 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
-from parallel_backend.models.staging import StagedReader
-from parallel_backend.models.tensor_pieces import component_tensors
+from parallel_backend.models.staging import StagedReader, component_tensors
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks

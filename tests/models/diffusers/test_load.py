@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from mapped_files import is_mapped
 from parallel_backend.errors import CheckpointError, RequestError
+from parallel_backend.models.diffusers.adapter import image_ids, pack, unpack
 from parallel_backend.models.diffusers.casting import CastingLinear
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import diffusers_sources
-from parallel_backend.models.diffusers.load import load
-from parallel_backend.models.diffusers.model import DiffusersModel
-from parallel_backend.models.diffusers.packing import image_ids, pack, unpack
+from parallel_backend.models.diffusers.load import DiffusersModel, load
 from parallel_backend.requests import ModelSpec
 from tiny_flux import tiny_flux_config, tiny_flux_tensors, to_diffusers_layout, write_tiny_flux
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from parallel_backend.models.diffusers.casting import cast_on_use
-from parallel_backend.models.diffusers.model import DiffusersModel
+from parallel_backend.models.diffusers.load import DiffusersModel
 
 ROWS = slice(2, 6)
 

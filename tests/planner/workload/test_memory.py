@@ -21,7 +21,7 @@ from parallel_backend.models.diffusers import load as flux
 from parallel_backend.models.diffusers.adapter import DiffusersFlux
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims, diffusers_shapes
-from parallel_backend.models.diffusers.memory.weight_bytes import device_dtype, held_weights
+from parallel_backend.models.diffusers.memory import device_dtype, held_weights
 from parallel_backend.models.dtypes import Dtypes
 from parallel_backend.models.tokens.block_kinds import DIFFUSERS_FLUX
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel

@@ -13,7 +13,7 @@ from parallel_backend.engine.attention import kernel_choice, kernels
 from parallel_backend.options import ComputeOptions
 from parallel_backend.rank.checks import gpu_attention as attention
 from parallel_backend.rank.checks import gpu_module_call as model_call
-from parallel_backend.rank.checks.gpu_device import check_device
+from parallel_backend.rank.checks.gpu import check_device
 from parallel_backend.rank.checks.gpu_module_call import count_reads, describe_profile, find_waits
 from ranks import run_ranks
 

@@ -20,15 +20,13 @@ from ...gguf_file import PLAIN, GGUFTensor, read_tensors
 
 LAYOUT = f"{__package__}.gguf_layout"  # imported only for packed weights: takes a second and a newer ComfyUI
 _UNPACKED = torch.float16  # dtype to unpack to, until the module sets another one
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-assert _PLAIN.keys() == PLAIN.keys()
 
 
 def outline(path: str) -> dict[str, Tensor]:
     """Returns the tensors of a file by name. Packed ones are on the meta device, with their true shape."""
     return {
         tensor.name: _plain(tensor)
-        if tensor.kind in _PLAIN
+        if tensor.kind in PLAIN
         else torch.empty(tensor.shape, dtype=_UNPACKED, device="meta")
         for tensor in read_tensors(path)
     }
@@ -37,7 +35,7 @@ def outline(path: str) -> dict[str, Tensor]:
 def mapped(path: str) -> dict[str, Tensor]:
     """Returns the tensors of a file by name, which are read from disk on use. Raises CheckpointError."""
     return {
-        tensor.name: _plain(tensor) if tensor.kind in _PLAIN else _packed(tensor, path)
+        tensor.name: _plain(tensor) if tensor.kind in PLAIN else _packed(tensor, path)
         for tensor in read_tensors(path)
     }
 
@@ -66,7 +64,7 @@ def unpacked(tensor: Tensor) -> Tensor:
 
 
 def _plain(tensor: GGUFTensor) -> Tensor:
-    return _mapped_bytes(tensor).view(_PLAIN[tensor.kind]).view(tensor.shape)
+    return _mapped_bytes(tensor).view(getattr(torch, PLAIN[tensor.kind])).view(tensor.shape)
 
 
 def _packed(tensor: GGUFTensor, path: str) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import RequestError
-from ...base import Slices
+from ...base import Slices, find_module
 from ...tokens.regions import Branch, Region, Sliced
 from .key_layouts import Joined
 
@@ -114,7 +114,7 @@ def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, C
             width, heads = layers[branch.out].in_features, _heads_of(block, branch)
             columns[branch.out] = [heads, width - heads] if heads else [width]
     joined = {path: [layers[path].out_features] for path in words.joined if path in layers}
-    found = {path: _find(block, path) for path in words.norms}
+    found = {path: find_module(block, path) for path in words.norms}
     norms = {path: norm for path, norm in found.items() if getattr(norm, "weight", None) is not None}
     cuts: dict[str, Cut] = {}
     for path, widths in {**rows, **joined}.items():
@@ -135,7 +135,7 @@ def _slice_block(block: nn.Module, words: Sliced, slices: Slices) -> dict[str, C
         _let_meet(norm, "norm", slices.add_up)
     for path in words.counts:
         owner, _, name = path.rpartition(".")
-        counting = _find(block, owner)
+        counting = find_module(block, owner)
         if counting is not None:
             _divide(block, counting, name, slices.degree)
     return cuts
@@ -194,14 +194,6 @@ def _divide(block: nn.Module, counting: Any, name: str, degree: int) -> None:
     if not isinstance(count, int) or count % degree:
         raise _refusal(block, f"{degree} does not divide its {name} ({count})")
     setattr(counting, name, count // degree)
-
-
-def _find(block: nn.Module, path: str) -> Any:
-    """Returns the module at `path`, or None if the block has none."""
-    try:
-        return block.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _refusal(block: nn.Module, reason: str) -> RequestError:

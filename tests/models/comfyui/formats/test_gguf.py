@@ -20,7 +20,7 @@ from parallel_backend.models.comfyui.formats.gguf import LAYOUT, is_packed
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.model_file import inspect
 from parallel_backend.models.dtypes import BYTES_PER_VALUE, GGUF
-from parallel_backend.models.tensor_pieces import component_tensors
+from parallel_backend.models.staging import component_tensors
 
 # Relative to the largest value. Weights unpack in float16, ComfyUI-GGUF's default; the package gguf uses float32.
 TOLERANCE = 3e-3

@@ -1,1 +1,0 @@
-"""Counts the bytes that diffusers' Flux.1 takes on a rank: weights and activations."""
