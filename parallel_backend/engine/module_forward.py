@@ -14,6 +14,7 @@ from ..errors import RequestError
 from ..layout import slice_of
 from ..models.attention import attention_by, attention_kernel
 from ..models.base import ModuleModel
+from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
 from ..options import APPROXIMATE_KERNELS, AUTO, SAME
 from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
@@ -366,7 +367,7 @@ class ModuleForward:
         if self.exchange_dtype != SAME and self.xfuser is None:
             self.rounds = True
             name, over_a_ring = type(self.model.module).__name__, self.layout.ring.size > 1
-            self.noted.add(notes.ROUNDED.format(drift=notes.drift_in_words(name, over_a_ring=over_a_ring)))
+            self.noted.add(notes.ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
 
 
 def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:

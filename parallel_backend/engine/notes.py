@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 SCALES = (
     "quantised layers scale what they compute on by its largest value, and each device has its own rows and tokens, "
@@ -37,9 +35,6 @@ RING = (
     "the ring attends by {kernel} and not by {own}, which ComfyUI chose: partial results merge by log-sum-exp, which "
     "that gives. Ulysses attends by {own}."
 )
-# The error that exchange_dtype fp8 adds to one call of a small model of each class, with random weights: its root mean
-# square divided by that of the output, for (Ulysses 2, Ring 2), measured by benchmarks/exchange_drift.py.
-DRIFT: dict[str, list[float]] = json.loads(Path(__file__).with_name("rounded_drift.json").read_text())
 
 
 class Notes:
@@ -65,12 +60,3 @@ class Notes:
     def add_lasting(self, *notes: str) -> None:
         """Adds notes on this request and all later ones."""
         self._lasting += [note for note in dict.fromkeys(notes) if note not in self._lasting]
-
-
-def drift_in_words(class_name: str, *, over_a_ring: bool) -> str:
-    """Returns a clause about the error of a call, or "" for a class that was not measured."""
-    found = DRIFT.get(class_name)
-    if found is None:
-        return ""
-    percent = f"{100 * found[over_a_ring]:.2g} %"
-    return f"; a call of a small {class_name} was off by {percent} of its answer (root mean square)"

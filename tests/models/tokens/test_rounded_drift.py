@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from comfy_modules import import_comfyui_here
-from parallel_backend.engine.notes import DRIFT, drift_in_words
 from parallel_backend.models.comfyui.tiny.cases import CASES
+from parallel_backend.models.tokens.rounded_drift import DRIFT, drift_in_words
 from parallel_backend.models.tokens.table import TABLE
 from ranks import run_ranks
 
