@@ -12,11 +12,11 @@ from module_references import difference_of_patches, make_others
 from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.load import slices_of
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.engine.stages.owners import pack
 from parallel_backend.engine.stages.stale_keys import StaleKeyCache
+from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.tokens.table import token_mode

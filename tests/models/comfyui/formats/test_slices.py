@@ -12,8 +12,9 @@ import torch
 import comfy_weight_files as files
 from module_references import Reference
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.load import load_under, slices_of
+from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
+from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.formats.slices import slice_blocks
 from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel
