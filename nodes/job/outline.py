@@ -120,7 +120,8 @@ class Outline:
         return [*changes, *sent], now
 
     def config(self) -> list[NetworkChange]:
-        """Returns the plain values of the model's configuration: nodes change its dict in place."""
+        """Returns a change with the plain values of the model's configuration, a dict that nodes change in place;
+        none for a model without one."""
         config = getattr(getattr(self._source, "model_config", None), "unet_config", None)
         if not isinstance(config, dict):
             return []

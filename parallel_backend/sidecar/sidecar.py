@@ -77,7 +77,7 @@ class Sidecar(ModuleRequests):
 
     @property
     def held(self) -> RankInventory:
-        """What the ranks hold now."""
+        """The record of what the ranks hold now."""
         return self._holdings.held
 
     @property

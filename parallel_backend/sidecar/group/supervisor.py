@@ -68,9 +68,8 @@ class RankGroup:
             half_made.callback(os.close, self.alarm)
             self.heartbeat = Page()
             half_made.callback(self.heartbeat.close)
-            self.store = os.memfd_create(
-                "parallel-backend-store", os.MFD_CLOEXEC
-            )  # over which the ranks meet
+            # Over this file the ranks meet.
+            self.store = os.memfd_create("parallel-backend-store", os.MFD_CLOEXEC)
             half_made.pop_all()
         self.links: list[Link] = []
         self.ranks: list[RankProcess] = []
