@@ -66,10 +66,10 @@ def be_a_rank() -> None:
     from parallel_backend.rank.work.worker import RankWorker
 
     class TracedWorker(RankWorker):
-        def sample(self, *args, **others):
+        def run_plain_job(self, *args, **others):
             files: dict[str, bool] = {}
             with traced(files):
-                found = super().sample(*args, **others)
+                found = super().run_plain_job(*args, **others)
             lines = "".join(f"{name} {int(given)}\n" for name, given in files.items())
             notes(os.getppid(), self.world.rank).write_text(lines)
             return found
