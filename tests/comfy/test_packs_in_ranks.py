@@ -47,6 +47,12 @@ CHANGES = {
     "no attention in one block": ("ltx_video", ULYSSES, _node("TestBlockWithoutAttention", block=0), {}),
     "the same, with sound": ("ltx_sound", ULYSSES, _node("TestBlockWithoutAttention", block=0), {}),
     "video that does not hear": ("ltx_sound", ULYSSES, _node("TestSwitch", option="a2v_cross_attn"), {}),
+    "a block that does not hear": (
+        "ltx_sound",
+        ULYSSES,
+        _node("TestSwitchInBlock", option="a2v_cross_attn"),
+        {},
+    ),
     "sound that does not see": ("ltx_sound", ULYSSES, _node("TestSwitch", option="v2a_cross_attn"), {}),
 }
 

@@ -166,6 +166,19 @@ def switch(model, option):
     return model
 
 
+@node("TestSwitchInBlock", model="MODEL", option="STRING")
+def switch_in_block(model, option):
+    """Switches off one of the kinds of attention of the first block, by a function around it."""
+    model = model.clone()
+
+    def without(args, extra):
+        options = {**args["transformer_options"], option: False}
+        return extra["original_block"]({**args, "transformer_options": options})
+
+    model.set_model_patch_replace(without, "dit", "double_block", 0)
+    return model
+
+
 _calculate_weight = comfy.lora.calculate_weight
 
 
