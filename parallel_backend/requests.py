@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -190,12 +191,14 @@ class RunInfo:
 @dataclass(frozen=True)
 class SampleResult:
     """A sampling result. latent: [B, C, H/8, W/8] float32 on the CPU, in the model's latent space; parts: all outputs
-    of one network call, several for video with sound; denoised: the last step's denoised latent, shaped like latent."""
+    of one network call, several for video with sound; denoised: the last step's denoised latent, shaped like latent;
+    changes: of the state of the job's objects (job/state_changes.py)."""
 
     latent: torch.Tensor
     info: RunInfo
     parts: tuple[torch.Tensor, ...] = ()
     denoised: torch.Tensor | None = None
+    changes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

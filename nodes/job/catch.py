@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import comfy.samplers
+import torch
 from torch import Tensor
 
 from ...parallel_backend.job import reducers
-from ...parallel_backend.job.payload import NetworkCall, SamplerRun
+from ...parallel_backend.job.payload import NetworkCall, SamplerRun, unpack_step
 from ...parallel_backend.models.model_file import ModelFile
 from ...parallel_backend.models.tokens.cached_outputs import why_not_reused
 from ...parallel_backend.planner.history import record_run
@@ -21,6 +24,7 @@ from ...parallel_backend.planner.plan import job_from_latent
 from ...parallel_backend.planner.rules import Plan, StrategySettings
 from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.requests import SEVERAL_CALLS
+from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import COMPUTE_OPTIONS, RECORD, SETTINGS, STEP_CACHE, RunRecord, plan_by_rule, plan_job
 from .model import JobPatcher, ShippedModel
 from .ship import ShippedJob
@@ -67,21 +71,23 @@ class Catch:
             arguments = (noise, latent_image, sampler, sigmas, denoise_mask, seed)
             wrappers = [one for one in executor.wrappers if one is not self]
             threshold = record.cache_threshold or 0.0
-            job = ShippedJob(patcher, SamplerRun(guider, wrappers, arguments, latent_shapes), threshold)
+            work = SamplerRun(guider, wrappers, arguments, latent_shapes)
+            follows = callback is not None and not _only_shows(callback)
+            on_latents = functools.partial(_call_back, callback, patcher.load_device) if follows else None
+            job = ShippedJob(patcher, work, threshold, on_latents)
             plan = _plan_sampling(patcher, guider, arguments, latent_shapes, threshold)
 
             def on_step(step: int, steps: int, denoised: Tensor | None) -> None:
                 nonlocal last
                 last = step, steps
-                if callback is not None and step < steps:
+                if callback is not None and step < steps and not follows:
                     shown = latent_image[:1] if denoised is None else denoised.to(latent_image.device)
                     callback(step - 1, shown, latent_image, steps)
 
             last = 0, 0
             result = job.run(plan, noise, _step_count(sigmas), on_step)
-            if (
-                callback is not None and result.denoised is not None
-            ):  # some sampler nodes output it, for all images
+            # Some sampler nodes output it, for all images.
+            if callback is not None and result.denoised is not None and not follows:
                 callback(last[0] - 1, result.denoised.to(latent_image.device), latent_image, last[1])
             record.patched = len(patcher.patches)
             if threshold > 0:
@@ -90,6 +96,19 @@ class Catch:
                 record_run(plan.devices, plan.job, result.info)
                 record.add_run(plan, result.info)
             return result.latent.to(latent_image.device)
+
+
+def _only_shows(callback: Callable[..., None]) -> bool:
+    """Returns True for ComfyUI's own callback, which shows the first image and keeps the last step's latent."""
+    names = callback.__code__.co_freevars if isinstance(callback, FunctionType) else ()
+    cells = dict(zip(names, getattr(callback, "__closure__", None) or (), strict=True))
+    if "packed_callback" in cells:  # ComfyUI's wrapper for video with sound
+        callback = cells["packed_callback"].cell_contents
+    return getattr(callback, "__module__", "") == "latent_preview"
+
+
+def _call_back(callback: Callable[..., None], device: torch.device, tensors: Tensors) -> None:
+    callback(*unpack_step(tensors, device))
 
 
 def _load(patcher: JobPatcher) -> None:

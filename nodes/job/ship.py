@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from ...parallel_backend.job.payload import (
 )
 from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, Known, SentTensors, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
+from ...parallel_backend.job.state_changes import global_generators, store_changes
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import Placement, RunInfo, SampleResult
 from ...parallel_backend.sidecar import pool
@@ -135,6 +136,7 @@ class Shipment:
         self._new_packs = ""  # packs that the ranks have not imported yet, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
+        self._objects: dict[int, Any] = {}  # that the job consists of, by number
         self._job = PickledJob(
             work=work,
             replaced=replaced_by(self._loaded_packs, comfyui_root(), _PACK),
@@ -193,6 +195,7 @@ class Shipment:
             pickled = pickle_job(job, known, sent.tensors, ModelPatcher, find_in_file)
         except CannotBeSent as error:
             raise self._refused(error, known) from error
+        self._objects = pickled.objects
         used = set(_with_parents(pickled.modules))
         self._packs = tuple(name for name in self._loaded_packs if name != _PACK and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
@@ -220,14 +223,20 @@ class Shipment:
 
 
 class ShippedJob(Shipment):
-    """One job of a MODEL on its way to the ranks. `cache_threshold`: of the step cache, 0 without one."""
+    """One job of a MODEL on its way to the ranks. `cache_threshold`: of the step cache, 0 without one; `on_latents`:
+    gets the tensors of each step (payload.pack_step), None if a preview suffices."""
 
     def __init__(
-        self, patcher: JobPatcher, work: SamplerRun | NetworkCall, cache_threshold: float = 0.0
+        self,
+        patcher: JobPatcher,
+        work: SamplerRun | NetworkCall,
+        cache_threshold: float = 0.0,
+        on_latents: Callable[[Tensors], None] | None = None,
     ) -> None:
         self._patcher, self._model = patcher, patcher.job_model
-        self._outline = self._model.outline
+        self._outline, self._on_latents = self._model.outline, on_latents
         super().__init__(self._outline, work, patcher.load_device, cache_threshold, self._model.spec.path)
+        self._job = replace(self._job, sends_steps=on_latents is not None)
 
     def run(
         self,
@@ -250,6 +259,8 @@ class ShippedJob(Shipment):
             self._known, changes = _held_and_changed(self._outline)
             self._job = replace(self._job, changes=changes)
             result = self._send(plan, sampled, steps, on_step)
+        device = self._patcher.load_device
+        store_changes(self._objects | global_generators(device), result.changes, device)
         words = self._model.verdict.words
         info: RunInfo = replace(result.info, notes=(*result.info.notes, *((words,) if words else ())))
         return replace(result, info=info)
@@ -263,6 +274,7 @@ class ShippedJob(Shipment):
             is_call=steps == 0,
             imports=lambda: self._new_packs,
             trials=plan.trials,
+            on_latents=self._on_latents,
         )
         with errors_as_comfyuis():
             sidecar = pool.get_sidecar(plan.devices)

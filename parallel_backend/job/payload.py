@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .restore import Replaced
 HEAD = "job"  # name of the tensor with the bytes of the head
 INPUTS = "inputs"  # name of a VAE's input: it is large, and no later job refers to it
 ANSWER, DENOISED = "latent", "denoised"  # names of tensors in the answer
+STEP = "step"  # name of the numbers of a step whose latents a job sends (pack_step)
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,16 @@ Work = SamplerRun | NetworkCall | EncoderCall | VaeCall | HeldTextEncoder | Half
 class PickledJob:
     """A job before it is pickled. `work`: what to run, or the module to load; `replaced`: what packs have replaced in
     ComfyUI's modules; `changes`: what nodes have changed in the network; `random_states`: of torch, Python, numpy and
-    the GPU; `cache_threshold`: of the step cache, 0 without one."""
+    the GPU; `cache_threshold`: of the step cache, 0 without one; `sends_steps`: True if ComfyUI's process gets each
+    step's latents; `objects`: in a rank, those that it consists of, by number."""
 
     work: Work
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
     random_states: tuple[Any, ...]
     cache_threshold: float = 0.0
+    sends_steps: bool = False
+    objects: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,18 @@ def pack_answer(answer: Tensor | Sequence[Tensor], denoised: Tensor | None = Non
     return {**{name: part.float().cpu() for name, part in zip(names, parts, strict=True)}, **of_last_step}
 
 
+def pack_step(step: int, denoised: Tensor, x: Tensor, steps: int) -> dict[str, Tensor]:
+    """Returns what a sampler gives its callback as tensors: a step's denoised latent and its latent, of all images. A
+    node's own callback gets them in ComfyUI's process."""
+    return {STEP: torch.tensor([step, steps]), f"{STEP}.denoised": denoised, f"{STEP}.x": x}
+
+
+def unpack_step(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[int, Tensor, Tensor, int]:
+    """Returns what pack_step packed, on `device`."""
+    step, steps = tensors[STEP].tolist()
+    return step, tensors[f"{STEP}.denoised"].to(device), tensors[f"{STEP}.x"].to(device), steps
+
+
 def unpack_answer(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Returns the answer that pack_answer packed, an empty list if there is none."""
     names = sorted(name for name in tensors if name == ANSWER or name.startswith(f"{ANSWER}."))
@@ -172,4 +188,4 @@ def unpack_answer(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _values(data: Head | ProcessFacts) -> tuple[Any, ...]:
     """Returns the fields as plain values, so that unpickling need not look up the class."""
-    return tuple(getattr(data, field.name) for field in fields(data))
+    return tuple(getattr(data, one.name) for one in fields(data))

@@ -124,11 +124,13 @@ class SentTensors:
 @dataclass(frozen=True)
 class Pickled:
     """A pickled object. `tensors`: those that the ranks do not hold yet, by number; `modules`: the names of the Python
-    modules that define its functions and classes."""
+    modules that define its functions and classes; `objects`: those that it consists of, by the number that unpickling
+    gives them too."""
 
     data: bytes
     tensors: dict[str, Tensor]
     modules: frozenset[str]
+    objects: dict[int, Any]
 
 
 def pickle_job(
@@ -144,12 +146,13 @@ def pickle_job(
     pickler = _JobPickler(file, known, sent, patcher, find_in_file)
     try:
         pickler.dump(job)
+        objects = dict(pickler.memo.copy().values())
     except _CANNOT as error:
         problem = f"{type(error).__name__}: {str(error)[:200]}"
         raise CannotBeSent(problem, _path_to_it(job, known, patcher)) from error
     finally:
         pickler.forget()
-    return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules))
+    return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules), objects)
 
 
 def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:

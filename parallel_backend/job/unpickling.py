@@ -17,9 +17,11 @@ from .payload import HEAD, Head, ProcessFacts
 from .reducers import RankObjects, find_object
 
 
-def unpickle_job(data: bytes, here: RankObjects) -> Any:
-    """Returns the pickled object. Raises what its classes and the imports of its modules raise."""
-    return _JobUnpickler(io.BytesIO(data), here).load()
+def unpickle_job(data: bytes, here: RankObjects) -> tuple[Any, dict[int, Any]]:
+    """Returns the pickled object, and the objects that it consists of, by number (see Pickled). Raises what its classes
+    and the imports of its modules raise."""
+    unpickler = _JobUnpickler(io.BytesIO(data), here)
+    return unpickler.load(), unpickler.memo.copy()
 
 
 class _JobUnpickler(pickle.Unpickler):

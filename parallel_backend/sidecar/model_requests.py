@@ -12,6 +12,7 @@ from torch import Tensor
 from ..devices import is_cpu
 from ..errors import TransportError
 from ..job.payload import ANSWER, DENOISED, unpack_answer
+from ..job.state_changes import CHANGES
 from ..options import CompileStats
 from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleResult
 from ..trials import LONGEST, MOST_STEPS
@@ -118,17 +119,19 @@ class ModelRequests:
             return compiling.budget(self._step_budget(steps, latent))
 
         done = exchange.wait(budget, on_message)
+        result = exchange.result
+        changes = {name: result.pop(name) for name in list(result) if name.startswith(CHANGES)}
         if job.request.is_call:
             parts, denoised = _answer(exchange), None
             step_seconds = [reports(done, lambda answer: answer.run)[0].seconds]
         else:
-            denoised = exchange.result.pop(DENOISED, None)
+            denoised = result.pop(DENOISED, None)
             # A sampler of ComfyUI or of a pack may return another size than it was given.
             shape = None if job.request.cfg is None else tuple(latent.shape)
-            result = _result(exchange, {ANSWER: shape, "step_seconds": None})
+            _check(exchange, {ANSWER: shape, "step_seconds": None})
             parts, step_seconds = [result[ANSWER]], result["step_seconds"].tolist()
         info = _run_info(done, load, tuple(step_seconds))
-        return SampleResult(parts[0], job.merged(info), tuple(parts), denoised)
+        return SampleResult(parts[0], job.merged(info), tuple(parts), denoised, changes)
 
     def _step_budget(self, earlier: Sequence[float], latent: object) -> float:
         """Returns how many seconds the next step may take."""
@@ -160,8 +163,9 @@ def _answer(exchange: Exchange) -> list[Tensor]:
     return parts
 
 
-def _result(exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> Tensors:
-    """Returns rank 0's tensors if they match the names and `shapes` (None: any); those with a shape must be float32."""
+def _check(exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> None:
+    """Ends the ranks unless rank 0's tensors match the names and `shapes` (None: any); those with a shape must be
+    float32."""
     result = exchange.result
     found = {name: tuple(tensor.shape) for name, tensor in result.items()}
     fits = set(result) == set(shapes) and all(
@@ -170,7 +174,6 @@ def _result(exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> Te
     )
     if not fits:
         raise exchange.refuse(f"process 0 answered with the tensors {found}; expected {shapes}, float32")
-    return result
 
 
 def _run_info(done: list[Done], load: LoadInfo, step_seconds: tuple[float, ...]) -> RunInfo:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankFailed, RequestError
+from ..job.payload import STEP
 from ..requests import LoopState, Placement, RunInfo, SampleRequest
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
@@ -24,7 +25,8 @@ class ShippedRequest:
     the ranks of these RankHoldings, without what they were sent before; `is_call`: True for one call of the
     network, whose answer may have another shape, or several parts; `imports()`: names the packs that the ranks import
     first; `trials`: strategies that it tries on its way. Each is exact and needs the same weights as the placement, on
-    all ranks or on the first one; `cfg`: of a plain job, which has no objects of ComfyUI's; None for any other."""
+    all ranks or on the first one; `cfg`: of a plain job, which has no objects of ComfyUI's; None for any other;
+    `on_latents`: gets the tensors of each step (payload.pack_step) of a job that sends them."""
 
     noise: Tensor
     steps: int
@@ -34,6 +36,7 @@ class ShippedRequest:
     imports: Callable[[], str] = str
     trials: TrialPlan = NO_TRIALS
     cfg: float | None = None
+    on_latents: Callable[[Tensors], None] | None = None
 
     @classmethod
     def of(cls, plain: SampleRequest) -> ShippedRequest:
@@ -58,6 +61,7 @@ class ResumableJob:
         self._calls = 0
         self._seconds: dict[int, float] = {}  # of each step, 1-based
         self._first = 0  # steps that the ranks did not have to run again
+        self._repeats = 0  # the step that ranks had reached before they crashed: earlier ones come again
         self._notes: tuple[str, ...] = ()
 
     def message(self, placement: Placement, model: int, *, states: bool) -> RunJob:
@@ -91,6 +95,8 @@ class ResumableJob:
             self._step = state.step
             self._answers.append(state.answers)
             self._calls += len(state.answers)
+        if self.request.on_latents is not None and STEP in tensors and message.step > self._repeats:
+            self.request.on_latents(tensors)
         self._seconds[message.step] = message.seconds
         if self._on_step is not None:
             self._on_step(message.step, message.steps, tensors.get("denoised"))
@@ -98,6 +104,7 @@ class ResumableJob:
     def survive(self, error: RankFailed, device: str | None) -> str:
         """Gives up trials after the ranks failed; returns what happens next, which the result's notes also say."""
         self.give_up_trials()
+        self._repeats = max(self._seconds, default=0)
         cause = error.summary
         goes_on = f"goes on after step {self._step}" if self._step else "begins again"
         text = f"{error.who(device)} failed ({cause}); the job {goes_on} on processes started anew"

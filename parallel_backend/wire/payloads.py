@@ -13,6 +13,7 @@ from ..requests import (
 )
 
 Tensors = dict[str, torch.Tensor]
+ANSWERS, _AT = "state.answers", "state.at"  # names of a loop's state
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:
@@ -42,17 +43,17 @@ def sample_request(cfg: float, tensors: Tensors) -> SampleRequest:
 def state_tensors(state: LoopState) -> Tensors:
     """Returns a loop's state as tensors, including its numbers."""
     return {
-        "state.answers": state.answers,
-        "state.at": torch.tensor([state.step, state.first]),
+        ANSWERS: state.answers,
+        _AT: torch.tensor([state.step, state.first]),
     }
 
 
 def take_state(tensors: Tensors) -> LoopState | None:
     """Removes the state that `state_tensors` packed from `tensors` and returns it; None if there is none. Raises
     TransportError if it is incomplete or has wrong shapes or dtypes."""
-    if "state.answers" not in tensors:
+    if ANSWERS not in tensors:
         return None
-    answers, at = (_take(tensors, f"state.{name}") for name in ("answers", "at"))
+    answers, at = _take(tensors, ANSWERS), _take(tensors, _AT)
     if (at.dtype, at.shape) != (torch.int64, (2,)) or answers.dtype != torch.float32 or answers.ndim < 4:
         raise TransportError("the answers of model calls in a payload have the wrong shapes or dtypes")
     step, first = at.tolist()

@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 24
+VERSION = 25
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1

@@ -54,7 +54,7 @@ class Rank:
             stored=lambda *place: self.files[place],
             tensors=self.tensors,
         )
-        return unpickle_job(self.latest.data, here)
+        return unpickle_job(self.latest.data, here)[0]
 
 
 @pytest.fixture

@@ -119,12 +119,13 @@ class JobReader:
             differing_weights = differing(held.originals, head.prints)
             if differing_weights:
                 raise RequestError(OTHER_WEIGHTS + ",".join(differing_weights))
-        job: PickledJob = unpickle_job(head.job, self._objects(held))
+        job: PickledJob
+        job, objects = unpickle_job(head.job, self._objects(held))
         self._mapped.forget_unused()
         changed = [one for one in job.changes if one.kind == "parameter"]
         if held is not None and held.is_shared_out and changed:
             raise RequestError(_SHARED_OUT.format(name=f"{changed[0].path}.{changed[0].name}"))
-        return replace(job, replaced=[_rerouted(one) for one in job.replaced])
+        return replace(job, replaced=[_rerouted(one) for one in job.replaced], objects=objects)
 
     def _objects(self, held: NamedModel | None) -> RankObjects:
         mapped = self._mapped

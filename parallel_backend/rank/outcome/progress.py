@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...errors import TransportError
+from ...job.payload import STEP
 from ...requests import LoopState
 from ...sampling.host_copy import HostCopy
-from ...wire.payloads import state_tensors
+from ...wire.payloads import ANSWERS, state_tensors
 from ...wire.protocol import Cancel, Envelope, Progress
 from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
 
+_PAUSE = 0.01  # s, before another try to send what must arrive
 STATES_COST = 0.01  # the share of a request's time that sending the sampler's states may take
 
 
@@ -39,22 +42,28 @@ class RequestLink:
                 return True
         return False
 
-    def send(self, message: Progress, tensors: dict[str, Tensor]) -> None:
-        """Sends a message, or drops it if the link is full: never waits."""
+    def send(self, message: Progress, tensors: dict[str, Tensor], *, waits: bool = False) -> None:
+        """Sends a message. If the link is full, drops it, or `waits` until ComfyUI's process has read others."""
         descriptors = (pack_tensors(tensors),) if tensors else ()
         try:
-            self.link.send(Envelope(self.epoch, self.request, message), descriptors)
-        except LinkFull:
-            pass
+            while not self._has_sent(message, descriptors) and waits:
+                time.sleep(_PAUSE)
         except LinkClosed:
             os._exit(0)  # ComfyUI is gone, so no process waits for this request
         finally:
             close_all(descriptors)
 
+    def _has_sent(self, message: Progress, descriptors: tuple[int, ...]) -> bool:
+        with contextlib.suppress(LinkFull):
+            self.link.send(Envelope(self.epoch, self.request, message), descriptors)
+            return True
+        return False
+
 
 class ProgressSender:
     """Sends the progress of rank 0; other ranks send none. `previews`: include the first image of each step; `states`:
-    ComfyUI's process requests the loop's states; `sends_states`: True if so, on rank 0."""
+    ComfyUI's process requests the loop's states; `sends_states`: True if so, on rank 0; `beside`: a node's callback on
+    steps gets these tensors (payload.pack_step) with the next one."""
 
     def __init__(self, to: RequestLink, steps: int, *, previews: bool, states: bool) -> None:
         self._to, self.steps, self._previews = to, steps, previews
@@ -62,6 +71,7 @@ class ProgressSender:
         self._state: Callable[[], LoopState] | None = None
         self._states_seconds = self._last_state_seconds = 0.0
         self._started = time.perf_counter()
+        self.beside: dict[str, Tensor] = {}
 
     def keep(self, state: Callable[[], LoopState]) -> None:
         """Makes the next step boundary send the loop's state, unless that would exceed STATES_COST."""
@@ -74,6 +84,7 @@ class ProgressSender:
         if self._to.rank != 0:
             return {}
         tensors = {"denoised": denoised[:1].float()} if self._previews else {}
+        tensors, self.beside = tensors | self.beside, {}
         started, state, self._state = time.perf_counter(), self._state, None
         if state is not None:
             tensors |= state_tensors(state())
@@ -89,8 +100,8 @@ class ProgressSender:
             return
         started = time.perf_counter()
         tensors = {name: copy.taken() for name, copy in copies.items()}
-        self._to.send(Progress(step, self.steps, seconds, strategy), tensors)
-        if len(tensors) > 1:
+        self._to.send(Progress(step, self.steps, seconds, strategy), tensors, waits=STEP in tensors)
+        if ANSWERS in tensors:
             spent = time.perf_counter() - started
             self._last_state_seconds += spent
             self._states_seconds += spent

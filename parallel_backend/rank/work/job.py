@@ -16,8 +16,9 @@ from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
-from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer
+from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer, pack_step
 from ...job.restore import make_changes, set_replaced
+from ...job.state_changes import UNSENT, StateChanges, global_generators
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.packages import Packages
 from ...models.comfyui.jobs.patchers import root_patcher
@@ -51,6 +52,9 @@ _READ = (
     "A node computes with the model's own weights (such as a Control-LoRA), which shard_weights and tensor_degree "
     "share out; set shard_weights to off and tensor_degree to 1, or take a whole ControlNet instead."
 )
+
+
+_WATCHED = "a node follows the latents of each step"
 
 
 class ModelOfJobs(PatchedModel):
@@ -170,7 +174,7 @@ class Jobs:
         if switching is not None:
             record = switching.with_trials(record)
         seconds = torch.tensor(on_step.seconds, dtype=torch.float64)
-        return {"step_seconds": seconds, **pack_answer(answer, run.denoised)}, record
+        return {"step_seconds": seconds, **pack_answer(answer, run.denoised), **run.changes}, record
 
 
 class _RunningJob:
@@ -192,6 +196,7 @@ class _RunningJob:
         self._step = self._steps = 0
         self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
         self.denoised: Tensor | None = None  # of all images, after the latest step
+        self.changes: Tensors = {}  # of the state of the job's objects, on rank 0
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
 
@@ -230,9 +235,18 @@ class _RunningJob:
             undo.callback(patcher.unpatch_model, unpatch_weights=False)
             if not self._meeting.is_first:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            if isinstance(work, NetworkCall):
-                return call_network(work.patcher, model.state.network, work.args, work.kwargs)
-            return self._sample(work, forward)
+                return self._computed(work, forward)
+            state = StateChanges(job.objects | global_generators(model.patcher.load_device))
+            answer = self._computed(work, forward)
+            self.changes = state.packed()
+            if state.unsent:
+                self.notes += (UNSENT.format(names=", ".join(dict.fromkeys(state.unsent))),)
+            return answer
+
+    def _computed(self, work: SamplerRun | NetworkCall, forward: ModuleForward) -> Any:
+        if isinstance(work, NetworkCall):
+            return call_network(work.patcher, self._model.state.network, work.args, work.kwargs)
+        return self._sample(work, forward)
 
     def _sample(self, work: SamplerRun, forward: ModuleForward) -> Tensor:
         self._meeting.guider = work.guider
@@ -243,7 +257,7 @@ class _RunningJob:
             work.guider,
             work.wrappers,
             (noise, latent, sampler, sigmas, mask, seed),
-            lambda step, denoised, x, steps: self._end_step(denoised),
+            self._call_back,
             work.latent_shapes,
         )
 
@@ -263,7 +277,7 @@ class _RunningJob:
             self._on_step,
             self._answers.steps_done,
         )
-        reason = flow.why_not()
+        reason = _WATCHED if self._job.sends_steps else flow.why_not()
         if reason:
             self.notes = (NO_FLOW.format(reason=reason),)
             return sampler
@@ -277,6 +291,11 @@ class _RunningJob:
             return latent
 
         return sampler_of(sample)
+
+    def _call_back(self, step: int, denoised: Tensor, x: Tensor, steps: int) -> None:
+        if self._job.sends_steps:
+            self._on_step.progress.beside = pack_step(step, denoised, x, steps)
+        self._end_step(denoised)
 
     def _end_step(self, denoised: Tensor) -> None:
         self._step = min(self._step + 1, self._steps)

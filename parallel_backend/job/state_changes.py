@@ -1,0 +1,280 @@
+"""The state that a job leaves in its objects for later jobs, such as a node's bank of features or random generators.
+
+A rank runs a job on copies of them. Afterwards the first rank sends back what has changed, and ComfyUI's process stores
+it in its own objects. Both know an object by its number in the pickle. What is sent is JSON and tensors, no pickle.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from .pickling import LOADED_STATE
+
+CHANGES = (
+    "changes"  # name of the tensor with the changes as JSON; the tensors in them have a number behind it
+)
+UNSENT = (
+    "What {names} keep for a later sampling stays on the devices, as it is neither plain values nor tensors of at most "
+    "1 GiB in all; a sampling that needs it may differ from one device."
+)
+MOST_BYTES = 2**30  # of the tensors in one job's changes
+_DEEPEST = 20  # nested containers to follow
+
+# A value as (kind, content, ...): equal for equal values. Only tensors and objects in it are told apart by identity.
+_Form = tuple[Any, ...]
+_PLAIN = (str, int, float, bool, types.NoneType)
+_TENSORS = (Tensor, nn.Parameter)
+_SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, tuple, set, torch.Size)}
+_CONTAINERS = (dict, list, set, collections.deque, types.CellType)
+# How the state of a random generator is read as JSON, and set.
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (
+        lambda one: bytes(one.get_state().numpy()).hex(),
+        lambda one, state: one.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)),
+    ),
+    random.Random: (
+        lambda one: one.getstate(),
+        lambda one, state: one.setstate((state[0], tuple(state[1]), state[2])),
+    ),
+    numpy.random.RandomState: (
+        lambda one: _without_arrays(one.get_state()),
+        lambda one, state: one.set_state(tuple(state)),
+    ),
+    numpy.random.Generator: (
+        lambda one: _without_arrays(one.bit_generator.state),
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+}
+# Beginnings of the names of Python modules whose objects keep nothing for a node.
+_NOT_OF_NODES = (
+    "comfy.",
+    "torch",
+    "builtins",
+    "collections",
+    "functools",
+    "numpy",
+    "types",
+    "parallel_backend",
+)
+# Attributes that ComfyUI sets on a guider while it samples, and that torch and ComfyUI set on a module.
+_OF_GUIDERS = frozenset({"conds", "inner_model", "loaded_models"})
+_OF_MODULES = frozenset({*vars(nn.Module()), *LOADED_STATE})
+
+
+def global_generators(device: torch.device) -> dict[int, Any]:
+    """Returns the random generators of a process, and that of `device` if it is a GPU, by numbers below zero."""
+    found = [torch.default_generator, random.getstate.__self__, numpy.random.get_state.__self__]  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return {-place: one for place, one in enumerate(found, start=1)}
+
+
+class StateChanges:
+    """The changes of the state of a job's objects from now on. `objects`: all in its pickle, and generators, by number;
+    `unsent`: the classes of those with a change that `packed` could not send."""
+
+    def __init__(self, objects: Mapping[int, Any]) -> None:
+        self._numbers = {id(one): number for number, one in objects.items()}
+        self._held: list[Any] = [objects]  # so that no new object takes an id
+        self._tensors: dict[int, Tensor] = {}  # by id, for the same reason
+        self._before = [(one, self._state(one)) for one in self._tracked(objects)]
+        self.unsent: list[str] = []
+
+    def packed(self) -> dict[str, Tensor]:
+        """Returns what has changed since as tensors by name, an empty dict if nothing has."""
+        changes, sent = [], dict[int, Tensor]()
+        for one, before in self._before:
+            now = self._state(one)
+            changed = [(name, form) for name, form in now.items() if before.get(name) != form]
+            items = [pair for pair in changed if self._can_be_sent(one, pair, sent)]
+            gone = [name for name in before if name not in now and self._can_be_sent(one, (name, name), {})]
+            if items or gone:
+                changes.append((self._numbers[id(one)], items, gone))
+        if not changes:
+            return {}
+        text = torch.frombuffer(bytearray(json.dumps(changes).encode()), dtype=torch.uint8)
+        return {
+            CHANGES: text,
+            **{f"{CHANGES}.{key}": one.detach().cpu().contiguous() for key, one in sent.items()},
+        }
+
+    def _tracked(self, objects: Mapping[int, Any]) -> Iterator[Any]:
+        """Yields the objects that may keep something for a node: generators, objects of packs' classes, what packs'
+        functions close over, and the containers in all these."""
+        waiting = [root for one in objects.values() for root in _roots(one)]
+        seen: set[int] = set()
+        while waiting:
+            one = waiting.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if type(one) in _GENERATORS:
+                yield one
+            elif isinstance(one, tuple):
+                waiting += one
+            elif isinstance(one, _CONTAINERS) or _is_of_a_node(one):
+                waiting += _parts(one).values()
+                if id(one) in self._numbers:
+                    yield one
+
+    def _state(self, one: Any) -> dict[_Form, _Form]:
+        if type(one) in _GENERATORS:
+            return {self._form("state"): ("state", _GENERATORS[type(one)][0](one))}
+        return {self._form(name): self._form(value) for name, value in _parts(one).items()}
+
+    def _form(self, value: Any, depth: int = 0) -> _Form:
+        kind = type(value)
+        if kind in _PLAIN:
+            return (kind.__name__, value)
+        if id(value) in self._numbers and not isinstance(value, tuple):
+            return ("object", self._numbers[id(value)])
+        if kind in _TENSORS and value.layout is torch.strided and not value.is_complex():
+            self._tensors[id(value)] = value
+            version = 0 if value.is_inference() else value._version
+            return ("tensor", id(value), version, value.device.type == "cpu")
+        if kind is torch.device:
+            return ("device", value.type == "cpu")
+        if kind is torch.dtype:
+            return ("dtype", str(value).removeprefix("torch."))
+        if depth < _DEEPEST and (kind is dict or kind is _SEQUENCES.get(kind.__name__)):
+            parts = chain.from_iterable(value.items()) if kind is dict else value
+            return (kind.__name__, tuple(self._form(one, depth + 1) for one in parts))
+        self._held.append(value)
+        return ("unsent", id(value), callable(value) or isinstance(value, types.ModuleType))
+
+    def _can_be_sent(self, one: Any, pair: tuple[_Form, _Form], sent: dict[int, Tensor]) -> bool:
+        """Returns True if this name and value can be sent, and adds their tensors to `sent`."""
+        leaves = [leaf for form in pair for leaf in _leaves(form)]
+        unsent = [leaf for leaf in leaves if leaf[0] == "unsent"]
+        tensors = {leaf[1]: self._tensors[leaf[1]] for leaf in leaves if leaf[0] == "tensor"}
+        fits = sum(tensor.nbytes for tensor in (sent | tensors).values()) <= MOST_BYTES
+        if fits and not unsent:
+            sent |= tensors
+            return True
+        if not all(is_code for *_, is_code in unsent) or not fits:  # code that a job finds again is no state
+            kind = type(one)
+            self.unsent.append(f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}")
+        return False
+
+
+def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Stores what StateChanges has packed in the same objects of ComfyUI's process. `objects`: by number; `device`: for
+    the tensors that lie on a rank's own device."""
+    if CHANGES not in tensors:
+        return
+    stored = _Stored(objects, tensors, device)
+    for number, items, gone in json.loads(tensors[CHANGES].numpy().tobytes()):
+        values = {stored.value(name): stored.value(form) for name, form in items}
+        _store(objects[number], values, [stored.value(name) for name in gone])
+
+
+class _Stored:
+    """Values out of forms, in ComfyUI's process."""
+
+    def __init__(
+        self, objects: Mapping[int, Any], tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self._objects, self._tensors, self._device = objects, tensors, device
+        self._made: dict[int, Tensor] = {}  # a tensor that two objects hold stays one
+
+    def value(self, form: list[Any]) -> Any:
+        kind, content = form[:2]
+        if kind == "object":
+            return self._objects[content]
+        if kind == "tensor":
+            if content not in self._made:
+                device = torch.device("cpu") if form[3] else self._device
+                self._made[content] = self._tensors[f"{CHANGES}.{content}"].to(device, copy=True)
+            return self._made[content]
+        if kind == "device":
+            return torch.device("cpu") if content else self._device
+        if kind == "dtype":
+            return getattr(torch, content)
+        if kind == "dict":
+            values = iter(map(self.value, content))
+            return dict(zip(values, values, strict=True))
+        return _SEQUENCES[kind](map(self.value, content)) if kind in _SEQUENCES else content
+
+
+def _store(one: Any, values: dict[Any, Any], gone: list[Any]) -> None:
+    if type(one) in _GENERATORS:
+        _GENERATORS[type(one)][1](one, values["state"])
+    elif isinstance(one, types.CellType):
+        one.cell_contents = values["content"]
+    elif isinstance(one, (list, set, collections.deque)):
+        one.clear()
+        (one.update if isinstance(one, set) else one.extend)(values["items"])
+    else:
+        state = one if isinstance(one, dict) else vars(one)
+        for name in gone:
+            state.pop(name, None)
+        state.update(values)
+
+
+def _roots(one: Any) -> list[Any]:
+    """Returns the objects in which `one`, of a job, may keep something for a node."""
+    if isinstance(one, functools.partial):
+        return [*one.args, *one.keywords.values()]
+    if not _is_of_a_node(one):
+        return [one] if type(one) in _GENERATORS else []
+    if isinstance(one, types.FunctionType):
+        return [one, *(one.__closure__ or ()), *(one.__defaults__ or ())]
+    return [one]
+
+
+def _is_of_a_node(one: Any) -> bool:
+    """Returns True for an object of a pack's class, and for a pack's function."""
+    kind = one if isinstance(one, types.FunctionType) else type(one)
+    has_attributes = isinstance(getattr(one, "__dict__", None), dict)
+    return (
+        has_attributes and not isinstance(one, type) and not (kind.__module__ or "").startswith(_NOT_OF_NODES)
+    )
+
+
+def _parts(one: Any) -> dict[Any, Any]:
+    """Returns what an object or a container holds, by name."""
+    if isinstance(one, dict):
+        return one
+    if isinstance(one, types.CellType):
+        try:
+            return {"content": one.cell_contents}
+        except ValueError:
+            return {}
+    if isinstance(one, (list, set, collections.deque)):
+        return {"items": tuple(one)}
+    ignored: frozenset[str] = frozenset()
+    if isinstance(one, nn.Module):
+        ignored = _OF_MODULES
+    elif hasattr(one, "outer_sample"):
+        ignored = _OF_GUIDERS
+    return {name: value for name, value in vars(one).items() if name not in ignored}
+
+
+def _leaves(form: _Form) -> Iterator[_Form]:
+    if form[0] == "dict" or form[0] in _SEQUENCES:
+        for part in form[1]:
+            yield from _leaves(part)
+    else:
+        yield form
+
+
+def _without_arrays(state: Any) -> Any:
+    """Returns the state of one of numpy's generators as JSON has it."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(part) for name, part in state.items()}
+    return (
+        list(map(_without_arrays, state))
+        if isinstance(state, tuple)
+        else getattr(state, "tolist", lambda: state)()
+    )

@@ -1,0 +1,148 @@
+"""Nodes whose code keeps something from one sampling to the next, or follows a sampler's steps."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable
+
+import comfy.sample
+import numpy
+import torch
+from torch import Tensor
+
+from .node import node
+
+
+class Memory:
+    """An object in which a patch keeps what it has seen."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+        self.bank: dict[tuple[str, int], Tensor] = {}
+
+
+def _attribute() -> Callable[[Tensor], Tensor | float]:
+    memory = Memory()
+
+    def step(seen: Tensor) -> Tensor | float:
+        memory.total = memory.total + seen
+        return memory.total
+
+    return step
+
+
+def _closure() -> Callable[[Tensor], Tensor | float]:
+    total: Tensor | float = 0.0
+
+    def step(seen: Tensor) -> Tensor | float:
+        nonlocal total
+        total = total + float(seen)
+        return total
+
+    return step
+
+
+def _bank() -> Callable[[Tensor], Tensor | float]:
+    memory = Memory()
+
+    def step(seen: Tensor) -> Tensor | float:
+        memory.bank["mean", len(memory.bank)] = seen
+        return sum(memory.bank.values())
+
+    return step
+
+
+def _list(seen: list[Tensor], latest: Tensor) -> Tensor | float:
+    seen.append(latest)
+    return sum(seen)
+
+
+def _in_place(total: Tensor, seen: Tensor) -> Tensor | float:
+    return total.add_(seen).clone()
+
+
+def _drawn(generator: torch.Generator, seen: Tensor) -> Tensor | float:
+    return seen + torch.randn(1, generator=generator)
+
+
+def _function() -> Callable[[Tensor], Tensor | float]:
+    def step(seen: Tensor) -> Tensor | float:
+        step.calls += 1
+        return seen * step.calls
+
+    step.calls = 0
+    return step
+
+
+def _random_numbers(seen: Tensor) -> Tensor | float:
+    return seen + torch.randn(1) + random.random() + numpy.random.rand()
+
+
+def _lock() -> Callable[[Tensor], Tensor | float]:
+    memory = Memory()
+
+    def step(seen: Tensor) -> Tensor | float:
+        memory.lock = threading.Lock()
+        return seen
+
+    return step
+
+
+PLACES: dict[str, Callable[[], Callable[[Tensor], Tensor | float]]] = {
+    "an attribute": _attribute,
+    "a closure": _closure,
+    "a dict by call": _bank,
+    "a list": lambda: functools.partial(_list, []),
+    "a tensor written in place": lambda: functools.partial(_in_place, torch.zeros(())),
+    "a random generator": lambda: functools.partial(_drawn, torch.Generator().manual_seed(3)),
+    "an attribute of a function": _function,
+    "the process's random generators": lambda: _random_numbers,
+    "a lock": _lock,
+}
+
+
+@node("TestMemory", model="MODEL", place="STRING")
+def memory(model, place):
+    """Shifts the model's outputs by what it has seen in all calls so far. `place`: where it keeps that."""
+    model, step = model.clone(), PLACES[place]()
+
+    def wrapper(apply_model, given):
+        answer = apply_model(given["input"], given["timestep"], **given["c"])
+        return answer + 0.3 * step(answer.mean())
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
+@node("TestSeeds", "LATENT", latent="LATENT", model="MODEL")
+def seeds(latent, model):
+    """Seeds the process's random generators, after the model is loaded and before the latent is sampled."""
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    return latent
+
+
+@node(
+    "TestFollowingSampler",
+    "LATENT",
+    model="MODEL",
+    positive="CONDITIONING",
+    negative="CONDITIONING",
+    latent="LATENT",
+)
+def following_sampler(model, positive, negative, latent):
+    """Returns what a sampler's callback gets in each step: the denoised latents, then the latents."""
+    samples, denoised, latents = latent["samples"], [], []
+
+    def follow(step, x0, x, steps):
+        assert (step, steps) == (len(latents), 3)
+        denoised.append(x0.cpu().clone())
+        latents.append(x.cpu().clone())
+
+    noise = comfy.sample.prepare_noise(samples, 7)
+    prompts = (positive, negative, samples)
+    comfy.sample.sample(model, noise, 3, 2.0, "euler", "normal", *prompts, callback=follow, seed=7)
+    return {"samples": torch.cat([*denoised, *latents])}

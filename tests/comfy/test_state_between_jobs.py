@@ -1,0 +1,88 @@
+"""What a node's code keeps from one sampling to the next, and what its callback gets in each step, as on one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_graphs import AnyGraph
+from any_runs import TELLING, latents
+from differences import relative_difference
+
+TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
+PLACES = (
+    "an attribute",
+    "a closure",
+    "a dict by call",
+    "a list",
+    "a tensor written in place",
+    "a random generator",
+    "an attribute of a function",
+)
+
+
+def _twice(graph: AnyGraph, model: list, request: tuple[list, list, list]) -> list:
+    """Samples with a MODEL, and then the result with the same MODEL."""
+    positive, negative, latent = request
+    first = graph.ksampler(model, positive, negative, latent, steps=2)
+    return graph.ksampler(model, positive, negative, first, steps=2, denoise=0.6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, place):
+    graph = AnyGraph(packs, "flux")
+    source, request = graph.stock(), graph.request()
+
+    def remembering(model: list) -> list:
+        return [graph.add("TestMemory", model=model, place=place), 0]
+
+    ours = [graph.parallel(source, ulysses=2), 0]
+    first = graph.ksampler(remembering(source), *request, steps=2)
+    ways = {
+        "stock": _twice(graph, remembering(source), request),
+        "ours": _twice(graph, remembering(ours), request),
+        # The second sampling with a memory of its own.
+        "forgetful": graph.ksampler(remembering(ours), *request[:2], first, steps=2, denoise=0.6),
+    }
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    assert relative_difference(found["forgetful"], found["stock"]) > TELLING
+
+
+def test_the_processs_random_generators_go_on_where_the_first_sampling_left_them(packs):
+    graph = AnyGraph(packs, "flux")
+    source, (positive, negative, latent) = graph.stock(), graph.request()
+    models = {"stock": source, "ours": [graph.parallel(source, ulysses=2), 0]}
+    found = {}
+    for way, model in models.items():  # in prompts of their own, as both use the same generators
+        model = [graph.add("TestMemory", model=model, place="the process's random generators"), 0]
+        seeded = [graph.add("TestSeeds", latent=latent, model=model), 0]
+        found[way] = packs.sample(graph.prompt, _twice(graph, model, (positive, negative, seeded)))
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+
+
+def test_what_can_only_stay_on_the_devices_is_said_in_the_report(packs):
+    graph = AnyGraph(packs, "flux")
+    model = [graph.add("TestMemory", model=graph.stock(), place="a lock"), 0]
+    sampled = graph.parallel_sampler([graph.parallel(model, ulysses=2), 1], *graph.request(), steps=2)
+    report = latents(packs, graph, {"ours": sampled})["report"]
+    assert "What state.Memory keep for a later sampling stays on the devices" in report
+
+
+def test_a_nodes_callback_gets_each_steps_latents_of_all_images(packs):
+    graph = AnyGraph(packs, "wan_t2v")
+    source, request = graph.stock(), graph.request(batch=2)
+    models = {
+        "stock": source,
+        "ulysses": [graph.parallel(source, ulysses=2), 0],
+        "cfg": [graph.parallel(source, cfg=2), 0],
+        "pipefusion": [graph.parallel(source, pipefusion=2), 0],
+    }
+    names = ("positive", "negative", "latent")
+    inputs = dict(zip(names, request, strict=True))
+    ways = {
+        way: [graph.add("TestFollowingSampler", model=model, **inputs), 0] for way, model in models.items()
+    }
+    found = latents(packs, graph, ways)
+    assert found["stock"].shape[0] == 2 * 3 * 2
+    for way in ("ulysses", "cfg", "pipefusion"):
+        assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
