@@ -35,8 +35,8 @@ from ..host.memory import drop_modules, modules_on
 from ..host.offload import is_loaded, unload
 from ..host.prompt_graph import Prompt, ancestry
 from ..host.prompt_links import clip_before, current_node, running_prompt
+from ..model.mapped import mapped_words
 from .file_tensors import FileTensors
-from .mapped import mapped_words
 from .model import SharedByClones, WeightlessPatcher
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers

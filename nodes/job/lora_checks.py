@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_backend.errors import RequestError
-from .mapped import is_mapped
+from ..model.mapped import is_mapped
 
 
 def check_patches(

@@ -29,8 +29,8 @@ from ..host.memory import give_cache_back, held_on, make_room, size_on, watch
 from ..host.prompt_links import running_node
 from ..model.class_verdict import ensure_verdict
 from ..model.facts import count_facts
+from ..model.mapped import map_weights
 from .lora_checks import check_patches
-from .mapped import map_weights
 from .outline import Outline
 
 _OUTER_SAMPLE = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE

@@ -52,9 +52,9 @@ from ...parallel_backend.wire.payloads import Tensors
 from ..host.calls import errors_as_comfyuis, interrupted, report_progress
 from ..host.comfyui_flags import comfyui_root
 from ..host.prompt_links import running_prompt
+from ..model.mapped import mapped_words
 from .culprit import with_culprit
 from .file_tensors import FileTensors
-from .mapped import mapped_words
 from .model import JobPatcher
 from .outline import Outline
 from .replaced import Packs, loaded_packs, replaced_by

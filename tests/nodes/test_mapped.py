@@ -7,7 +7,7 @@ from pack_nodes import module_fixture
 from parallel_backend.requests import ModelSpec
 from tiny_flux import write_tiny_flux
 
-mapped = module_fixture("nodes.job.mapped")
+mapped = module_fixture("nodes.model.mapped")
 
 
 def test_every_weight_and_layer_has_a_word_as_long_as_someone_has_it(mapped, tmp_path):
