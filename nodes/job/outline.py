@@ -13,10 +13,9 @@ import comfy.model_base
 import comfy.model_patcher
 from torch import Tensor, nn
 
-from ...parallel_backend.job.changes import HOOKS, NetworkChange, changes_of, is_same_class
+from ...parallel_backend.job.changes import HOOKS, NetworkChange, SameValues, changes_of, is_same_class
 from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
-from ...parallel_backend.job.same import SameValues
 from ..host.calls import refusal
 from ..model.header_model import build_on_meta
 from ..model.unchanged import SameNetwork

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel_backend.job.changes import is_note
-from ...parallel_backend.job.same import NESTED, SameModules
+from ...parallel_backend.job.changes import NESTED, SameModules, is_note
 
 _SAMPLES = 64  # values compared of each weight
 _INTEGERS = {

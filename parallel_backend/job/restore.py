@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from .changes import HOOKS, NetworkChange, is_note
-from .same import SameModules
+from .changes import HOOKS, NetworkChange, SameModules, is_note
 
 _DICTS = ("_modules", *HOOKS)
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A replacement, by a pack, for an attribute of one of ComfyUI's modules or classes. `module`: the module's name;
-    `path`: of the class in it, "" for the module itself; `name`: of the attribute; `value`: the replacement."""
+    """The value that a pack has given to an attribute of a module, ComfyUI's or its own, or of a class in it. `module`:
+    the module's name; `path`: of the class, "" for the module itself; `name`: of the attribute; `value`: the value."""
 
     module: str
     path: str
@@ -116,7 +115,7 @@ def _set(values: dict[str, Any], name: str, value: Any, undo: contextlib.ExitSta
 def set_replaced(
     replaced: Iterable[Replaced], find_module: Callable[[str], Any], undo: contextlib.ExitStack
 ) -> None:
-    """Repeats in this process what packs have replaced in ComfyUI's modules. `undo`: gets the reversal."""
+    """Repeats in this process what packs have set in modules. `undo`: gets the reversal."""
     for one in replaced:
         owner = find_module(one.module)
         for part in one.path.split(".") if one.path else ():

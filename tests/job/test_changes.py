@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_backend.job.changes import NetworkChange, changes_of
+from parallel_backend.job.changes import NetworkChange, SameModules, SameValues, changes_of
 from parallel_backend.job.prints import differing, print_of, prints_of
 from parallel_backend.job.purity import is_pure
 from parallel_backend.job.restore import Original, Replaced, make_changes, set_replaced
@@ -270,3 +270,32 @@ def test_a_function_that_draws_numbers_or_joins_rows_is_not(function):
 
 def test_functions_of_the_same_code_are_told_apart_by_what_they_close_over():
     assert is_pure(closes_over(adds)) and not is_pure(closes_over(appends))
+
+
+def test_other_values_in_a_dict_are_seen():
+    backup: dict[str, object] = {}
+    same = SameValues([backup])
+    assert same.still_hold()
+    backup["weight"] = torch.ones(2)
+    assert not same.still_hold()
+    backup.clear()
+    assert same.still_hold()
+
+
+def test_a_value_that_equals_the_one_before_is_another():
+    values = {"weight": torch.ones(2)}
+    same = SameValues([values])
+    values["weight"] = torch.ones(2)
+    assert not same.still_hold()
+
+
+def test_modules_are_the_same_until_one_of_them_is_changed():
+    base = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.GELU()))
+    same = SameModules(base)
+    assert same.still_hold()
+    base[1][0].approximate = "tanh"
+    assert not same.still_hold()
+    base[1][0].approximate = "none"
+    assert same.still_hold()
+    base[1].__class__ = nn.Module
+    assert not same.still_hold()
