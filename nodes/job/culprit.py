@@ -9,7 +9,8 @@ from comfy.model_patcher import ModelPatcher
 import nodes
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.job.pickling import PATCHER_STATE, CannotBeSent, Known, SentTensors, pickle_job
+from ...parallel_backend.job.pickling import PATCHER_STATE, CannotBeSent, Known, pickle_job
+from ...parallel_backend.job.tensors import SentTensors
 from ..host.prompt_graph import Prompt, needed
 from ..host.prompt_links import current_node, models_before, title_of
 from .model import JobPatcher

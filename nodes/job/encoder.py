@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.job.payload import EncoderCall, HeldTextEncoder
-from ...parallel_backend.job.pickling import CannotBeSent, Known, SentTensors, pickle_job
+from ...parallel_backend.job.pickling import CannotBeSent, Known, pickle_job
+from ...parallel_backend.job.tensors import SentTensors
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.requests import ComfyUISource
 from ...parallel_backend.sidecar import pool

@@ -38,9 +38,11 @@ from ...parallel_backend.job.payload import (
     pack_facts,
     pack_payload,
 )
-from ...parallel_backend.job.pickling import CannotBeSent, FindInFile, Known, SentTensors, pickle_job
+from ...parallel_backend.job.pickling import CannotBeSent, Known, can_be_sent, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
+from ...parallel_backend.job.restore import Replaced
 from ...parallel_backend.job.state_changes import global_generators, store_changes
+from ...parallel_backend.job.tensors import FindInFile, SentTensors
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import Placement, RunInfo, SampleResult
 from ...parallel_backend.sidecar import pool
@@ -57,9 +59,14 @@ from .culprit import with_culprit
 from .file_tensors import FileTensors
 from .model import JobPatcher
 from .outline import Outline
+from .pack_variables import set_variables
 from .replaced import Packs, loaded_packs, replaced_by
 
 _PACK = __name__.rsplit(".nodes.", 1)[0]
+_UNSENT = (
+    "The devices have the values that an import gives to {names}: nodes have set others, which cannot be sent, and the "
+    "job's code uses them; its result may differ from one device."
+)
 _FOLDERS = (
     "base_path",
     "models_dir",
@@ -134,6 +141,7 @@ class Shipment:
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # packs that the ranks have not imported yet, in words
+        self._unsent = ""  # variables of packs that ranks cannot be given, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
         self._objects: dict[int, Any] = {}  # that the job consists of, by number
@@ -193,10 +201,14 @@ class Shipment:
         known = known | words
         try:
             pickled = pickle_job(job, known, sent.tensors, ModelPatcher, find_in_file)
+            if variables := self._variables(pickled.code, known):
+                tensors, job = pickled.tensors, replace(job, replaced=[*job.replaced, *variables])
+                pickled = pickle_job(job, known, sent.tensors, ModelPatcher, find_in_file)
+                pickled.tensors.update(tensors)
         except CannotBeSent as error:
             raise self._refused(error, known) from error
         self._objects = pickled.objects
-        used = set(_with_parents(pickled.modules))
+        used = set(_with_parents({*pickled.modules, *(one.module for one in variables)}))
         self._packs = tuple(name for name in self._loaded_packs if name != _PACK and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
         sent.packs |= set(self._packs)
@@ -213,6 +225,14 @@ class Shipment:
         sent.facts = self._facts
         self._sent_now = (holdings, sent)
         return pack_payload(head, pickled.tensors)
+
+    def _variables(self, code: list[Any], known: Known) -> list[Replaced]:
+        """Returns what nodes have set in packs' modules, as far as the job's `code` needs it and it can be sent."""
+        found: dict[bool, list[Replaced]] = {True: [], False: []}
+        for one in set_variables(code):
+            found[can_be_sent(one.value, known, ModelPatcher)].append(one)
+        self._unsent = ", ".join(f"{one.name} ({Path(one.module).name})" for one in found[False])
+        return found[True]
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         """Returns the fields of the head that describe the model."""
@@ -261,8 +281,9 @@ class ShippedJob(Shipment):
             result = self._send(plan, sampled, steps, on_step)
         device = self._patcher.load_device
         store_changes(self._objects | global_generators(device), result.changes, device)
-        words = self._model.verdict.words
-        info: RunInfo = replace(result.info, notes=(*result.info.notes, *((words,) if words else ())))
+        unsent = _UNSENT.format(names=self._unsent) if self._unsent else ""
+        notes = [note for note in (self._model.verdict.words, unsent) if note]
+        info: RunInfo = replace(result.info, notes=(*result.info.notes, *notes))
         return replace(result, info=info)
 
     def _send(self, plan: Plan, sampled: Tensor, steps: int, on_step: OnStep | None) -> SampleResult:

@@ -22,6 +22,8 @@ from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.group.events import listen
 from ...parallel_backend.sidecar.idle_timer import IdleWatch, Timeouts
 from ..host.settings import setting
+from ..job.pack_variables import note_variables
+from ..job.replaced import loaded_packs
 from ..runs.run_ui import recent_runs
 from . import http
 from . import status as live_status
@@ -59,6 +61,7 @@ def begin(server: PromptServer) -> None:
         return web.json_response(recent_runs())
 
     async def start_ranks(app: web.Application) -> None:
+        note_variables(loaded_packs())  # all are imported, and no node has run
         if setting("start_at_launch"):
             threading.Thread(target=_start_ranks, name="parallel-launch", daemon=True).start()
 

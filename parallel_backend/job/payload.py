@@ -91,9 +91,9 @@ Work = SamplerRun | NetworkCall | EncoderCall | VaeCall | HeldTextEncoder | Half
 @dataclass(frozen=True)
 class PickledJob:
     """A job before it is pickled. `work`: what to run, or the module to load; `replaced`: what packs have replaced in
-    ComfyUI's modules; `changes`: what nodes have changed in the network; `random_states`: of torch, Python, numpy and
-    the GPU; `cache_threshold`: of the step cache, 0 without one; `sends_steps`: True if ComfyUI's process gets each
-    step's latents; `objects`: in a rank, those that it consists of, by number."""
+    ComfyUI's modules, and set in their own; `changes`: what nodes have changed in the network; `random_states`: of
+    torch, Python, numpy and the GPU; `cache_threshold`: of the step cache, 0 without one; `sends_steps`: True if
+    ComfyUI's process gets each step's latents; `objects`: in a rank, those that it consists of, by number."""
 
     work: Work
     replaced: Sequence[Replaced]

@@ -12,19 +12,19 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
 from cloudpickle import cloudpickle as internals
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError
 from . import reducers
 from .reducers import CONTEXT, EMPTY_CELL
+from .tensors import FindInFile, SentTensors
 
 # Attributes that ComfyUI's memory manager sets on a loaded module.
 LOADED_STATE = ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "_pin", "_pins", "_pin_state")
@@ -60,20 +60,6 @@ _TRAIL, _DEEPEST = 5, 50
 Known = dict[int, tuple[Any, ...]]
 
 
-class PlaceInFile(NamedTuple):
-    """The place of a tensor in a safetensors file that ranks map themselves. `identity`: the file's FileIdentity when
-    it was read; `number`: of the tensor object in ComfyUI's process. A rank may have written to its copy, so another
-    tensor object with the same values has another number."""
-
-    path: str
-    identity: Hashable
-    name: str
-    number: int
-
-
-FindInFile = Callable[[Tensor], PlaceInFile | None]
-
-
 class CannotBeSent(RequestError):
     """Raised for a job with an object that cannot be pickled. `problem`: the object and the reason; `held_by`: the
     objects through which the job holds it; `modules`: the Python modules of these, starting at the object."""
@@ -91,45 +77,16 @@ class CannotBeSent(RequestError):
         )
 
 
-class SentTensors:
-    """The numbers of the tensors that the ranks already hold."""
-
-    def __init__(self) -> None:
-        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (number, version or copy)
-        self._next = 0
-        self._dropped: list[int] = []
-
-    def number(self, tensor: Tensor) -> tuple[int, bool]:
-        """Returns the number of `tensor`, and True if it must be sent: it is new, or was written to since."""
-        found = self._numbers.get(tensor)
-        if found is not None and _is_still(tensor, found[1]):
-            return found[0], False
-        if found is not None:
-            self._dropped.append(found[0])
-        self._next += 1
-        # Inference tensors, such as prompts, have no version counter: compare with a copy.
-        self._numbers[tensor] = (self._next, tensor.clone() if tensor.is_inference() else tensor._version)
-        weakref.finalize(tensor, self._forget, self._next)
-        return self._next, True
-
-    def _forget(self, number: int) -> None:
-        self._dropped.append(number)
-
-    def take_dropped(self) -> list[int]:
-        """Returns the numbers that the ranks may forget, and clears the list."""
-        dropped, self._dropped = sorted(set(self._dropped)), []
-        return dropped
-
-
 @dataclass(frozen=True)
 class Pickled:
     """A pickled object. `tensors`: those that the ranks do not hold yet, by number; `modules`: the names of the Python
-    modules that define its functions and classes; `objects`: those that it consists of, by the number that unpickling
-    gives them too."""
+    modules that define its functions and classes; `code`: these; `objects`: those that it consists of, by the number
+    that unpickling gives them too."""
 
     data: bytes
     tensors: dict[str, Tensor]
     modules: frozenset[str]
+    code: list[Any]
     objects: dict[int, Any]
 
 
@@ -152,7 +109,7 @@ def pickle_job(
         raise CannotBeSent(problem, _path_to_it(job, known, patcher)) from error
     finally:
         pickler.forget()
-    return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules), objects)
+    return Pickled(file.getvalue(), pickler.tensors, frozenset(pickler.modules), pickler.code, objects)
 
 
 def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
@@ -160,7 +117,7 @@ def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
     path, seen = [job], {id(job)}
     while len(path) < _DEEPEST:
         for part in _parts(path[-1], known, patcher):
-            if id(part) not in seen and not _can_be_sent(part, known, patcher):
+            if id(part) not in seen and not can_be_sent(part, known, patcher):
                 break
         else:
             return path
@@ -169,7 +126,8 @@ def _path_to_it(job: object, known: Known, patcher: type) -> list[object]:
     return path
 
 
-def _can_be_sent(part: object, known: Known, patcher: type) -> bool:
+def can_be_sent(part: object, known: Known, patcher: type) -> bool:
+    """Returns True if pickle_job can pickle `part`."""
     pickler = _JobPickler(io.BytesIO(), known, SentTensors(), patcher)
     try:
         pickler.dump(part)
@@ -217,6 +175,7 @@ class _JobPickler(cloudpickle.Pickler):
         self._find_in_file = find_in_file
         self.tensors: dict[str, Tensor] = {}
         self.modules: set[str] = set()
+        self.code: list[Any] = []
         self._alive: list[object] = []  # objects created while pickling: no other object may get their ids
 
     def forget(self) -> None:
@@ -262,6 +221,7 @@ class _JobPickler(cloudpickle.Pickler):
             return (super, bound)
         if isinstance(obj, (type, types.FunctionType)):
             self.modules.add(obj.__module__ or "")
+            self.code.append(obj)
             if isinstance(obj, type) and type(obj).__qualname__ == _LOCKED:
                 return (reducers.same, (obj.__bases__[0],))
             if self._is_of_a_path(obj):
@@ -274,7 +234,7 @@ class _JobPickler(cloudpickle.Pickler):
             return (reducers.make_reference, (obj(),))
         elif type(obj).__name__ == "PromptServer":
             return (reducers.call, (CONTEXT, "server"))
-        elif isinstance(obj, nn.Module) and type(obj).__reduce_ex__ is object.__reduce_ex__:
+        elif (isinstance(obj, nn.Module) or _looks_itself_up(type(obj))) and _is_plain(type(obj)):
             state = {key: value for key, value in obj.__dict__.items() if key not in LOADED_STATE}
             return (reducers.make_empty, (type(obj),), state, None, None, reducers.set_attributes)
         elif isinstance(obj, Tensor) and type(obj) not in _TENSORS and _is_opaque(obj):
@@ -354,6 +314,23 @@ def _attributes_of(func: types.FunctionType) -> tuple[dict[str, Any], dict[str, 
     return state, {**names, **slots, "__globals__": {}, "_cloudpickle_submodules": []}
 
 
+def _is_plain(kind: type) -> bool:
+    """Returns True if pickle stores the attributes of an object of this class and nothing else."""
+    return not {"__reduce__", "__reduce_ex__"} & _names_of(kind)
+
+
+def _looks_itself_up(kind: type) -> bool:
+    """Returns True for a class that finds missing attributes by others. pickle asks an object that has none yet for
+    `__setstate__`, and such a `__getattr__` would call itself without end."""
+    if not isinstance(getattr(kind, "__getattr__", None), types.FunctionType):
+        return False
+    return kind.__dictoffset__ != 0 and not {"__new__", "__setstate__", "__getstate__"} & _names_of(kind)
+
+
+def _names_of(kind: type) -> set[str]:
+    return {name for one in kind.__mro__[:-1] for name in vars(one)}
+
+
 def _is_opaque(tensor: Tensor) -> bool:
     """Returns True unless `tensor` is sparse or quantised; quantised ones are pickled by their parts."""
     is_quantised = hasattr(tensor, "__tensor_flatten__") or hasattr(type(tensor), "_params")
@@ -365,12 +342,6 @@ def _bound_by_super(obj: Any) -> tuple[type, Any] | None:
     bound object instead."""
     is_super: bool = type(obj) is super
     return (obj.__thisclass__, obj.__self__) if is_super else None
-
-
-def _is_still(tensor: Tensor, before: int | Tensor) -> bool:
-    if isinstance(before, Tensor):
-        return before.shape == tensor.shape and before.dtype == tensor.dtype and torch.equal(before, tensor)
-    return not tensor.is_inference() and before == tensor._version
 
 
 def _content(cell: types.CellType) -> Any:

@@ -25,7 +25,7 @@ EMPTY_CELL = "parallel: an empty cell"
 class RankObjects:
     """The rank's own objects. `resolve`: finds a module or parameter of its model by the name in the pickle;
     `find_module`: finds a Python module by its name in ComfyUI's process; `stored`: finds a tensor by its
-    pickling.PlaceInFile; `replaced`: substitutes by the id of the original; `tensors`: those received, by number."""
+    tensors.PlaceInFile; `replaced`: substitutes by the id of the original; `tensors`: those received, by number."""
 
     device: torch.device
     resolve: Callable[[tuple[Any, ...]], Any]

@@ -1,11 +1,11 @@
-"""What a node's code keeps from one sampling to the next, and what its callback gets in each step, as on one device."""
+"""What a node's code keeps for later, and what its callback gets in each step, are as on one device."""
 
 from __future__ import annotations
 
 import pytest
 
 from any_graphs import AnyGraph
-from any_runs import TELLING, latents
+from any_runs import TELLING, compared, latents
 from differences import relative_difference
 
 TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
@@ -60,12 +60,26 @@ def test_the_processs_random_generators_go_on_where_the_first_sampling_left_them
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
 
 
-def test_what_can_only_stay_on_the_devices_is_said_in_the_report(packs):
+@pytest.mark.parametrize(
+    ("node", "inputs", "words"),
+    [
+        (
+            "TestMemory",
+            {"place": "a lock"},
+            "What state.Memory keep for a later sampling stays on the devices",
+        ),
+        (
+            "TestLockedVariable",
+            {},
+            "the values that an import gives to guard (parallel_test_popular.variables)",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_said_in_the_report(packs, node, inputs, words):
     graph = AnyGraph(packs, "flux")
-    model = [graph.add("TestMemory", model=graph.stock(), place="a lock"), 0]
+    model = [graph.add(node, model=graph.stock(), **inputs), 0]
     sampled = graph.parallel_sampler([graph.parallel(model, ulysses=2), 1], *graph.request(), steps=2)
-    report = latents(packs, graph, {"ours": sampled})["report"]
-    assert "What state.Memory keep for a later sampling stays on the devices" in report
+    assert words in latents(packs, graph, {"ours": sampled})["report"]
 
 
 def test_a_nodes_callback_gets_each_steps_latents_of_all_images(packs):
@@ -86,3 +100,19 @@ def test_a_nodes_callback_gets_each_steps_latents_of_all_images(packs):
     assert found["stock"].shape[0] == 2 * 3 * 2
     for way in ("ulysses", "cfg", "pipefusion"):
         assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
+
+
+def test_variables_that_a_node_has_set_in_its_packs_modules_are_set_on_the_devices(packs):
+    """Each of five kinds counts; the next prompt's values replace them."""
+    for value in (0.3, -0.2):
+        graph = AnyGraph(packs, "flux")
+        source, request = graph.stock(), graph.request()
+        ours = [graph.parallel(source, ulysses=2), 0]
+        changed = [graph.add("TestVariables", model=source, value=value), 0]
+        models = {
+            "without": source,
+            "stock": changed,
+            "before": [graph.parallel(changed, ulysses=2), 0],
+            "behind": [graph.add("TestVariables", model=ours, value=value), 0],
+        }
+        compared(packs, graph, graph.sampled_by(models, request, steps=2), TOLERANCE)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from parallel_backend.errors import RequestError
 from parallel_backend.job.payload import Head, pack_payload
-from parallel_backend.job.pickling import FindInFile, PlaceInFile, SentTensors, pickle_job
+from parallel_backend.job.pickling import pickle_job
 from parallel_backend.job.reducers import RankObjects
+from parallel_backend.job.tensors import FindInFile, PlaceInFile, SentTensors
 from parallel_backend.job.unpickling import unpack_payload, unpickle_job
 
 

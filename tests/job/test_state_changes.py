@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from parallel_backend.job import state_changes
-from parallel_backend.job.pickling import SentTensors, pickle_job
+from parallel_backend.job.pickling import pickle_job
 from parallel_backend.job.reducers import RankObjects
 from parallel_backend.job.state_changes import StateChanges, global_generators, store_changes
+from parallel_backend.job.tensors import SentTensors
 from parallel_backend.job.unpickling import unpickle_job
 
 CPU = torch.device("cpu")

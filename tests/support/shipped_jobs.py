@@ -31,7 +31,8 @@ from parallel_backend.job.payload import (
     pack_facts,
     pack_payload,
 )
-from parallel_backend.job.pickling import SentTensors, pickle_job
+from parallel_backend.job.pickling import pickle_job
+from parallel_backend.job.tensors import SentTensors
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import STAY, InputShapes, ModelSpec
 from parallel_backend.sidecar.resume import ShippedRequest

@@ -176,6 +176,7 @@ def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
 
 def _rerouted(one: Replaced) -> Replaced:
     """Routes an attention function that a pack has put into a module through our router."""
-    if one.path or not is_attention(one.name) or not callable(one.value):
+    is_comfyuis = one.module.startswith("comfy.") and not one.path
+    if not is_comfyuis or not is_attention(one.name) or not callable(one.value):
         return one
     return replace(one, value=reroute(one.name, one.value))

@@ -1,0 +1,132 @@
+"""Variables of packs' modules that nodes have set: ranks import the packs anew, so a job brings those that it uses."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import operator
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from ...parallel_backend.job.restore import Replaced
+from .replaced import Packs
+
+_MOST = 10_000  # values in one variable that are compared
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+
+_METHODS = (types.FunctionType, staticmethod, classmethod)
+_Owner = types.ModuleType | type
+# By (module, class or ""): the variables as the import has set them, each with all that it held then.
+_imported: dict[tuple[str, str], dict[str, tuple[Any, list[Any]]]] = {}
+
+
+def note_variables(packs: Packs) -> None:
+    """Notes the variables of packs before any node runs: a rank's own import sets them alike."""
+    modules = {name: one for name, one in list(sys.modules.items()) if _is_in(name, packs)}
+    _imported.update({(name, ""): {} for name in modules})
+    for module in modules.values():
+        for owner in (module, *_classes(module)):
+            _imported[_key(owner)] = {name: (value, _all_in(value)) for name, value in vars(owner).items()}
+
+
+def set_variables(code: Iterable[Any]) -> list[Replaced]:
+    """Returns the variables that were set since, of those that `code` names: a job's functions and classes, and all
+    functions and classes that they name."""
+    found: dict[tuple[str, str, str], Replaced] = {}
+    waiting, seen = list(code), set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += _followed(one)
+        for owner, names in _named(one):
+            for name in names & vars(owner).keys():
+                value = vars(owner)[name]
+                waiting.append(value)
+                if _was_set(owner, name, value):
+                    variable = Replaced(*_key(owner), name, value)
+                    found[variable.module, variable.path, name] = variable
+    return list(found.values())
+
+
+def _is_in(name: str, packs: Packs) -> bool:
+    return any(name == pack or name.startswith(f"{pack}.") for pack in packs)
+
+
+def _key(owner: _Owner) -> tuple[str, str]:
+    return (owner.__module__, owner.__qualname__) if isinstance(owner, type) else (owner.__name__, "")
+
+
+def _classes(module: types.ModuleType) -> list[type]:
+    kinds = [one for one in vars(module).values() if isinstance(one, type)]
+    return [one for one in kinds if _key(one) == (module.__name__, one.__name__)]
+
+
+def _was_set(owner: _Owner, name: str, value: Any) -> bool:
+    before, held = _imported[_key(owner)].get(name, (None, []))
+    return value is not before or not _are_same(_all_in(value), held)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _all_in(value: Any) -> list[Any]:
+    """Returns all values in a container or an object of a pack's class, and in those in it."""
+    return list(islice(_held_by(value, set()), _MOST))
+
+
+def _held_by(value: Any, seen: set[int]) -> Iterator[Any]:
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, _SEQUENCES):
+        parts = list(value)
+    elif (type(value).__module__, "") in _imported:
+        parts = list(getattr(value, "__dict__", {}).values())
+    if id(value) not in seen:
+        seen.add(id(value))
+        for part in parts:
+            yield part
+            yield from _held_by(part, seen)
+
+
+def _followed(one: Any) -> list[Any]:
+    """Returns functions and classes whose code runs if that of `one` does."""
+    if isinstance(one, (types.MethodType, *_METHODS[1:])):
+        return [one.__func__]
+    if isinstance(one, property):
+        return [one.fget]
+    if isinstance(one, functools.partial):
+        return [one.func]
+    if isinstance(one, type) and _key(one) in _imported:
+        return [*vars(one).values(), *one.__bases__]
+    kind = type(one)
+    return [kind] if _key(kind) in _imported else []
+
+
+def _named(one: Any) -> Iterator[tuple[_Owner, set[str]]]:
+    """Yields modules and classes of packs, and the names that the code of `one` may look up in each."""
+    if isinstance(one, type) and _key(one) in _imported:
+        methods = [value for value in vars(one).values() if isinstance(value, _METHODS)]
+        functions = [getattr(method, "__func__", method) for method in methods]
+        yield one, set().union(*(_names_in(function.__code__) for function in functions))
+    module = sys.modules.get(str(getattr(one, "__module__", "")))
+    if not isinstance(one, types.FunctionType) or module is None or _key(module) not in _imported:
+        return
+    names = _names_in(one.__code__)
+    yield module, names
+    for name in names & vars(module).keys():
+        value = vars(module)[name]
+        if isinstance(value, (types.ModuleType, type)) and _key(value) in _imported:
+            yield value, names
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)

@@ -1,0 +1,58 @@
+"""A node that sets variables of its pack's modules, which its patch reads while the model samples."""
+
+from __future__ import annotations
+
+import threading
+
+from . import modes
+from .node import node
+
+
+class Preset:
+    """Settings that are looked up in another object if they were not set."""
+
+    strength = 0.0
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+
+PRESET = Preset()
+SCALES = {"output": [0.0]}
+offset = 0.0
+guard: threading.Lock | None = None
+
+
+def _shift() -> float:
+    return PRESET.bias + Preset.strength + SCALES["output"][0] + offset + modes.shift_of(modes.chosen)
+
+
+@node("TestVariables", model="MODEL", value="FLOAT")
+def variables(model, value):
+    """Shifts the model's outputs by five times `value`, which it stores in five kinds of variables."""
+    global offset
+    model = model.clone()
+    PRESET.values["bias"] = Preset.strength = SCALES["output"][0] = offset = value
+    modes.chosen, modes.SHIFTS["chosen"] = "chosen", lambda: value
+
+    def wrapper(apply_model, given):
+        return apply_model(given["input"], given["timestep"], **given["c"]) + _shift()
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
+@node("TestLockedVariable", model="MODEL")
+def locked_variable(model):
+    """Sets a variable that cannot be sent to a rank, and scales the model's outputs if it is set."""
+    global guard
+    guard, model = threading.Lock(), model.clone()
+
+    def wrapper(apply_model, given):
+        return apply_model(given["input"], given["timestep"], **given["c"]) * (1.0 if guard is None else 0.9)
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
