@@ -279,8 +279,7 @@ class ShippedJob(Shipment):
             self._known, changes = _held_and_changed(self._outline)
             self._job = replace(self._job, changes=changes)
             result = self._send(plan, sampled, steps, on_step)
-        device = self._patcher.load_device
-        store_changes(self._objects | global_generators(device), result.changes, device)
+        store_changes(self._objects | global_generators(self._patcher.load_device), result.changes)
         unsent = _UNSENT.format(names=self._unsent) if self._unsent else ""
         notes = [note for note in (self._model.verdict.words, unsent) if note]
         info: RunInfo = replace(result.info, notes=(*result.info.notes, *notes))

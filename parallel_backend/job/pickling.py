@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..errors import RequestError
 from . import reducers
 from .reducers import CONTEXT, EMPTY_CELL
-from .tensors import FindInFile, SentTensors
+from .tensors import OF_DEVICES, FindInFile, SentTensors
 
 # Attributes that ComfyUI's memory manager sets on a loaded module.
 LOADED_STATE = ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "_pin", "_pins", "_pin_state")
@@ -207,7 +207,8 @@ class _JobPickler(cloudpickle.Pickler):
         is_plain = kind in _TENSORS
         if tensor.layout is not torch.strided or not is_plain:
             return None
-        kind_and_place = isinstance(tensor, nn.Parameter), tensor.device.type == "cpu"
+        on_host = tensor.device.type == "cpu" and tensor not in OF_DEVICES
+        kind_and_place = isinstance(tensor, nn.Parameter), on_host
         place = None if self._find_in_file is None else self._find_in_file(tensor)
         if place is not None:
             return ("stored", *kind_and_place, *place)

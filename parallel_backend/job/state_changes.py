@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from .pickling import LOADED_STATE
+from .tensors import OF_DEVICES
 
 CHANGES = (
     "changes"  # name of the tensor with the changes as JSON; the tensors in them have a number behind it
 )
 UNSENT = (
     "What {names} keep for a later sampling stays on the devices, as it is neither plain values nor tensors of at most "
-    "1 GiB in all; a sampling that needs it may differ from one device."
+    "256 MiB in all; a sampling that needs it may differ from one device."
 )
-MOST_BYTES = 2**30  # of the tensors in one job's changes
+# Of the tensors in one job's changes. Most of what is larger is the cache of a video's steps, which starts anew.
+MOST_BYTES = 2**28
 _DEEPEST = 20  # nested containers to follow
 
 # A value as (kind, content, ...): equal for equal values. Only tensors and objects in it are told apart by identity.
@@ -144,7 +146,7 @@ class StateChanges:
             version = 0 if value.is_inference() else value._version
             return ("tensor", id(value), version, value.device.type == "cpu")
         if kind is torch.device:
-            return ("device", value.type == "cpu")
+            return ("device", value.type)
         if kind is torch.dtype:
             return ("dtype", str(value).removeprefix("torch."))
         if depth < _DEEPEST and (kind is dict or kind is _SEQUENCES.get(kind.__name__)):
@@ -168,12 +170,12 @@ class StateChanges:
         return False
 
 
-def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Stores what StateChanges has packed in the same objects of ComfyUI's process. `objects`: by number; `device`: for
-    the tensors that lie on a rank's own device."""
+def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Stores what StateChanges has packed in the same objects of ComfyUI's process. `objects`: by number. Tensors of a
+    rank's device are stored in host memory, and lie on the device again in the next job."""
     if CHANGES not in tensors:
         return
-    stored = _Stored(objects, tensors, device)
+    stored = _Stored(objects, tensors)
     for number, items, gone in json.loads(tensors[CHANGES].numpy().tobytes()):
         values = {stored.value(name): stored.value(form) for name, form in items}
         _store(objects[number], values, [stored.value(name) for name in gone])
@@ -182,10 +184,8 @@ def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor], dev
 class _Stored:
     """Values out of forms, in ComfyUI's process."""
 
-    def __init__(
-        self, objects: Mapping[int, Any], tensors: Mapping[str, Tensor], device: torch.device
-    ) -> None:
-        self._objects, self._tensors, self._device = objects, tensors, device
+    def __init__(self, objects: Mapping[int, Any], tensors: Mapping[str, Tensor]) -> None:
+        self._objects, self._tensors = objects, tensors
         self._made: dict[int, Tensor] = {}  # a tensor that two objects hold stays one
 
     def value(self, form: list[Any]) -> Any:
@@ -194,11 +194,12 @@ class _Stored:
             return self._objects[content]
         if kind == "tensor":
             if content not in self._made:
-                device = torch.device("cpu") if form[3] else self._device
-                self._made[content] = self._tensors[f"{CHANGES}.{content}"].to(device, copy=True)
+                self._made[content] = self._tensors[f"{CHANGES}.{content}"].clone()
+                if not form[3]:
+                    OF_DEVICES[self._made[content]] = True
             return self._made[content]
         if kind == "device":
-            return torch.device("cpu") if content else self._device
+            return torch.device(content)
         if kind == "dtype":
             return getattr(torch, content)
         if kind == "dict":

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# Tensors of ComfyUI's process in host memory that lie on its device in a rank: what a job's code has left there.
+OF_DEVICES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 
 class PlaceInFile(NamedTuple):
     """The place of a tensor in a safetensors file that ranks map themselves. `identity`: the file's FileIdentity when

@@ -13,16 +13,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel_backend.job import state_changes
 from parallel_backend.job.pickling import pickle_job
 from parallel_backend.job.reducers import RankObjects
 from parallel_backend.job.state_changes import StateChanges, global_generators, store_changes
-from parallel_backend.job.tensors import SentTensors
+from parallel_backend.job.tensors import OF_DEVICES, SentTensors
 from parallel_backend.job.unpickling import unpickle_job
 
-CPU = torch.device("cpu")
+CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class Holder:
@@ -42,12 +42,13 @@ class Guider(Holder):
     def outer_sample(self) -> None: ...
 
 
-def _on_a_copy(job: object, run: Callable[[Any], object]) -> list[str]:
-    """Runs `run` on a copy of `job` as a rank does, and stores what has changed in `job`; returns what cannot be."""
+def _on_a_copy(job: object, run: Callable[[Any], object], device: torch.device = CPU) -> list[str]:
+    """Runs `run` on a copy of `job` as a rank with this device does, and stores what has changed in `job`; returns what
+    cannot be."""
     sent = SentTensors()
     pickled = pickle_job(job, {}, sent, SimpleNamespace)
     here = RankObjects(
-        device=CPU,
+        device=device,
         resolve=lambda word: None,
         find_module=importlib.import_module,
         local_patcher=object,
@@ -59,8 +60,12 @@ def _on_a_copy(job: object, run: Callable[[Any], object]) -> list[str]:
     copy, objects = unpickle_job(pickled.data, here)
     state = StateChanges(objects)
     run(copy)
-    store_changes(pickled.objects, state.packed(), CPU)
+    store_changes(pickled.objects, state.packed())
     return state.unsent
+
+
+def _as_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _counting() -> Callable[[], tuple[int, int]]:
@@ -101,6 +106,19 @@ def test_two_objects_that_hold_one_tensor_still_do_so():
     _on_a_copy([first, second], run)
     assert first.seen is second.seen
     assert first.seen.tolist() == [0, 1, 2]
+
+
+def test_a_tensor_of_a_ranks_device_waits_in_host_memory_and_is_on_the_device_in_the_next_job():
+    holder, seen = Holder(total=torch.zeros(2), other=torch.zeros(1)), []
+    OF_DEVICES[holder.total] = True  # as a job has left it
+    _on_a_copy(holder, lambda copy: seen.extend([copy.total.device.type, copy.other.device.type]), _META)
+    assert seen == ["meta", "cpu"]
+
+    numbers = {0: holder}
+    tensor = {"changes": _as_bytes('[[0, [[["str", "total"], ["tensor", 5, 0, false]]], []]]')}
+    store_changes(numbers, {**tensor, "changes.5": torch.ones(2)})
+    assert holder.total in OF_DEVICES
+    assert holder.total.tolist() == [1, 1]
 
 
 def test_a_tensor_that_was_written_in_place_has_the_new_values():
@@ -196,7 +214,7 @@ def test_the_processs_generators_are_those_that_its_functions_draw_from():
     changes = before.packed()
     expected = torch.rand(1).item(), random.random(), numpy.random.rand()
     torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
-    store_changes(global_generators(CPU), changes, CPU)
+    store_changes(global_generators(CPU), changes)
     assert (torch.rand(1).item(), random.random(), numpy.random.rand()) == expected
 
 
