@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import operator
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,6 @@ from .replaced import Packs
 
 _MOST = 10_000  # values in one variable that are compared
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
-
 _METHODS = (types.FunctionType, staticmethod, classmethod)
 _Owner = types.ModuleType | type
 # By (module, class or ""): the variables as the import has set them, each with all that it held then.
@@ -25,7 +25,8 @@ _imported: dict[tuple[str, str], dict[str, tuple[Any, list[Any]]]] = {}
 
 def note_variables(packs: Packs) -> None:
     """Notes the variables of packs before any node runs: a rank's own import sets them alike."""
-    modules = {name: one for name, one in list(sys.modules.items()) if _is_in(name, packs)}
+    others = packs.keys() - {_pack_of(__name__)}
+    modules = {name: one for name, one in list(sys.modules.items()) if _pack_of(name) in others}
     _imported.update({(name, ""): {} for name in modules})
     for module in modules.values():
         for owner in (module, *_classes(module)):
@@ -53,8 +54,9 @@ def set_variables(code: Iterable[Any]) -> list[Replaced]:
     return list(found.values())
 
 
-def _is_in(name: str, packs: Packs) -> bool:
-    return any(name == pack or name.startswith(f"{pack}.") for pack in packs)
+def _pack_of(module: str) -> str:
+    folder, separator, name = module.rpartition(os.sep)
+    return folder + separator + name.partition(".")[0]
 
 
 def _key(owner: _Owner) -> tuple[str, str]:

@@ -26,8 +26,8 @@ CHANGES = (
     "changes"  # name of the tensor with the changes as JSON; the tensors in them have a number behind it
 )
 UNSENT = (
-    "What {names} keep for a later sampling stays on the devices, as it is neither plain values nor tensors of at most "
-    "256 MiB in all; a sampling that needs it may differ from one device."
+    "A later sampling may differ from one device: what changed in {names} stays on the devices, as it is neither plain "
+    "values nor tensors of at most 256 MiB in all."
 )
 # Of the tensors in one job's changes. Most of what is larger is the cache of a video's steps, which starts anew.
 MOST_BYTES = 2**28

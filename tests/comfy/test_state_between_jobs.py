@@ -66,7 +66,7 @@ def test_the_processs_random_generators_go_on_where_the_first_sampling_left_them
         (
             "TestMemory",
             {"place": "a lock"},
-            "What state.Memory keep for a later sampling stays on the devices",
+            "what changed in state.Memory stays on the devices",
         ),
         (
             "TestLockedVariable",

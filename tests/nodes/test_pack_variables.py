@@ -1,0 +1,89 @@
+"""Variables that nodes set in their packs' modules are found if the code of a job names them."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from pack_nodes import module_fixture
+
+pack_variables = module_fixture("nodes.job.pack_variables")
+PACK = "/somewhere/custom_nodes/pack"
+CODE = """
+
+
+scale, unused, tables = 1.0, 1.0, {"deep": [{"a": 1}]}
+
+class Settings:
+    strength = 1.0
+    def __init__(self): self.value = 1.0
+    def total(self): return self.value + Settings.strength
+
+settings = Settings()
+
+def helper(): return tables["deep"][0]["a"]
+def patch(): return scale * settings.total() + helper() + other.mode
+"""
+
+
+@pytest.fixture
+def pack(monkeypatch, pack_variables) -> types.ModuleType:
+    """A pack of two modules, right after its import."""
+    modules = {name: types.ModuleType(name) for name in (PACK, f"{PACK}.other")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    main, other = modules.values()
+    other.mode = 0
+    main.other = other
+    exec(CODE, vars(main))  # noqa: S102
+    pack_variables.note_variables({PACK: (f"{PACK}/__init__.py", True)})
+    return main
+
+
+def _found(pack_variables, pack) -> list[tuple[str, str, str]]:
+    variables = pack_variables.set_variables([pack.patch])
+    return sorted((one.module.removeprefix(PACK), one.path, one.name) for one in variables)
+
+
+def test_nothing_is_found_right_after_the_import(pack_variables, pack):
+    assert _found(pack_variables, pack) == []
+
+
+SET = {
+    "a variable": (lambda pack: setattr(pack, "scale", 2.0), ("", "", "scale")),
+    "a function": (lambda pack: setattr(pack, "helper", lambda: 0), ("", "", "helper")),
+    "a part of a container": (
+        lambda pack: pack.tables["deep"][0].update(a=2),
+        ("", "", "tables"),
+    ),
+    "an attribute of an object": (
+        lambda pack: setattr(pack.settings, "value", 2.0),
+        ("", "", "settings"),
+    ),
+    "an attribute of a class": (
+        lambda pack: setattr(pack.Settings, "strength", 2.0),
+        ("", "Settings", "strength"),
+    ),
+    "another module's": (lambda pack: setattr(pack.other, "mode", 2), (".other", "", "mode")),
+}
+
+
+@pytest.mark.parametrize("kind", SET)
+def test_what_was_set_since_is_found(pack_variables, pack, kind):
+    set_it, expected = SET[kind]
+    set_it(pack)
+    assert _found(pack_variables, pack) == [expected]
+
+
+def test_what_the_code_does_not_name_stays(pack_variables, pack):
+    pack.unused = 2.0
+    assert _found(pack_variables, pack) == []
+
+
+def test_what_was_set_back_is_no_longer_found(pack_variables, pack):
+    before = pack.scale
+    pack.scale = 2.0
+    pack.scale = before
+    assert _found(pack_variables, pack) == []
