@@ -236,11 +236,10 @@ def _roots(one: Any) -> list[Any]:
 
 def _is_of_a_node(one: Any) -> bool:
     """Returns True for an object of a pack's class, and for a pack's function."""
+    if isinstance(one, type) or not type(one).__dictoffset__:  # it has no attributes of its own
+        return False
     kind = one if isinstance(one, types.FunctionType) else type(one)
-    has_attributes = isinstance(getattr(one, "__dict__", None), dict)
-    return (
-        has_attributes and not isinstance(one, type) and not (kind.__module__ or "").startswith(_NOT_OF_NODES)
-    )
+    return not (kind.__module__ or "").startswith(_NOT_OF_NODES)
 
 
 def _parts(one: Any) -> dict[Any, Any]:
@@ -257,7 +256,7 @@ def _parts(one: Any) -> dict[Any, Any]:
     ignored: frozenset[str] = frozenset()
     if isinstance(one, nn.Module):
         ignored = _OF_MODULES
-    elif hasattr(one, "outer_sample"):
+    elif hasattr(type(one), "outer_sample"):
         ignored = _OF_GUIDERS
     return {name: value for name, value in vars(one).items() if name not in ignored}
 
