@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel_backend.errors import RankFailed, RequestError, TransportError
+from parallel_backend.job.payload import pack_step
 from parallel_backend.requests import LoopState, RunInfo
 from parallel_backend.sidecar.resume import ResumableJob, ShippedRequest
 from parallel_backend.strategy import ParallelStrategy
@@ -33,6 +34,22 @@ def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps()
     assert result.step_seconds == (0.1, 0.2, 0.5, 0.5)
     assert result.notes == ("a note", text)
     assert [step for step, _, _ in told] == [1, 2, 3] and told[0][2] is not None and told[1][2] is None
+
+
+def test_a_nodes_callback_gets_no_step_twice():
+    steps: list[int] = []
+    request = replace(shipped(), on_latents=lambda tensors: steps.append(int(tensors["step"][0])))
+    job = ResumableJob(request, None)
+
+    def take(step: int) -> None:
+        job.take(Progress(step, 4, 0.1), pack_step(step - 1, torch.zeros(1), torch.zeros(1), 4))
+
+    for step in (1, 2, 3):
+        take(step)
+    job.survive(RankFailed(1, "killed by SIGKILL"), "cuda:1")
+    for step in (2, 3, 4):
+        take(step)
+    assert steps == [0, 1, 2, 3]
 
 
 def shipped() -> ShippedRequest:

@@ -7,10 +7,12 @@ import torch
 
 from loop_ranks import ParentOfRankZero
 from parallel_backend.errors import Cancelled, RequestError
+from parallel_backend.job.payload import pack_step
 from parallel_backend.rank.outcome.progress import RequestLink
 from parallel_backend.rank.work import step_boundary
 from parallel_backend.rank.work.step_boundary import StepBoundary
 from parallel_backend.sampling.host_copy import NumbersCheck, most_lag
+from parallel_backend.wire.transport import LinkFull
 from ranks import run_ranks
 
 STEPS = 6
@@ -109,3 +111,26 @@ def test_numbers_that_are_none_are_told_of_at_most_a_step_late(lag, steps):
     with pytest.raises(RequestError, match="in the only one"):
         last(torch.tensor([float("inf")]), "in the only one")
         last.finish()
+
+
+class FullLink(ParentOfRankZero):
+    """A link that is full the first two times that something is sent over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = 0
+
+    def send(self, envelope, descriptors=()) -> None:
+        self.tries += 1
+        if self.tries <= 2:
+            raise LinkFull
+        super().send(envelope, descriptors)
+
+
+def test_a_full_link_loses_previews_but_no_latents_for_a_nodes_callback():
+    link = FullLink()
+    on_step = boundary(link, 0, previews=True)
+    on_step(0, torch.zeros(1))
+    on_step.progress.beside = pack_step(1, torch.zeros(1), torch.ones(1), STEPS)
+    on_step(1, torch.zeros(1))
+    assert (link.tries, link.steps) == (3, [2])
