@@ -20,28 +20,29 @@ PLACES = (
 )
 
 
-def _twice(graph: AnyGraph, model: list, request: tuple[list, list, list]) -> list:
-    """Samples with a MODEL, and then the result with the same MODEL."""
-    positive, negative, latent = request
-    first = graph.ksampler(model, positive, negative, latent, steps=2)
-    return graph.ksampler(model, positive, negative, first, steps=2, denoise=0.6)
+def _remembering(graph: AnyGraph, model: list, place: str, label: str = "") -> list:
+    return [graph.add("TestMemory", model=model, place=place, label=label), 0]
+
+
+def _twice(graph: AnyGraph, models: tuple[list, list], request: tuple[list, list, list]) -> list:
+    """Samples with the first MODEL, and then the result with the second."""
+    first = graph.ksampler(models[0], *request, steps=2)
+    return graph.ksampler(models[1], *request[:2], first, steps=2, denoise=0.6)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, place):
     graph = AnyGraph(packs, "flux")
     source, request = graph.stock(), graph.request()
-
-    def remembering(model: list) -> list:
-        return [graph.add("TestMemory", model=model, place=place), 0]
-
     ours = [graph.parallel(source, ulysses=2), 0]
-    first = graph.ksampler(remembering(source), *request, steps=2)
+    stock, parallel, first, second = (
+        _remembering(graph, model, place, label)
+        for model, label in ((source, ""), (ours, ""), (ours, "first"), (ours, "second"))
+    )
     ways = {
-        "stock": _twice(graph, remembering(source), request),
-        "ours": _twice(graph, remembering(ours), request),
-        # The second sampling with a memory of its own.
-        "forgetful": graph.ksampler(remembering(ours), *request[:2], first, steps=2, denoise=0.6),
+        "stock": _twice(graph, (stock, stock), request),
+        "ours": _twice(graph, (parallel, parallel), request),
+        "forgetful": _twice(graph, (first, second), request),
     }
     found = latents(packs, graph, ways)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
@@ -54,9 +55,10 @@ def test_the_processs_random_generators_go_on_where_the_first_sampling_left_them
     models = {"stock": source, "ours": [graph.parallel(source, ulysses=2), 0]}
     found = {}
     for way, model in models.items():  # in prompts of their own, as both use the same generators
-        model = [graph.add("TestMemory", model=model, place="the process's random generators"), 0]
+        model = _remembering(graph, model, "the process's random generators")
         seeded = [graph.add("TestSeeds", latent=latent, model=model), 0]
-        found[way] = packs.sample(graph.prompt, _twice(graph, model, (positive, negative, seeded)))
+        twice = _twice(graph, (model, model), (positive, negative, seeded))
+        found[way] = packs.sample(graph.prompt, twice)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
 
 
@@ -65,7 +67,7 @@ def test_the_processs_random_generators_go_on_where_the_first_sampling_left_them
     [
         (
             "TestMemory",
-            {"place": "a lock"},
+            {"place": "a lock", "label": ""},
             "what changed in state.Memory stays on the devices",
         ),
         (

@@ -103,9 +103,10 @@ PLACES: dict[str, Callable[[], Callable[[Tensor], Tensor | float]]] = {
 }
 
 
-@node("TestMemory", model="MODEL", place="STRING")
-def memory(model, place):
-    """Shifts the model's outputs by what it has seen in all calls so far. `place`: where it keeps that."""
+@node("TestMemory", model="MODEL", place="STRING", label="STRING")
+def memory(model, place, label):
+    """Shifts the model's outputs by what it has seen in all calls so far. `place`: where it keeps that; `label`:
+    another one for nodes that must not share it, as ComfyUI runs only one of two nodes with the same inputs."""
     model, step = model.clone(), PLACES[place]()
 
     def wrapper(apply_model, given):
