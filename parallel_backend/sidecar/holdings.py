@@ -14,7 +14,7 @@ from ..errors import OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
-from ..wire.file_identity import FileIdentity, check_same
+from ..wire.file_identity import check_same
 from ..wire.payloads import Tensors
 from ..wire.protocol import Done, KeepModels, Load, MoveOut, RankModels, TakeBack
 from .group.events import Loaded, emit
@@ -183,14 +183,7 @@ class RankHoldings:
         """Loads the model if needed and makes it the current one. Its file must be `lease.file`; if that is None, the
         file at its path now is used and noted there."""
         started = time.perf_counter()
-        info = self._ensure_loaded(spec, strategy, lease, lease.file)
-        lease.file = self.current.key.identity
-        return replace(info, seconds=time.perf_counter() - started) if info.switched else info
-
-    def _ensure_loaded(
-        self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease, file: FileIdentity | None = None
-    ) -> LoadInfo:
-        key = ModelKey.of(spec, strategy, file)
+        key = ModelKey.of(spec, strategy, lease.file)
         self.ensure_started(lease)
         self._ranks.working()
         if not self.held.is_synced and self.held.models:
@@ -199,15 +192,18 @@ class RankHoldings:
         if held is not None and held.offloaded_ranks:
             held = self._take_back(key, lease)
         if held is None:
-            return self._load(key, lease)
-        switched = held is not self.current
-        if switched:
-            others = [model for model in self.held.models if model is not held]
-            self.held.models = [*others, held]  # one assignment, since other threads read it
-            lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
-        return replace(
-            held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_pending_notes()
-        )
+            info = self._load(key, lease)
+        else:
+            switched = held is not self.current
+            if switched:
+                others = [model for model in self.held.models if model is not held]
+                self.held.models = [*others, held]  # one assignment, since other threads read it
+                lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
+            seconds = time.perf_counter() - started if switched else 0.0
+            notes = self._take_pending_notes()
+            info = replace(held.info, seconds=seconds, cached=True, switched=switched, notes=notes)
+        lease.file = key.identity
+        return info
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Loads a model ahead of its first request. Raises RequestError if there is no room beside the held ones."""
@@ -386,4 +382,5 @@ class RankHoldings:
         """Loads again what `sleep` discarded, see Sidecar.wake."""
         discarded, self._discarded = self._discarded or (), None
         for key in discarded:
-            self._ensure_loaded(key.spec, key.weights, lease)
+            lease.file = None
+            self.ensure_ready(key.spec, key.weights, lease)

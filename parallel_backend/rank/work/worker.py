@@ -184,9 +184,6 @@ class RankWorker:
 
     @cached_property
     def _reader(self) -> JobReader:
-        return self._make_reader()
-
-    def _make_reader(self) -> JobReader:
         from ..jobs.reader import JobReader
 
         return JobReader(self.world)
