@@ -19,7 +19,7 @@ from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 24
+VERSION = 25
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -37,15 +37,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, an inherited memfd, or, for
-    ranks on several machines, SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in
-    rank order; `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
+    """Parent to rank: its place in the group. `devices`: of all ranks, in rank order; `rendezvous`: path of the
+    FileStore, an inherited memfd, or, for ranks on several machines, SHARED_STORE and the group's own prefix in
+    torchrun's store; `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
 
     rank: int
-    world_size: int
     devices: tuple[str, ...]
     rendezvous: str
-    backend: str
     deterministic: bool = False
 
 

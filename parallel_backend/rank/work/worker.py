@@ -66,9 +66,9 @@ class RankWorker:
             torch.use_deterministic_algorithms(True, warn_only=True)  # as ComfyUI does
         self.world = World(
             rank=setup.rank,
-            world_size=setup.world_size,
+            world_size=len(setup.devices),
             device=device_of(setup.devices[setup.rank]),
-            backend=setup.backend,
+            backend="nccl" if all(name.startswith("cuda") for name in setup.devices) else "gloo",
             store_path=setup.rendezvous,
             devices=tuple(device_of(name) for name in _seen_from(setup)),
         )
