@@ -32,16 +32,14 @@ def run_self_tests(
     *,
     should_cancel: ShouldCancel | None = None,
     module: str = MODULE,
-    limit: float | None = None,
 ) -> tuple[SelfTest, ...]:
     """Returns the outcome for each of these classes in the ComfyUI in folder `root`. Blocks.
 
-    `limit`: seconds for all. Raises Cancelled, or RankFailed if the process crashed, took too long or gave no outcome:
-    that proves nothing about the classes. The process ends if this thread does.
+    Raises Cancelled, or RankFailed if the process crashed, took too long or gave no outcome: that proves nothing about
+    the classes. The process ends if this thread does.
     """
     require_linux()
-    if limit is None:
-        limit = deadlines.START + deadlines.SELF_TEST * len(class_names)
+    limit = deadlines.START + deadlines.SELF_TEST * len(class_names)
     with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as output:
         with _process(root, class_names, module, answers, output) as process:
             _wait(process, limit, should_cancel)

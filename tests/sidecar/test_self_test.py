@@ -12,6 +12,7 @@ import pytest
 from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.sidecar import self_test
 from parallel_backend.sidecar.self_test import run_self_tests
+from parallel_backend.wire import deadlines
 from parallel_backend.wire.checks.findings import SelfTest
 from scripted import is_running
 from waiting import wait_until
@@ -58,8 +59,10 @@ def test_one_that_takes_too_long_is_ended(silent, no_leaks, monkeypatch):
     """The clock stands still until the process has started."""
     clock = SimpleNamespace(monotonic=lambda: 10.0 * has_pid(silent), sleep=time.sleep)
     monkeypatch.setattr(self_test, "time", clock)
+    monkeypatch.setattr(deadlines, "START", 1.0)
+    monkeypatch.setattr(deadlines, "SELF_TEST", 0.0)
     with pytest.raises(RankFailed, match="did not end within 1 s"):
-        run(silent, "Flux", limit=1.0)
+        run(silent, "Flux")
     assert not is_running(pid_of(silent))
 
 

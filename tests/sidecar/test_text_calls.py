@@ -12,7 +12,6 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
-from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.holdings import RankInventory
 from parallel_backend.sidecar.model_room import Room, new_number
 from parallel_backend.sidecar.module_requests import (
@@ -24,6 +23,7 @@ from parallel_backend.sidecar.module_requests import (
     ModuleRequest,
     ModuleRequests,
 )
+from parallel_backend.wire import payloads
 from parallel_backend.wire.protocol import ALL_RANKS
 from shipped_jobs import ship_encoder_call, ship_module
 from toy_encoder import ToyEncoder
@@ -161,7 +161,7 @@ def test_weights_that_are_too_many_to_be_sent_are_refused_before(at):
             match=r"The weights of the text encoder that lie in no \.safetensors file of its loader take 0\.0 GiB",
         ),
     ):
-        patch.setattr(module_requests, "MOST_BYTES", 100)
+        patch.setattr(payloads, "MOST_BYTES", 100)
         at(ToyEncoder(), FIRST)
     assert at(ToyEncoder(), FIRST).value
 
