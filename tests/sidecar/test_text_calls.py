@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -120,15 +118,6 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
     with torch.inference_mode():
         assert same(at(module, place, number=number).value, module.encode(TOKENS))
     assert two_real_ranks.pids == pids
-
-
-def test_processes_that_were_killed_are_given_the_encoder_again(own_real_ranks):
-    request, phases = request_of(ToyEncoder(), ALL_DEVICES, new_number()), []
-    before = own_real_ranks.call_module(request)
-    os.kill(own_real_ranks.pids[1], signal.SIGKILL)
-    after = own_real_ranks.call_module(request, on_phase=phases.append)
-    assert same(after.value, before.value)
-    assert phases[-2:] == ["sending the text encoder to the processes", "encoding the text"]
 
 
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
