@@ -188,6 +188,7 @@ def _answer(
         Load,
         MoveOut,
         Prepare,
+        ProveClasses,
         RankCall,
         RunJob,
         TakeBack,
@@ -215,6 +216,8 @@ def _answer(
             case Prepare():
                 import_for(message.spec, world.device, holds_nothing=not len(worker.models))
                 return Done(), None
+            case ProveClasses():
+                return Done(proofs=worker.prove(message)), None
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
             case RunJob():

@@ -17,6 +17,7 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
+from .checks.findings import SelfTest
 from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 25
@@ -79,6 +80,14 @@ class Prepare:
     """Parent to all ranks: import what loading this model needs, but read and hold nothing."""
 
     spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class ProveClasses:
+    """Parent to the only rank: test classes of this ComfyUI against the table of classes. It holds no model."""
+
+    comfyui: ComfyUISource
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -195,6 +204,7 @@ class Done:
 
     load: LoadInfo | None = None
     models: RankModels | None = None
+    proofs: tuple[SelfTest, ...] | None = None
     run: RankRun | None = None
     calibration: Calibration | None = None
     call: RankCall | None = None
@@ -223,6 +233,7 @@ Message = (
     | Load
     | KeepModels
     | Prepare
+    | ProveClasses
     | RunJob
     | Calibrate
     | MoveOut

@@ -12,6 +12,7 @@ from parallel_backend.options import CompileStats
 from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
+from parallel_backend.wire.checks.findings import SelfTest
 from parallel_backend.wire.protocol import (
     MAX_MESSAGE_BYTES,
     Calibrate,
@@ -25,6 +26,7 @@ from parallel_backend.wire.protocol import (
     Load,
     MoveOut,
     Progress,
+    ProveClasses,
     RankCall,
     RankModels,
     RankRun,
@@ -62,6 +64,8 @@ MESSAGES = [
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
     (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
     (KeepModels((2, 1)), 0),
+    (ProveClasses(ComfyUISource("/ComfyUI"), ("Flux",)), 0),
+    (Done(proofs=(SelfTest("Flux", "stay", worst=1e-7),)), 0),
     (MoveOut(rank=1, model=2), 0),
     (TakeBack(), 0),
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
