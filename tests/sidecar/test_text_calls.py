@@ -21,7 +21,6 @@ from parallel_backend.sidecar.module_requests import (
     ModuleRequest,
     ModuleRequests,
 )
-from parallel_backend.wire import payloads
 from parallel_backend.wire.protocol import ALL_RANKS
 from shipped_jobs import ship_encoder_call, ship_module
 from toy_encoder import ToyEncoder
@@ -140,19 +139,6 @@ def test_a_place_that_does_not_exist_is_refused(at):
         RequestError, match="placement is everywhere; choose one of auto, one device, all devices"
     ):
         at(ToyEncoder(), "everywhere")
-
-
-def test_weights_that_are_too_many_to_be_sent_are_refused_before(at):
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(
-            RequestError,
-            match=r"The weights of the text encoder that lie in no \.safetensors file of its loader take 0\.0 GiB",
-        ),
-    ):
-        patch.setattr(payloads, "MOST_BYTES", 100)
-        at(ToyEncoder(), FIRST)
-    assert at(ToyEncoder(), FIRST).value
 
 
 GIB = 2**30
