@@ -44,7 +44,6 @@ CALIBRATION = Calibration(
     strategy=PLACEMENT.strategy,
     transfers=(Transfer("pair", 4096, 4096, seconds=1e-5, peer=0, intact=False),),
     collective_s=2e-5,
-    seconds=1.5,
     facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
 )
 # (message, number of payloads that it comes with)

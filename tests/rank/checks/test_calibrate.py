@@ -41,7 +41,6 @@ def _calibrate(world, strategy, budget_s, thorough):
     return {
         "transfers": [[t.kind, t.size, t.sent, t.seconds, t.peer, t.intact] for t in found.transfers],
         "collective_s": found.collective_s,
-        "seconds": found.seconds,
         "facts": None if found.facts is None else [*found.facts.peers, found.facts.all_reduce_error],
     }
 
@@ -179,7 +178,7 @@ def test_a_sidecar_measures_before_it_holds_a_model_and_stays_usable(two_real_ra
 
 def test_the_slowest_rank_and_the_largest_measured_size_decide():
     def at(rank, *transfers):
-        return Calibration(rank, "gloo", ParallelStrategy(ring_degree=2), transfers, 1e-4, 1.0)
+        return Calibration(rank, "gloo", ParallelStrategy(ring_degree=2), transfers, 1e-4)
 
     both = (
         at(0, Transfer(POINT_TO_POINT, 64, 64, 1.0), Transfer(POINT_TO_POINT, 4096, 4096, 1.0)),
