@@ -38,7 +38,7 @@ ROOMS = {
 }
 # The folders of a room, lowest floor first. Folders of one floor do not import each other; "" is the room's top files.
 FLOORS = {
-    "wire": [{""}, {"checks"}],
+    "wire": [{"", "checks"}],
     "models": [
         {"tokens"},
         {""},

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import TransportError
-from ..wire.protocol import MAX_MESSAGE_BYTES, Envelope, decode
+from ..wire.protocol import MAX_MESSAGE_BYTES, decode
 from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed, seal
 
 HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
@@ -41,12 +41,11 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Frame:
-    """A received frame. `envelope`: its decoded datagram; `payload`: a memfd of tensors, which the caller closes."""
+    """A received frame, whose datagram decodes. `payload`: a memfd of tensors, which the caller closes."""
 
     kind: Kind
     rank: int
     text: bytes
-    envelope: Envelope | None = None
     payload: int | None = None
 
 
@@ -183,7 +182,7 @@ class Channel:
             frame, self._frame = self._frame, None
             if self._incoming is not None:
                 incoming, self._incoming = self._incoming, None
-                yield Frame(frame.kind, frame.rank, frame.text, frame.envelope, incoming.finish())
+                yield Frame(frame.kind, frame.rank, frame.text, incoming.finish())
             else:
                 yield frame
 
@@ -201,11 +200,10 @@ class Channel:
             return taken
         text = bytes(self._held[HEADER.size :])
         self._held.clear()
-        envelope = None
         if kind in DATAGRAMS:
-            envelope = decode(text, int(kind is not Kind.MESSAGE))
-        self._frame = Frame(kind, rank, text, envelope)
-        if kind is Kind.CARRYING and envelope is not None:
+            decode(text, int(kind is not Kind.MESSAGE))  # raises if the message is not allowed
+        self._frame = Frame(kind, rank, text)
+        if kind is Kind.CARRYING:
             self._incoming = IncomingPayload(size)
         return taken
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ..errors import RequestError
 from ..wire.heartbeat import heartbeat
 from .comm.collectives import broadcast
-from .comm.groups import Layouts
+from .comm.groups import Layouts, World
 
 Meet = Callable[[Exception | None], None]
 
@@ -69,27 +69,38 @@ def _answer(
     layouts: Layouts, meet: Meet, owner: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Returns the output of the owner's `forward` on every rank. Collective."""
-    is_mine = owner == layouts.world.rank
     leaves: list[Any] = []
     form, error = "", None
-    if is_mine:
+    if owner == layouts.world.rank:
         try:
-            leaves, tree = pytree.tree_flatten(forward(*args, **kwargs))
-            form = json.dumps([[_leaf_form(one) for one in leaves], pytree.treespec_dumps(tree)])
-            if len(form) > _FORM_BYTES:
-                raise RequestError(
-                    "A layer of the text encoder answers with more than devices can share out."
-                )
+            leaves, form = flatten(forward(*args, **kwargs))
         except Exception as failure:
             error = failure
     meet(error)
-    forms, tree_form = json.loads(_tell_form(layouts, owner, form))
-    if not is_mine:
-        leaves = [_make_leaf(one, layouts.world.device) for one in forms]
+    return send_tree(leaves, form, owner, layouts, "the wait for a layer")
+
+
+def flatten(tree: Any) -> tuple[list[Any], str]:
+    """Returns the tensors and plain values in an answer, and its form, for `send_tree`. Raises RequestError if there
+    are too many."""
+    leaves, structure = pytree.tree_flatten(tree)
+    form = json.dumps([[_leaf_form(one) for one in leaves], pytree.treespec_dumps(structure)])
+    if len(form) > _FORM_BYTES:
+        raise RequestError("A layer of the text encoder answers with more than devices can share out.")
+    return leaves, form
+
+
+def send_tree(leaves: list[Any], form: str, owner: int, layouts: Layouts, waiting: str) -> Any:
+    """Returns the tree that the rank `owner` has flattened, on every rank; others pass [] and "". `waiting`: one of the
+    heartbeat's COLLECTIVES. Collective."""
+    world = layouts.world
+    forms, structure = json.loads(_send_form(world, owner, form, waiting))
+    if owner != world.rank:
+        leaves = [_make_leaf(one, world.device) for one in forms]
     for place, one in enumerate(forms):
         if one["is_tensor"]:
-            leaves[place] = _spread(layouts, owner, leaves[place])
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(tree_form))
+            leaves[place] = _spread(layouts, owner, leaves[place], waiting)
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
 
 
 def _leaf_form(leaf: Any) -> dict[str, Any]:
@@ -111,21 +122,20 @@ def _make_leaf(form: dict[str, Any], device: torch.device) -> Any:
     return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=where)
 
 
-def _tell_form(layouts: Layouts, owner: int, form: str) -> bytes:
-    world = layouts.world
-    words = torch.zeros(_FORM_BYTES + 1, dtype=torch.uint8)
+def _send_form(world: World, owner: int, form: str, waiting: str) -> bytes:
+    words = torch.zeros(_FORM_BYTES, dtype=torch.uint8)
     data = form.encode()
     words[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    with heartbeat.inside("the wait for a layer", range(world.world_size)):
+    with heartbeat.inside(waiting, range(world.world_size)):
         dist.broadcast(words, owner, group=world.control)
     return words.numpy().tobytes().rstrip(b"\0")
 
 
-def _spread(layouts: Layouts, owner: int, tensor: Tensor) -> Tensor:
+def _spread(layouts: Layouts, owner: int, tensor: Tensor, waiting: str) -> Tensor:
     world = layouts.world
     tensor = tensor.contiguous()
     if tensor.device.type == world.device.type:
         return broadcast(tensor, owner, layouts.everyone, layouts.traffic)
-    with heartbeat.inside("the wait for a layer", range(world.world_size)):
+    with heartbeat.inside(waiting, range(world.world_size)):
         dist.broadcast(tensor, owner, group=world.control)
     return tensor

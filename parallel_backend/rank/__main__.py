@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import platform
 import signal
 import sys
 import time
@@ -101,17 +100,16 @@ def _exit(code: int) -> NoReturn:
 
 def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> RankWorker:
     """Does the handshake: Hello, Setup, process group, Done. Reports a failure before this rank ends."""
-    import torch
-
+    from ..cluster.handshake import versions
     from ..wire.checks.fault_injection import arm
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import NO_REQUEST, VERSION, Done, Envelope, Hello, Setup
+    from ..wire.protocol import NO_REQUEST, Done, Envelope, Hello, Setup
     from .outcome.errors import failure
 
     def answer(message: Message) -> None:
         link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
 
-    answer(Hello(VERSION, platform.python_version(), str(torch.__version__)))
+    answer(Hello(*versions()))
     setup = _receive(link, epoch)[0].message
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
@@ -190,6 +188,7 @@ def _answer(
         Load,
         MoveOut,
         Prepare,
+        ProveClasses,
         RankCall,
         RunJob,
         TakeBack,
@@ -217,6 +216,8 @@ def _answer(
             case Prepare():
                 import_for(message.spec, world.device, holds_nothing=not len(worker.models))
                 return Done(), None
+            case ProveClasses():
+                return Done(proofs=worker.prove(message)), None
             case KeepModels():
                 return Done(models=worker.keep_models(message)), None
             case RunJob():

@@ -14,7 +14,7 @@ from ..errors import OutOfMemory, RequestError
 from ..requests import LoadInfo, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
-from ..wire.file_identity import FileIdentity, check_same
+from ..wire.file_identity import check_same
 from ..wire.payloads import Tensors
 from ..wire.protocol import Done, KeepModels, Load, MoveOut, RankModels, TakeBack
 from .group.events import Loaded, emit
@@ -80,10 +80,11 @@ class RankInventory:
         """True if a text encoder or VAE lies on an accelerator."""
         return any(map(self.module_bytes, self.devices))
 
-    def notes_on_gone(self, models: list[CountedModel]) -> list[str]:
-        """Returns a note for each of `models` that the ranks have dropped since."""
-        gone = [model.key.name for model in models if model not in self.models]
-        return [f"dropped {name}: {LACK_OF_MEMORY}" for name in gone]
+    def notes_on_gone(self, models: list[CountedModel], reasons: dict[CountedModel, str]) -> list[str]:
+        """Returns a note for each of `models` that the ranks have dropped since: by one of the `reasons`, else for lack
+        of memory."""
+        gone = [model for model in models if model not in self.models]
+        return [f"dropped {model.key.name}: {reasons.get(model, LACK_OF_MEMORY)}" for model in gone]
 
     def load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
         """Makes the ranks load what `message` names, of `size` bytes; returns the record of each rank."""
@@ -183,14 +184,7 @@ class RankHoldings:
         """Loads the model if needed and makes it the current one. Its file must be `lease.file`; if that is None, the
         file at its path now is used and noted there."""
         started = time.perf_counter()
-        info = self._ensure_loaded(spec, strategy, lease, lease.file)
-        lease.file = self.current.key.identity
-        return replace(info, seconds=time.perf_counter() - started) if info.switched else info
-
-    def _ensure_loaded(
-        self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease, file: FileIdentity | None = None
-    ) -> LoadInfo:
-        key = ModelKey.of(spec, strategy, file)
+        key = ModelKey.of(spec, strategy, lease.file)
         self.ensure_started(lease)
         self._ranks.working()
         if not self.held.is_synced and self.held.models:
@@ -199,15 +193,18 @@ class RankHoldings:
         if held is not None and held.offloaded_ranks:
             held = self._take_back(key, lease)
         if held is None:
-            return self._load(key, lease)
-        switched = held is not self.current
-        if switched:
-            others = [model for model in self.held.models if model is not held]
-            self.held.models = [*others, held]  # one assignment, since other threads read it
-            lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
-        return replace(
-            held.info, seconds=0.0, cached=True, switched=switched, notes=self._take_pending_notes()
-        )
+            info = self._load(key, lease)
+        else:
+            switched = held is not self.current
+            if switched:
+                others = [model for model in self.held.models if model is not held]
+                self.held.models = [*others, held]  # one assignment, since other threads read it
+                lease.on_phase(Phase(PhaseKind.SWITCHED, key.name))
+            seconds = time.perf_counter() - started if switched else 0.0
+            notes = self._take_pending_notes()
+            info = replace(held.info, seconds=seconds, cached=True, switched=switched, notes=notes)
+        lease.file = key.identity
+        return info
 
     def preload(self, spec: ModelSpec, strategy: ParallelStrategy, lease: Lease) -> LoadInfo:
         """Loads a model ahead of its first request. Raises RequestError if there is no room beside the held ones."""
@@ -217,7 +214,7 @@ class RankHoldings:
         free = self.free_room(lease)
         if (held := self.held.find(key)) is not None:
             return replace(held.info, seconds=0.0, cached=True, notes=())
-        for model, reason in self._conflicts(key, free):
+        for model, reason in self._conflicts(key, free).items():
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: {model.key.name} would have to go ({reason})."
             )
@@ -227,7 +224,7 @@ class RankHoldings:
                 f"{key.name} was not loaded ahead of its prompt: {most / 2**30:.1f} GiB of memory are missing for it."
             )
         try:
-            return self._load_alongside(key, [], lease, yields=True)
+            return self._load_alongside(key, {}, lease, yields=True)
         except OutOfMemory:
             raise RequestError(
                 f"{key.name} was not loaded ahead of its prompt: memory ended on the way. What was loaded stays."
@@ -237,16 +234,16 @@ class RankHoldings:
         """Returns the memory that the model took before, or a prediction."""
         return self._took.get(key) or predict_room(key, self._ranks.devices)
 
-    def _conflicts(self, key: ModelKey, free: Room) -> list[tuple[CountedModel, str]]:
+    def _conflicts(self, key: ModelKey, free: Room) -> dict[CountedModel, str]:
         """Returns the held models to drop for `key`, each with the reason. `free`: the room now."""
         if self._one_at_a_time:
-            return [(model, "models are held one at a time now") for model in self.held.models]
+            return dict.fromkeys(self.held.models, "models are held one at a time now")
         return choose_to_drop(self.held.models, key, self._needed(key), free)
 
     def _load(self, key: ModelKey, lease: Lease) -> LoadInfo:
         """Loads one more model. If there is no room for all, drops text encoders and VAEs, then other models."""
         check_same(key.spec.path, key.identity)
-        dropped: list[tuple[CountedModel, str]] = []
+        dropped: dict[CountedModel, str] = {}
         if self.held.models or self.held.has_modules_on_devices:
             free = self.free_room(lease)
             if self.held.has_modules_on_devices and free.lacks(self._needed(key)):
@@ -257,15 +254,15 @@ class RankHoldings:
     def _load_alongside(
         self,
         key: ModelKey,
-        dropped: list[tuple[CountedModel, str]],
+        dropped: dict[CountedModel, str],
         lease: Lease,
         *,
         yields: bool = False,
     ) -> LoadInfo:
-        """Loads a model in place of those `dropped`. `yields`: if memory runs out, fails and drops no more."""
+        """Loads a model in place of those `dropped`, by the reason for each. `yields`: if memory runs out, fails and
+        drops no more."""
         before = list(self.held.models)
-        going = {id(model): reason for model, reason in dropped}
-        self.held.models = [model for model in before if id(model) not in going]
+        self.held.models = [model for model in before if model not in dropped]
         lease.on_phase(Phase(PhaseKind.LOADING, key.name, key.identity.size))
         number = new_number()
         content = content_of(Path(key.spec.path)) if any(map(machine_of, self._ranks.devices)) else None
@@ -278,11 +275,7 @@ class RankHoldings:
             raise
         takes = Room(tuple(info.device_bytes for info in infos), sum(info.host_bytes for info in infos))
         self._took[key] = takes
-        for model in before:
-            if model not in self.held.models:
-                self._pending_notes.append(
-                    f"dropped {model.key.name}: {going.get(id(model), LACK_OF_MEMORY)}"
-                )
+        self._pending_notes += self.held.notes_on_gone(before, dropped)
         info = replace(slowest(infos), model=key.name, notes=() if yields else self._take_pending_notes())
         self.held.is_synced = False
         check_same(key.spec.path, key.identity)  # if it changed, ranks may have read different files
@@ -299,7 +292,7 @@ class RankHoldings:
         before = list(self.held.models)
         found = CountedModule(message.rank, tuple(self.held.load(message, tensors, size, exchange)))
         self.held.modules = {**self.held.modules, message.model: found}  # other threads read it
-        self._pending_notes += self.held.notes_on_gone(before)
+        self._pending_notes += self.held.notes_on_gone(before, {})
         return found
 
     # Giving memory back.
@@ -325,7 +318,7 @@ class RankHoldings:
         lease.on_phase(Phase(PhaseKind.WAKING))
         before = self.held.models
         self.held.move(TakeBack(), lease)
-        self._pending_notes += self.held.notes_on_gone(before)
+        self._pending_notes += self.held.notes_on_gone(before, {})
         for model in self.held.models:
             model.offloaded_ranks = frozenset()
         return self.held.find(key)
@@ -386,4 +379,5 @@ class RankHoldings:
         """Loads again what `sleep` discarded, see Sidecar.wake."""
         discarded, self._discarded = self._discarded or (), None
         for key in discarded:
-            self._ensure_loaded(key.spec, key.weights, lease)
+            lease.file = None
+            self.ensure_ready(key.spec, key.weights, lease)

@@ -150,26 +150,24 @@ def free_room(ranks: Sequence[RankModels]) -> Room:
 
 def choose_to_drop(
     held: Sequence[CountedModel], key: ModelKey, needed: Room, free: Room
-) -> list[tuple[CountedModel, str]]:
+) -> dict[CountedModel, str]:
     """Returns the models to drop for `key`, each with the reason. `held`: least recently used first."""
-    found: list[tuple[CountedModel, str]] = []
-    staying: list[CountedModel] = []
+    found: dict[CountedModel, str] = {}
     for model in held:
         if model.key.spec == key.spec and model.key.identity != key.identity:
-            found.append((model, "its file has changed"))
+            found[model] = "its file has changed"
         elif model.key.spec == key.spec and model.takes:
-            found.append((model, "it is split another way now"))
-        else:
-            staying.append(model)
+            found[model] = "it is split another way now"
+    staying = [model for model in held if model not in found]
     if not needed:
         mapped = [model for model in staying if not model.takes]
         for model in mapped[: max(0, len(mapped) - MOST_MAPPED + 1)]:
-            found.append((model, f"{MOST_MAPPED} are the most"))
-    for model, _ in found:
+            found[model] = f"{MOST_MAPPED} are the most"
+    for model in found:
         free += model.takes
     for model in staying:
         if model.takes.shares_a_place_with(free.lacks(needed)):
-            found.append((model, LACK_OF_MEMORY))
+            found[model] = LACK_OF_MEMORY
             free += model.takes
     return found
 

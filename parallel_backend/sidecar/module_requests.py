@@ -13,9 +13,8 @@ from ..job.answer_tree import unpack_tree
 from ..requests import ComfyUISource, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
-from ..wire.payloads import Tensors
+from ..wire.payloads import Tensors, within_limit
 from ..wire.protocol import ALL_RANKS, Load, Message, Progress, RunJob
-from ..wire.transport import MOST_BYTES
 from .group.exchange import AGREED_ERRORS, USER_ERRORS, expect, reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase
@@ -154,7 +153,7 @@ class ModuleRequests:
             lease.on_phase(Phase(kind.sending))
             what = f"The weights of the {kind.noun} that lie in no .safetensors file of its loader take"
             remedy = f"Load it from .safetensors files, or {kind.without}"
-            tensors = _within_limit(request.module(self._holdings), what, remedy)
+            tensors = within_limit(request.module(self._holdings), what, remedy)
             exchange = lease.exchange(kind.survivable)
             message = Load(
                 None,
@@ -167,7 +166,7 @@ class ModuleRequests:
             held = self._holdings.load_module(message, tensors, request.bytes, exchange)
         lease.on_phase(Phase(kind.calling))
         what, remedy = f"What the {kind.noun} is given takes", f"Give it less at a time, or {kind.without}"
-        tensors = _within_limit(request.tensors(self._holdings, is_new), what, remedy)
+        tensors = within_limit(request.tensors(self._holdings, is_new), what, remedy)
 
         def show(rank: int, message: Message, tensors: Tensors | None) -> None:
             step = expect(rank, message, Progress)
@@ -218,15 +217,3 @@ class ModuleRequests:
         if held.has_modules_on_devices and (fits_without or min(free) < needed // len(free)):
             free = [size - awaited for size in holdings.drop_modules(lease).devices]
         return tuple(free)
-
-
-def _within_limit(tensors: Tensors, what: str, remedy: str) -> Tensors:
-    """Returns the payload `tensors`. Raises RequestError if it is too large to send. `what`, `remedy`: its words for
-    what takes the bytes and what helps."""
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if size > MOST_BYTES:
-        raise RequestError(
-            f"{what} {size / 2**30:.1f} GiB, and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at "
-            f"once. {remedy}."
-        )
-    return tensors

@@ -133,15 +133,13 @@ def bytes_on(spec: ModelSpec, device: str) -> int:
     return sum(sidecar.held.bytes_on(spec, device) for sidecar in all_sidecars())
 
 
-def reset() -> tuple[tuple[str, ...], ...]:
-    """Lets groups that failed too often start again, and uses devices again that were left out. Returns the devices of
-    each group that was BROKEN."""
+def reset() -> None:
+    """Lets groups that failed too often start again, and uses devices again that were left out."""
     FAILING.clear()
     clusters.drop_departed()
-    broken = [sidecar for sidecar in all_sidecars() if sidecar.state is State.BROKEN]
-    for sidecar in broken:
-        sidecar.stop()  # clears its failures
-    return tuple(sidecar.devices for sidecar in broken)
+    for sidecar in all_sidecars():
+        if sidecar.state is State.BROKEN:
+            sidecar.stop()  # clears its failures
 
 
 def stop_all() -> None:

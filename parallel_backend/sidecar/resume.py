@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import RankFailed, RequestError
+from ..errors import RankFailed
 from ..job.payload import STEP
 from ..requests import LoopState, Placement, RunInfo, SampleRequest
 from ..trials import NO_TRIALS, Trial, TrialPlan
-from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state
+from ..wire.payloads import Tensors, sample_tensors, state_tensors, take_state, within_limit
 from ..wire.protocol import Progress, RunJob
-from ..wire.transport import MOST_BYTES
 
 OnStep = Callable[[int, int, Tensor | None], None]
+_BESIDE = " beside its model (other models that its nodes use, prompts, latents)"
+_REMEDY = (
+    "Load the other models from .safetensors files in the dtype that they have there, so that the devices can read "
+    "them; or take their nodes out"
+)
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,7 @@ class ResumableJob:
     def begin(self, holdings: object = None) -> Tensors:
         """Returns the payload for ranks that hold the job's model. `holdings`: their RankHoldings, see ShippedRequest.
         Raises RequestError if it is too large to send."""
-        tensors = self.request.tensors(holdings)
-        needed = sum(tensor.nbytes for tensor in tensors.values())
-        if needed > MOST_BYTES:
-            raise RequestError(
-                f"The job has {needed / 2**30:.1f} GiB beside its model (other models that its nodes use, prompts, "
-                f"latents), and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the devices at once. Load the "
-                f"other models from .safetensors files in the dtype that they have there, so that the devices can "
-                f"read them; or take their nodes out."
-            )
+        tensors = within_limit(self.request.tensors(holdings), "The job has", _REMEDY, _BESIDE)
         self._first = self._step
         if not self._first:
             return tensors

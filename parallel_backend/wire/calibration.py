@@ -53,8 +53,7 @@ class RankFacts:
 class Calibration:
     """One rank's measurement over the groups of `strategy`.
 
-    `collective_s`: seconds of an all_reduce of one number; `seconds`: of the whole calibration; `facts`: None unless
-    requested.
+    `collective_s`: seconds of an all_reduce of one number; `facts`: None unless requested.
     """
 
     rank: int
@@ -62,7 +61,6 @@ class Calibration:
     strategy: ParallelStrategy
     transfers: tuple[Transfer, ...]
     collective_s: float
-    seconds: float
     facts: RankFacts | None = None
 
 

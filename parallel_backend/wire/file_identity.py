@@ -61,16 +61,12 @@ def _read_header(prefix: bytes, read: Callable[[int], bytes], size: int) -> byte
 
 def check_same(path: str | Path, pinned: FileIdentity) -> None:
     """Raises CheckpointError if `path` no longer leads to a job's file, when the devices must read it again."""
-    if change := describe_change(path, pinned):
+    change, _ = _compare(path, pinned)
+    if change:
         raise CheckpointError(
             f"{change}, and the devices have to read it: the job ends here rather than go on with other weights. Run "
             f"the prompt again; it takes the file that is there then."
         )
-
-
-def describe_change(path: str | Path, pinned: FileIdentity) -> str:
-    """Says how the file differs from the one that a job began with; "" if it is the same."""
-    return _compare(path, pinned)[0]
 
 
 def result_note(path: str | Path, pinned: FileIdentity) -> str:
@@ -84,7 +80,7 @@ def result_note(path: str | Path, pinned: FileIdentity) -> str:
 
 
 def _compare(path: str | Path, pinned: FileIdentity) -> tuple[str, bool]:
-    """Returns (the change in words, True if the file that the devices have mapped was written to)."""
+    """Returns (the change in words, "" for none; True if the file that the devices have mapped was written to)."""
     name, found = Path(path).name, find_identity(path)
     if found is None:
         return f"{name} was removed while the job ran", False

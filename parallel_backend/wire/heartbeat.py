@@ -42,7 +42,7 @@ COLLECTIVES = (
     "the agreement on a load",
     "the agreement on a job",
     "the agreement on a model call",
-    "the wait for the next model call",
+    "the wait for a model call",
     "the wait for a layer",
 )
 # These use the control group, which blocks the host itself on every device.

@@ -11,9 +11,22 @@ from ..requests import (
     LoopState,
     SampleRequest,
 )
+from .transport import MOST_BYTES
 
 Tensors = dict[str, torch.Tensor]
 ANSWERS, _AT = "state.answers", "state.at"  # names of a loop's state
+
+
+def within_limit(tensors: Tensors, what: str, remedy: str, beside: str = "") -> Tensors:
+    """Returns the payload `tensors`. Raises RequestError if it is too large to send. The error's words: `what` and
+    `beside` stand around its size, `remedy` says what helps."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size > MOST_BYTES:
+        raise RequestError(
+            f"{what} {size / 2**30:.1f} GiB{beside}, and at most {MOST_BYTES / 2**30:.1f} GiB can be sent to the "
+            f"devices at once. {remedy}."
+        )
+    return tensors
 
 
 def sample_tensors(request: SampleRequest) -> Tensors:

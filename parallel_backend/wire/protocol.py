@@ -17,6 +17,7 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
+from .checks.findings import SelfTest
 from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 25
@@ -37,15 +38,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent to rank: its place in the group. `rendezvous`: path of the FileStore, an inherited memfd, or, for
-    ranks on several machines, SHARED_STORE and the group's own prefix in torchrun's store; `devices`: of all ranks, in
-    rank order; `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
+    """Parent to rank: its place in the group. `devices`: of all ranks, in rank order; `rendezvous`: path of the
+    FileStore, an inherited memfd, or, for ranks on several machines, SHARED_STORE and the group's own prefix in
+    torchrun's store; `deterministic`: torch's setting in the parent (ComfyUI's --deterministic)."""
 
     rank: int
-    world_size: int
     devices: tuple[str, ...]
     rendezvous: str
-    backend: str
     deterministic: bool = False
 
 
@@ -81,6 +80,14 @@ class Prepare:
     """Parent to all ranks: import what loading this model needs, but read and hold nothing."""
 
     spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class ProveClasses:
+    """Parent to the only rank: test classes of this ComfyUI against the table of classes. It holds no model."""
+
+    comfyui: ComfyUISource
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,7 @@ class Done:
 
     load: LoadInfo | None = None
     models: RankModels | None = None
+    proofs: tuple[SelfTest, ...] | None = None
     run: RankRun | None = None
     calibration: Calibration | None = None
     call: RankCall | None = None
@@ -225,6 +233,7 @@ Message = (
     | Load
     | KeepModels
     | Prepare
+    | ProveClasses
     | RunJob
     | Calibrate
     | MoveOut

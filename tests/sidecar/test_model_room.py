@@ -42,7 +42,7 @@ def dropped(held, wanted, needed, free):
     rooms = [Room((int(one * GIB), int(two * GIB)), int(host * GIB)) for one, two, host in (needed, free)]
     return [
         (gone.key.name.removesuffix(".safetensors"), why)
-        for gone, why in choose_to_drop(held, wanted, *rooms)
+        for gone, why in choose_to_drop(held, wanted, *rooms).items()
     ]
 
 

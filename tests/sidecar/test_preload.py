@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from parallel_backend.errors import CheckpointError, RequestError
-from parallel_backend.requests import ModelSpec
+from parallel_backend.errors import RequestError
 from parallel_backend.sidecar import holdings, model_room, pool
 from parallel_backend.sidecar.group.events import Loaded, RequestEnded
 from parallel_backend.sidecar.model_room import Room
@@ -71,24 +70,6 @@ def test_memory_that_ends_on_the_way_costs_the_others_nothing(sidecar, scaled, e
         sidecar.preload(scaled(3.0, "no-memory 1"))
     assert scale_of(sidecar, first) == (1.0, True) and scale_of(sidecar, second) == (2.0, True)
     assert sidecar.pids == pids and sum(isinstance(event, Loaded) for event in events) == 2
-
-
-def test_a_file_that_is_not_there_or_is_refused_costs_nothing(sidecar, scaled):
-    first = scaled(1.0)
-    sidecar.load(first)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        sidecar.preload(ModelSpec("/nowhere/at all.safetensors"))
-    with pytest.raises(CheckpointError, match="refused by process 1"):
-        sidecar.preload(scaled(2.0, "refused 1"))
-    assert scale_of(sidecar, first) == (1.0, True)
-
-
-def test_one_that_is_split_another_way_stays_as_it_is(sidecar, scaled):
-    first = scaled(1.0, "  weighs 8")
-    sidecar.load(first)
-    with pytest.raises(RequestError, match="split another way"):
-        sidecar.preload(first, ParallelStrategy(pipefusion_degree=2))
-    assert scale_of(sidecar, first) == (1.0, True)
 
 
 def test_a_request_that_runs_is_not_waited_for(sidecar, scaled):

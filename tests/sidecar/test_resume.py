@@ -19,21 +19,26 @@ def info(**changes):
     return RunInfo(engine="native", strategy=ParallelStrategy(), step_seconds=(0.5, 0.5), **changes)
 
 
-def test_the_job_goes_on_from_the_last_state_and_the_result_tells_of_all_steps():
-    job, told = ResumableJob(shipped(), lambda *step: told.append(step)), []
+def test_the_job_goes_on_from_all_that_its_calls_gave_and_the_result_tells_of_all_steps():
+    told = []
+    job = ResumableJob(shipped(), lambda *step: told.append(step))
     assert "state.answers" not in job.begin()
-    state = answers(2, 0, 2)
-    job.take(Progress(1, 4, 0.1), {"denoised": torch.zeros(1)})
-    job.take(Progress(2, 4, 0.2), state_tensors(state))
+    job.take(Progress(1, 4, 0.1), {"denoised": torch.zeros(1)} | state_tensors(answers(1, 0, 1)))
+    job.take(Progress(2, 4, 0.2), state_tensors(answers(2, 1, 2)))
     job.take(Progress(3, 4, 0.3), None)
     text = job.survive(RankFailed(1, "killed by SIGKILL\nwith output"), "cuda:1")
     cause, goes_on = "killed by SIGKILL", "the job goes on after step 2 on processes started anew"
     assert text == f"process 1 on cuda:1 failed ({cause}); {goes_on}"
-    assert torch.equal(job.begin()["state.answers"], state.answers)
+    state = take_state(dict(job.begin()))
+    assert (state.step, state.first) == (2, 0)
+    assert state.answers[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2]
     result = job.merged(info(notes=("a note",)))
     assert result.step_seconds == (0.1, 0.2, 0.5, 0.5)
     assert result.notes == ("a note", text)
     assert [step for step, _, _ in told] == [1, 2, 3] and told[0][2] is not None and told[1][2] is None
+    # The new ranks go on where the record ends.
+    job.take(Progress(4, 4, 0.1), state_tensors(answers(4, 3, 1)))
+    assert len(job.begin()["state.answers"]) == 4
 
 
 def test_a_nodes_callback_gets_no_step_twice():
@@ -69,22 +74,6 @@ def answers(step, first, calls):
     """Returns the state after `step` with the answers of `calls` model calls, each filled with the call's number."""
     numbers = torch.arange(first, first + calls, dtype=torch.float32)
     return LoopState(step, first, numbers[:, None, None, None, None, None].expand(-1, 1, 2, 16, 9, 6).clone())
-
-
-def test_a_job_of_comfyuis_loop_goes_on_from_all_that_its_calls_gave():
-    job = ResumableJob(shipped(), None)
-    assert "state.answers" not in job.begin()
-    for state in (answers(1, 0, 1), answers(2, 1, 2)):
-        job.take(Progress(state.step, 4, 0.1), state_tensors(state))
-    job.take(Progress(3, 4, 0.1), None)
-    assert "goes on after step 2" in job.survive(RankFailed(1, "killed"), "cuda:1")
-    state = take_state(dict(job.begin()))
-    assert (state.step, state.first) == (2, 0)
-    assert state.answers[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2]
-    job.take(
-        Progress(4, 4, 0.1), state_tensors(answers(4, 3, 1))
-    )  # the new ranks go on where the record ends
-    assert len(job.begin()["state.answers"]) == 4
 
 
 def test_a_record_ends_where_a_part_of_it_was_lost():

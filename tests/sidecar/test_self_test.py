@@ -1,27 +1,22 @@
-"""The process of a self-test: its answer, its crash, its time limit, cancelling it, its death with its parent."""
+"""The rank of a self-test: its answer, its crash, its time limit, cancelling it."""
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from parallel_backend.errors import Cancelled, RankFailed
 from parallel_backend.sidecar import self_test
-from parallel_backend.sidecar.self_test import run_self_tests
 from parallel_backend.wire.checks.findings import SelfTest
 from scripted import is_running
 from waiting import wait_until
 
-pytestmark = pytest.mark.real_start
+pytestmark = pytest.mark.usefixtures("no_leaks")
 PROGRAM = "tests.support.rank_programs.self_test_script"
 
 
 def run(folder, *names, **options):
-    return run_self_tests(str(folder), names, module=PROGRAM, **options)
+    return self_test.run_self_tests(str(folder), names, rank_module=PROGRAM, **options)
 
 
 @pytest.fixture
@@ -40,52 +35,35 @@ def pid_of(folder):
     return int((folder / "pid").read_text())
 
 
-def test_each_class_has_its_outcome_in_turn(tmp_path, no_leaks):
+def test_each_class_has_its_outcome_in_turn_and_no_listener_hears_of_the_rank(tmp_path, events):
     found = run(tmp_path / "good", "Flux", "WanModel")
     assert found == (SelfTest("Flux", "block", 0.07), SelfTest("WanModel", "block", 0.07))
+    assert events == []
 
 
-@pytest.mark.parametrize(
-    ("manner", "words"), [("crash", "(?s)SIGABRT.*out of luck"), ("noise", "code 0"), ("short", "code 0")]
-)
-def test_without_an_outcome_for_each_there_is_none(tmp_path, no_leaks, manner, words):
-    with pytest.raises(RankFailed, match=words) as failed:
-        run(tmp_path / manner, "Flux", "WanModel")
+def test_one_that_crashes_has_no_outcome(tmp_path):
+    with pytest.raises(RankFailed, match="the self-test failed: killed by SIGABRT") as failed:
+        run(tmp_path / "crash", "Flux", "WanModel")
     assert failed.value.crashed
 
 
-def test_one_that_takes_too_long_is_ended(silent, no_leaks, monkeypatch):
-    """The clock stands still until the process has started."""
+def test_a_folder_without_comfyui_is_no_outcome(tmp_path):
+    with pytest.raises(RankFailed, match=r"the self-test failed: .* is not ComfyUI's folder"):
+        self_test.run_self_tests(str(tmp_path), ["Flux"])
+
+
+def test_one_that_takes_too_long_is_ended(silent, monkeypatch):
+    """The clock stands still until the test has started."""
     clock = SimpleNamespace(monotonic=lambda: 10.0 * has_pid(silent), sleep=time.sleep)
     monkeypatch.setattr(self_test, "time", clock)
+    limits = SimpleNamespace(START=1.0, SELF_TEST=0.0)
+    monkeypatch.setattr(self_test, "deadlines", limits)
     with pytest.raises(RankFailed, match="did not end within 1 s"):
-        run(silent, "Flux", limit=1.0)
+        run(silent, "Flux")
     assert not is_running(pid_of(silent))
 
 
-def test_it_is_ended_when_it_is_cancelled(silent, no_leaks):
+def test_it_is_ended_when_it_is_cancelled(silent):
     with pytest.raises(Cancelled):
         run(silent, "Flux", should_cancel=lambda: has_pid(silent))
     assert not is_running(pid_of(silent))
-
-
-def test_it_dies_with_the_process_that_started_it(silent, tmp_path):
-    """Uses the real program, which first ties itself to its parent: it has barely started when that is killed."""
-    code = (
-        "import sys; from parallel_backend.sidecar import self_test; "
-        "popen = self_test.subprocess.Popen\n"
-        "def tell(*args, **kwargs):\n"
-        "    process = popen(*args, **kwargs)\n"
-        "    print(process.pid, flush=True)\n"
-        "    return process\n"
-        "self_test.subprocess.Popen = tell\n"
-        "self_test.run_self_tests(sys.argv[1], ['Flux'])"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
-    ) as parent:
-        child = int(parent.stdout.readline())
-        time.sleep(0.1)
-        parent.kill()
-    wait_until(lambda: not is_running(child))
-    assert os.getpid() != child

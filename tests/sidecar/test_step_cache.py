@@ -7,7 +7,7 @@ import torch
 
 from loop_jobs import loop_job, tiny_model
 from parallel_backend.errors import Cancelled, RequestError
-from parallel_backend.options import check_step_cache, check_threshold
+from parallel_backend.options import check_step_cache
 from parallel_backend.requests import Placement
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
@@ -45,7 +45,5 @@ def test_a_job_tells_what_was_reused_and_a_cancelled_one_leaves_nothing(two_real
 
 @pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf")])
 def test_a_threshold_that_compares_with_nothing_is_refused(threshold):
-    with pytest.raises(RequestError, match="cache_threshold"):
-        check_threshold(threshold)
     with pytest.raises(RequestError, match="cache_threshold"):  # as both samplers and a job check it
         check_step_cache(threshold, ParallelStrategy())

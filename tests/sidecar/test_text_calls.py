@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -12,7 +10,6 @@ import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.errors import Cancelled, RequestError
-from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.holdings import RankInventory
 from parallel_backend.sidecar.model_room import Room, new_number
 from parallel_backend.sidecar.module_requests import (
@@ -122,15 +119,6 @@ def test_a_layer_that_fails_is_a_refusal_and_the_ranks_stay_usable(at, two_real_
     assert two_real_ranks.pids == pids
 
 
-def test_processes_that_were_killed_are_given_the_encoder_again(own_real_ranks):
-    request, phases = request_of(ToyEncoder(), ALL_DEVICES, new_number()), []
-    before = own_real_ranks.call_module(request)
-    os.kill(own_real_ranks.pids[1], signal.SIGKILL)
-    after = own_real_ranks.call_module(request, on_phase=phases.append)
-    assert same(after.value, before.value)
-    assert phases[-2:] == ["sending the text encoder to the processes", "encoding the text"]
-
-
 def test_encoders_that_nobody_has_any_more_are_dropped(at, two_real_ranks):
     held = two_real_ranks._holdings.held
     first, second, third = (new_number() for _ in range(3))
@@ -151,19 +139,6 @@ def test_a_place_that_does_not_exist_is_refused(at):
         RequestError, match="placement is everywhere; choose one of auto, one device, all devices"
     ):
         at(ToyEncoder(), "everywhere")
-
-
-def test_weights_that_are_too_many_to_be_sent_are_refused_before(at):
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(
-            RequestError,
-            match=r"The weights of the text encoder that lie in no \.safetensors file of its loader take 0\.0 GiB",
-        ),
-    ):
-        patch.setattr(module_requests, "MOST_BYTES", 100)
-        at(ToyEncoder(), FIRST)
-    assert at(ToyEncoder(), FIRST).value
 
 
 GIB = 2**30

@@ -17,9 +17,9 @@ from other_vaes import build as other_vae
 from parallel_backend.errors import PlatformError, RankFailed, RequestError
 from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sidecar import module_requests
 from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import payloads
 from scripted import is_running
 from tests.closed_forms.band_traffic import expected_decode_bytes
 from tiny_flux import write_tiny_flux
@@ -214,7 +214,7 @@ def test_a_vae_or_pictures_that_are_too_large_are_refused_before(ranks, monkeypa
     vae, latent = flux(), random_latent(FLUX, 4, 4)
     if not is_new:
         ranks.call_module(vae.request(latent))
-    monkeypatch.setattr(module_requests, "MOST_BYTES", 100)
+    monkeypatch.setattr(payloads, "MOST_BYTES", 100)
     with pytest.raises(RequestError, match=words):
         ranks.call_module(vae.request(latent))
     monkeypatch.undo()

@@ -12,6 +12,7 @@ from parallel_backend.options import CompileStats
 from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
+from parallel_backend.wire.checks.findings import SelfTest
 from parallel_backend.wire.protocol import (
     MAX_MESSAGE_BYTES,
     Calibrate,
@@ -25,6 +26,7 @@ from parallel_backend.wire.protocol import (
     Load,
     MoveOut,
     Progress,
+    ProveClasses,
     RankCall,
     RankModels,
     RankRun,
@@ -42,7 +44,6 @@ CALIBRATION = Calibration(
     strategy=PLACEMENT.strategy,
     transfers=(Transfer("pair", 4096, 4096, seconds=1e-5, peer=0, intact=False),),
     collective_s=2e-5,
-    seconds=1.5,
     facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
 )
 # (message, number of payloads that it comes with)
@@ -50,7 +51,7 @@ FILE = ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16")
 SAMPLING = RunJob(PLACEMENT, 4, previews=True, cfg=3.5)
 MESSAGES = [
     (Hello(protocol=1, python="3.11.7", torch="2.13.0"), 0),
-    (Setup(1, world_size=2, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b", backend="nccl"), 0),
+    (Setup(1, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b"), 0),
     (Done(), 0),
     (Load(FILE, ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)), model=3, keep=(2, 1)), 0),
     (SAMPLING, 1),
@@ -62,6 +63,8 @@ MESSAGES = [
     (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
     (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
     (KeepModels((2, 1)), 0),
+    (ProveClasses(ComfyUISource("/ComfyUI"), ("Flux",)), 0),
+    (Done(proofs=(SelfTest("Flux", "stay", worst=1e-7),)), 0),
     (MoveOut(rank=1, model=2), 0),
     (TakeBack(), 0),
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),

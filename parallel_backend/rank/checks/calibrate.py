@@ -44,7 +44,6 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
             f"{layout.strategy.describe()} uses one of these {world.world_size} devices: there are no links to "
             f"measure. Choose a strategy over all of them."
         )
-    started = time.perf_counter()
     transfers: list[Transfer] = []
     collective_s = 0.0
     if world.world_size > 1:
@@ -74,7 +73,6 @@ def calibrate(world: World, layout: Layout, message: Calibrate) -> Calibration:
         strategy=layout.strategy,
         transfers=tuple(transfers),
         collective_s=collective_s,
-        seconds=time.perf_counter() - started,
         facts=_facts(world) if message.thorough else None,
     )
 

@@ -30,10 +30,11 @@ from ...engine.stages.owners import pack
 from ...engine.stages.stale_keys import StaleKeyCache
 from ...engine.tokens.block_tokens import ImagePatch
 from ...errors import RankFailed
+from ...models.comfyui.environment import import_comfyui
 from ...models.comfyui.tiny.cases import CASES, Inputs, TinyModel
 from ...models.comfyui.tiny.weights import fill
 from ...models.tokens.table import TABLE, has_stages, sends_tokens, token_mode
-from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placement
+from ...requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ComfyUISource, ModuleCall, Placement
 from ...sampling.image_patches import ElementPatches
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import SelfTest
@@ -47,6 +48,7 @@ SIZE = (9, 7)  # latent height and width: their tokens are not divisible by two 
 _STRATEGY = ParallelStrategy(ulysses_degree=2)
 _TOKENS = _STRATEGY.replace(sends_tokens=True)
 _STAGES, _PATCHES = ParallelStrategy(pipefusion_degree=2), 3
+_NO_GPU = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _WORDS = 500  # characters of an error
 _PATIENCE = 60.0  # s for the ranks of a class; they usually take 1 s
 _NOTICE = 5.0  # s in which the death of a rank must show after its peer has raised
@@ -68,6 +70,16 @@ class _Case:
     def modes(self) -> tuple[str, ...]:
         known = token_mode(type(self.model.module).__name__, self.kwargs)
         return (BANDS,) if known == BANDS else tuple(dict.fromkeys((BLOCK, known)))
+
+
+def prove_all(comfyui: ComfyUISource, names: Sequence[str]) -> tuple[SelfTest, ...]:
+    """Tests classes of a ComfyUI on the CPU, in a process that does nothing else. It never touches a GPU: the order and
+    the number of tokens are the same on all devices."""
+    os.environ |= dict.fromkeys(_NO_GPU, "")
+    torch.set_num_threads(1)  # ranks are forked, and a thread pool does not survive a fork
+    # Without ComfyUI's own command-line flags: they choose dtypes and kernels, not what is a token.
+    import_comfyui(comfyui, torch.device("cpu"))
+    return tuple(map(prove, names))
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,8 @@ class JoinedWorker(RankWorker):
         super().__init__(setup)
         self._files = files
 
-    def _make_reader(self) -> JobReader:
+    @cached_property
+    def _reader(self) -> JobReader:
         from ..jobs.reader import JobReader
 
         return JobReader(self.world, self._files.facts, self._files.check_packs)

@@ -114,11 +114,7 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     other_functions = [
         value for name, value in options.items() if name not in ("wrappers", "callbacks") and callable(value)
     ]
-    keeps_state = any(
-        not _is_plain(value)
-        for name, value in options.items()
-        if name not in HOST_ONLY and not name.startswith(PACK_OPTIONS) and not callable(value)
-    )
+    keeps_state = not all(map(_is_plain, _seen_by_network(options).values()))
     around = (options.get("wrappers") or {}).get("diffusion_model", {})
     functions: list[Callable[..., Any]] = [
         *(one for value in patches.values() for one in value),
@@ -141,6 +137,15 @@ def foreign_in(options: Mapping[str, Any], state: NetworkState, code: Foreign) -
     )
 
 
+def _seen_by_network(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options without those that only ComfyUI's sampling or the pack reads."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in HOST_ONLY and not name.startswith(PACK_OPTIONS)
+    }
+
+
 def _is_plain(value: Any) -> bool:
     """Returns False for a value that contains an object of some class, in which a network may store state (Kandinsky 6
     has its step cache there)."""
@@ -157,11 +162,6 @@ def mode_of(
     """Returns the token mode of a call (TOKEN_MODES). `proven`: the mode that the class is proven for."""
     if foreign.kernel or (foreign.takes_part and not (foreign.between and has_blocks)):
         return ATTENTION
-    options = kwargs.get(OPTIONS) or {}
-    seen = {
-        name: value
-        for name, value in options.items()
-        if name not in HOST_ONLY and not name.startswith(PACK_OPTIONS)
-    }
+    seen = _seen_by_network(kwargs.get(OPTIONS) or {})
     usual = trusted_mode(class_name, {**kwargs, OPTIONS: seen}, ClassVerdict(proven))
     return max(BLOCK, usual, key=TOKEN_MODES.index) if foreign.takes_part else usual

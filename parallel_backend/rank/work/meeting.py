@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -19,6 +17,7 @@ from ...engine.blocks.step_cache import ModuleCache
 from ...engine.comm.collectives import broadcast
 from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
+from ...engine.shared_layers import flatten, send_tree
 from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
 from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
@@ -43,8 +42,6 @@ _DIFFERENTIATED_SHARED = (
     "The sampler differentiates the model (torch.func), which the devices cannot do with weights that they share out; "
     "set shard_weights to off, and tensor_degree and pipefusion_degree to 1."
 )
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PART, _FORM = 10, 1 + 10 * 4  # numbers of one part (dtype, ndim, shape), and of an answer of up to 4 parts
 _IN_STAGES = "Nodes have changed the model, which PipeFusion cannot share out; set pipefusion_degree to 1."
 
 
@@ -191,35 +188,16 @@ class ModuleMeeting:
             finally:
                 self._is_apart = False
         parts: list[Tensor] = []
+        form = ""
         if world.rank == 0:
             self._is_apart = True
             try:
                 with all_threads(world.device):
-                    answer = forward(call, None)
+                    parts, form = flatten(_parts_of(forward(call, None)))
             finally:
                 self._is_apart = False
-            parts = [part.contiguous() for part in _parts_of(answer)]
-        parts = self._formed(parts)
-        for part in parts:
-            broadcast(part, 0, self._layouts.everyone, self._layouts.traffic)
+        parts = send_tree(parts, form, 0, self._layouts, "the wait for a model call")
         return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
-
-    def _formed(self, parts: list[Tensor]) -> list[Tensor]:
-        """Returns empty tensors with the shapes and dtypes of rank 0's `parts`; on rank 0, `parts`. Collective."""
-        words = torch.zeros(_FORM, dtype=torch.int64)
-        words[0] = len(parts)
-        for place, part in enumerate(parts):
-            form = [_DTYPES.index(part.dtype), part.ndim, *part.shape]
-            words[1 + _PART * place :][: len(form)] = torch.tensor(form)
-        dist.broadcast(words, 0, group=self._layouts.world.control)
-        if parts:
-            return parts
-        device = self._layouts.world.device
-        found = []
-        for place in range(int(words[0])):
-            dtype, ndim, *shape = words[1 + _PART * place :][:_PART].tolist()
-            found.append(torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=device))
-        return found
 
     def _take_first_ranks(self, args: tuple[Any, ...]) -> None:
         """Checks that all ranks make the same call, and overwrites their latent and sigma with rank 0's. Collective."""

@@ -30,6 +30,7 @@ from ...wire.protocol import (
     KeepModels,
     Load,
     MoveOut,
+    ProveClasses,
     RankCall,
     RankModels,
     RankRun,
@@ -46,6 +47,7 @@ from .step_boundary import StepBoundary
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
+    from ...wire.checks.findings import SelfTest
     from ..jobs.modules import HeldEncoder, Modules
     from ..jobs.reader import JobReader
     from ..jobs.vaes import HeldVae
@@ -66,9 +68,9 @@ class RankWorker:
             torch.use_deterministic_algorithms(True, warn_only=True)  # as ComfyUI does
         self.world = World(
             rank=setup.rank,
-            world_size=setup.world_size,
+            world_size=len(setup.devices),
             device=device_of(setup.devices[setup.rank]),
-            backend=setup.backend,
+            backend="nccl" if all(name.startswith("cuda") for name in setup.devices) else "gloo",
             store_path=setup.rendezvous,
             devices=tuple(device_of(name) for name in _seen_from(setup)),
         )
@@ -117,6 +119,12 @@ class RankWorker:
         self.models.keep(message.models)
         self._record_weights()
         return self.models.report()
+
+    def prove(self, message: ProveClasses) -> tuple[SelfTest, ...]:
+        """Tests classes of a ComfyUI against the table of classes."""
+        from ..checks.module_parity import prove_all
+
+        return prove_all(message.comfyui, message.names)
 
     def run_plain_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
@@ -184,9 +192,6 @@ class RankWorker:
 
     @cached_property
     def _reader(self) -> JobReader:
-        return self._make_reader()
-
-    def _make_reader(self) -> JobReader:
         from ..jobs.reader import JobReader
 
         return JobReader(self.world)

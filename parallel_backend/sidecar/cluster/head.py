@@ -27,13 +27,12 @@ from ...errors import Cancelled, DeviceError, ParallelError, TransportError
 from ...wire import deadlines
 from ...wire.heartbeat import MOST_RANKS, Page
 from ...wire.transport import Link
-from .remote_machine import Departure, RemoteMachine
+from .remote_machine import Departure, OnDeparture, RemoteMachine
 
 MOST_AT_THE_DOOR, MOST_FROM_ONE = 32, 4  # connections that have not joined yet, in total and from one address
 _MAX_DEVICE_BYTES = 2**44  # 16 TiB, more than any device or host has
 _SAY = 10.0  # s between two log lines about refused connections
 
-OnDeparture = Callable[[Departure], None]
 log = logging.getLogger("parallel_backend.cluster")
 
 
@@ -60,7 +59,6 @@ class ClusterHead:
         self._context = make_context(endpoint)
         self._machines: dict[str, RemoteMachine] = {}
         self._gone: dict[str, _Gone] = {}
-        self._groups: dict[RemoteMachine, OnDeparture] = {}
         self._changed = threading.Condition()
         self._door: collections.Counter[str] = collections.Counter()  # those not joined, by address
         self._refused, self._logged_at = 0, float("-inf")
@@ -111,7 +109,7 @@ class ClusterHead:
                 self._changed.wait(deadlines.POLL)
 
     def _is_free(self, name: str) -> bool:
-        return name in self._machines and not self._machines[name].busy
+        return name in self._machines and self._machines[name].on_departure is None
 
     def _missing(self, names: Sequence[str]) -> DeviceError:
         """Returns an error that names one machine: one that was cut off, else the one whose connection closed first.
@@ -141,8 +139,7 @@ class ClusterHead:
                 raise self._missing(missing)
             machines = tuple(self._machines[name] for name in names)
             for machine in machines:
-                machine.busy = True
-                self._groups[machine] = on_departure
+                machine.on_departure = on_departure
         links: dict[int, Link] = {}
         for machine in machines:
             links |= machine.start(epoch, ranks, page)
@@ -154,11 +151,10 @@ class ClusterHead:
             if self._machines.get(machine.name) is machine:
                 del self._machines[machine.name]
                 self._gone[machine.name] = _Gone(machine.devices, words, time.monotonic(), departure.silent)
-            on_departure = self._groups.pop(machine, None)
             self._changed.notify_all()
         log.info("machine %s left the cluster %s: %s", machine.name, self.endpoint.cluster, departure.words)
-        if on_departure is not None:
-            on_departure(departure)
+        if machine.on_departure is not None:
+            machine.on_departure(departure)
 
     # Connections that have not joined yet.
 

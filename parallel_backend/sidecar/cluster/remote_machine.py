@@ -31,8 +31,12 @@ class Departure:
     silent: bool
 
 
+OnDeparture = Callable[[Departure], None]
+
+
 class RemoteMachine:
-    """A machine that has joined. `begin` starts its thread, which calls `on_gone(machine, departure)` at its end."""
+    """A machine that has joined. `begin` starts its thread, which calls `on_gone(machine, departure)` at its end;
+    `on_departure`: then called for the group that it serves, None if it serves none."""
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class RemoteMachine:
         self.address = connection.getpeername()[0]
         self.devices = tuple(f"{device}@{cluster}/{join.machine}" for device in join.devices)
         self.memory = dict(zip(self.devices, join.memory, strict=True))
-        self.busy = False
+        self.on_departure: OnDeparture | None = None
         self._on_gone = on_gone
         self._page: Page | None = None
         self._ranks: tuple[int, ...] = ()
@@ -62,7 +66,6 @@ class RemoteMachine:
 
     def start(self, epoch: int, ranks: dict[str, int], page: Page) -> dict[int, Link]:
         """Starts a group on its processes; returns the group's end of each rank's link. `ranks`: by device name."""
-        self.busy = True
         numbers = tuple(ranks.get(device, -1) for device in self.devices)
         pairs = {rank: link_pair() for rank in numbers if rank >= 0}
 

@@ -326,15 +326,8 @@ def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
 
     def greet(rank: int, message: Message, tensors: Tensors | None) -> None:
         _check_versions(rank, expect(rank, message, Hello))
-        setup = Setup(
-            rank=rank,
-            world_size=group.world_size,
-            devices=group.devices,
-            rendezvous=group.rendezvous,
-            backend="nccl" if all(device.startswith("cuda") for device in group.devices) else "gloo",
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        exchange.send_to(rank, setup)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        exchange.send_to(rank, Setup(rank, group.devices, group.rendezvous, is_deterministic))
 
     exchange.wait(lambda: deadlines.START, greet)
 

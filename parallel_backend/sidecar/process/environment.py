@@ -65,7 +65,8 @@ _PREFIXES = (
 # Three variables have configured torch's allocator over time.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Ranks on the CPU see no GPU: libraries (comfy, xfuser) would take a visible one as the device, and a process cannot
-# use a GPU if its parent looked for one before the fork (sidecar/self_test.py). HIP ignores an empty value, hence -1.
+# use a GPU if its parent looked for one before the fork (rank/checks/module_parity.py). HIP ignores an empty value,
+# hence -1.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 

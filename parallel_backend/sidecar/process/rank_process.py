@@ -31,10 +31,10 @@ class RankProcess:
         self._line = b""
         os.set_blocking(self.stdout.fileno(), False)
 
-    def drain(self, limit: int = _READ) -> bool:
-        """Reads and logs up to `limit` bytes of output; returns False at end of file."""
+    def drain(self) -> bool:
+        """Reads and logs up to _READ bytes of output; returns False at end of file."""
         try:
-            data = os.read(self.stdout.fileno(), limit)
+            data = os.read(self.stdout.fileno(), _READ)
         except BlockingIOError:
             return True
         self.output += data

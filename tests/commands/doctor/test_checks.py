@@ -149,7 +149,7 @@ def calibrations(count=2, rate=20e9, backend="nccl", collective_s=30e-6, facts=F
         transfers = [Transfer(kind, size, size, size / rate, peer) for kind, peer in kinds for size in SIZES]
         own = dataclasses.replace(facts, peers=(True,) * count)
         strategy = ParallelStrategy(ring_degree=count)
-        found.append(Calibration(rank, backend, strategy, tuple(transfers), collective_s, 1.0, own))
+        found.append(Calibration(rank, backend, strategy, tuple(transfers), collective_s, own))
     return found
 
 

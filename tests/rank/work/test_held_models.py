@@ -14,8 +14,6 @@ from parallel_backend.rank.work.device import weight_bytes
 from parallel_backend.rank.work.held_models import HeldModel, HeldModels, import_for, release_cache
 from parallel_backend.rank.work.worker import RankWorker
 from parallel_backend.requests import LoadInfo, ModelSpec
-from parallel_backend.sidecar import model_room as sidecar_held_models
-from parallel_backend.sidecar.model_room import ModelKey, Room, choose_to_drop, free_room
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.protocol import Load, MoveOut, RankModels
 
@@ -72,30 +70,15 @@ def test_the_weights_of_all_count_and_a_dropped_ones_are_gone_at_once(models):
     assert weight_bytes(models.chunks, CPU) == 4 * ((4 + 2) + (9 + 3))
 
 
-def test_a_gpu_says_what_it_has_for_the_next_model_and_the_oldest_of_its_own_goes(monkeypatch):
+def test_a_gpu_says_what_it_has_for_the_next_model(monkeypatch):
     """A card of 24 GiB holds two models of 10 GiB: 2 GiB are free, and torch keeps 1 GiB for its next allocations."""
-    free, kept = 2 * GIB, GIB
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB + kept)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 21 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * GIB)
     rank = HeldModels(torch.device("cuda:0"))
     rank.add(1, held())
     rank.add(2, held())
-    assert rank.report() == RankModels((1, 2), free + kept, 24 * GIB)
-    known = [known_model(number, 10) for number in (1, 2)]
-    gone = choose_to_drop(known, key("x"), Room((10 * GIB,)), Room(free_room([rank.report()]).devices))
-    assert [model.number for model, _ in gone] == [1]
-    free = 15 * GIB
-    assert not choose_to_drop(known, key("x"), Room((10 * GIB,)), Room(free_room([rank.report()]).devices))
-
-
-def key(name):
-    return ModelKey(ModelSpec(f"/models/{name}.safetensors"), ParallelStrategy(), (1,))
-
-
-def known_model(number, gib):
-    info = LoadInfo(1.0, 4, False, "bfloat16", "bfloat16")
-    return sidecar_held_models.CountedModel(number, key(str(number)), info, Room((gib * GIB,)))
+    assert rank.report() == RankModels((1, 2), 3 * GIB, 24 * GIB)
 
 
 def test_weights_move_out_once_and_those_that_are_elsewhere_stay():

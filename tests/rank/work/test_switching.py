@@ -19,7 +19,7 @@ from parallel_backend.options import THREADS_ALONE
 from parallel_backend.rank.work import job as jobs
 from parallel_backend.rank.work.device import all_threads
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar.group.events import Stepped, listen
+from parallel_backend.sidecar.group.events import Stepped
 from parallel_backend.sidecar.process.environment import rank_environment
 from parallel_backend.sidecar.sidecar import Sidecar, State
 from parallel_backend.strategy import ParallelStrategy
@@ -77,15 +77,11 @@ def sample(ranks, spec, job=CASES["everything"], trials=NO_TRIALS, **more):
     return ranks.sample(spec, ship(spec, job, trials=trials), Placement(ULYSSES), **more)
 
 
-def test_each_step_tells_its_strategy(two_real_ranks, spec):
-    heard, phases = [], []
-    stop = listen(heard.append)
-    try:
-        tried = sample(two_real_ranks, spec, trials=TRIALS, on_phase=phases.append)
-    finally:
-        stop()
+def test_each_step_tells_its_strategy(two_real_ranks, spec, events):
+    phases = []
+    tried = sample(two_real_ranks, spec, trials=TRIALS, on_phase=phases.append)
     assert relative_difference(tried.latent, stock_latent(spec, CASES["everything"])) <= TOLERANCE
-    steps = [event.strategy for event in heard if isinstance(event, Stepped)]
+    steps = [event.strategy for event in events if isinstance(event, Stepped)]
     assert len(steps) == len(tried.info.step_seconds) == STEPS
     assert steps[:5] == [ULYSSES] * 4 + [RING] and steps[-1] == tried.info.strategy
     begun = list(dict.fromkeys(steps))

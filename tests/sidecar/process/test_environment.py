@@ -78,7 +78,7 @@ def test_threads_on_a_cpu_do_not_spin_unless_the_user_said_so():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_rank_is_as_deterministic_as_comfyui(deterministic):
     try:
-        RankWorker(Setup(0, 1, ("cpu:0",), "unused", "gloo", deterministic))
+        RankWorker(Setup(0, ("cpu:0",), "unused", deterministic))
         assert torch.are_deterministic_algorithms_enabled() == deterministic
         assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic
     finally:

@@ -1,22 +1,24 @@
-"""A self-test with a scripted outcome: the folder name of `--root` chooses it. It imports nothing slow."""
+"""A rank whose self-tests have a scripted outcome: the name of ComfyUI's folder chooses it."""
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 
-root, parent = (sys.argv[sys.argv.index(name) + 1] for name in ("--root", "--parent"))
-names = sys.argv[sys.argv.index("--class") + 1 :]
-assert int(parent) == os.getppid()
-manner = Path(root).name
-if manner == "crash":
-    print("out of luck", file=sys.stderr)
-    os.abort()
-if manner == "silent":
-    Path(root, "pid").write_text(str(os.getpid()))
-    time.sleep(60)
-if manner == "noise":
-    print("hello")
-for name in names if manner == "good" else names[:-1]:
-    print(json.dumps({"class_name": name, "mode": "block", "worst": 0.07, "error": ""}))
+from parallel_backend.rank.__main__ import main
+from parallel_backend.rank.work.worker import RankWorker
+from parallel_backend.wire.checks.findings import SelfTest
+
+
+class ScriptedTests(RankWorker):
+    def prove(self, message):
+        folder = Path(message.comfyui.root)
+        if folder.name == "crash":
+            os.abort()
+        if folder.name == "silent":
+            (folder / "pid").write_text(str(os.getpid()))
+            time.sleep(60)
+        return tuple(SelfTest(name, "block", 0.07) for name in message.names)
+
+
+if __name__ == "__main__":
+    main(ScriptedTests)
