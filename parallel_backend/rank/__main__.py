@@ -191,6 +191,7 @@ def _answer(
         MoveOut,
         Prepare,
         RankCall,
+        RunCheck,
         RunJob,
         TakeBack,
     )
@@ -242,6 +243,8 @@ def _answer(
                 return Done(models=worker.models.report()), None
             case Calibrate():
                 return Done(calibration=worker.calibrate(message)), None
+            case RunCheck():
+                return Done(findings=worker.check(message)), None
             case _:
                 raise TransportError(f"{type(message).__name__} is not a request")
     except LinkClosed:

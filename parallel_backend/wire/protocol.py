@@ -17,9 +17,10 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
+from .checks.findings import CheckSubject, Finding
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 24
+VERSION = 25
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -123,6 +124,14 @@ class Calibrate:
 
 
 @dataclass(frozen=True)
+class RunCheck:
+    """Parent to all ranks: run the check `name` of the GPU check, one that looks at the ranks themselves."""
+
+    name: str
+    subject: CheckSubject
+
+
+@dataclass(frozen=True)
 class MoveOut:
     """Parent to all ranks: `rank` frees the device memory of model number `model`. Weights that differ from the file's
     go to host memory, and the others are read again later."""
@@ -200,6 +209,7 @@ class Done:
     run: RankRun | None = None
     calibration: Calibration | None = None
     call: RankCall | None = None
+    findings: tuple[Finding, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,7 @@ Message = (
     | Prepare
     | RunJob
     | Calibrate
+    | RunCheck
     | MoveOut
     | TakeBack
     | Cancel

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -16,8 +19,7 @@ from ...requests import ModelSpec, Placement, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
-from ...wire.checks.findings import Finding
-from ...wire.checks.gpu_check import CheckSubject
+from ...wire.checks.findings import CheckSubject, Finding
 from ..bench.measure import random_request
 from ..doctor.parity import LIMITS, largest_difference
 
@@ -27,14 +29,20 @@ _COARSEST = max(LIMITS.values())
 
 
 class Ranks:
-    """The groups of ranks for the checks of one subject; `close` ends them."""
+    """The groups of ranks for the checks of one subject; `close` ends them. `deadline`: the time.monotonic() at which
+    jobs and checks on the ranks are ended."""
+
+    deadline = float("inf")
 
     def __init__(self, subject: CheckSubject) -> None:
         self.subject = subject
-        self.file: ModelFile = inspect_model(subject.model)
         self.spec = ModelSpec(subject.model)
         self._groups: dict[int, Sidecar] = {}
         self._expected: dict[tuple[tuple[int, int], str], SampleResult] = {}
+
+    @cached_property
+    def file(self) -> ModelFile:
+        return inspect_model(self.subject.model)
 
     @property
     def count(self) -> int:
@@ -89,6 +97,7 @@ class Ranks:
     ) -> SampleResult:
         """Runs one job under `strategy`. Raises ParallelError if it does not end within `limit_s` seconds."""
         sidecar = self.group(strategy.world_size)
+        limit_s = min(limit_s, self.seconds_left())
         deadline = time.monotonic() + limit_s
         try:
             return sidecar.sample(
@@ -110,6 +119,18 @@ class Ranks:
             self._expected[key] = self.sample(size=size, dtype=dtype)
         return self._expected[key]
 
+    def check(self, name: str, count: int) -> Iterator[Finding]:
+        """Runs a check on the first `count` ranks themselves (rank/checks/gpu.py), which hold no model meanwhile."""
+        sidecar = self.group(count)
+        sidecar.sleep()
+        for rank, findings in enumerate(sidecar.check(name, self.subject, self.seconds_left())):
+            for found in findings:
+                yield found if count == 1 else replace(found, name=f"{found.name}, process {rank}")
+
+    def seconds_left(self) -> float:
+        """Returns the seconds until `deadline`, 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
+
     def memory(self, count: int) -> tuple[RankStatus, ...]:
         """Returns the status of each of `count` ranks, with the bytes that it holds."""
         return self.group(count).status().ranks
@@ -118,6 +139,16 @@ class Ranks:
         """Returns the usual strategy to split a picture over `count` devices."""
         ulysses, ring = self.file.shape.split_sequence(self.count)
         return ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for the ranks that start meanwhile."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def rounding(result: SampleResult) -> float:

@@ -10,6 +10,7 @@ import torch
 from fake_cuda import FakeCuda
 from parallel_backend.commands.gpu_check.run import make_subject
 from parallel_backend.engine.attention import kernel_choice, kernels
+from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.options import ComputeOptions
 from parallel_backend.rank.checks import gpu_attention as attention
 from parallel_backend.rank.checks import gpu_module_call as model_call
@@ -209,7 +210,7 @@ def _one_model_call(world):
     # Compiling takes seconds, and check_steps already tests it.
     model_call.ComputeOptions = lambda compile: PLAIN
     subject = replace(make_subject(("cpu:0", "cpu:1")), pixels=64)
-    calls = model_call.ModelCalls(subject, world)
+    calls = model_call.ModelCalls(subject, Layouts(world))
     found = [*calls.check_synchronisations(), *calls.profile()]
     return [" ".join((finding.status, finding.finding, *finding.details)) for finding in found]
 
