@@ -62,7 +62,6 @@ GOOD = [
     (faults.check_cancel, {"cancel": "ok"}),
     (faults.check_kill, {"killed process": "ok"}),
     (faults.check_out_of_memory, {"out of memory": "ok"}),
-    (run.check_profile, {"profile, process 0": "ok"}),
 ]
 
 
@@ -73,9 +72,16 @@ def test_a_check_on_the_cpu_finds_nothing_wrong(two, check, expected):
     assert {name: found[name].status for name in expected} == expected, found
 
 
+def test_the_profile_of_a_compiled_model_call_is_the_first_process_s(two):
+    (found,) = run.check_profile(two)
+    assert (found.name, found.status) == ("profile, process 0", "ok")
+    assert found.finding.startswith("Ulysses 2, compiled: one model call takes")
+    assert any("addmm" in line for line in found.details)
+
+
 def test_each_check_is_tried_above():
     """The exception is the check of card identities, which needs NVML."""
-    tried = {check.__qualname__ for check, _ in GOOD}
+    tried = {check.__qualname__ for check, _ in GOOD} | {"check_profile"}
     every = {check.examine.__qualname__ for _, check in run.choose(())}
     assert every - tried == {"check_identity"}
 
