@@ -132,11 +132,9 @@ class QueueLog:
     """Records which prompts ComfyUI accepts and which have left its queue. Thread-safe; a disk error costs log lines,
     not prompts. `queued`: returns the ids of the prompts that run or wait."""
 
-    def __init__(
-        self, path: Path, queued: Callable[[], Collection[str]], file_bytes: int = FILE_BYTES
-    ) -> None:
+    def __init__(self, path: Path, queued: Callable[[], Collection[str]]) -> None:
         self.path, self._queued = path, queued
-        self._file_bytes = self._most = file_bytes
+        self._most = FILE_BYTES
         self._open: dict[str, Entry] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -200,12 +198,12 @@ class QueueLog:
             self._file = new
         except OSError as error:
             log.warning("parallel sampling: the queue log %s stays long: %s", self.path, error)
-        self._most = max(self._file_bytes, 2 * self._file.size)
+        self._most = max(FILE_BYTES, 2 * self._file.size)
 
 
-def begin(queued: Callable[[], Collection[str]], environ: Mapping[str, str] = os.environ) -> QueueLog | None:
+def begin(queued: Callable[[], Collection[str]]) -> QueueLog | None:
     """Starts the log that VARIABLE names. Returns None without it, or with a warning if the file cannot be used."""
-    target = environ.get(VARIABLE, "").strip()
+    target = os.environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None
     try:

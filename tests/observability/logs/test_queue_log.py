@@ -28,8 +28,8 @@ def queued():
 def make(tmp_path, queued):
     made = []
 
-    def new(**options) -> QueueLog:
-        made.append(QueueLog(tmp_path / "queue.jsonl", lambda: set(queued), **options))
+    def new() -> QueueLog:
+        made.append(QueueLog(tmp_path / "queue.jsonl", lambda: set(queued)))
         return made[-1]
 
     yield new
@@ -101,8 +101,9 @@ def test_a_new_comfyui_keeps_what_the_old_one_left_and_says_how_to_send_it(make,
     assert f"1 prompts had not ended when ComfyUI did. Send them again with: {command}" in caplog.text
 
 
-def test_it_stays_short_and_loses_nothing(make, queued):
-    log = make(file_bytes=4096)
+def test_it_stays_short_and_loses_nothing(make, queued, monkeypatch):
+    monkeypatch.setattr(queue_log, "FILE_BYTES", 4096)
+    log = make()
     _accept(log, queued, "kept")
     for number in range(40):
         _accept(log, queued, f"passing {number}")
@@ -126,14 +127,19 @@ def test_a_disk_that_fails_costs_the_log_and_no_prompt(make, queued, monkeypatch
     assert _open(log.path) == ["a", "c"] and log.path.read_bytes().endswith(b"}\n")
 
 
-def test_one_file_has_one_writer(make, tmp_path, caplog):
+def test_one_file_has_one_writer(make, monkeypatch, caplog):
     log = make()
     with pytest.raises(RequestError, match="belongs to a ComfyUI that is running"):
         QueueLog(log.path, set)
-    assert begin(set, {queue_log.VARIABLE: str(log.path)}) is None
-    assert "there is no queue log" in caplog.text
-    assert begin(set, {queue_log.VARIABLE: str(tmp_path / "no" / "folder")}) is None
-    assert begin(set, {}) is None and begin(set, {queue_log.VARIABLE: "off"}) is None
+    monkeypatch.setenv(queue_log.VARIABLE, str(log.path))
+    assert begin(set) is None and "there is no queue log" in caplog.text
+
+
+@pytest.mark.parametrize("target", ["", "off", "{}/no/folder"])
+def test_without_a_file_that_can_be_written_there_is_no_log(target, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(queue_log.VARIABLE, target.format(tmp_path))
+    assert begin(set) is None
+    assert ("there is no queue log" in caplog.text) == ("folder" in target)
 
 
 LINES = [
