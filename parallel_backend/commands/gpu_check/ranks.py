@@ -53,11 +53,6 @@ class Ranks:
     def square(self) -> tuple[int, int]:
         return self.subject.pixels, self.subject.pixels
 
-    @property
-    def odd(self) -> tuple[int, int]:
-        height, width = self.subject.odd_pixels
-        return height, width
-
     def group(self, count: int, *, fresh: bool = False) -> Sidecar:
         """Returns the ranks of the first `count` devices, started anew if `fresh`. For a user's model, ends the other
         groups first, because a device may not hold it twice."""

@@ -198,7 +198,7 @@ def _examine(check: Check, ranks: Ranks) -> Iterator[Finding]:
 def _failed(name: str, error: Exception) -> Finding:
     """Returns the finding for the error that ended a check, with the lines that say where it was raised."""
     words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
-    first, *where = words.splitlines()  # where a rank failed or hangs, it says so itself
+    first, *where = words.splitlines() or [""]  # where a rank failed or hangs, it says so itself
     where = where or "".join(traceback.format_exception(error)).splitlines()
     remedy = "report it with this text; the checks after it ran in new processes"
     return Finding(name, "broken", first[:600], remedy, tuple(line[:300] for line in where[-_FRAMES:]))

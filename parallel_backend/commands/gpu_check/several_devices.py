@@ -25,6 +25,7 @@ SPLITS = {
     "tensor 2": ParallelStrategy(tensor_degree=2),
 }
 _PIPE = ParallelStrategy(pipefusion_degree=2)
+_PIPE_LIMIT = 60.0  # s for a job
 # (warm-up steps, patches): each combination gives another order of messages between two stages.
 PIPES = ((1, 2), (1, 6), (0, 2), (0, 6))
 # Growth from one round over all strategies to the next that is not a leak but fragmentation of the allocator.
@@ -42,7 +43,7 @@ def check_strategies(ranks: Ranks) -> Iterator[Finding]:
     """Compares each way to split with one device, at both sizes; for the demo model on GPUs also in float32."""
     both = ranks.subject.on_gpus and ranks.subject.is_demo
     dtypes = ("auto", "float32") if both else ("auto",)
-    sizes = (ranks.square, ranks.odd)
+    sizes = (ranks.square, ranks.subject.odd_pixels)
     for dtype in dtypes:
         for size in sizes:
             ranks.expected(size, dtype)  # one device's results first: its ranks may have to end later
@@ -70,7 +71,7 @@ def pipefusion(warmup: int, patches: int) -> Examine:
 
     def check(ranks: Ranks) -> Iterator[Finding]:
         ranks.group(2).load(ranks.spec, strategy)
-        result = ranks.sample(strategy, limit_s=ranks.subject.pipe_limit_s)
+        result = ranks.sample(strategy, limit_s=_PIPE_LIMIT)
         name, steps = f"warm-up {warmup}, {patches} patches", steps_in_words(result)
         if result.latent.isfinite().all():
             yield Finding(name, "ok", f"{steps}, approximate by design; the latent is finite")

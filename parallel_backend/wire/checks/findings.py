@@ -33,18 +33,16 @@ class Finding:
 class CheckSubject:
     """The subject of the GPU check. `devices`: one per rank; `model`: path of its file; `is_demo`: True if that is the
     pack's demo model; `pixels`: side of the square picture; `odd_pixels`: height and width of one whose latent has odd
-    sides; `text`: tokens of a prompt; `steps`: of a job; `attention_tokens`: tokens for checks of attention alone;
-    `pipe_limit_s`: seconds that PipeFusion may take for a job."""
+    sides; `text`: tokens of a prompt; `steps`: of a job; `attention_tokens`: tokens for checks of attention alone."""
 
     devices: tuple[str, ...]
     model: str
     is_demo: bool
     pixels: int
-    odd_pixels: tuple[int, ...]
+    odd_pixels: tuple[int, int]
     text: int
     steps: int
     attention_tokens: int
-    pipe_limit_s: float = 60.0
 
     @property
     def on_gpus(self) -> bool:
