@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ...devices import is_cpu
 from ...wire.checks.findings import NO_GPU, CheckSubject, Finding
 from .ranks import Ranks
 
@@ -26,7 +27,7 @@ class Check:
 
     def why_not(self, subject: CheckSubject) -> str:
         """Returns why the check cannot run on `subject`, or an empty string."""
-        if self.needs_gpu and not subject.on_gpus:
+        if self.needs_gpu and is_cpu(subject.devices):
             return f"{NO_GPU}: this is about CUDA alone"
         if self.needs_two and len(subject.devices) < 2:
             return "one device: it takes two"

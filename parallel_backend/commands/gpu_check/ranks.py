@@ -152,10 +152,10 @@ def rounding(result: SampleResult) -> float:
     return LIMITS.get("" if load is None else load.compute_dtype, _COARSEST)
 
 
-def compared(name: str, result: SampleResult, expected: SampleResult, words: str = "") -> Finding:
+def compared(name: str, result: SampleResult, expected: SampleResult, words: str) -> Finding:
     """Compares the latent of `result` with the expected one. `words`: text before the difference in the finding."""
     found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
-    finding = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
+    finding = f"{words}, largest difference {found:.1e} of the largest value"
     if found <= limit:
         return Finding(name, "ok", finding)
     return Finding(

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ...devices import is_cpu
 from ...errors import ParallelError, RequestError
 from ...models.registry import inspect_model
 from ...options import COMPILE_BACKEND
@@ -124,7 +125,7 @@ OnBegin = Callable[[str, int, int], None]  # the check's name, its number from 1
 def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     """Returns what to check on `devices`: pictures of the usual size on GPUs, small ones on the CPU. `model`: path of a
     model file, the demo model if empty."""
-    on_gpus = all(device.startswith("cuda") for device in devices)
+    on_gpus = not is_cpu(devices)
     return CheckSubject(
         devices=devices,
         model=str(Path(model).expanduser().resolve()) if model else str(DEMO_MODEL),
@@ -163,7 +164,7 @@ def run_checks(
     ranks = Ranks(subject)
     with ExitStack() as stack:
         stack.callback(ranks.close)
-        if not subject.on_gpus and COMPILE_BACKEND not in os.environ:
+        if is_cpu(subject.devices) and COMPILE_BACKEND not in os.environ:
             # Inductor would take a minute, and ranks on the CPU have no use for it.
             stack.enter_context(environment(COMPILE_BACKEND, "aot_eager"))
         for number, (group, check) in enumerate(checks, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ...devices import is_cpu
 from ...machine.probe import read_visible
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
@@ -35,13 +36,13 @@ _GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
 def check_all_links(ranks: Ranks) -> Iterator[Finding]:
     """Checks the links of all devices: peer access, intact data and rates."""
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)))
-    topology = of_ranks(read_visible(), calibrations) if ranks.subject.on_gpus else None
+    topology = None if is_cpu(ranks.subject.devices) else of_ranks(read_visible(), calibrations)
     return check_links(calibrations, topology)
 
 
 def check_strategies(ranks: Ranks) -> Iterator[Finding]:
     """Compares each way to split with one device, at both sizes; for the demo model on GPUs also in float32."""
-    both = ranks.subject.on_gpus and ranks.subject.is_demo
+    both = not is_cpu(ranks.subject.devices) and ranks.subject.is_demo
     dtypes = ("auto", "float32") if both else ("auto",)
     sizes = (ranks.square, ranks.subject.odd_pixels)
     for dtype in dtypes:

@@ -44,10 +44,6 @@ class CheckSubject:
     steps: int
     attention_tokens: int
 
-    @property
-    def on_gpus(self) -> bool:
-        return all(device.startswith("cuda") for device in self.devices)
-
 
 @dataclass(frozen=True)
 class SelfTest:

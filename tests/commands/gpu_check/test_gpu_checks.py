@@ -104,7 +104,7 @@ EXPECTED = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 )
 def test_a_latent_that_differs_is_told_by_the_measure_of_its_dtype(latent, dtype, compared, same):
     expected = result(EXPECTED, dtype)
-    assert ranks.compared("x", result(latent, dtype), expected).status == compared
+    assert ranks.compared("x", result(latent, dtype), expected, "twice").status == compared
     assert ranks.same_bits("x", result(latent, dtype), expected, "twice").status == same
 
 

@@ -68,8 +68,8 @@ def test_a_check_says_why_it_does_not_fit_the_devices(devices, skipped):
 
 def test_gpus_get_users_sizes_and_the_cpu_small_ones():
     gpu, cpu = make_subject(("cuda:0",)), make_subject(CPU)
-    assert (gpu.pixels, gpu.attention_tokens) == (1024, 4608) and gpu.on_gpus
-    assert cpu.pixels == 128 and not cpu.on_gpus and cpu.is_demo
+    assert (gpu.pixels, gpu.attention_tokens) == (1024, 4608)
+    assert cpu.pixels == 128 and cpu.is_demo
     for subject in (gpu, cpu):
         assert all(side // 8 % 2 for side in subject.odd_pixels) and Path(subject.model).is_file()
 
