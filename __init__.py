@@ -37,7 +37,7 @@ async def comfy_entrypoint() -> ComfyExtension:
                 module.add_routes(server.routes)
             for module in (front_door, launch, preload, prompt_links):
                 module.begin(server)
-            begin_log(price=price_per_gpu_hour)
+            begin_log(price_per_gpu_hour)
 
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
             return list(NODES)

@@ -60,9 +60,8 @@ UPWARDS_WITHIN = {
 }
 MAX_FILES, MAX_LINES, MIN_LINES = 12, 400, 30
 LONG_FILES: set[str] = set()
-# The first two stay short: a process's entry point and code that runs before any heavy import.
+# The first one stays short: code that runs before any heavy import.
 SHORT_FILES = {
-    "parallel_backend/commands/gpu_check/__main__.py",
     "parallel_backend/wire/parent_death.py",
     "parallel_backend/engine/comm/traffic_counter.py",
 }

@@ -30,7 +30,7 @@ _Tell = Callable[[dict[str, object]], Awaitable[None]]
 
 def add_routes(routes: web.RouteTableDef) -> None:
     """Adds two routes for POST without a body. They answer lines of JSON: {"line"} for each line of progress, then
-    {"report"} (of the GPU check also "markdown", "broken", "result") or {"error"}. Refusals: {"error"}, 403 or 409."""
+    {"report"} (of the GPU check also "markdown", "result") or {"error"}. Refusals: {"error"}, 403 or 409."""
     busy = asyncio.Lock()
 
     def one_at_a_time(run: Handler) -> Handler:
@@ -99,8 +99,7 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
             else:
                 # "" if strategies could not be measured: the last line says why.
                 result = shared.read_text() if shared.exists() else ""
-                broken = report["exit_status"] != 0
-                await tell({"markdown": markdown, "report": report, "result": result, "broken": broken})
+                await tell({"markdown": markdown, "report": report, "result": result})
     return answer
 
 

@@ -39,7 +39,7 @@ def begin(server: PromptServer) -> None:
     GET METRICS answers in Prometheus' text format, or 403, 404 or 503 with a line that says why."""
     draining = False
     gauges = DeviceGauges()
-    switch = MetricsSwitch(lambda: bool(setting("metrics")), price=price_per_gpu_hour)
+    switch = MetricsSwitch(lambda: bool(setting("metrics")), price_per_gpu_hour)
     switch.begin()
 
     def read(*, with_memory: bool) -> LoadReport:

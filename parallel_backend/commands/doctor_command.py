@@ -14,7 +14,7 @@ from ..errors import RequestError
 from .bench.command import DEFAULT_ROUNDS, say_progress
 
 if TYPE_CHECKING:
-    from ..wire.checks.gpu_check import CheckSubject
+    from ..wire.checks.findings import CheckSubject
 
 _WIDTHS = (80, 100)  # columns, least and most: a bug report shows 100 without a scroll bar
 

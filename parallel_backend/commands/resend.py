@@ -10,13 +10,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import RequestError
-from ..observability.logs.queue_log import VARIABLE, Entry, QueueLogFile
+from ..observability.logs.queue_log import VARIABLE, Entry, QueueLogFolder
 
 _TIMEOUT = 150.0  # s; ComfyUI validates a prompt before it answers, and the front door waits 120
 _COOKIE = "COMFYUI"  # with this cookie the front door keeps a session on one ComfyUI
@@ -95,7 +95,7 @@ class _Target:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "logs", nargs="+", type=Path, help=f"files that {VARIABLE} named, of ComfyUIs that ended"
+        "logs", nargs="+", type=Path, help=f"folders that {VARIABLE} named, of ComfyUIs that ended"
     )
     parser.add_argument("--to", metavar="URL", help="a ComfyUI or a front door; without it, a list")
     parser.add_argument("--token-file", type=Path, help="file with the front door's token for a program")
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     sent, left = set[str](), 0
     for path in args.logs:
         try:
-            log = QueueLogFile(path, create=False)
+            log = QueueLogFolder(path, create=False)
         except OSError as error:
             raise RequestError(f"{path} cannot be used: {error.strerror}.") from None
         try:
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def _list(log: QueueLogFile) -> int:
+def _list(log: QueueLogFolder) -> int:
     for entry in (found := log.read_open()).values():
         nodes = len(entry.request["prompt"])
         doubt = ", may have been sent" if entry.sending is not None else ""
@@ -137,13 +137,13 @@ def _list(log: QueueLogFile) -> int:
     return len(found)
 
 
-def _send_all(log: QueueLogFile, target: _Target, sent: set[str]) -> int:
+def _send_all(log: QueueLogFolder, target: _Target, sent: set[str]) -> int:
     """Sends and logs the open prompts, and returns the number of those left. `sent`: ids already sent in this run."""
     left = 0
     for entry in log.read_open().values():
         try:
             if entry.prompt_id in sent or _send(log, target, entry):
-                log.append({"sent": entry.prompt_id, "to": target.url})
+                log.remove([entry.prompt_id])
                 sent.add(entry.prompt_id)
                 _tell(f"{entry.prompt_id}  sent{_without(entry)}")
                 continue
@@ -154,7 +154,7 @@ def _send_all(log: QueueLogFile, target: _Target, sent: set[str]) -> int:
     return left
 
 
-def _send(log: QueueLogFile, target: _Target, entry: Entry) -> bool:
+def _send(log: QueueLogFolder, target: _Target, entry: Entry) -> bool:
     """Sends the prompt unless the target already has it. Returns True if the target has it now."""
     if entry.sending is not None and target.knows(entry.prompt_id, entry.sending):
         return True
@@ -162,18 +162,18 @@ def _send(log: QueueLogFile, target: _Target, entry: Entry) -> bool:
     session = target.look("/queue", "").session
     if target.knows(entry.prompt_id, session):
         return True
-    log.append({"sending": entry.prompt_id, "to": target.url, "session": session})
+    log.write(replace(entry, sending=session))
     body = {**entry.request, "prompt_id": entry.prompt_id}
     try:
         while (answer := target.ask("/prompt", session, body)).status == 429:
             time.sleep(min(answer.retry_after, _LONGEST_WAIT))
     except _Unreachable as error:
         if not error.accepted:
-            log.append({"refused": entry.prompt_id})
+            log.write(replace(entry, sending=None))
         raise
     if answer.status == 200:
         return True
-    log.append({"refused": entry.prompt_id})
+    log.write(replace(entry, sending=None))
     _tell(f"{entry.prompt_id}  refused with {answer.status}: {_reason(answer)}", sys.stderr)
     return False
 

@@ -103,7 +103,6 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
         "state": status.state,
         "words": group_words(status),
         "reason": status.reason if status.state in (State.FAILED.value, State.BROKEN.value) else "",
-        "model": next(iter(status.models), ""),
         "models": list(status.models),
         "step_seconds": [round(seconds, 4) for seconds in status.step_seconds],
         "why_not": why_not(status, left_out),

@@ -190,6 +190,7 @@ def _answer(
         Prepare,
         ProveClasses,
         RankCall,
+        RunCheck,
         RunJob,
         TakeBack,
     )
@@ -243,6 +244,8 @@ def _answer(
                 return Done(models=worker.models.report()), None
             case Calibrate():
                 return Done(calibration=worker.calibrate(message)), None
+            case RunCheck():
+                return Done(findings=worker.check(message)), None
             case _:
                 raise TransportError(f"{type(message).__name__} is not a request")
     except LinkClosed:

@@ -20,8 +20,9 @@ from ..requests import (
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.calibration import Calibration
+from ..wire.checks.findings import CheckSubject, Finding
 from ..wire.file_identity import FileIdentity, result_note
-from ..wire.protocol import Calibrate, Prepare
+from ..wire.protocol import Calibrate, Prepare, RunCheck
 from .group.exchange import reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase, State
@@ -196,6 +197,16 @@ class Sidecar(ModuleRequests):
             exchange.send(Calibrate(placement.strategy, budget_s, thorough))
             done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP)
             return tuple(reports(done, lambda answer: answer.calibration))
+
+    def check(self, name: str, subject: CheckSubject, limit_s: float) -> tuple[tuple[Finding, ...], ...]:
+        """Runs a check of the GPU check on the ranks themselves; returns the findings of each."""
+        with self._ranks.lease("check") as lease:
+            self._holdings.ensure_started(lease)
+            self._ranks.working()
+            exchange = lease.exchange()
+            exchange.send(RunCheck(name, subject))
+            done = exchange.wait(lambda: limit_s)
+            return tuple(reports(done, lambda answer: answer.findings))
 
     def cancel(self) -> None:
         """Ends the running request, if any, at its next step; its caller gets Cancelled. Any thread may call."""

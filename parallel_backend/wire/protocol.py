@@ -17,7 +17,7 @@ from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placemen
 from ..strategy import ParallelStrategy
 from ..trials import NO_TRIALS, Trial, TrialPlan
 from .calibration import Calibration
-from .checks.findings import SelfTest
+from .checks.findings import CheckSubject, Finding, SelfTest
 from .strict_json import from_json, parse, shown, to_json
 
 VERSION = 25
@@ -130,6 +130,14 @@ class Calibrate:
 
 
 @dataclass(frozen=True)
+class RunCheck:
+    """Parent to all ranks: run the check `name` of the GPU check, one that looks at the ranks themselves."""
+
+    name: str
+    subject: CheckSubject
+
+
+@dataclass(frozen=True)
 class MoveOut:
     """Parent to all ranks: `rank` frees the device memory of model number `model`. Weights that differ from the file's
     go to host memory, and the others are read again later."""
@@ -208,6 +216,7 @@ class Done:
     run: RankRun | None = None
     calibration: Calibration | None = None
     call: RankCall | None = None
+    findings: tuple[Finding, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -236,6 +245,7 @@ Message = (
     | ProveClasses
     | RunJob
     | Calibrate
+    | RunCheck
     | MoveOut
     | TakeBack
     | Cancel

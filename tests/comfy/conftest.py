@@ -142,7 +142,7 @@ def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     chosen = {"start_at_launch": True, "default_devices": SecondComfyUI.devices}
     _write_settings(base, {f"parallel_sampling.{name}": value for name, value in chosen.items()})
     environment = {
-        queue_log.VARIABLE: str(base / "queue.jsonl"),
+        queue_log.VARIABLE: str(base / "queue"),
         endpoints.VARIABLE: str(base / "secrets"),
         device_lock.VARIABLE: str(comfy.server.base_directory / "locks"),
         device_lock.CPU_TOO: "on",
@@ -151,7 +151,7 @@ def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv(endpoints.VARIABLE, str(base / "secrets"))
         secret = make_cluster(base / "secrets", port=port)
     server = start_comfyui(base, pack_folder="parallel.pack v2", environment=environment)
-    yield SecondComfyUI(server, base / "queue.jsonl", secret, port)
+    yield SecondComfyUI(server, base / "queue", secret, port)
     server.stop()
     assert server.survivors == []
 

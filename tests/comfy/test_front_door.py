@@ -17,7 +17,7 @@ from comfy_harness import Comfy
 from front_door import NAMES, FrontDoor, front_door
 from graphs import Graph
 from parallel_backend.__main__ import main
-from parallel_backend.observability.logs.queue_log import QueueLogFile
+from parallel_backend.observability.logs.queue_log import Entry, QueueLogFolder
 from waiting import run_in_own_loop, wait_until
 
 PROMPTS = 80
@@ -160,17 +160,22 @@ def test_a_page_keeps_its_comfyui_and_its_websocket_hears_of_its_prompt(door):
     assert len(_asked(door, name, "/history")) == 1
 
 
-def test_a_dead_comfyui_s_prompts_are_sent_again_through_it(door, tmp_path):
+def test_a_dead_comfyui_s_prompts_are_sent_again_through_it(door, tmp_path, monkeypatch):
+    """The command is stopped before it notes that they were sent, and asks for them when it runs again."""
+    monkeypatch.setattr(QueueLogFolder, "remove", lambda log, prompt_ids: None)
     names = {str(uuid.uuid4()) for _ in range(3)}
-    log, token = QueueLogFile(tmp_path / "queue.jsonl"), tmp_path / "token"
+    log, token = QueueLogFolder(tmp_path / "queue"), tmp_path / "token"
     for number, name in enumerate(names):
-        log.append({"accepted": name, "number": number, "left_out": [], "request": {"prompt": _picture()}})
+        log.write(Entry(name, float(number), {"prompt": _picture()}))
     log.close()
     token.write_text(door.tokens[3])
     command = ["resend", str(log.path), "--to", door.url, "--token-file", str(token)]
     command += ["--certificate", str(door.folder / "certificate.pem")]
-    assert main(command) == main(command) == 0
-    assert log.path.read_text().count('"session":"') == 3  # in which each can be asked for again
+    assert main(command) == 0
+    log = QueueLogFolder(log.path)
+    assert all(entry.sending for entry in log.read_open().values())  # the session to ask
+    log.close()
+    assert main(command) == 0
 
     def ended() -> list[str]:
         histories = [_asked(door, name, "/history") for name in NAMES]

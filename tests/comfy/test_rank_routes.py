@@ -60,11 +60,11 @@ def test_each_button_does_what_it_says_and_refuses_where_it_makes_no_sense(warm)
         return status, said.get("error", "") if status != 200 else said["groups"][0]["state"]
 
     held = _group(warm)
-    assert (held["state"], held["model"], len(held["ranks"])) == ("ready", "tiny_ranks.safetensors", 2)
+    assert (held["state"], held["models"], len(held["ranks"])) == ("ready", ["tiny_ranks.safetensors"], 2)
     assert all(rank["weight_bytes"] > 0 and rank["pid"] for rank in held["ranks"])
     assert press("wake") == (409, "the processes are awake")
     assert press("sleep") == (200, "asleep")
-    assert press("wake") == (200, "ready") and _group(warm)["model"] == "tiny_ranks.safetensors"
+    assert press("wake") == (200, "ready") and _group(warm)["models"] == held["models"]
     pids = {rank["pid"] for rank in held["ranks"]}
     assert press("restart") == (200, "ready")
     assert not pids & {rank["pid"] for rank in _group(warm)["ranks"]}

@@ -1,13 +1,14 @@
 """`resend` sends each prompt once, whatever stops it on the way. A stand-in for ComfyUI fails on request."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from parallel_backend.__main__ import main
-from parallel_backend.observability.logs.queue_log import QueueLogFile
+from parallel_backend.observability.logs.queue_log import Entry, QueueLogFolder
 
 IDS = ("a", "b", "c")
 
@@ -73,15 +74,12 @@ def target():
 
 @pytest.fixture
 def queue_log(tmp_path):
-    path = tmp_path / "queue.jsonl"
-    file = QueueLogFile(path)
-    for number, name in enumerate((*IDS, "ended")):
+    log = QueueLogFolder(tmp_path / "queue")
+    for number, name in enumerate(IDS):
         request = {"prompt": {"1": {}}, "client_id": "page", "extra_data": {}}
-        left_out = ["api_key_comfy_org"] if name == "b" else []
-        file.append({"accepted": name, "number": number, "left_out": left_out, "request": request})
-    file.append({"ended": "ended"})
-    file.close()
-    return path
+        log.write(Entry(name, float(number), request, ("api_key_comfy_org",) if name == "b" else ()))
+    log.close()
+    return log.path
 
 
 def _taken(target: Target) -> list[str]:
@@ -99,23 +97,26 @@ def test_what_is_open_is_sent_once_under_its_own_id(queue_log, target, capsys):
     token.write_text("a token\n")
     assert main(["resend", str(queue_log), "--to", target.url, "--token-file", str(token)]) == 0
     assert _taken(target) == list(IDS) and target.taken[0]["client_id"] == "page"
-    assert target.tokens == ["Bearer a token"] * 3 and "a token" not in queue_log.read_text()
+    assert target.tokens == ["Bearer a token"] * 3
     assert capsys.readouterr().out.endswith("3 prompts sent, 0 left\n")
     assert main(["resend", str(queue_log), "--to", target.url]) == 0
     assert _taken(target) == list(IDS)
 
 
 @pytest.mark.parametrize(
-    ("fault", "order"),
-    [("silent", ["a", "b", "c"]), (400, ["a", "c", "b"]), (503, ["a", "c", "b"])],
+    ("fault", "session", "order"),
+    [("silent", "a", ["a", "b", "c"]), (400, None, ["a", "c", "b"]), (503, None, ["a", "c", "b"])],
     ids=["its answer was lost", "refused", "not now"],
 )
 def test_one_that_fails_stays_in_the_log_for_the_next_time_and_is_sent_once(
-    queue_log, target, capsys, fault, order
+    queue_log, target, capsys, fault, session, order
 ):
     target.fail["b"] = fault
     assert main(["resend", str(queue_log), "--to", target.url]) == 1
     assert "b  " in capsys.readouterr().err
+    log = QueueLogFolder(queue_log)
+    assert {name: entry.sending for name, entry in log.read_open().items()} == {"b": session}
+    log.close()
     assert main(["resend", str(queue_log), "--to", target.url]) == 0
     assert _taken(target) == order
 
@@ -127,8 +128,7 @@ def test_a_limit_is_waited_for(queue_log, target):
 
 
 def test_what_two_logs_have_is_sent_once(queue_log, target, tmp_path):
-    copy = tmp_path / "copy.jsonl"
-    copy.write_bytes(queue_log.read_bytes())
+    copy = shutil.copytree(queue_log, tmp_path / "copy")
     assert main(["resend", str(queue_log), str(copy), "--to", target.url]) == 0
     assert _taken(target) == list(IDS)
 
@@ -143,7 +143,7 @@ def test_files_and_addresses_that_make_no_sense_are_refused(queue_log, target, t
     assert "cannot be read" in refusal(
         str(queue_log), "--to", target.url, "--token-file", str(tmp_path / "none")
     )
-    held = QueueLogFile(queue_log)
+    held = QueueLogFolder(queue_log)
     assert "belongs to a ComfyUI that is running" in refusal(str(queue_log), "--to", target.url)
     held.close()
     assert target.taken == []

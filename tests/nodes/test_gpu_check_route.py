@@ -90,7 +90,7 @@ def test_progress_comes_line_by_line_and_the_report_at_the_end(ends, ranks, endi
     ends(ending)
     status, (progress, end) = asked(post)
     assert status == 200 and progress == {"line": "--parent --gpu --report --share"}
-    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "result": result, "broken": True}
+    assert end == {"markdown": "# GPU check", "report": {"exit_status": 1}, "result": result}
     assert ranks.asked == 1
 
 

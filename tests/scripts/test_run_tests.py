@@ -29,6 +29,7 @@ def started(monkeypatch, *arguments: str) -> dict:
     def become(environment, *command):
         found.update(environment=environment, command=command)
 
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # `main` removes it, which must end with the test
     monkeypatch.setattr(run_tests, "become", become)
     monkeypatch.setattr(run_tests, "prepare", lambda comfyui=None: ("prepared with", comfyui))
     monkeypatch.setattr(run_tests.os, "chdir", lambda folder: None)

@@ -12,7 +12,7 @@ from parallel_backend.options import CompileStats
 from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
-from parallel_backend.wire.checks.findings import SelfTest
+from parallel_backend.wire.checks.findings import CheckSubject, Finding, SelfTest
 from parallel_backend.wire.protocol import (
     MAX_MESSAGE_BYTES,
     Calibrate,
@@ -30,6 +30,7 @@ from parallel_backend.wire.protocol import (
     RankCall,
     RankModels,
     RankRun,
+    RunCheck,
     RunJob,
     Setup,
     TakeBack,
@@ -45,6 +46,16 @@ CALIBRATION = Calibration(
     transfers=(Transfer("pair", 4096, 4096, seconds=1e-5, peer=0, intact=False),),
     collective_s=2e-5,
     facts=RankFacts("GPU-1", peers=(False, True), all_reduce_error=0.0, kernel="flash", kernel_problem=""),
+)
+SUBJECT = CheckSubject(
+    ("cpu:0",),
+    "/models/a.safetensors",
+    is_demo=False,
+    pixels=128,
+    odd_pixels=(120, 136),
+    text=8,
+    steps=4,
+    attention_tokens=96,
 )
 # (message, number of payloads that it comes with)
 FILE = ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16")
@@ -70,6 +81,8 @@ MESSAGES = [
     (Done(models=RankModels((2, 1), free_bytes=7, total_bytes=9)), 0),
     (Calibrate(PLACEMENT.strategy, budget_s=2, thorough=True), 0),
     (Done(calibration=CALIBRATION), 0),
+    (RunCheck("device", SUBJECT), 0),
+    (Done(findings=(Finding("device", "ok", "the CPU", details=("2 threads",)),)), 0),
     (Load(None, ParallelStrategy(), 7, (3, 1), rank=1, comfyui=ComfyUISource("/ComfyUI")), 1),
     (RunJob(PLACEMENT, steps=4, previews=True, states=True, model=3), 1),
     (RunJob(None, steps=64, model=7), 1),

@@ -7,9 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from ...requests import Placement
 from ...wire.checks.fault_injection import VARIABLE
 from ...wire.checks.findings import Finding
 from .checks import Check
-from .ranks import Ranks, compared
+from .ranks import Ranks, compared, environment
 
 _KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
 _LONG = 1000  # steps of the job that is cancelled in one of its first steps
@@ -78,7 +76,10 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
     """Lets rank 0 use up its memory (simulated on the CPU): the job must raise OutOfMemory, the next one must run."""
     strategy = ranks.split()
     expected = ranks.sample(strategy)
-    with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder, _fault(Path(folder) / "once"):
+    with (
+        tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder,
+        environment(VARIABLE, _fault(folder)),
+    ):
         sidecar = ranks.group(strategy.world_size, fresh=True)
         sidecar.start()
         before = sidecar.pids
@@ -96,15 +97,11 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
     return [compared("out of memory", result, expected, f"told ({words}); the next job on {processes}")]
 
 
-@contextmanager
-def _fault(once: Path) -> Iterator[None]:
-    """Makes ranks that start meanwhile run out of memory once, after one step. `once`: the file that marks it done."""
-    fault = {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": str(once)}
-    os.environ[VARIABLE] = json.dumps(fault)
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
+def _fault(folder: str) -> str:
+    """Returns a fault: rank 0 runs out of memory after one step, once. A file in `folder` marks that it has."""
+    return json.dumps(
+        {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": f"{folder}/once"}
+    )
 
 
 FAULTS = (

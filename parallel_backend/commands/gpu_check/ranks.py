@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -16,8 +19,7 @@ from ...requests import ModelSpec, Placement, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
-from ...wire.checks.findings import Finding
-from ...wire.checks.gpu_check import CheckSubject
+from ...wire.checks.findings import CheckSubject, Finding
 from ..bench.measure import random_request
 from ..doctor.parity import LIMITS, largest_difference
 
@@ -27,14 +29,20 @@ _COARSEST = max(LIMITS.values())
 
 
 class Ranks:
-    """The groups of ranks for the checks of one subject; `close` ends them."""
+    """The groups of ranks for the checks of one subject; `close` ends them. `deadline`: the time.monotonic() at which
+    jobs and checks on the ranks are ended."""
+
+    deadline = float("inf")
 
     def __init__(self, subject: CheckSubject) -> None:
         self.subject = subject
-        self.file: ModelFile = inspect_model(subject.model)
         self.spec = ModelSpec(subject.model)
         self._groups: dict[int, Sidecar] = {}
         self._expected: dict[tuple[tuple[int, int], str], SampleResult] = {}
+
+    @cached_property
+    def file(self) -> ModelFile:
+        return inspect_model(self.subject.model)
 
     @property
     def count(self) -> int:
@@ -44,11 +52,6 @@ class Ranks:
     @property
     def square(self) -> tuple[int, int]:
         return self.subject.pixels, self.subject.pixels
-
-    @property
-    def odd(self) -> tuple[int, int]:
-        height, width = self.subject.odd_pixels
-        return height, width
 
     def group(self, count: int, *, fresh: bool = False) -> Sidecar:
         """Returns the ranks of the first `count` devices, started anew if `fresh`. For a user's model, ends the other
@@ -89,6 +92,7 @@ class Ranks:
     ) -> SampleResult:
         """Runs one job under `strategy`. Raises ParallelError if it does not end within `limit_s` seconds."""
         sidecar = self.group(strategy.world_size)
+        limit_s = min(limit_s, self.seconds_left())
         deadline = time.monotonic() + limit_s
         try:
             return sidecar.sample(
@@ -110,6 +114,18 @@ class Ranks:
             self._expected[key] = self.sample(size=size, dtype=dtype)
         return self._expected[key]
 
+    def check(self, name: str, count: int) -> Iterator[Finding]:
+        """Runs a check on the first `count` ranks themselves (rank/checks/gpu.py), which hold no model meanwhile."""
+        sidecar = self.group(count)
+        sidecar.sleep()
+        for rank, findings in enumerate(sidecar.check(name, self.subject, self.seconds_left())):
+            for found in findings:
+                yield found if count == 1 else replace(found, name=f"{found.name}, process {rank}")
+
+    def seconds_left(self) -> float:
+        """Returns the seconds until `deadline`, 0 after it."""
+        return max(0.0, self.deadline - time.monotonic())
+
     def memory(self, count: int) -> tuple[RankStatus, ...]:
         """Returns the status of each of `count` ranks, with the bytes that it holds."""
         return self.group(count).status().ranks
@@ -120,16 +136,26 @@ class Ranks:
         return ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
 
 
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for the ranks that start meanwhile."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def rounding(result: SampleResult) -> float:
     """Returns the largest difference that counts as rounding in the compute dtype of `result`."""
     load = result.info.load
     return LIMITS.get("" if load is None else load.compute_dtype, _COARSEST)
 
 
-def compared(name: str, result: SampleResult, expected: SampleResult, words: str = "") -> Finding:
+def compared(name: str, result: SampleResult, expected: SampleResult, words: str) -> Finding:
     """Compares the latent of `result` with the expected one. `words`: text before the difference in the finding."""
     found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
-    finding = f"{words}{', ' if words else ''}largest difference {found:.1e} of the largest value"
+    finding = f"{words}, largest difference {found:.1e} of the largest value"
     if found <= limit:
         return Finding(name, "ok", finding)
     return Finding(

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ...devices import is_cpu
 from ...errors import ParallelError, RequestError
 from ...models.registry import inspect_model
 from ...options import COMPILE_BACKEND
-from ...sidecar.group.supervisor import PACK_ROOT
-from ...sidecar.process.environment import rank_environment
-from ...wire.checks.findings import STATUSES, Finding
-from ...wire.checks.gpu_check import Answer, CheckSubject
+from ...wire.checks.findings import STATUSES, CheckSubject, Finding
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import Private, Report, find_private, in_group, scrub, scrub_findings
 from .checks import Check
 from .faults import FAULTS
 from .memory import MEMORY
 from .one_device import INSTALLATION, ONE_GPU
-from .processes import CheckProcesses
+from .ranks import Ranks, environment
 from .several_devices import SEVERAL_GPUS
+
+
+def check_profile(ranks: Ranks) -> Iterator[Finding]:
+    return ranks.check("profile", ranks.count)
+
 
 Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
 # All checks, in the order in which they run.
@@ -33,11 +38,10 @@ GROUPS: Groups = {
     "Weights and memory": MEMORY,
     "Several GPUs": SEVERAL_GPUS,
     "Faults": FAULTS,
-    "Time": (Check("profile", ranks=2, limit_s=900.0),),
+    "Time": (Check("profile", check_profile, limit_s=900.0),),
 }
-# The modules that run checks: one starts ranks for its checks, the other is itself a rank.
-WITH_RANKS, AS_RANK = "parallel_backend.commands.gpu_check", "parallel_backend.rank.checks.gpu"
 FILES = ("gpu-check.md", "gpu-check.json")
+_FRAMES = 12  # last lines of a traceback to show
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ OnBegin = Callable[[str, int, int], None]  # the check's name, its number from 1
 def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     """Returns what to check on `devices`: pictures of the usual size on GPUs, small ones on the CPU. `model`: path of a
     model file, the demo model if empty."""
-    on_gpus = all(device.startswith("cuda") for device in devices)
+    on_gpus = not is_cpu(devices)
     return CheckSubject(
         devices=devices,
         model=str(Path(model).expanduser().resolve()) if model else str(DEMO_MODEL),
@@ -153,17 +157,20 @@ def run_checks(
     *,
     on_begin: OnBegin = lambda name, number, count: None,
     on_report: OnReport = lambda report: None,
-    programs: tuple[str, str] = (WITH_RANKS, AS_RANK),
 ) -> GpuReport:
-    """Runs `checks` and returns the report; `on_report` gets it after each check. `programs`: replaced by tests."""
+    """Runs `checks` and returns the report; `on_report` gets it after each check."""
     private = _private(subject)
     report = GpuReport(tuple(scrub(line, private) for line in _words(subject)), planned=len(checks))
-    runner = _Runner(subject, programs)
-    try:
+    ranks = Ranks(subject)
+    with ExitStack() as stack:
+        stack.callback(ranks.close)
+        if is_cpu(subject.devices) and COMPILE_BACKEND not in os.environ:
+            # Inductor would take a minute, and ranks on the CPU have no use for it.
+            stack.enter_context(environment(COMPILE_BACKEND, "aot_eager"))
         for number, (group, check) in enumerate(checks, 1):
             on_begin(check.name, number, len(checks))
             began = time.monotonic()
-            findings = tuple(runner.run(check))
+            findings = tuple(_examine(check, ranks))
             skipped = all(finding.status == "skipped" for finding in findings)
             result = CheckResult(
                 check.name,
@@ -173,67 +180,29 @@ def run_checks(
             )
             report = replace(report, results=(*report.results, result))
             on_report(report)
-    finally:
-        runner.close()
     return report
 
 
-class _Runner:
-    """Runs checks in the processes that they need; keeps the processes for later checks unless something failed."""
-
-    def __init__(self, subject: CheckSubject, programs: tuple[str, str]) -> None:
-        self._subject, self._programs = subject, programs
-        self._held: dict[tuple[str, int], CheckProcesses] = {}
-
-    def run(self, check: Check) -> Iterator[Finding]:
-        reason = check.why_not(self._subject)
-        if reason:
-            yield Finding(check.name, "skipped", reason)
-            return
-        needed = self._programs[check.examine is None], check.count(self._subject)
-        try:
-            answers = self._ready(*needed).ask(check.name, check.limit_s)
-        except (ParallelError, OSError) as error:
-            self._drop(needed)
-            lines = str(error).splitlines() or [type(error).__name__]
-            remedy = "report it with this text; the checks after it ran in new processes"
-            yield Finding(check.name, "broken", lines[0][:400], remedy, tuple(lines[1:]))
-            return
-        if any(answer.raised for answer in answers):
-            self._drop(needed)
-        yield from _merged(check, answers)
-
-    def close(self) -> None:
-        while self._held:
-            self._held.popitem()[1].close()
-
-    def _drop(self, which: tuple[str, int]) -> None:
-        """Kills the processes at once: after a failure, their state is unknown."""
-        if which in self._held:
-            self._held.pop(which).kill()
-
-    def _ready(self, module: str, count: int) -> CheckProcesses:
-        """Returns running or new processes; ends others first for a user's model, which a device may not hold twice."""
-        if (module, count) in self._held:
-            return self._held[module, count]
-        if not self._subject.is_demo:
-            self.close()
-        subject, environ = self._subject, dict(os.environ)
-        if module == self._programs[1]:
-            subject = replace(subject, devices=subject.devices[:count])
-            environ = rank_environment(environ, PACK_ROOT, subject.devices)
-        if not subject.on_gpus:  # inductor would take a minute, and ranks on the CPU have no use for it
-            environ.setdefault(COMPILE_BACKEND, "aot_eager")
-        self._held[module, count] = CheckProcesses(module, subject, count, environ)
-        return self._held[module, count]
+def _examine(check: Check, ranks: Ranks) -> Iterator[Finding]:
+    """Yields the findings of `check`. After an error the next check gets new ranks: the state of these is unknown."""
+    if reason := check.why_not(ranks.subject):
+        yield Finding(check.name, "skipped", reason)
+        return
+    ranks.deadline = time.monotonic() + check.limit_s
+    try:
+        yield from check.examine(ranks)
+    except Exception as error:
+        ranks.close()
+        yield _failed(check.name, error)
 
 
-def _merged(check: Check, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Yields the findings of all processes, with the rank in the name if there are several."""
-    for rank, answer in enumerate(answers):
-        for finding in answer.findings:
-            name = check.name if finding.name == "error" else finding.name
-            yield replace(finding, name=f"{name}, process {rank}" if len(answers) > 1 else name)
+def _failed(name: str, error: Exception) -> Finding:
+    """Returns the finding for the error that ended a check, with the lines that say where it was raised."""
+    words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
+    first, *where = words.splitlines() or [""]  # where a rank failed or hangs, it says so itself
+    where = where or "".join(traceback.format_exception(error)).splitlines()
+    remedy = "report it with this text; the checks after it ran in new processes"
+    return Finding(name, "broken", first[:600], remedy, tuple(line[:300] for line in where[-_FRAMES:]))
 
 
 def _words(subject: CheckSubject) -> Sequence[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ...devices import is_cpu
 from ...machine.probe import read_visible
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
@@ -25,6 +26,7 @@ SPLITS = {
     "tensor 2": ParallelStrategy(tensor_degree=2),
 }
 _PIPE = ParallelStrategy(pipefusion_degree=2)
+_PIPE_LIMIT = 60.0  # s for a job
 # (warm-up steps, patches): each combination gives another order of messages between two stages.
 PIPES = ((1, 2), (1, 6), (0, 2), (0, 6))
 # Growth from one round over all strategies to the next that is not a leak but fragmentation of the allocator.
@@ -34,15 +36,15 @@ _GROWTH_SHARE, _GROWTH_BYTES = 1.05, 64e6
 def check_all_links(ranks: Ranks) -> Iterator[Finding]:
     """Checks the links of all devices: peer access, intact data and rates."""
     calibrations = probe_links(ranks.group(len(ranks.subject.devices)))
-    topology = of_ranks(read_visible(), calibrations) if ranks.subject.on_gpus else None
+    topology = None if is_cpu(ranks.subject.devices) else of_ranks(read_visible(), calibrations)
     return check_links(calibrations, topology)
 
 
 def check_strategies(ranks: Ranks) -> Iterator[Finding]:
     """Compares each way to split with one device, at both sizes; for the demo model on GPUs also in float32."""
-    both = ranks.subject.on_gpus and ranks.subject.is_demo
+    both = not is_cpu(ranks.subject.devices) and ranks.subject.is_demo
     dtypes = ("auto", "float32") if both else ("auto",)
-    sizes = (ranks.square, ranks.odd)
+    sizes = (ranks.square, ranks.subject.odd_pixels)
     for dtype in dtypes:
         for size in sizes:
             ranks.expected(size, dtype)  # one device's results first: its ranks may have to end later
@@ -70,7 +72,7 @@ def pipefusion(warmup: int, patches: int) -> Examine:
 
     def check(ranks: Ranks) -> Iterator[Finding]:
         ranks.group(2).load(ranks.spec, strategy)
-        result = ranks.sample(strategy, limit_s=ranks.subject.pipe_limit_s)
+        result = ranks.sample(strategy, limit_s=_PIPE_LIMIT)
         name, steps = f"warm-up {warmup}, {patches} patches", steps_in_words(result)
         if result.latent.isfinite().all():
             yield Finding(name, "ok", f"{steps}, approximate by design; the latent is finite")

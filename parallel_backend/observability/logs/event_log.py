@@ -15,7 +15,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 
 from ...models.registry import provider_of
@@ -40,21 +40,16 @@ _PATIENCE = 2.0  # seconds at exit for buffered lines, so that a hanging disk do
 log = logging.getLogger(__name__)
 
 
-def begin_log(
-    environ: Mapping[str, str] = os.environ,
-    *,
-    file_bytes: int = FILE_BYTES,
-    price: Callable[[], float] = lambda: 0.0,
-) -> Callable[[], None] | None:
+def begin_log(price: Callable[[], float]) -> Callable[[], None] | None:
     """Starts writing a line per event to the target in VARIABLE. Returns the function that ends it, or None if VARIABLE
     is not set. `price`: returns the price of a device-hour, 0 for none; called at the end of each request."""
-    target = environ.get(VARIABLE, "").strip()
+    target = os.environ.get(VARIABLE, "").strip()
     if not target or target.lower() == "off":
         return None
     waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(_WAITING_LINES)
     handler: logging.Handler = _Stderr()
     if target.lower() != "stderr":
-        handler = _File(target, maxBytes=file_bytes, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)
+        handler = _File(target, maxBytes=FILE_BYTES, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)
     # A separate logger, so that the console's handlers do not see the lines.
     lines = logging.Logger(__name__ + ".lines", logging.INFO)
     lines.addHandler(_Waiting(waiting))

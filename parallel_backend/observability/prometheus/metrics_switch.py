@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from configparser import ConfigParser
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,15 +37,9 @@ class MetricsSwitch:
     """Follows `setting()`, the user's choice, unless VARIABLE is set. Counts are kept while metrics are off.
     `price`: returns the price of a device-hour, 0 for none."""
 
-    def __init__(
-        self,
-        setting: Callable[[], bool],
-        environ: Mapping[str, str] = os.environ,
-        price: Callable[[], float] = lambda: 0.0,
-    ) -> None:
+    def __init__(self, setting: Callable[[], bool], price: Callable[[], float]) -> None:
         self._setting = setting
         self._price = price
-        self._environ = environ
         self._lock = threading.Lock()
         self._metrics: Metrics | None = None
         self._gauges = DeviceGauges()
@@ -85,7 +79,7 @@ class MetricsSwitch:
         return MetricsAnswer(200, metrics.text(), CONTENT_TYPE)
 
     def _is_requested(self) -> bool:
-        word = self._environ.get(VARIABLE, "").strip().lower()
+        word = os.environ.get(VARIABLE, "").strip().lower()
         if word in _WORDS:
             return _WORDS[word]
         if word and word != self._warned:
@@ -96,9 +90,9 @@ class MetricsSwitch:
         return bool(self._setting())
 
     def _how_to_turn_on(self) -> str:
-        if self._environ.get(VARIABLE, "").strip().lower() in _WORDS:
+        if os.environ.get(VARIABLE, "").strip().lower() in _WORDS:
             return (
-                f"The metrics of Parallel Sampling are off: {VARIABLE} is {self._environ[VARIABLE]!r}. Start ComfyUI "
+                f"The metrics of Parallel Sampling are off: {VARIABLE} is {os.environ[VARIABLE]!r}. Start ComfyUI "
                 f"with {VARIABLE}=on, or without it to use the setting."
             )
         return (

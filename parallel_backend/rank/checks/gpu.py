@@ -1,60 +1,43 @@
-"""One rank that runs checks: `python -m parallel_backend.rank.checks.gpu`; see wire/checks/gpu_check.py."""
+"""The checks of the GPU check that look at the ranks themselves: device, attention kernels, and one model call."""
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ...engine.comm.groups import Layouts
+from ...errors import RequestError
 from ...wire.checks.findings import NO_GPU, Finding
-from ...wire.checks.gpu_check import CheckSubject, Run, serve
-
-if TYPE_CHECKING:  # imported when they are first needed: they take seconds
-    import torch
-
-    from .gpu_module_call import ModelCalls
+from ...wire.protocol import RunCheck
 
 # torch's default allocator. With the other one, cudaMallocAsync, NCCL holds on to memory until none is left.
 NATIVE = "native"
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def make_checks(subject: CheckSubject, rank: int, rendezvous: str) -> Mapping[str, Run]:
-    """Joins the process group of the ranks, unless there is only one; returns the checks by name."""
-    import torch
+def run_check(message: RunCheck, layouts: Layouts) -> list[Finding]:
+    """Runs the check that `message` names on this rank. Collective: all ranks run it."""
+    from .gpu_attention import check_attention  # these take seconds to import
+    from .gpu_module_call import ModelCalls
 
-    from ...engine.comm.groups import World
-    from .gpu_attention import check_attention
-
-    name = subject.devices[rank]
-    device = torch.device("cpu" if name.startswith("cpu") else name)
-    world = World(
-        rank=rank,
-        world_size=len(subject.devices),
-        device=device,
-        backend="nccl" if subject.on_gpus else "gloo",
-        store_path=rendezvous,
-    )
-
-    @functools.cache
-    def calls() -> ModelCalls:
-        from .gpu_module_call import ModelCalls  # takes seconds to import
-
-        return ModelCalls(subject, world)
-
-    return {
-        "device": lambda: check_device(device),
-        "attention": lambda: check_attention(device, subject.attention_tokens),
-        "syncs": lambda: calls().check_synchronisations(),
-        "profile": lambda: calls().profile(),
-    }
+    device, subject = layouts.world.device, message.subject
+    match message.name:
+        case "device":
+            return check_device(device)
+        case "attention":
+            return check_attention(device, subject.attention_tokens)
+        case "syncs":
+            return ModelCalls(subject, layouts).check_synchronisations()
+        case "profile":
+            return ModelCalls(subject, layouts).profile()
+        case _:
+            raise RequestError(f"{message.name!r} is no check of a process.")
 
 
 def check_device(device: torch.device, cuda: Any = None) -> list[Finding]:
     """Describes the device and judges its allocator. `cuda`: a substitute for torch.cuda in tests."""
-    import torch
-
     cuda = cuda or torch.cuda
     if device.type != "cuda":
         threads = torch.get_num_threads()
@@ -89,7 +72,3 @@ def _allocator(cuda: Any) -> Finding:
         f"{finding}: with NCCL beside it, memory runs out after a few steps",
         "take backend: out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and report that a process had it",
     )
-
-
-if __name__ == "__main__":
-    serve(make_checks)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...engine.comm.groups import Layouts, World
+from ...engine.comm.groups import Layouts
 from ...engine.load import load_under
 from ...engine.module_forward import make_module_forward
 from ...engine.plain_calls import answers_to
@@ -23,8 +23,7 @@ from ...models.registry import inspect_model
 from ...options import ComputeOptions
 from ...requests import Conditioning, ModelSpec, Placement, Rows
 from ...strategy import ParallelStrategy
-from ...wire.checks.findings import NO_GPU, Finding
-from ...wire.checks.gpu_check import CheckSubject
+from ...wire.checks.findings import NO_GPU, CheckSubject, Finding
 
 _PACK = "parallel_backend"
 _WARM_UP = 2  # calls: the first ones choose kernels and grow buffers
@@ -36,12 +35,12 @@ _PIXELS_PER_LATENT = 8
 
 
 class ModelCalls:
-    """Makes single model calls under Ulysses over the ranks of `world`."""
+    """Makes single model calls under Ulysses over all ranks of `layouts`."""
 
-    def __init__(self, subject: CheckSubject, world: World) -> None:
-        self._subject, self._world = subject, world
+    def __init__(self, subject: CheckSubject, layouts: Layouts) -> None:
+        self._subject, self._layouts, self._world = subject, layouts, layouts.world
         self._file = inspect_model(subject.model)
-        ulysses, ring = self._file.shape.split_sequence(world.world_size)
+        ulysses, ring = self._file.shape.split_sequence(self._world.world_size)
         self._strategy = ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
 
     def check_synchronisations(self) -> list[Finding]:
@@ -77,9 +76,9 @@ class ModelCalls:
 
     def _call(self, options: ComputeOptions) -> Callable[[], Tensor]:
         """Returns a warmed-up function that makes one model call and returns its velocity."""
-        layouts = Layouts(self._world)
-        model = load_under(ModelSpec(self._subject.model), layouts, self._strategy)
-        forward = make_module_forward(model, layouts, Placement(self._strategy, compute_options=options))
+        model = load_under(ModelSpec(self._subject.model), self._layouts, self._strategy)
+        placement = Placement(self._strategy, compute_options=options)
+        forward = make_module_forward(model, self._layouts, placement)
         rows = self._rows()
 
         @torch.inference_mode()

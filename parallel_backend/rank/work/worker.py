@@ -23,6 +23,7 @@ from ...requests import (
 )
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
+from ...wire.checks.findings import Finding
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request
 from ...wire.protocol import (
@@ -34,6 +35,7 @@ from ...wire.protocol import (
     RankCall,
     RankModels,
     RankRun,
+    RunCheck,
     RunJob,
     Setup,
 )
@@ -206,6 +208,12 @@ class RankWorker:
         from ..checks.calibrate import calibrate
 
         return calibrate(self.world, self._layouts.get(message.strategy), message)
+
+    def check(self, message: RunCheck) -> tuple[Finding, ...]:
+        """Runs one check of the GPU check, beside the held models."""
+        from ..checks.gpu import run_check
+
+        return tuple(run_check(message, self._layouts))
 
     def move_out(self, message: MoveOut) -> None:
         """Moves a model off the device of one rank. Collective: every rank takes part in the agreement."""

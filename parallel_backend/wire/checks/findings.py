@@ -1,18 +1,16 @@
-"""Findings of checks, as the doctor and its GPU check report them, and outcomes of self-tests, whichever process ran
+"""Subject and findings of the checks of the doctor and its GPU check, and outcomes of self-tests, whichever process ran
 them."""
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 
-from ...errors import ParallelError, RequestError
+from ...errors import RequestError
 from ...requests import TOKEN_MODES
 
 # slow: works, but slower than possible or at its limit; skipped: could not be checked, and the finding says why.
 STATUSES = ("ok", "slow", "broken", "skipped")
 NO_GPU = "no GPU"
-_FRAMES = 8  # last lines of a traceback to show
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,20 @@ class Finding:
         assert self.status in STATUSES, self.status
 
 
-def failed(error: BaseException) -> Finding:
-    """Returns a finding for the error that ended a check, with its message and the end of its traceback."""
-    words = str(error).strip() if isinstance(error, ParallelError) else f"{type(error).__name__}: {error}"
-    lines = [line for line in "".join(traceback.format_exception(error)).splitlines() if line.strip()]
-    return Finding("error", "broken", words[:600], details=tuple(line[:300] for line in lines[-_FRAMES:]))
+@dataclass(frozen=True)
+class CheckSubject:
+    """The subject of the GPU check. `devices`: one per rank; `model`: path of its file; `is_demo`: True if that is the
+    pack's demo model; `pixels`: side of the square picture; `odd_pixels`: height and width of one whose latent has odd
+    sides; `text`: tokens of a prompt; `steps`: of a job; `attention_tokens`: tokens for checks of attention alone."""
+
+    devices: tuple[str, ...]
+    model: str
+    is_demo: bool
+    pixels: int
+    odd_pixels: tuple[int, int]
+    text: int
+    steps: int
+    attention_tokens: int
 
 
 @dataclass(frozen=True)

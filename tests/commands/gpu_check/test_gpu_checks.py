@@ -8,10 +8,10 @@ import torch
 
 import fake_nvml
 from parallel_backend.commands.doctor import rank_probe
-from parallel_backend.commands.gpu_check import faults, memory, ranks
+from parallel_backend.commands.gpu_check import faults, memory, ranks, run
 from parallel_backend.commands.gpu_check import one_device as one_gpu
 from parallel_backend.commands.gpu_check import several_devices as several_gpus
-from parallel_backend.commands.gpu_check.run import choose, make_subject
+from parallel_backend.commands.gpu_check.run import make_subject
 from parallel_backend.errors import ParallelError
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.options import COMPILE_BACKEND
@@ -42,8 +42,11 @@ def result(latent, dtype="float32"):
 
 GOOD = [
     (one_gpu.check_installation, {"Software: torch": "ok", "Devices: CPU": "ok"}),
+    (one_gpu.check_device, {"device, process 0": "ok", "allocator, process 1": "skipped"}),
+    (one_gpu.check_attention, {"torch, process 0": "ok", "merge by torch, process 1": "ok"}),
     (one_gpu.check_checkpoint, {"loading": "ok", "memory": "ok", "NVML": "skipped"}),
     (one_gpu.check_steps, {"uncompiled": "ok", "compiled": "ok"}),
+    (one_gpu.check_synchronisations, {"host reads, process 1": "ok"}),
     (one_gpu.check_same_bits, {"two runs": "ok"}),
     (memory.check_fp8, {"fp8": "ok"}),
     (memory.check_offload, {"offload": "ok"}),
@@ -69,10 +72,17 @@ def test_a_check_on_the_cpu_finds_nothing_wrong(two, check, expected):
     assert {name: found[name].status for name in expected} == expected, found
 
 
-def test_each_check_with_ranks_is_tried_above():
+def test_the_profile_of_a_compiled_model_call_is_the_first_process_s(two):
+    (found,) = run.check_profile(two)
+    assert (found.name, found.status) == ("profile, process 0", "ok")
+    assert found.finding.startswith("Ulysses 2, compiled: one model call takes")
+    assert any("addmm" in line for line in found.details)
+
+
+def test_each_check_is_tried_above():
     """The exception is the check of card identities, which needs NVML."""
-    tried = {check.__qualname__ for check, _ in GOOD}
-    every = {c.examine.__qualname__ for _, c in choose(()) if c.examine is not None}
+    tried = {check.__qualname__ for check, _ in GOOD} | {"check_profile"}
+    every = {check.examine.__qualname__ for _, check in run.choose(())}
     assert every - tried == {"check_identity"}
 
 
@@ -94,7 +104,7 @@ EXPECTED = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 )
 def test_a_latent_that_differs_is_told_by_the_measure_of_its_dtype(latent, dtype, compared, same):
     expected = result(EXPECTED, dtype)
-    assert ranks.compared("x", result(latent, dtype), expected).status == compared
+    assert ranks.compared("x", result(latent, dtype), expected, "twice").status == compared
     assert ranks.same_bits("x", result(latent, dtype), expected, "twice").status == same
 
 
@@ -131,6 +141,18 @@ def test_pipefusion_that_gives_no_numbers_is_found():
 def test_a_job_that_does_not_end_within_its_limit_is_ended(two):
     with pytest.raises(ParallelError, match="did not end within 0 s"):
         two.sample(steps=50, limit_s=0.0)
+
+
+def test_a_job_that_does_not_end_within_its_checks_limit_is_ended(two, monkeypatch):
+    monkeypatch.setattr(two, "deadline", 0.0)
+    with pytest.raises(ParallelError, match="did not end within 0 s"):
+        two.sample(steps=50)
+
+
+def test_processes_hold_no_model_while_they_are_checked(two):
+    two.sample()
+    assert two.memory(1)[0].weight_bytes > 0
+    assert list(two.check("device", 1)) and two.memory(1)[0].weight_bytes == 0
 
 
 def test_memory_beyond_the_prediction_and_memory_that_grows_are_told():

@@ -1,26 +1,24 @@
 """The GPU check's list and report: every check is there, none can end the doctor, and nothing private is reported."""
 
 import json
+import os
+import re
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fault_injection import fault
 from parallel_backend.__main__ import main
-from parallel_backend.commands.gpu_check import __main__ as with_ranks
-from parallel_backend.commands.gpu_check import processes
 from parallel_backend.commands.gpu_check.checks import Check
+from parallel_backend.commands.gpu_check.one_device import check_synchronisations
 from parallel_backend.commands.gpu_check.run import CheckResult, GpuReport, choose, make_subject, run_checks
 from parallel_backend.errors import RequestError
-from parallel_backend.rank.checks import gpu as as_rank
-from parallel_backend.wire import deadlines
+from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.wire.checks.findings import Finding
 
-# No supervisor starts ranks here, so the process from which tests fork them need not be prepared: that takes long.
-pytestmark = [pytest.mark.real_start, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = "tests.support.check_program"
 CPU = ("cpu:0", "cpu:1")
 # The checks that an audit requires in the first minutes on a GPU, in its order.
 LIST = (
@@ -32,8 +30,17 @@ LIST = (
 
 
 def _run(*checks, subject=None, **wishes):
-    chosen = choose((), {"Ends": checks})
-    return run_checks(subject or make_subject(CPU), chosen, programs=(PROGRAM, PROGRAM), **wishes)
+    return run_checks(subject or make_subject(CPU), choose((), {"Ends": checks}), **wishes)
+
+
+def start(ranks):
+    """A check that starts two ranks and finds their process ids."""
+    ranks.group(2).start()
+    yield Finding("pids", "ok", str(ranks.group(2).pids))
+
+
+def raises(ranks):
+    raise RuntimeError("out of luck")
 
 
 # The list.
@@ -41,13 +48,6 @@ def _run(*checks, subject=None, **wishes):
 
 def test_the_list_is_the_audits_in_its_order():
     assert [check.name for _, check in choose(())] == list(LIST)
-
-
-def test_each_check_is_known_to_the_program_that_runs_it():
-    subject = make_subject(("cpu:0",))
-    with_them, by_them = with_ranks.make_checks(subject, 0, ""), as_rank.make_checks(subject, 0, "")
-    for _, check in choose(()):
-        assert check.name in (by_them if check.examine is None else with_them)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_a_check_says_why_it_does_not_fit_the_devices(devices, skipped):
 
 def test_gpus_get_users_sizes_and_the_cpu_small_ones():
     gpu, cpu = make_subject(("cuda:0",)), make_subject(CPU)
-    assert (gpu.pixels, gpu.attention_tokens, gpu.pipe_limit_s) == (1024, 4608, 60.0) and gpu.on_gpus
-    assert cpu.pixels == 128 and not cpu.on_gpus and cpu.is_demo
+    assert (gpu.pixels, gpu.attention_tokens) == (1024, 4608)
+    assert cpu.pixels == 128 and cpu.is_demo
     for subject in (gpu, cpu):
         assert all(side // 8 % 2 for side in subject.odd_pixels) and Path(subject.model).is_file()
 
@@ -83,47 +83,44 @@ def test_checks_are_chosen_by_name_or_group():
 # Checks that end badly.
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("crash", "killed by SIGKILL"),
-        ("leave", "exited with code 7"),
-        ("hang", "did not end within 1 s"),
-        ("garbage", "gave no answer"),
-        ("raises", "out of luck"),
-    ],
-)
-def test_a_check_that_ends_badly_is_a_finding_and_the_next_one_runs_in_a_new_process(
-    name, words, no_leaks, monkeypatch
-):
-    monkeypatch.setattr(deadlines, "STACK", 3600.0)  # nobody waits so long for a stack that has been written
-    limits = [("pid", 120.0), ("pid", 120.0), (name, 1.0 if name == "hang" else 120.0), ("pid", 120.0)]
-    checks = (Check(n, examine=lambda ranks: (), limit_s=limit) for n, limit in limits)
-    report = _run(*checks)
+def test_after_a_check_that_raises_the_next_one_runs_in_new_processes(no_leaks):
+    report = _run(*(Check(check.__name__, check) for check in (start, start, raises, start)))
     first, again, ended, after = (result.verdicts[0] for result in report.results)
     assert (first.status, again.status, ended.status, after.status) == ("ok", "ok", "broken", "ok")
-    assert words in ended.finding and ended.name == name
-    assert any(line.endswith(" in hang") for line in ended.details) == (name == "hang")
+    assert (ended.name, ended.finding) == ("raises", "RuntimeError: out of luck")
+    assert any(line.endswith(", in raises") for line in ended.details)
     assert first.finding == again.finding != after.finding
     assert report.exit_status == 1 and "3 ok, 1 broken" in report.summary
 
 
-def test_where_one_rank_dies_the_others_are_not_waited_for(no_leaks):
-    (result,) = _run(Check("other_rank_dies", ranks=2, limit_s=240.0)).results
-    assert "process 1" in result.verdicts[0].finding and "SIGSEGV" in result.verdicts[0].finding
+@pytest.mark.parametrize(("kind", "words"), [("kill", "killed by SIGKILL"), ("raise", "a fault on purpose")])
+def test_a_process_that_ends_while_it_is_checked_is_a_finding(kind, words, no_leaks):
+    with fault(kind, "an all-to-all"):
+        (result,) = _run(Check("syncs", check_synchronisations)).results
+    (ended,) = result.verdicts
+    assert (ended.name, ended.status) == ("syncs", "broken")
+    assert "process 1" in ended.finding and words in ended.finding
 
 
-def test_where_one_rank_raises_the_others_are_not_waited_for_to_the_end(no_leaks, monkeypatch):
-    monkeypatch.setattr(processes, "_AFTER_AN_ERROR", 1.0)
-    (result,) = _run(Check("other_rank_raises", ranks=2, limit_s=240.0)).results
-    waits, raises = result.verdicts
-    assert (waits.status, raises.status) == ("skipped", "broken") and "no such device" in raises.finding
+def test_a_process_that_does_not_answer_within_the_limit_is_a_finding_with_its_stack(no_leaks):
+    with fault("sleep", "an all-to-all"):
+        _, result = _run(Check("start", start), Check("syncs", check_synchronisations, limit_s=2.0)).results
+    (ended,) = result.verdicts
+    assert ended.status == "broken" and "process 1 failed: gave no sign of life" in ended.finding
+    assert re.search(r"the limit here is (1\.\d+|2) s", ended.finding)
+    assert any("fault_injection.py" in line for line in ended.details)
 
 
-def test_each_rank_answers_under_its_name(no_leaks):
-    (result,) = _run(Check("pid", ranks=2)).results
-    assert [v.name for v in result.verdicts] == ["pid, process 0", "pid, process 1"]
-    assert len({v.finding for v in result.verdicts}) == 2
+def test_processes_on_the_cpu_compile_without_inductor(monkeypatch):
+    monkeypatch.delenv(COMPILE_BACKEND, raising=False)
+    seen = []
+
+    def look(ranks):
+        seen.append(os.environ[COMPILE_BACKEND])
+        return ()
+
+    _run(Check("look", look))
+    assert seen == ["aot_eager"] and COMPILE_BACKEND not in os.environ
 
 
 # The report.
@@ -139,8 +136,11 @@ def test_the_report_is_whole_after_each_check_and_names_nobody(tmp_path, no_leak
         report.write(tmp_path)
         seen.append(json.loads((tmp_path / "gpu-check.json").read_text())["complete"])
 
-    checks = (Check(name, examine=lambda ranks: ()) for name in ("pid", "leave", "raises"))
-    report = _run(*checks, subject=replace(make_subject(CPU, str(model)), devices=CPU), on_report=on_report)
+    def opens(ranks):
+        raise OSError(f"cannot open {ranks.subject.model}")
+
+    checks = (Check(check.__name__, check) for check in (start, opens, raises))
+    report = _run(*checks, subject=make_subject(CPU, str(model)), on_report=on_report)
     assert seen == [False, False, True]
     markdown, text = (tmp_path / "gpu-check.md").read_text(), (tmp_path / "gpu-check.json").read_text()
     assert json.loads(text)["exit_status"] == report.exit_status == 1
@@ -149,7 +149,7 @@ def test_the_report_is_whole_after_each_check_and_names_nobody(tmp_path, no_leak
         assert "cannot open" in shown and "out of luck" in shown
         for private in ("janes", "secret-finetune", str(tmp_path), "bigbox", str(Path.home())):
             assert private not in shown, private
-    assert "## Ends" in markdown and "### leave" in markdown and "- **broken** leave:" in markdown
+    assert "## Ends" in markdown and "### opens" in markdown and "- **broken** opens:" in markdown
 
 
 def test_a_report_that_was_cut_off_says_so():
@@ -158,7 +158,7 @@ def test_a_report_that_was_cut_off_says_so():
     assert "did not run" not in GpuReport((), (done, done), planned=2).summary
 
 
-def test_the_command_asks_both_programs_and_leaves_the_report(tmp_path, no_leaks, capsys):
+def test_the_command_leaves_the_report(tmp_path, no_leaks, capsys):
     chosen = ["--only", "installation", "--only", "device", "--report", str(tmp_path)]
     status = main(["doctor", "--gpu", "--devices", "cpu:1", *chosen])
     said = capsys.readouterr().out

@@ -31,12 +31,13 @@ STORY = (
 
 
 @pytest.fixture
-def began():
+def began(monkeypatch):
     """Returns a function that begins a log, which ends with the test, and emits events."""
     ends = []
 
-    def begin(target, *story, **options):
-        ends.append(begin_log({VARIABLE: str(target)}, **options))
+    def begin(target, *story, price=0.0):
+        monkeypatch.setenv(VARIABLE, str(target))
+        ends.append(begin_log(lambda: price))
         for event in story:
             events.emit(event)
         return ends[-1]
@@ -54,7 +55,7 @@ def _lines(path):
 
 def test_each_event_is_one_object_with_its_time_and_nothing_private(began, tmp_path):
     file = tmp_path / "log.jsonl"
-    began(file, *STORY, price=lambda: 3600.0)()
+    began(file, *STORY, price=3600.0)()
     lines = _lines(file)
     found = " ".join(line["event"] for line in lines)
     assert found == "started loaded stepped failed failed ended ended released"
@@ -84,9 +85,10 @@ def test_stderr_is_a_place_too(began, capfd):
     assert json.loads(capfd.readouterr().err.strip())["event"] == "stepped"
 
 
-def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp_path):
+def test_a_file_that_is_full_makes_room_for_the_next_and_few_are_kept(began, tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "FILE_BYTES", 400)
     file = tmp_path / "log.jsonl"
-    began(file, *STORY[3:4] * 40, file_bytes=400)()
+    began(file, *STORY[3:4] * 40)()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.jsonl", *(f"log.jsonl.{n}" for n in range(1, MAX_OLD_FILES + 1))]
     assert all(path.stat().st_size <= 400 and _lines(path) for path in tmp_path.iterdir())

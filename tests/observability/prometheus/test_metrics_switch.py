@@ -17,7 +17,7 @@ def _listeners() -> int:
 
 def test_off_nothing_listens_and_on_counts_from_then_on():
     wish = {"on": False}
-    switch, before = MetricsSwitch(lambda: wish["on"], {}), _listeners()
+    switch, before = MetricsSwitch(lambda: wish["on"], lambda: 0.0), _listeners()
     answer = switch.scrape()
     assert (answer.status, _listeners()) == (404, before)
     assert b"Settings" in answer.body and VARIABLE.encode() in answer.body
@@ -37,8 +37,9 @@ def test_off_nothing_listens_and_on_counts_from_then_on():
 @pytest.mark.parametrize(
     ("word", "setting", "on"), [("on", False, True), ("OFF", True, False), ("maybe", True, True)]
 )
-def test_the_variable_outranks_the_setting_unless_it_makes_no_sense(word, setting, on, caplog):
-    switch, before = MetricsSwitch(lambda: setting, {VARIABLE: word}), _listeners()
+def test_the_variable_outranks_the_setting_unless_it_makes_no_sense(word, setting, on, caplog, monkeypatch):
+    monkeypatch.setenv(VARIABLE, word)
+    switch, before = MetricsSwitch(lambda: setting, lambda: 0.0), _listeners()
     try:
         switch.begin()
         answer = switch.scrape()
@@ -46,14 +47,14 @@ def test_the_variable_outranks_the_setting_unless_it_makes_no_sense(word, settin
         assert on or b"OFF" in answer.body
         assert ("maybe" in caplog.text) == (word == "maybe") and len(caplog.records) <= 1
     finally:
-        switch._environ = {VARIABLE: "off"}
+        monkeypatch.setenv(VARIABLE, "off")
         switch.scrape()
 
 
 def test_without_the_library_all_else_works_and_a_scrape_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)  # importing it raises ImportError
     monkeypatch.delitem(sys.modules, "parallel_backend.observability.prometheus.metrics")
-    switch, before = MetricsSwitch(lambda: True, {}), _listeners()
+    switch, before = MetricsSwitch(lambda: True, lambda: 0.0), _listeners()
     switch.begin()
     assert "pip install prometheus_client" in caplog.text
     with pytest.raises(PlatformError):

@@ -1,23 +1,17 @@
 """A rank's checks for `doctor --gpu`: on the CPU as far as possible, and the CUDA logic with a fake."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fake_cuda import FakeCuda
-from parallel_backend.commands.gpu_check.run import make_subject
 from parallel_backend.engine.attention import kernel_choice, kernels
-from parallel_backend.options import ComputeOptions
 from parallel_backend.rank.checks import gpu_attention as attention
-from parallel_backend.rank.checks import gpu_module_call as model_call
 from parallel_backend.rank.checks.gpu import check_device
 from parallel_backend.rank.checks.gpu_module_call import count_reads, describe_profile, find_waits
-from ranks import run_ranks
 
-PLAIN = ComputeOptions(compile="off")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -203,18 +197,3 @@ def test_a_profile_of_a_gpu_counts_kernels_and_not_the_operators_that_launched_t
     assert found.details[0].split() == ["0.900", "ms", "1", "×", "gemm"] and len(found.details) == 2
     assert len(found.details[1]) < 100
     assert "operators take 0.1 ms" in describe_profile(events, 0.002, False, "one device").finding
-
-
-def _one_model_call(world):
-    # Compiling takes seconds, and check_steps already tests it.
-    model_call.ComputeOptions = lambda compile: PLAIN
-    subject = replace(make_subject(("cpu:0", "cpu:1")), pixels=64)
-    calls = model_call.ModelCalls(subject, world)
-    found = [*calls.check_synchronisations(), *calls.profile()]
-    return [" ".join((finding.status, finding.finding, *finding.details)) for finding in found]
-
-
-def test_one_model_call_on_two_ranks_reads_no_value_and_the_first_one_tells_its_profile():
-    (waits, reads, profiled), other = run_ranks(_one_model_call, 2, backend="gloo")
-    assert waits.startswith("skipped no GPU") and reads.startswith("ok 0 values") and other == [waits, reads]
-    assert profiled.startswith("ok Ulysses 2, compiled: one model call takes") and "addmm" in profiled

@@ -53,19 +53,6 @@ def _compute_on_the_first(device: ModuleType) -> None:
     device.device_of = lambda name: torch.device("cpu" if name.startswith("cpu") else "cuda:0")
 
 
-def _check_the_first(checks: ModuleType) -> None:
-    serve = checks.serve
-
-    def serve_here(make: Callable[..., object]) -> None:
-        def make_here(subject: object, *rest: object) -> object:
-            return make(replace(subject, devices=("cuda:0",) * len(subject.devices)), *rest)
-
-        is_rank = make.__code__.co_filename.endswith("rank/checks/gpu.py")
-        serve(make_here if is_rank else make)
-
-    checks.serve = serve_here
-
-
 def _free_of_the_first(offload: ModuleType) -> None:
     can_free = offload.can_free
     offload.can_free = lambda name: can_free("cuda:0" if name.startswith("cuda") else name)
@@ -77,7 +64,6 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "parallel_backend.machine.probe": _name_all,
     "nodes.host.offload": _free_of_the_first,
     "parallel_backend.rank.work.device": _compute_on_the_first,
-    "parallel_backend.wire.checks.gpu_check": _check_the_first,
 }
 
 
