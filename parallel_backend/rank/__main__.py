@@ -109,7 +109,7 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> 
     def answer(message: Message) -> None:
         link.send(Envelope(epoch, NO_REQUEST, message), timeout=1.0)
 
-    answer(Hello(*versions()))
+    answer(Hello(*versions()[1:]))
     setup = _receive(link, epoch)[0].message
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")

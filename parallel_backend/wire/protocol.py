@@ -27,11 +27,14 @@ NO_REQUEST = 0  # `request` of the handshake; requests count from 1
 SHARED_STORE = "torchrun:"  # begins a rendezvous in torchrun's store; the group's own prefix follows
 
 
+class OtherVersion(TransportError):
+    """Raised for a message of another version of the pack."""
+
+
 @dataclass(frozen=True)
 class Hello:
-    """Rank to parent, first message: the rank's versions. `protocol`: VERSION of the rank's code."""
+    """Rank to parent, first message: the rank's versions of Python and torch."""
 
-    protocol: int
     python: str
     torch: str
 
@@ -299,7 +302,7 @@ def decode(data: bytes, payloads: int = 0) -> Envelope:
         raise TransportError(f"a message is not valid JSON: {error}") from None
     if not isinstance(frame, dict) or frame.get("version") != VERSION:
         found = frame.get("version") if isinstance(frame, dict) else None
-        raise TransportError(f"a message has protocol version {found!r}; this side speaks {VERSION}")
+        raise OtherVersion(f"a message has protocol version {found!r}, and this side has {VERSION}")
     if set(frame) != {"version", "epoch", "request", "op", "body"}:
         raise TransportError(f"a message has the wrong fields: {shown(sorted(frame))}")
     kind = _MESSAGES.get(frame["op"]) if isinstance(frame["op"], str) else None

@@ -21,7 +21,9 @@ from waiting import PATIENCE, wait_until
 @pytest.mark.real_start
 def test_a_rank_of_another_version_is_refused(no_leaks):
     sidecar = Sidecar(("cpu:0",), rank_module="tests.support.rank_programs.old_rank")
-    with pytest.raises(RankFailed, match=rf"it runs protocol {VERSION + 1}.*restart ComfyUI") as caught:
+    with pytest.raises(
+        RankFailed, match=rf"version {VERSION + 1}, .* has {VERSION}; restart ComfyUI"
+    ) as caught:
         sidecar.start()
     assert caught.value.reason == "version"
     sidecar.stop()

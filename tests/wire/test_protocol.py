@@ -61,7 +61,7 @@ SUBJECT = CheckSubject(
 FILE = ModelSpec(path="/models/flüx 1.safetensors", weight_dtype="bfloat16")
 SAMPLING = RunJob(PLACEMENT, 4, previews=True, cfg=3.5)
 MESSAGES = [
-    (Hello(protocol=1, python="3.11.7", torch="2.13.0"), 0),
+    (Hello(python="3.11.7", torch="2.13.0"), 0),
     (Setup(1, devices=("cuda:0", "cuda:3"), rendezvous="/tmp/a b"), 0),
     (Done(), 0),
     (Load(FILE, ParallelStrategy(pipefusion_degree=2, device_shares=(2, 1)), model=3, keep=(2, 1)), 0),

@@ -21,11 +21,22 @@ from ...errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, Transp
 from ...wire import deadlines
 from ...wire.heartbeat import find_laggard, in_words
 from ...wire.payloads import Tensors
-from ...wire.protocol import NO_REQUEST, PEER_FAILED, Cancel, Done, Envelope, Failed, Message, encode
+from ...wire.protocol import (
+    NO_REQUEST,
+    PEER_FAILED,
+    Cancel,
+    Done,
+    Envelope,
+    Failed,
+    Message,
+    OtherVersion,
+    encode,
+)
 from ...wire.transport import LinkClosed, LinkFull, close_all, pack_tensors, unpack_tensors
 from .liveness import MOST_EXTENSIONS, is_computing, is_stopped, last_beat
 from .supervisor import RankGroup, get_supervisor
 
+AFTER_UPDATE = "restart ComfyUI after an update."
 # Errors that all ranks raise at the same point, so that no collective is left unfinished.
 USER_ERRORS = frozenset(
     {"PlatformError", "DeviceError", "StrategyError", "CheckpointError", "RequestError", "Cancelled"}
@@ -237,6 +248,8 @@ class Exchange:
                 close_all(descriptors)
         except LinkClosed:
             raise self._group_ended(rank) from None
+        except OtherVersion as error:
+            raise self._kill(RankFailed(rank, f"{error}; {AFTER_UPDATE}", reason="version")) from None
         except TransportError as error:
             raise self.refuse(f"process {rank} sent what the protocol does not allow: {error}") from None
         return envelope.message, tensors

@@ -28,7 +28,7 @@ from ...wire.protocol import NO_REQUEST, Hello, Message, Setup
 from ..cluster import head as clusters
 from ..process.device_lock import lock_devices
 from .events import Changed, Recovering, Released, RequestEnded, RequestFailed, Started, emit
-from .exchange import Exchange, expect
+from .exchange import AFTER_UPDATE, Exchange, expect
 from .failures import FAILING, FAILURES_UNTIL_LEFT_OUT, CrashHistory
 from .lease import PROMPT_ID, Lease, Phase, PhaseKind, ShouldCancel, State
 from .supervisor import RankGroup, get_supervisor, require_linux
@@ -333,11 +333,11 @@ def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
 
 
 def _check_versions(rank: int, hello: Hello) -> None:
-    ours, theirs = versions(), (hello.protocol, hello.python, hello.torch)
+    (_, *ours), theirs = versions(), [hello.python, hello.torch]
     if ours != theirs:
         raise RankFailed(
             rank,
-            f"it runs protocol {theirs[0]}, Python {theirs[1]}, torch {theirs[2]}, but ComfyUI runs protocol "
-            f"{ours[0]}, Python {ours[1]}, torch {ours[2]}; restart ComfyUI after an update.",
+            f"it runs Python {theirs[0]}, torch {theirs[1]}, but ComfyUI runs Python {ours[0]}, torch {ours[1]}; "
+            f"{AFTER_UPDATE}",
             reason="version",
         )
