@@ -1,4 +1,4 @@
-"""Variables of packs' modules that nodes have set: ranks import the packs anew, so a job brings those that it uses."""
+"""The variables of packs' modules that a job uses: ranks import the packs anew, and nodes of this process set them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import collections
 import functools
 import operator
 import os
+import random
 import sys
 import types
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from ...parallel_backend.job.restore import Replaced
+import torch
+
+from ...parallel_backend.job.restore import AS_IMPORTED, Replaced
 from .replaced import Packs
 
 _MOST = 10_000  # values in one variable that are compared
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_DATA = (str, int, float, dict, list, set, collections.deque, torch.Tensor, torch.Generator, random.Random)
 _METHODS = (types.FunctionType, staticmethod, classmethod)
 _Owner = types.ModuleType | type
 # By (module, class or ""): the variables as the import has set them, each with all that it held then.
 _imported: dict[tuple[str, str], dict[str, tuple[Any, list[Any]]]] = {}
+_latest: set[tuple[str, str, str]] = set()  # the variables of the last job: module, class or "", name
 
 
 def note_variables(packs: Packs) -> None:
@@ -33,9 +38,9 @@ def note_variables(packs: Packs) -> None:
             _imported[_key(owner)] = {name: (value, _all_in(value)) for name, value in vars(owner).items()}
 
 
-def set_variables(code: Iterable[Any]) -> list[Replaced]:
-    """Returns the variables that were set since, of those that `code` names: a job's functions and classes, and all
-    functions and classes that they name."""
+def variables_of(code: Iterable[Any]) -> list[Replaced]:
+    """Returns the variables that `code` names (a job's functions and classes, and all that these name): data, which it
+    may change, and whatever was set since the import."""
     found: dict[tuple[str, str, str], Replaced] = {}
     waiting, seen = list(code), set[int]()
     while waiting:
@@ -48,10 +53,41 @@ def set_variables(code: Iterable[Any]) -> list[Replaced]:
             for name in names & vars(owner).keys():
                 value = vars(owner)[name]
                 waiting.append(value)
-                if _was_set(owner, name, value):
-                    variable = Replaced(*_key(owner), name, value)
+                variable = Replaced(*_key(owner), name, value)
+                if _is_data(value) or was_set(variable):
                     found[variable.module, variable.path, name] = variable
     return list(found.values())
+
+
+def was_set(variable: Replaced) -> bool:
+    """Returns True if a variable is not as the import has set it."""
+    before, held = _imported[variable.module, variable.path].get(variable.name, (None, []))
+    return variable.value is not before or not _are_same(_all_in(variable.value), held)
+
+
+def names_of(variables: Iterable[Replaced]) -> set[tuple[str, str, str]]:
+    """Returns where the variables are."""
+    return {(one.module, one.path, one.name) for one in variables}
+
+
+def note_latest(variables: Iterable[Replaced]) -> None:
+    """Notes the variables of a job."""
+    global _latest
+    _latest = names_of(variables)
+
+
+def latest_variables() -> list[Replaced]:
+    """Returns those variables as they are now."""
+    there = (one for one in sorted(_latest) if one[0] in sys.modules)
+    return [Replaced(*one, vars(_owner_of(*one[:2])).get(one[2])) for one in there]
+
+
+def put_back(variables: Iterable[Replaced]) -> None:
+    """Sets variables to the values that a job has given them on the devices."""
+    for one in variables:
+        owner = _owner_of(one.module, one.path)
+        if one.value is not AS_IMPORTED and vars(owner).get(one.name) is not one.value:
+            setattr(owner, one.name, one.value)
 
 
 def _pack_of(module: str) -> str:
@@ -68,9 +104,12 @@ def _classes(module: types.ModuleType) -> list[type]:
     return [one for one in kinds if _key(one) == (module.__name__, one.__name__)]
 
 
-def _was_set(owner: _Owner, name: str, value: Any) -> bool:
-    before, held = _imported[_key(owner)].get(name, (None, []))
-    return value is not before or not _are_same(_all_in(value), held)
+def _owner_of(module: str, path: str) -> Any:
+    return functools.reduce(getattr, path.split(".") if path else (), sys.modules[module])
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, _DATA) or (type(value).__module__, "") in _imported
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:

@@ -38,10 +38,10 @@ from ...parallel_backend.job.payload import (
     pack_facts,
     pack_payload,
 )
-from ...parallel_backend.job.pickling import CannotBeSent, Known, can_be_sent, pickle_job
+from ...parallel_backend.job.pickling import CannotBeSent, Known, Pickled, can_be_sent, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
-from ...parallel_backend.job.restore import Replaced
-from ...parallel_backend.job.state_changes import global_generators, store_changes
+from ...parallel_backend.job.restore import AS_IMPORTED, Replaced
+from ...parallel_backend.job.state_changes import global_generators, store_changes, variables_by_number
 from ...parallel_backend.job.tensors import FindInFile, SentTensors
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import Placement, RunInfo, SampleResult
@@ -59,7 +59,7 @@ from .culprit import with_culprit
 from .file_tensors import FileTensors
 from .model import JobPatcher
 from .outline import Outline
-from .pack_variables import set_variables
+from .pack_variables import latest_variables, names_of, note_latest, put_back, variables_of, was_set
 from .replaced import Packs, loaded_packs, replaced_by
 
 _PACK = __name__.rsplit(".nodes.", 1)[0]
@@ -141,6 +141,7 @@ class Shipment:
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # packs that the ranks have not imported yet, in words
+        self._variables: list[Replaced] = []  # of packs, that the job's code uses
         self._unsent = ""  # variables of packs that ranks cannot be given, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
@@ -200,15 +201,10 @@ class Shipment:
         find_in_file = None if self._is_elsewhere else self._find_in_file
         known = known | words
         try:
-            pickled = pickle_job(job, known, sent.tensors, ModelPatcher, find_in_file)
-            if variables := self._variables(pickled.code, known):
-                tensors, job = pickled.tensors, replace(job, replaced=[*job.replaced, *variables])
-                pickled = pickle_job(job, known, sent.tensors, ModelPatcher, find_in_file)
-                pickled.tensors.update(tensors)
+            pickled = self._pickled(job, known, sent.tensors, find_in_file)
         except CannotBeSent as error:
             raise self._refused(error, known) from error
-        self._objects = pickled.objects
-        used = set(_with_parents({*pickled.modules, *(one.module for one in variables)}))
+        used = set(_with_parents({*pickled.modules, *(one.module for one in self._variables)}))
         self._packs = tuple(name for name in self._loaded_packs if name != _PACK and name in used)
         self._new_packs = ", ".join(Path(name).name for name in self._packs if name not in sent.packs)
         sent.packs |= set(self._packs)
@@ -226,13 +222,35 @@ class Shipment:
         self._sent_now = (holdings, sent)
         return pack_payload(head, pickled.tensors)
 
-    def _variables(self, code: list[Any], known: Known) -> list[Replaced]:
-        """Returns what nodes have set in packs' modules, as far as the job's `code` needs it and it can be sent."""
-        found: dict[bool, list[Replaced]] = {True: [], False: []}
-        for one in set_variables(code):
-            found[can_be_sent(one.value, known, ModelPatcher)].append(one)
-        self._unsent = ", ".join(f"{one.name} ({Path(one.module).name})" for one in found[False])
-        return found[True]
+    def _pickled(
+        self, job: PickledJob, known: Known, sent: SentTensors, find_in_file: FindInFile | None
+    ) -> Pickled:
+        """Pickles the job with the variables that its code uses. Only the pickled code tells which: those of the last
+        job are tried first, so that most jobs are pickled once."""
+        variables, tensors, found = latest_variables(), dict[str, Tensor](), list[Replaced]()
+        for is_guess in (True, False, False):  # the code of functions in variables may name others
+            there = self._sendable(variables, known)
+            self._variables = [one if was_set(one) else replace(one, value=AS_IMPORTED) for one in there]
+            whole = replace(job, replaced=[*job.replaced, *self._variables])
+            pickled = pickle_job(whole, known, sent, ModelPatcher, find_in_file)
+            tensors |= pickled.tensors
+            found = variables_of(pickled.code)
+            if names_of(found) == names_of(variables) or (
+                not is_guess and names_of(found) < names_of(variables)
+            ):
+                break
+            variables = found
+        note_latest(found)
+        self._objects = pickled.objects | variables_by_number([*job.replaced, *there])
+        return replace(pickled, tensors=tensors)
+
+    def _sendable(self, variables: list[Replaced], known: Known) -> list[Replaced]:
+        """Returns the variables that ranks have, or that can be sent to them; notes the names of the others."""
+        unsent = [
+            one for one in variables if was_set(one) and not can_be_sent(one.value, known, ModelPatcher)
+        ]
+        self._unsent = ", ".join(f"{one.name} ({Path(one.module).name})" for one in unsent)
+        return [one for one in variables if all(one is not other for other in unsent)]
 
     def _head(self, sent: _SentToRanks) -> dict[str, Any]:
         """Returns the fields of the head that describe the model."""
@@ -280,6 +298,7 @@ class ShippedJob(Shipment):
             self._job = replace(self._job, changes=changes)
             result = self._send(plan, sampled, steps, on_step)
         store_changes(self._objects | global_generators(self._patcher.load_device), result.changes)
+        put_back(self._variables)
         unsent = _UNSENT.format(names=self._unsent) if self._unsent else ""
         notes = [note for note in (self._model.verdict.words, unsent) if note]
         info: RunInfo = replace(result.info, notes=(*result.info.notes, *notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,10 @@ from torch import nn
 from .changes import HOOKS, NetworkChange, SameModules, is_note
 
 _DICTS = ("_modules", *HOOKS)
+
+
+# In place of the value of a variable that is as the import has set it, in a rank too.
+AS_IMPORTED = "parallel: as imported"
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,19 @@ def _set(values: dict[str, Any], name: str, value: Any, undo: contextlib.ExitSta
     values[name] = value
 
 
+def is_as_imported(one: Replaced) -> bool:
+    """Returns True for a variable that a rank's import has set already."""
+    return isinstance(one.value, str) and one.value == AS_IMPORTED
+
+
 def set_replaced(
     replaced: Iterable[Replaced], find_module: Callable[[str], Any], undo: contextlib.ExitStack
 ) -> None:
     """Repeats in this process what packs have set in modules. `undo`: gets the reversal."""
     for one in replaced:
-        owner = find_module(one.module)
-        for part in one.path.split(".") if one.path else ():
-            owner = getattr(owner, part)
+        if is_as_imported(one):
+            continue
+        owner = functools.reduce(getattr, one.path.split(".") if one.path else (), find_module(one.module))
         if one.name in vars(owner):
             undo.callback(setattr, owner, one.name, vars(owner)[one.name])
         else:

@@ -10,8 +10,9 @@ import collections
 import functools
 import json
 import random
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .pickling import LOADED_STATE
+from .restore import Replaced, is_as_imported
 from .tensors import OF_DEVICES
 
 CHANGES = (
@@ -31,6 +33,7 @@ UNSENT = (
 )
 # Of the tensors in one job's changes. Most of what is larger is the cache of a video's steps, which starts anew.
 MOST_BYTES = 2**28
+_FIRST_VARIABLE = -1000  # number of a job's first variable
 _DEEPEST = 20  # nested containers to follow
 
 # A value as (kind, content, ...): equal for equal values. Only tensors and objects in it are told apart by identity.
@@ -82,16 +85,24 @@ def global_generators(device: torch.device) -> dict[int, Any]:
     return {-place: one for place, one in enumerate(found, start=1)}
 
 
+def variables_by_number(replaced: Sequence[Replaced]) -> dict[int, Any]:
+    """Returns the values of variables, by numbers below those of generators."""
+    return {_FIRST_VARIABLE - place: one.value for place, one in enumerate(replaced)}
+
+
 class StateChanges:
-    """The changes of the state of a job's objects from now on. `objects`: all in its pickle, and generators, by number;
-    `unsent`: the classes of those with a change that `packed` could not send."""
+    """The changes of the state of a job's objects from now on. `objects`: all in its pickle, variables and generators,
+    by number; `unsent`: those with a change that `packed` could not send; `names`: of their classes or variables, but
+    for code, which each job finds anew."""
 
     def __init__(self, objects: Mapping[int, Any]) -> None:
         self._numbers = {id(one): number for number, one in objects.items()}
         self._held: list[Any] = [objects]  # so that no new object takes an id
         self._tensors: dict[int, Tensor] = {}  # by id, for the same reason
-        self._before = [(one, self._state(one)) for one in self._tracked(objects)]
-        self.unsent: list[str] = []
+        tracked = _reached(root for one in objects.values() for root in _roots(one))
+        self._before = [(one, self._state(one)) for one in tracked if id(one) in self._numbers]
+        self.unsent: list[Any] = []
+        self.names: dict[str, None] = {}
 
     def packed(self) -> dict[str, Tensor]:
         """Returns what has changed since as tensors by name, an empty dict if nothing has."""
@@ -111,40 +122,21 @@ class StateChanges:
             **{f"{CHANGES}.{key}": one.detach().cpu().contiguous() for key, one in sent.items()},
         }
 
-    def _tracked(self, objects: Mapping[int, Any]) -> Iterator[Any]:
-        """Yields the objects that may keep something for a node: generators, objects of packs' classes, what packs'
-        functions close over, and the containers in all these."""
-        waiting = [root for one in objects.values() for root in _roots(one)]
-        seen: set[int] = set()
-        while waiting:
-            one = waiting.pop()
-            if id(one) in seen:
-                continue
-            seen.add(id(one))
-            if type(one) in _GENERATORS:
-                yield one
-            elif isinstance(one, tuple):
-                waiting += one
-            elif isinstance(one, _CONTAINERS) or _is_of_a_node(one):
-                waiting += _parts(one).values()
-                if id(one) in self._numbers:
-                    yield one
-
     def _state(self, one: Any) -> dict[_Form, _Form]:
         if type(one) in _GENERATORS:
-            return {self._form("state"): ("state", _GENERATORS[type(one)][0](one))}
+            return {self._form("state"): ("state", _contents(one)["state"])}
         return {self._form(name): self._form(value) for name, value in _parts(one).items()}
 
     def _form(self, value: Any, depth: int = 0) -> _Form:
         kind = type(value)
         if kind in _PLAIN:
             return (kind.__name__, value)
-        if id(value) in self._numbers and not isinstance(value, tuple):
-            return ("object", self._numbers[id(value)])
         if kind in _TENSORS and value.layout is torch.strided and not value.is_complex():
             self._tensors[id(value)] = value
             version = 0 if value.is_inference() else value._version
             return ("tensor", id(value), version, value.device.type == "cpu")
+        if id(value) in self._numbers and not isinstance(value, tuple):
+            return ("object", self._numbers[id(value)])
         if kind is torch.device:
             return ("device", value.type)
         if kind is torch.dtype:
@@ -164,10 +156,50 @@ class StateChanges:
         if fits and not unsent:
             sent |= tensors
             return True
-        if not all(is_code for *_, is_code in unsent) or not fits:  # code that a job finds again is no state
+        self.unsent.append(one)
+        if not all(is_code for *_, is_code in unsent) or not fits:
             kind = type(one)
-            self.unsent.append(f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}")
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            if isinstance(one, Replaced):
+                name = f"{one.module}.{one.name}"
+            self.names[".".join(name.split(".")[-2:])] = None
         return False
+
+
+class Variables:
+    """The variables that a job has set in a rank's modules (`replaced`, after set_replaced), and those that it uses as
+    the import has set them, whose values are noted in `replaced`."""
+
+    def __init__(self, replaced: Iterable[Replaced]) -> None:
+        self._owners: list[tuple[Replaced, Any]] = []
+        self._imported: list[tuple[Replaced, Any, Any]] = []
+        for one in replaced:
+            owner: Any = sys.modules.get(one.module)
+            for part in one.path.split(".") if one.path else ():
+                owner = getattr(owner, part, None)
+            if owner is None or one.name not in vars(owner):  # this rank's import has gone another way
+                continue
+            self._owners.append((one, owner))
+            if is_as_imported(one):
+                vars(one)["value"] = vars(owner)[one.name]
+                self._imported.append((one, owner, one.value))
+        self._contents = [(one, _contents(one)) for one in _reached(value for *_, value in self._imported)]
+
+    def note(self) -> None:
+        """Notes in `replaced` the values that the job has given to the variables."""
+        for one, owner in self._owners:
+            vars(one)["value"] = vars(owner).get(one.name)
+
+    def put_back(self, unsent: Iterable[Any]) -> None:
+        """Takes back what the job has changed since the import: ComfyUI's process has it, and sends it with later jobs.
+        What it does not have, stays. `unsent`: see StateChanges."""
+        stay = {id(one) for one in _reached(unsent)}
+        for variable, owner, value in self._imported:
+            if id(variable) not in stay:
+                setattr(owner, variable.name, value)
+        for one, before in self._contents:
+            if id(one) not in stay:
+                _store(one, before, [name for name in _contents(one) if name not in before])
 
 
 def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -223,12 +255,36 @@ def _store(one: Any, values: dict[Any, Any], gone: list[Any]) -> None:
         state.update(values)
 
 
+def _reached(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yields generators, objects of packs' classes, packs' functions and containers, as far as these hold others."""
+    waiting, seen = list(roots), set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one) in _GENERATORS:
+            yield one
+        elif isinstance(one, tuple):
+            waiting += one
+        elif isinstance(one, (*_CONTAINERS, Replaced)) or _is_of_a_node(one):
+            waiting += _parts(one).values()
+            yield one
+
+
+def _contents(one: Any) -> dict[Any, Any]:
+    """Returns a copy of what `_store` needs to set the state of an object again."""
+    return {"state": _GENERATORS[type(one)][0](one)} if type(one) in _GENERATORS else dict(_parts(one))
+
+
 def _roots(one: Any) -> list[Any]:
     """Returns the objects in which `one`, of a job, may keep something for a node."""
     if isinstance(one, functools.partial):
         return [*one.args, *one.keywords.values()]
+    if isinstance(one, Replaced) or type(one) in _GENERATORS:
+        return [one]
     if not _is_of_a_node(one):
-        return [one] if type(one) in _GENERATORS else []
+        return []
     if isinstance(one, types.FunctionType):
         return [one, *(one.__closure__ or ()), *(one.__defaults__ or ())]
     return [one]

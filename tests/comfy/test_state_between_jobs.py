@@ -49,17 +49,23 @@ def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, p
     assert relative_difference(found["forgetful"], found["stock"]) > TELLING
 
 
-def test_the_processs_random_generators_go_on_where_the_first_sampling_left_them(packs):
+@pytest.mark.parametrize(
+    "place",
+    ["the process's random generators", "a variable", "a dict in a variable", "an object in a variable"],
+)
+def test_what_all_nodes_share_goes_on_where_the_first_sampling_left_it(packs, place):
+    """Each way is a prompt of its own, in which the node begins anew; so does the third, after ranks have computed."""
     graph = AnyGraph(packs, "flux")
     source, (positive, negative, latent) = graph.stock(), graph.request()
-    models = {"stock": source, "ours": [graph.parallel(source, ulysses=2), 0]}
-    found = {}
-    for way, model in models.items():  # in prompts of their own, as both use the same generators
-        model = _remembering(graph, model, "the process's random generators")
+    ours = [graph.parallel(source, ulysses=2), 0]
+    found = []
+    for label, model in enumerate((source, ours, ours)):
+        model = _remembering(graph, model, place, str(label))
         seeded = [graph.add("TestSeeds", latent=latent, model=model), 0]
         twice = _twice(graph, (model, model), (positive, negative, seeded))
-        found[way] = packs.sample(graph.prompt, twice)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+        found.append(packs.sample(graph.prompt, twice))
+    stock, *others = found
+    assert all(relative_difference(other, stock) <= TOLERANCE for other in others)
 
 
 @pytest.mark.parametrize(

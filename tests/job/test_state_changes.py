@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import importlib
 import random
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -18,7 +20,14 @@ from torch import Tensor, nn
 from parallel_backend.job import state_changes
 from parallel_backend.job.pickling import pickle_job
 from parallel_backend.job.reducers import RankObjects
-from parallel_backend.job.state_changes import StateChanges, global_generators, store_changes
+from parallel_backend.job.restore import AS_IMPORTED, Replaced, is_as_imported
+from parallel_backend.job.state_changes import (
+    StateChanges,
+    Variables,
+    global_generators,
+    store_changes,
+    variables_by_number,
+)
 from parallel_backend.job.tensors import OF_DEVICES, SentTensors
 from parallel_backend.job.unpickling import unpickle_job
 
@@ -57,11 +66,11 @@ def _on_a_copy(job: object, run: Callable[[Any], object], device: torch.device =
         stored=lambda *place: torch.empty(0),
         tensors={int(number): one.clone() for number, one in pickled.tensors.items()},
     )
-    copy, objects = unpickle_job(pickled.data, here)
+    unpickled, objects = unpickle_job(pickled.data, here)
     state = StateChanges(objects)
-    run(copy)
+    run(unpickled)
     store_changes(pickled.objects, state.packed())
-    return state.unsent
+    return list(state.names)
 
 
 def _as_bytes(text: str) -> Tensor:
@@ -233,7 +242,7 @@ def test_what_cannot_be_sent_is_named_and_the_rest_is_stored():
     def run(copy: Holder) -> None:
         copy.made, copy.ring, copy.calls = SimpleNamespace(), ring, 1
 
-    assert _on_a_copy(holder, run) == ["test_state_changes.Holder"] * 2
+    assert _on_a_copy(holder, run) == ["test_state_changes.Holder"]
     assert vars(holder) == {"calls": 1, "made": None}
 
 
@@ -253,3 +262,67 @@ def test_too_many_bytes_are_named_and_the_rest_is_stored(monkeypatch):
     assert _on_a_copy(holder, run) == ["test_state_changes.Holder"]
     assert holder.large is None
     assert holder.small.shape == (20,)
+
+
+@pytest.fixture
+def pack(monkeypatch) -> ModuleType:
+    """A pack's module in a rank, right after its import."""
+    module = ModuleType("pack")
+    vars(module).update(
+        calls=0, bank={"seen": [1]}, memory=Holder(total=0), layer=None, tensor=torch.zeros(1)
+    )
+    monkeypatch.setitem(sys.modules, "pack", module)
+    return module
+
+
+def _run_with_variables(pack: ModuleType, run: Callable[[], object]) -> tuple[dict[str, Any], list[str]]:
+    """Runs `run` as a rank does, with all variables of the pack as the import has set them; returns what the variables
+    of ComfyUI's process, which were the same, are then, and the names of those that it lacks."""
+    names = ("calls", "bank", "memory", "layer", "tensor")
+    here, there = (
+        [Replaced("pack", "", name, AS_IMPORTED) for name in names] for _ in ("the rank", "ComfyUI's process")
+    )
+    variables = Variables(here)
+    values = {name: copy.deepcopy(getattr(pack, name)) for name in names}
+    state = StateChanges(variables_by_number(here) | dict(enumerate(here)))
+    run()
+    variables.note()
+    changes = state.packed()
+    variables.put_back(state.unsent)
+    mine = {-1000 - place: value for place, value in enumerate(values.values())}
+    store_changes(mine | dict(enumerate(there)), changes)
+    set_again = {one.name: one.value for one in there if not is_as_imported(one)}
+    return values | set_again, list(state.names)
+
+
+def test_what_a_job_has_set_in_variables_is_in_comfyuis_process_and_no_longer_in_the_rank(pack):
+    bank, memory, tensor = pack.bank, pack.memory, pack.tensor
+
+    def run() -> None:
+        pack.calls += 1
+        pack.bank["seen"].append(2)
+        pack.bank["new"] = 3
+        pack.memory.total = 4
+        pack.tensor = torch.ones(1)
+
+    values, unsent = _run_with_variables(pack, run)
+    assert unsent == []
+    assert (values["calls"], values["bank"], values["memory"].total) == (1, {"seen": [1, 2], "new": 3}, 4)
+    assert values["tensor"].tolist() == [1]
+    assert (pack.calls, pack.bank, pack.memory.total, pack.tensor) == (0, {"seen": [1]}, 0, tensor)
+    assert pack.bank is bank
+    assert pack.memory is memory
+
+
+def test_what_comfyuis_process_cannot_have_stays_in_the_rank(pack):
+    """Such as a model that a pack loads once: each job would load it again."""
+    layer = nn.Linear(1, 1)
+
+    def run() -> None:
+        pack.layer = layer
+        pack.memory.layers = {"one": layer}
+        pack.calls = 1
+
+    values, _ = _run_with_variables(pack, run)
+    assert (pack.layer, pack.memory.layers, pack.calls) == (layer, {"one": layer}, 0)
+    assert (values["layer"], values["calls"]) == (None, 1)

@@ -1,4 +1,4 @@
-"""Variables that nodes set in their packs' modules are found if the code of a job names them."""
+"""The variables of packs' modules that a job's code names are found, and which of them nodes have set."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import types
 import pytest
 
 from pack_nodes import module_fixture
+from parallel_backend.job.restore import AS_IMPORTED, Replaced
 
 pack_variables = module_fixture("nodes.job.pack_variables")
 PACK = "/somewhere/custom_nodes/pack"
@@ -42,13 +43,21 @@ def pack(monkeypatch, pack_variables) -> types.ModuleType:
     return main
 
 
-def _found(pack_variables, pack) -> list[tuple[str, str, str]]:
-    variables = pack_variables.set_variables([pack.patch])
+def _set(pack_variables, pack) -> list[tuple[str, str, str]]:
+    variables = filter(pack_variables.was_set, pack_variables.variables_of([pack.patch]))
     return sorted((one.module.removeprefix(PACK), one.path, one.name) for one in variables)
 
 
-def test_nothing_is_found_right_after_the_import(pack_variables, pack):
-    assert _found(pack_variables, pack) == []
+def test_the_data_that_the_code_names_is_found_and_none_of_it_set_right_after_the_import(
+    pack_variables, pack
+):
+    found = pack_variables.names_of(pack_variables.variables_of([pack.patch]))
+    assert found == {
+        *((PACK, "", name) for name in ("scale", "tables", "settings")),
+        (PACK, "Settings", "strength"),
+        (f"{PACK}.other", "", "mode"),
+    }
+    assert _set(pack_variables, pack) == []
 
 
 SET = {
@@ -74,16 +83,23 @@ SET = {
 def test_what_was_set_since_is_found(pack_variables, pack, kind):
     set_it, expected = SET[kind]
     set_it(pack)
-    assert _found(pack_variables, pack) == [expected]
+    assert _set(pack_variables, pack) == [expected]
 
 
 def test_what_the_code_does_not_name_stays(pack_variables, pack):
     pack.unused = 2.0
-    assert _found(pack_variables, pack) == []
+    assert _set(pack_variables, pack) == []
 
 
 def test_what_was_set_back_is_no_longer_found(pack_variables, pack):
     before = pack.scale
     pack.scale = 2.0
     pack.scale = before
-    assert _found(pack_variables, pack) == []
+    assert _set(pack_variables, pack) == []
+
+
+def test_values_of_a_job_are_put_back_but_not_those_that_it_left(pack_variables, pack):
+    scale, mode = Replaced(PACK, "", "scale", 3.0), Replaced(f"{PACK}.other", "", "mode", AS_IMPORTED)
+    strength = Replaced(PACK, "Settings", "strength", 4.0)
+    pack_variables.put_back([scale, mode, strength])
+    assert (pack.scale, pack.other.mode, pack.Settings.strength) == (3.0, 0, 4.0)

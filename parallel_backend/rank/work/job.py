@@ -18,7 +18,7 @@ from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer, pack_step
 from ...job.restore import make_changes, set_replaced
-from ...job.state_changes import UNSENT, StateChanges, global_generators
+from ...job.state_changes import UNSENT, StateChanges, Variables, global_generators, variables_by_number
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.packages import Packages
 from ...models.comfyui.jobs.patchers import root_patcher
@@ -196,7 +196,7 @@ class _RunningJob:
         self._step = self._steps = 0
         self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
         self.denoised: Tensor | None = None  # of all images, after the latest step
-        self.changes: Tensors = {}  # of the state of the job's objects, on rank 0
+        self.changes: Tensors = {}  # of the state of the job's objects (StateChanges)
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
 
@@ -235,12 +235,15 @@ class _RunningJob:
             undo.callback(patcher.unpatch_model, unpatch_weights=False)
             if not self._meeting.is_first:
                 undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                return self._computed(work, forward)
-            state = StateChanges(job.objects | global_generators(model.patcher.load_device))
+            variables = Variables(job.replaced)
+            others = variables_by_number(job.replaced) | global_generators(model.patcher.load_device)
+            state = StateChanges(job.objects | others)
+            undo.callback(lambda: variables.put_back(state.unsent))
             answer = self._computed(work, forward)
+            variables.note()
             self.changes = state.packed()
-            if state.unsent:
-                self.notes += (UNSENT.format(names=", ".join(dict.fromkeys(state.unsent))),)
+            if state.names:
+                self.notes += (UNSENT.format(names=", ".join(state.names)),)
             return answer
 
     def _computed(self, work: SamplerRun | NetworkCall, forward: ModuleForward) -> Any:

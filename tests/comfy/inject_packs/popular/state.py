@@ -80,6 +80,36 @@ def _random_numbers(seen: Tensor) -> Tensor | float:
     return seen + torch.randn(1) + random.random() + numpy.random.rand()
 
 
+total: Tensor | float = 0.0
+BANK: dict[str, list[Tensor]] = {"seen": []}
+MEMORY = Memory()
+
+
+def _variable() -> Callable[[Tensor], Tensor | float]:
+    def step(seen: Tensor) -> Tensor | float:
+        global total
+        total = total + seen
+        return total
+
+    global total
+    total = 0.0
+    return step
+
+
+def _variables_dict() -> Callable[[Tensor], Tensor | float]:
+    BANK["seen"].clear()
+    return lambda seen: _list(BANK["seen"], seen)
+
+
+def _variables_object() -> Callable[[Tensor], Tensor | float]:
+    def step(seen: Tensor) -> Tensor | float:
+        MEMORY.total = MEMORY.total + seen
+        return MEMORY.total
+
+    MEMORY.total = 0.0
+    return step
+
+
 def _lock() -> Callable[[Tensor], Tensor | float]:
     memory = Memory()
 
@@ -99,6 +129,9 @@ PLACES: dict[str, Callable[[], Callable[[Tensor], Tensor | float]]] = {
     "a random generator": lambda: functools.partial(_drawn, torch.Generator().manual_seed(3)),
     "an attribute of a function": _function,
     "the process's random generators": lambda: _random_numbers,
+    "a variable": _variable,
+    "a dict in a variable": _variables_dict,
+    "an object in a variable": _variables_object,
     "a lock": _lock,
 }
 
