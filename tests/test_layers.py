@@ -64,7 +64,6 @@ LONG_FILES: set[str] = set()
 SHORT_FILES = {
     "parallel_backend/commands/gpu_check/__main__.py",
     "parallel_backend/wire/parent_death.py",
-    "parallel_backend/engine/comm/traffic_counter.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms without code for a single model family: such code is in the family's folder below models/.

@@ -59,7 +59,7 @@ def test_attention_of_comfyuis_modules_copies_each_tensor_once(heads, operators)
     with world_of_one_process(0, 2) as world:
         layouts = Layouts(world)
         layout = layouts.get(ULYSSES_2)
-        tokens = BlockTokens(layout.sequence, (), layouts.traffic, counts={"img": 2 * TOKENS})
+        tokens = BlockTokens(layout.sequence, (), counts={"img": 2 * TOKENS})
         tensors = [torch.empty(1, heads, TOKENS, CHANNELS, device=DEVICE) for _ in range(3)]
         with torch.inference_mode(), counted() as counter:
             attention = SequenceAttention(layout, tokens, ("img",))

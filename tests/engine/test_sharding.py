@@ -15,7 +15,6 @@ from differences import numbers_held, relative_difference
 from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Axis, Layouts
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import AbsentWeight, ByteSharding
@@ -41,7 +40,7 @@ def files(tmp_path_factory):
 def sharding_over(world):
     layouts = Layouts(world)
     layout = layouts.get(ParallelStrategy(data_degree=world.world_size, shard_weights=True))
-    return ByteSharding(layout.shard, CPU, layouts.traffic, offload=False), layouts.traffic
+    return ByteSharding(layout.shard, CPU, offload=False), layouts.traffic
 
 
 def answer(model):
@@ -103,7 +102,7 @@ def job_under(world, path, strategy):
     layouts, cache = Layouts(world), ModuleCache(0.01)
     sharding = None
     if strategy.shards:
-        sharding = ByteSharding(layouts.get(strategy).shard, CPU, layouts.traffic, offload=False)
+        sharding = ByteSharding(layouts.get(strategy).shard, CPU, offload=False)
     model = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
     forward = make_module_forward(model, layouts, Placement(strategy))
     (latent, times), kwargs = inputs(rows=2)
@@ -325,7 +324,7 @@ def test_a_call_that_fails_leaves_nothing_whole_and_the_next_one_runs():
 
 
 def test_the_next_block_travels_while_one_computes(monkeypatch):
-    sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
+    sharding = ByteSharding(Axis((0,), 0, None), CPU, offload=False)
     module, events = Steps(), []
     sharding.shard(module, list(module.blocks), {})
     # A module lists its direct parameters before those of its blocks.

@@ -185,7 +185,7 @@ class PairedProjections:
         (common,) = self._common.values()
         by_rank = x[..., :common, :].unflatten(-1, (RANKS, -1))
         squares = torch.linalg.vector_norm(by_rank, dim=-1, dtype=torch.float32).square()
-        all_reduce(squares, self._ulysses, self._tokens.traffic)
+        all_reduce(squares, self._ulysses)
         scales = torch.rsqrt(squares / x.shape[-1] + module.eps)
         weight = module.weight.to(x.device, torch.float32).chunk(RANKS)[self._ulysses.index]
         for rank in range(RANKS):

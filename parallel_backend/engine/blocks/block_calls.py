@@ -22,7 +22,6 @@ from ..attention.guides import Guides
 from ..attention.projections import paired_projections
 from ..attention.sequence import SequenceAttention, StaleKeys
 from ..comm.groups import Layout
-from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from ..tokens.region_blocks import Block, blocks_of, main_stream, tokens_of
 from .step_cache import CachedCall
@@ -49,7 +48,6 @@ class BlockCalls:
 
     _model: ModuleModel
     _layout: Layout
-    _traffic: Traffic
     _run_block: RunBlock
     _make_attention: Callable[..., SequenceAttention]
     sends_tokens: bool = False
@@ -117,7 +115,7 @@ class BlockCalls:
         return forward
 
     def tokens(self) -> BlockTokens:
-        return BlockTokens(self._layout.sequence, self._layout.sequence_shares, self._traffic)
+        return BlockTokens(self._layout.sequence, self._layout.sequence_shares)
 
     def run(
         self,

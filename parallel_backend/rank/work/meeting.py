@@ -201,7 +201,7 @@ class ModuleMeeting:
             parts = [part.contiguous() for part in _parts_of(answer)]
         parts = self._formed(parts)
         for part in parts:
-            broadcast(part, 0, self._layouts.everyone, self._layouts.traffic)
+            broadcast(part, 0, self._layouts.everyone)
         return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
 
     def _formed(self, parts: list[Tensor]) -> list[Tensor]:
@@ -230,7 +230,7 @@ class ModuleMeeting:
         agree_on_call(self._layouts.world, False, self.calls, form)
         for part in parts:
             first = part.contiguous()
-            broadcast(first, 0, self._layouts.everyone, self._layouts.traffic)
+            broadcast(first, 0, self._layouts.everyone)
             if first.data_ptr() != part.data_ptr():
                 part.copy_(first)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from parallel_backend.engine.comm.groups import Axis
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.errors import RequestError
 from parallel_backend.models.tokens.regions import Tokens
@@ -17,7 +16,7 @@ def _ranks(count, weights=()):
     """Returns the BlockTokens of each rank, which know text and image."""
     found = []
     for index in range(count):
-        tokens = BlockTokens(Axis(tuple(range(count)), index, None), weights, Traffic())
+        tokens = BlockTokens(Axis(tuple(range(count)), index, None), weights)
         tokens.cut(IMAGE, Tokens("img"))
         tokens.cut(TEXT, Tokens("txt"))
         found.append(tokens)
@@ -44,7 +43,7 @@ def test_a_joined_tensor_has_each_ranks_text_beside_its_image():
 
 
 def test_a_joined_stream_of_unknown_streams_is_one():
-    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
+    tokens = BlockTokens(Axis((0, 1), 1, None), ())
     assert torch.equal(tokens.cut(IMAGE, Tokens("txt+img")), IMAGE[:, 6:])
 
 
@@ -52,7 +51,7 @@ def test_one_value_for_all_tokens_and_one_for_each_frame():
     _, middle, _ = _ranks(3)
     for_all = torch.zeros(1, 1, 2)
     assert middle.cut(for_all, Tokens("img", grouped=True)) is for_all
-    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
+    tokens = BlockTokens(Axis((0, 1), 1, None), ())
     tokens.cut(torch.zeros(1, 6, 2), Tokens("x"))
     frames = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
     assert tokens.cut(frames, Tokens("x", grouped=True)).flatten().tolist() == [2.0, 3.0, 3.0]
@@ -79,7 +78,7 @@ def test_other_tokens_than_the_table_says_are_refused():
 
 def _gathered(world, weights, text):
     axis = Axis(tuple(range(world.world_size)), world.rank, world.group)
-    tokens = BlockTokens(axis, weights, Traffic())
+    tokens = BlockTokens(axis, weights)
     grid = torch.arange(24.0).view(1, 2, 3, 4, 1)
     shares = [
         (tokens.cut(IMAGE, Tokens("img")), Tokens("img")),
