@@ -21,7 +21,7 @@ from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placemen
 from . import notes
 from .attention import queries
 from .attention.kernel_choice import kernel_for
-from .attention.kernels import ChosenKernel
+from .attention.kernels import OVERRIDE, ChosenKernel
 from .attention.projections import OtherProjections
 from .attention.sequence import SequenceAttention
 from .attention.xfuser import UspAttention, XfuserEngine, why_not_xfuser
@@ -40,7 +40,6 @@ _WITHIN = (
     "a node's code takes part within the model's blocks, of whose heads and layers each device has a part under "
     "tensor_degree; set tensor_degree to 1"
 )
-_OVERRIDE = "optimized_attention_override"  # key in transformer_options
 # ComfyUI's attention functions that are faster than torch's own; all others are torch's or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
 # The output of a module: a tensor, or tensors and plain values in lists and tuples.
@@ -339,7 +338,7 @@ class ModuleForward:
         sequence = self.layout.sequence
         if call.rows // max(call.unit, 1) >= sequence.size and not self._rows_are_inseparable(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
-        if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
+        if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(OVERRIDE) is not None:
             self.noted.add(notes.HEADS)
             with attention_by(queries.HeadAttention(self.layout)):
                 return self._compute_rows(call, cached)

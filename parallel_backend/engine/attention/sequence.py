@@ -296,14 +296,10 @@ class SequenceAttention:
         self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], channels: int
     ) -> Callable[[], Tensor]:
         """Starts an all-to-all, rounded if requested. `channels`: length of a vector; divides all sizes."""
+        start = partial(start_all_to_all, axis=self._ulysses, overlaps=self._groups > 1)
         if self._rounds and channels >= LEAST_CHANNELS:
-            return exchange(self._all_to_all, send, send_sizes, receive_sizes, channels)
-        return self._all_to_all(send, send_sizes, receive_sizes)
-
-    def _all_to_all(
-        self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]
-    ) -> Callable[[], Tensor]:
-        return start_all_to_all(send, send_sizes, receive_sizes, self._ulysses, overlaps=self._groups > 1)
+            return exchange(start, send, send_sizes, receive_sizes, channels)
+        return start(send, send_sizes, receive_sizes)
 
     def _over_ring(self, call: AttentionCall, streams: Streams) -> Tensor:
         """Returns attention [B, h, s, D] of this group's tokens over the keys and values of all groups."""
