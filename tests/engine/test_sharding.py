@@ -22,6 +22,7 @@ from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.placing import blocks_of
+from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.staging import component_tensors
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ModelShape, ParallelStrategy
@@ -154,9 +155,7 @@ class Steps(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
         self.blocks[3].weight = self.blocks[2].weight  # tied
         self.around = nn.Parameter(torch.ones(3))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.requires_grad_(False).parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        fill(self)
 
     def forward(self, x, order):
         for number in order:
@@ -212,9 +211,7 @@ class Figures(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Posed() for _ in range(2))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.requires_grad_(False).parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        fill(self)
 
     def forward(self, x):
         for block in self.blocks:
