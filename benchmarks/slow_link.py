@@ -45,14 +45,14 @@ class SlowLink:
         self.bytes_per_second = 0.0
         self._free_at = 0.0
 
-    def start(self, send, send_sizes, receive_sizes, axis, traffic):
+    def start(self, send, send_sizes, receive_sizes, axis):
         """Replaces collectives.start_all_to_all."""
-        before = traffic.bytes_sent
-        arrive = self._carry(send, send_sizes, receive_sizes, axis, traffic)
+        before = axis.traffic.bytes_sent
+        arrive = self._carry(send, send_sizes, receive_sizes, axis)
         there = 0.0
         if self.bytes_per_second:
             begin = max(time.perf_counter(), self._free_at)
-            there = self._free_at = begin + (traffic.bytes_sent - before) / self.bytes_per_second
+            there = self._free_at = begin + (axis.traffic.bytes_sent - before) / self.bytes_per_second
 
         def arrived():
             received = arrive()
@@ -129,7 +129,7 @@ def _measure(world: World, path: str, tokens: int, share: float, rounds: int) ->
     link.bytes_per_second = speed
     send = torch.zeros(2 * ALONE)
     begin = time.perf_counter()
-    link.exchange(send, (ALONE, ALONE), (ALONE, ALONE), axis, layouts.traffic)
+    link.exchange(send, (ALONE, ALONE), (ALONE, ALONE), axis)
     error = (time.perf_counter() - begin) / (4 * ALONE / speed) - 1
     found: dict = {"bytes": sent, "link": speed, "link_error": error}
     found |= {name: [[] for _ in WAYS] for name in ("free", "slow")}

@@ -30,9 +30,8 @@ class ModelShape:
     blocks; `splits_tokens`: True if the tokens of one image can be split, not only whole rows; `splits_queries`: True
     if only attention's queries can be; `splits_layers`: True if each layer's heads and columns can be split;
     `splits_layers_unasked`: True if `auto` may choose that; `pipelines`: True if blocks can be on different devices;
-    `uneven_heads`: True if Ulysses ranks may take different numbers of heads; `sends_tokens`: True if two Ulysses ranks
-    can send tokens before they are projected; `band_rows`: if ranks compute bands of an image's rows, the least number
-    of latent rows in a band, else 0."""
+    `sends_tokens`: True if two Ulysses ranks can send tokens before they are projected; `band_rows`: if ranks compute
+    bands of an image's rows, the least number of latent rows in a band, else 0."""
 
     heads: int
     blocks: int
@@ -42,15 +41,12 @@ class ModelShape:
     splits_layers: bool = True
     splits_layers_unasked: bool = True
     pipelines: bool = True
-    uneven_heads: bool = False
     sends_tokens: bool = False
     band_rows: int = 0
 
     def takes_ulysses(self, degree: int) -> bool:
-        """Returns True if the heads can be split over `degree` ranks."""
-        if self.uneven_heads:
-            return self.heads == 0 or degree <= self.heads
-        return self.heads % degree == 0
+        """Returns True if each of `degree` ranks can have a head; ranks may have different numbers of heads."""
+        return self.heads == 0 or degree <= self.heads
 
     def describe(self, strategy: ParallelStrategy) -> str:
         """Returns the strategy in words, naming what it splits of this model."""
@@ -240,9 +236,8 @@ class ParallelStrategy:
         for words, *inputs in self._unknown_to(model):
             yield words, tuple(inputs)
         if model.splits_tokens and not model.takes_ulysses(self.ulysses_degree):
-            than = "is more than" if model.uneven_heads else "does not divide"
             yield (
-                f"ulysses_degree {self.ulysses_degree} {than} the {model.heads} attention heads of "
+                f"ulysses_degree {self.ulysses_degree} is more than the {model.heads} attention heads of "
                 f"{model.name}; {{nearest}}.",
                 ("ulysses_degree",),
             )

@@ -9,7 +9,6 @@ from parallel_backend import devices
 from parallel_backend.devices import (
     MAX_CPU_RANKS,
     devices_of_a_run,
-    is_cpu,
     name_devices,
     resolve_devices,
 )
@@ -43,12 +42,6 @@ def test_a_run_without_any_accelerator_is_the_cpus(gpus, monkeypatch):
     assert devices_of_a_run("all") == ("cpu:0",)
     gpus(2)
     assert devices_of_a_run("all") == ("cuda:0", "cuda:1")
-
-
-def test_all_without_a_gpu_is_one_cpu_rank(gpus):
-    gpus(0)
-    assert resolve_devices("all") == ("cpu:0",)
-    assert is_cpu(resolve_devices(" ALL "))
 
 
 @pytest.mark.parametrize(

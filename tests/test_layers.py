@@ -63,7 +63,6 @@ LONG_FILES: set[str] = set()
 # The first one stays short: code that runs before any heavy import.
 SHORT_FILES = {
     "parallel_backend/wire/parent_death.py",
-    "parallel_backend/engine/comm/traffic_counter.py",
 }
 RANKS_HALF = {"engine", "sampling", "rank"}
 # Rooms without code for a single model family: such code is in the family's folder below models/.

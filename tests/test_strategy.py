@@ -40,18 +40,18 @@ def test_a_degree_that_is_not_a_positive_whole_number_is_refused(value):
         ParallelStrategy(ring_degree=value)
 
 
-def test_heads_that_do_not_divide_name_the_nearest_ulysses_and_ring():
-    (line,) = ParallelStrategy(ulysses_degree=16).violations(FLUX, device_count=16)
-    assert "24 attention heads" in line and "ulysses_degree 8, ring_degree 2" in line
+def test_more_devices_than_heads_name_the_nearest_ulysses_and_ring():
+    (line,) = ParallelStrategy(ulysses_degree=32).violations(FLUX, device_count=32)
+    assert "24 attention heads" in line and "ulysses_degree 16, ring_degree 2" in line
 
 
 def test_every_violated_rule_is_listed():
-    strategy = ParallelStrategy(cfg_degree=3, pipefusion_degree=60, ulysses_degree=5)
+    strategy = ParallelStrategy(cfg_degree=3, pipefusion_degree=60, ulysses_degree=25)
     with pytest.raises(StrategyError) as raised:
         strategy.check(FLUX, device_count=4)
     text = str(raised.value)
     assert text.count("\n- ") == 4
-    for word in ("needs 900 devices", "cfg_degree 3", "has 57 blocks", "ulysses_degree 5"):
+    for word in ("needs 4500 devices", "cfg_degree 3", "has 57 blocks", "ulysses_degree 25"):
         assert word in text
 
 
@@ -59,8 +59,8 @@ def test_every_violated_rule_is_listed():
     ("strategy", "devices", "nearest"),
     [
         ({"ulysses_degree": 5}, 2, {"ulysses_degree": 2}),
-        ({"ulysses_degree": 5}, 5, {"ulysses_degree": 1, "ring_degree": 5}),
-        ({"ulysses_degree": 16}, 16, {"ulysses_degree": 8, "ring_degree": 2}),
+        ({"ulysses_degree": 25}, 25, {"ulysses_degree": 5, "ring_degree": 5}),
+        ({"ulysses_degree": 32}, 32, {"ulysses_degree": 16, "ring_degree": 2}),
         ({"cfg_degree": 3}, 3, {"cfg_degree": 2}),
         ({"ring_degree": 3}, 2, {"ring_degree": 2}),
         ({"pipefusion_degree": 60}, 60, {"pipefusion_degree": 57}),
@@ -158,7 +158,7 @@ def test_a_strategy_that_keeps_all_rules_has_no_violations():
     assert ParallelStrategy(cfg_degree=2, ring_degree=2, ulysses_degree=2).violations(FLUX, 8) == []
 
 
-ANY = ModelShape(4, 30, "wan.safetensors", splits_layers=False, pipelines=False, uneven_heads=True)
+ANY = ModelShape(4, 30, "wan.safetensors", splits_layers=False, pipelines=False)
 
 
 @pytest.mark.parametrize(
@@ -188,5 +188,5 @@ def test_heads_need_not_divide_where_ranks_may_take_different_numbers(strategy):
 def test_the_sequence_is_split_as_far_as_the_heads_go():
     assert ANY.split_sequence(3) == (3, 1)
     assert ANY.split_sequence(6) == (3, 2)
-    assert FLUX.split_sequence(16) == (8, 2)
+    assert FLUX.split_sequence(32) == (16, 2)
     assert ModelShape(8, 2, splits_tokens=False).split_sequence(4) == (1, 1)

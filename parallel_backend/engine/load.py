@@ -25,7 +25,7 @@ def load_under(spec: ModelSpec, layouts: Layouts, strategy: ParallelStrategy) ->
     shared = None
     # A single rank on the CPU can neither shard nor offload.
     if strategy.shards and (layout.shard.size > 1 or device.type != "cpu"):
-        shared = ByteSharding(layout.shard, device, layouts.traffic, offload=strategy.offload_weights)
+        shared = ByteSharding(layout.shard, device, offload=strategy.offload_weights)
     part = ModelPart(layout.pipe.index, layout.stage_shares, slices_of(layout.tensor, layouts), shared)
     return load_model(spec, device, part, peers)
 

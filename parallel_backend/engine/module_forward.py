@@ -21,7 +21,7 @@ from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placemen
 from . import notes
 from .attention import queries
 from .attention.kernel_choice import kernel_for
-from .attention.kernels import ChosenKernel
+from .attention.kernels import OVERRIDE, ChosenKernel
 from .attention.projections import OtherProjections
 from .attention.sequence import SequenceAttention
 from .attention.xfuser import UspAttention, XfuserEngine, why_not_xfuser
@@ -32,7 +32,6 @@ from .blocks.compile import Compiler, start_compiler
 from .blocks.step_cache import CachedCall, ModuleCache, ReuseVote
 from .comm.collectives import all_gather
 from .comm.groups import ALONE, Axis, Layout, Layouts
-from .comm.traffic_counter import Traffic
 from .load import notes_on_weights
 from .stages.stages import ModuleStages
 from .stages.stale_keys import StaleKeyCache
@@ -41,7 +40,6 @@ _WITHIN = (
     "a node's code takes part within the model's blocks, of whose heads and layers each device has a part under "
     "tensor_degree; set tensor_degree to 1"
 )
-_OVERRIDE = "optimized_attention_override"  # key in transformer_options
 # ComfyUI's attention functions that are faster than torch's own; all others are torch's or slower.
 _FASTER_ATTENTION = ("sage", "flash", "xformers")
 # The output of a module: a tensor, or tensors and plain values in lists and tuples.
@@ -63,10 +61,10 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
             f"set it to 1. data_degree, cfg_degree, ulysses_degree and ring_degree can split it."
         )
     layout = layouts.get(strategy)
-    forward = ModuleForward(model, layout, layouts.traffic)
+    forward = ModuleForward(model, layout)
     forward.noted.add_lasting(*notes_on_weights(layout))
     if placement.engine == "xfuser":
-        _use_xfuser(forward, layouts)
+        _use_xfuser(forward)
     if options.attention != AUTO and forward.xfuser is None:
         forward.use_kernel(options.attention)
     forward.exchange_dtype = options.exchange_dtype
@@ -85,7 +83,7 @@ def make_module_forward(model: ModuleModel, layouts: Layouts, placement: Placeme
     return forward
 
 
-def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
+def _use_xfuser(forward: ModuleForward) -> None:
     """Makes blocks attend by xfuser if tokens are shared out; otherwise notes why not. Collective."""
     layout, model = forward.layout, forward.model
     reason = why_not_xfuser(layout)
@@ -94,7 +92,7 @@ def _use_xfuser(forward: ModuleForward, layouts: Layouts) -> None:
     if reason:
         forward.noted.add_lasting(f"engine xfuser fell back to native: {reason}")
     else:
-        forward.xfuser = XfuserEngine(layout, model.compute_dtype, layouts.traffic, forward.noted.add)
+        forward.xfuser = XfuserEngine(layout, model.compute_dtype, forward.noted.add)
 
 
 def _uncompiled(forward: ModuleForward) -> list[str]:
@@ -120,10 +118,9 @@ class ModuleForward:
 
     kernel = "torch"  # over a ring, or chosen by the user; else ComfyUI's command line decides
 
-    def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
+    def __init__(self, model: ModuleModel, layout: Layout) -> None:
         self.model = model
         self.layout = layout
-        self.traffic = traffic
         self._is_exact = (
             not model.scales_by_largest or layout.row.size * layout.sequence.size * layout.tensor.size == 1
         )
@@ -189,7 +186,7 @@ class ModuleForward:
 
     @property
     def bytes_sent(self) -> int:
-        return self.traffic.bytes_sent
+        return self.layout.everyone.traffic.bytes_sent
 
     def __call__(
         self, call: ModuleCall, cache: ModuleCache | None = None, keys: StaleKeyCache | None = None
@@ -219,7 +216,7 @@ class ModuleForward:
                 return self._answer(call)
             key = (call.prompts, self.layout.strategy)
             shared = call.tokens == STAY and self.layout.sequence.size > 1
-            vote = ReuseVote(self.layout, self.traffic, shared, self._leave_out_blocks)
+            vote = ReuseVote(self.layout, shared, self._leave_out_blocks)
             with cache.call(key, outputs, vote) as cached:
                 return self._answer(call, cached)
 
@@ -227,7 +224,7 @@ class ModuleForward:
         """Makes this rank compute one stage of the model (PipeFusion)."""
         alone = replace(self.layout, sequence=ALONE, ring=ALONE, ulysses=ALONE)  # all tokens on every rank
         calls = self._block_calls(self.layout), self._block_calls(alone)
-        self.stages = ModuleStages(self.model, self.layout, self.traffic, *calls)
+        self.stages = ModuleStages(self.model, self.layout, *calls)
 
     def _by_stages(self, stages: ModuleStages, call: ModuleCall, keys: StaleKeyCache | None) -> Answer:
         self.model.begin_call()
@@ -268,7 +265,7 @@ class ModuleForward:
         run = run_unmodified if self.compiler is None else self.compiler.run_compiled
         uneven = partial(SequenceAttention, wish=self.wish, exchange_dtype=self.exchange_dtype)
         attention = uneven if self.xfuser is None else partial(UspAttention, self.xfuser)
-        return BlockCalls(self.model, layout, self.traffic, run, attention)
+        return BlockCalls(self.model, layout, run, attention)
 
     def _by_rows(
         self, call: ModuleCall, axes: Sequence[Axis], compute: Callable[[ModuleCall], Answer]
@@ -285,7 +282,7 @@ class ModuleForward:
             return self._by_rows(call, others, compute)
         part, shares = self.local_rows(call, axis)
         answer = self._by_rows(part, others, compute)
-        return _gathered(answer, part.rows, shares, axis, self.traffic)
+        return _gathered(answer, part.rows, shares, axis)
 
     def local_rows(self, call: ModuleCall, axis: Axis) -> tuple[ModuleCall, tuple[int, ...]]:
         """Returns (the call with this rank's rows, or with the first rank's if it has none; rows per rank)."""
@@ -327,7 +324,7 @@ class ModuleForward:
         if len(set(split_rows(call, sequence.size, self._rows_are_inseparable(call)))) == 1:
             return self._by_rows(call, (sequence,), self._compute_rows)
         try:
-            self._bands = self._bands or UNetBands(self.model, self.layout, self.traffic)
+            self._bands = self._bands or UNetBands(self.model, self.layout)
             reason = self._bands.refusal(call)
         except RequestError as error:
             reason = f"this UNet has {error}, which bands of rows do not know"
@@ -341,12 +338,12 @@ class ModuleForward:
         sequence = self.layout.sequence
         if call.rows // max(call.unit, 1) >= sequence.size and not self._rows_are_inseparable(call):
             return self._by_rows(call, (sequence,), partial(self._compute_rows, cached=cached))
-        if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(_OVERRIDE) is not None:
+        if call.by_heads or (call.kwargs.get("transformer_options") or {}).get(OVERRIDE) is not None:
             self.noted.add(notes.HEADS)
-            with attention_by(queries.HeadAttention(self.layout, self.traffic)):
+            with attention_by(queries.HeadAttention(self.layout)):
                 return self._compute_rows(call, cached)
         self.noted.add(notes.QUERIES.format(why=why, keys=queries.MIN_KEYS))
-        with attention_by(queries.QueryAttention(self.layout, self.traffic)):
+        with attention_by(queries.QueryAttention(self.layout)):
             return self._compute_rows(call, cached)
 
     def _compute_shared_out(self, call: ModuleCall, cached: CachedCall | None = None) -> Answer:
@@ -370,10 +367,10 @@ class ModuleForward:
             self.noted.add(notes.ROUNDED.format(drift=drift_in_words(name, over_a_ring=over_a_ring)))
 
 
-def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, traffic: Traffic) -> Answer:
+def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis) -> Answer:
     """Returns the answers of all ranks, joined in the order of their rows."""
     if isinstance(answer, (list, tuple)):
-        return type(answer)(_gathered(item, rows, shares, axis, traffic) for item in answer)
+        return type(answer)(_gathered(item, rows, shares, axis) for item in answer)
     if not isinstance(answer, Tensor):
         return answer
     if not answer.ndim or len(answer) != rows:
@@ -381,4 +378,4 @@ def _gathered(answer: Answer, rows: int, shares: tuple[int, ...], axis: Axis, tr
             f"The model answered {rows} rows with a tensor of {tuple(answer.shape)}, which cannot be put together. Set "
             f"cfg_degree and data_degree to 1."
         )
-    return all_gather(answer[: shares[axis.index]], shares, axis, traffic)
+    return all_gather(answer[: shares[axis.index]], shares, axis)

@@ -25,7 +25,6 @@ from ..models.staging import as_built, component_tensors
 from ..wire.heartbeat import heartbeat
 from .comm.collectives import all_gather_single
 from .comm.groups import Axis, is_gloo
-from .comm.traffic_counter import Traffic
 
 _BYTES = torch.uint8
 # Bytes: tensors begin at multiples of it in a gathered part. Kernels need 16; torch's allocator gives 512 on a device
@@ -89,10 +88,9 @@ class AbsentWeight(nn.Parameter):
 class ByteSharding:
     """A base.WeightSharding of a module over `axis`. `offload`: a device's shares lie in pinned host memory."""
 
-    def __init__(self, axis: Axis, device: torch.device, traffic: Traffic, *, offload: bool) -> None:
+    def __init__(self, axis: Axis, device: torch.device, *, offload: bool) -> None:
         self._axis = axis
         self._device = device
-        self._traffic = traffic
         self._host = offload and device.type != "cpu"
         self.shares = nn.ParameterList()
         self._parts: list[_Part] = []
@@ -211,7 +209,7 @@ class ByteSharding:
         if axis.group is None:
             return _Arrival(mine, mine, [])
         whole = torch.empty(axis.size * mine.numel(), dtype=_BYTES, device=self._device)
-        self._traffic.add(mine.numel() * (axis.size - 1), mine)
+        axis.traffic.add(mine.numel() * (axis.size - 1), mine)
         if not is_gloo(axis, self._device):
             return _Arrival(whole, mine, [all_gather_single(whole, mine, group=axis.group, async_op=True)])
         # Shares go straight to `whole`: gloo's own all-gather fills a buffer first, whose memory its thread keeps.

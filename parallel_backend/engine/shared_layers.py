@@ -135,7 +135,7 @@ def _spread(layouts: Layouts, owner: int, tensor: Tensor, waiting: str) -> Tenso
     world = layouts.world
     tensor = tensor.contiguous()
     if tensor.device.type == world.device.type:
-        return broadcast(tensor, owner, layouts.everyone, layouts.traffic)
+        return broadcast(tensor, owner, layouts.everyone)
     with heartbeat.inside(waiting, range(world.world_size)):
         dist.broadcast(tensor, owner, group=world.control)
     return tensor

@@ -17,7 +17,6 @@ from ..models.attention import order_of, prepare_order
 from ..models.base import Slices
 from .comm.collectives import all_gather, all_reduce
 from .comm.groups import Axis, Layouts
-from .comm.traffic_counter import Traffic
 
 _by_name: WeakValueDictionary[str, SliceMeeting] = WeakValueDictionary()
 
@@ -27,7 +26,7 @@ def slices_of(axis: Axis, layouts: Layouts) -> Slices | None:
     if axis.size == 1:
         return None
     if axis.ranks not in layouts.slices:
-        meeting = SliceMeeting(axis, layouts.traffic, layouts.world.device)
+        meeting = SliceMeeting(axis, layouts.world.device)
         layouts.slices[axis.ranks] = Slices(axis.size, axis.index, meeting.add_up, meeting.join)
     return layouts.slices[axis.ranks]
 
@@ -35,15 +34,15 @@ def slices_of(axis: Axis, layouts: Layouts) -> Slices | None:
 class SliceMeeting:
     """The collectives of one tensor axis: `add_up` and `join` of base.Slices, as operators in compiled code."""
 
-    def __init__(self, axis: Axis, traffic: Traffic, device: torch.device) -> None:
-        self._axis, self._traffic = axis, traffic
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._axis = axis
         self._name = f"processes {axis.ranks}"
         prepare_order(device.type)
         _by_name[self._name] = self
 
     def add_up(self, partial: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            return all_reduce(partial, self._axis, self._traffic)
+            return all_reduce(partial, self._axis)
         _add_up(partial, self._name, order_of(partial))
         return partial
 
@@ -51,7 +50,7 @@ class SliceMeeting:
         """Joins [B, n] of each rank to [B, P * n]."""
         if torch.compiler.is_compiling():
             return _join(columns, self._axis.size, self._name, order_of(columns))
-        return all_gather(columns, (columns.shape[1],) * self._axis.size, self._axis, self._traffic, 1)
+        return all_gather(columns, (columns.shape[1],) * self._axis.size, self._axis, 1)
 
 
 @torch.library.custom_op(

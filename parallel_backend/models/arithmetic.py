@@ -67,7 +67,3 @@ class Family:
             else:
                 total += 4.0 * b.count * self.hidden * (image * image + image * text)
         return total
-
-    def split_tokens(self, image: int, text: int, blocks: BlockCounts) -> int:
-        """Returns the tokens whose queries, keys and values are exchanged when ranks split the sequence."""
-        return image + text if blocks.attends == "joint" else image

@@ -99,7 +99,3 @@ class MemoryPeak:
     where: str
     alive: int
     exchanged: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.alive + self.exchanged

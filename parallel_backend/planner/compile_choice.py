@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from ..devices import is_cpu
 from ..errors import RequestError
-from ..machine.cards import find_card
 from ..machine.topology import Topology
 from ..options import AUTO
 from ..strategy import ParallelStrategy
 from .history import MeasurementHistory
-from .step_bounds import lower_bound
+from .step_bounds import fastest_card, lower_bound
 from .workload.workload import Job
 
 # Seconds for the two kinds of a Flux model's blocks with an empty cache. A cautious assumption, not measured on a GPU.
@@ -88,7 +87,7 @@ def _saved(off: Job, on: Job, topology: Topology, seen: MeasurementHistory | Non
         return off.steps * (before[best] - after[best]), "saves"
     if before:
         return SAVED_SHARE * off.steps * min(before.values()), "should save"
-    cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
-    fastest = max(cards, key=lambda card: card.tflops)
-    least = lower_bound(off, ParallelStrategy(), fastest) / len(cards)  # a split without loss
+    fastest = fastest_card(topology)
+    assert fastest is not None, "these are GPUs"
+    least = lower_bound(off, ParallelStrategy(), fastest) / len(topology.devices)  # a split without loss
     return SAVED_SHARE * off.steps * least, "should save"

@@ -6,7 +6,8 @@ torch.
 
 from __future__ import annotations
 
-from ..machine.cards import Card
+from ..machine.cards import Card, find_card
+from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
 from .workload.workload import Job
 
@@ -31,7 +32,7 @@ def bytes_sent(job: Job, strategy: ParallelStrategy) -> float:
         if queries:  # each device sends attention's output for its share to all others
             sent += blocks.count * rows * f.hidden * ACTIVATION_BYTES * tokens * (s.sequence_degree - 1)
             continue
-        moved = f.split_tokens(job.image_tokens, job.text_tokens, blocks)
+        moved = job.image_tokens + (job.text_tokens if blocks.attends == "joint" else 0)  # of q, k and v
         layer = blocks.count / s.pipefusion_degree * rows * f.hidden / tensor * ACTIVATION_BYTES
         # Two ranks may send a token once instead of half its q, k and v (engine/attention/projections.py).
         sent += layer * ulysses_bytes(moved / ring, ulysses, 3 if s.sends_tokens else 4)
@@ -73,6 +74,13 @@ def compute_share(job: Job, strategy: ParallelStrategy) -> float:
     heads = -(-f.heads // parts) * parts / f.heads if f.heads else 1.0
     stage = -(-f.block_count // s.pipefusion_degree) / f.block_count if f.block_count else 1.0
     return rows * sequence * max(1.0, heads) / s.tensor_degree * stage
+
+
+def fastest_card(topology: Topology) -> Card | None:
+    """Returns the fastest card, whose bounds hold on each device; None for a CPU. Raises RequestError for an unknown
+    card."""
+    cards = (find_card(device.name.split(" MIG ")[0]) for device in topology.devices)
+    return max(cards, key=lambda card: card.tflops, default=None)
 
 
 def lower_bound(job: Job, strategy: ParallelStrategy, card: Card) -> float:

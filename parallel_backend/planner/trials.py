@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from ..devices import is_cpu
 from ..errors import RequestError
-from ..machine.cards import Card, find_card
-from ..machine.topology import Topology
 from ..strategy import ParallelStrategy
 from ..trials import BUDGET, MAX_TRIALS, NO_TRIALS, TrialCandidate, TrialPlan, switch_seconds
 from .candidates import Candidate, by_exchange, rule_key
 from .history import MeasurementHistory
-from .step_bounds import bytes_sent, compute_share, lower_bound
+from .step_bounds import bytes_sent, compute_share, fastest_card, lower_bound
 from .workload.workload import Job
 
 ONE_DEVICE = ParallelStrategy()
@@ -70,7 +68,10 @@ def plan_trials(
     ordered = sorted(prices, key=lambda s: (prices[s], sent[s], [-k for k in rule_key(s)]))
     most = MAX_TRIALS - (ONE_DEVICE in ordered)
     chosen = {*[s for s in ordered if s != ONE_DEVICE][:most], ONE_DEVICE}
-    card = _fastest_card(history.topology)
+    try:
+        card = fastest_card(history.topology)
+    except RequestError:
+        card = None
     switch_s = switch_seconds(on_cpu=on_cpu, compiles=job.model.compute_options.compiles)
     tried = tuple(
         TrialCandidate(
@@ -97,12 +98,3 @@ def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) 
 def _form(strategy: ParallelStrategy) -> tuple[object, ...]:
     """Returns a key that is equal for equal computations: data and CFG degrees both split rows."""
     return strategy.row_degree, strategy.replace(data_degree=1, cfg_degree=1)
-
-
-def _fastest_card(topology: Topology) -> Card | None:
-    """Returns the fastest card, whose bounds hold on each device; None for a CPU or an unknown card."""
-    try:
-        cards = [find_card(device.name.split(" MIG ")[0]) for device in topology.devices]
-    except RequestError:
-        return None
-    return max(cards, key=lambda card: card.tflops, default=None)

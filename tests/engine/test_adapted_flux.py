@@ -92,7 +92,7 @@ def loaded(path, layouts, strategy):
     shares = layout.stage_shares if strategy.pipefusion_degree > 1 else (1.0,)
     sharding = None
     if strategy.shard_weights:
-        sharding = ByteSharding(layout.shard, layouts.world.device, layouts.traffic, offload=False)
+        sharding = ByteSharding(layout.shard, layouts.world.device, offload=False)
     part = ModelPart(layout.pipe.index, shares, slices_of(layout.tensor, layouts), byte_sharding=sharding)
     return adapted(path, part)
 

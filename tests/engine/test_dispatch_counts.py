@@ -38,13 +38,8 @@ def test_blocks_of_flux_cost_no_more_than_diffusers_own(diffusers_blocks):
     assert ours.sent_bytes == diffusers_blocks.sent_bytes
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [ParallelStrategy(tensor_degree=2), ParallelStrategy(ring_degree=2)],
-    ids=lambda strategy: strategy.describe(),
-)
-def test_no_call_of_a_size_that_was_met_waits_for_the_device(strategy):
-    with flux_calls(strategy, 2, 2) as forward:
+def test_no_call_with_sliced_layers_of_a_size_that_was_met_waits_for_the_device():
+    with flux_calls(ParallelStrategy(tensor_degree=2), 2, 2) as forward:
         call_counted(forward)
         assert call_counted(forward).host_syncs == 0
 
@@ -59,7 +54,7 @@ def test_attention_of_comfyuis_modules_copies_each_tensor_once(heads, operators)
     with world_of_one_process(0, 2) as world:
         layouts = Layouts(world)
         layout = layouts.get(ULYSSES_2)
-        tokens = BlockTokens(layout.sequence, (), layouts.traffic, counts={"img": 2 * TOKENS})
+        tokens = BlockTokens(layout.sequence, (), counts={"img": 2 * TOKENS})
         tensors = [torch.empty(1, heads, TOKENS, CHANNELS, device=DEVICE) for _ in range(3)]
         with torch.inference_mode(), counted() as counter:
             attention = SequenceAttention(layout, tokens, ("img",))

@@ -18,7 +18,6 @@ from module_devices import Found, Subject
 from parallel_backend.engine.attention import queries
 from parallel_backend.engine.comm.collectives import all_gather
 from parallel_backend.engine.comm.groups import Layouts
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.models.comfyui.tiny import cases
 from parallel_backend.models.tokens.table import token_mode
@@ -138,7 +137,7 @@ def test_what_is_gathered_arrives_where_it_belongs():
     """If the output is a list of tensors, NCCL gathers through another tensor that is as large as all of them."""
     with world_of_one_process(0, 3) as world, counted() as counter:
         axis = Layouts(world).get(ULYSSES_3).sequence
-        all_gather(torch.empty(2, 5, device=DEVICE), (2, 2, 1), axis, Traffic())
+        all_gather(torch.empty(2, 5, device=DEVICE), (2, 2, 1), axis)
     assert [event for event in counter.events if "gather" in event] == ["c10d._allgather_base_"]
 
 
@@ -158,9 +157,7 @@ REFUSED = {
     "a generator of the host": lambda tokens, value: torch.randn(
         3, device=value.device, generator=torch.Generator()
     ),
-    "a collective over the host's": lambda tokens, value: all_gather(
-        torch.ones(2), (2, 2), tokens.axis, tokens.traffic
-    ),
+    "a collective over the host's": lambda tokens, value: all_gather(torch.ones(2), (2, 2), tokens.axis),
     "another dtype": lambda tokens, value: (
         value.flatten(0, -2) @ torch.ones(value.shape[-1], 1, device=value.device)
     ),

@@ -43,9 +43,7 @@ def shared_out(layouts, model, strategy):
     """Returns a copy of a model on the device, with its weights sharded over the ranks."""
     model = copy.deepcopy(model)
     model.device = layouts.world.device
-    model.byte_sharding = ByteSharding(
-        layouts.get(strategy).shard, model.device, layouts.traffic, offload=False
-    )
+    model.byte_sharding = ByteSharding(layouts.get(strategy).shard, model.device, offload=False)
     model.byte_sharding.shard(model.module, list(blocks_of(model.module)), {})
     if (device := active()) is not None:
         device.put(model.module)  # moves its buffers

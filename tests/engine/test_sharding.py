@@ -15,7 +15,6 @@ from differences import numbers_held, relative_difference
 from parallel_backend.engine import load as engine_load
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Axis, Layouts
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.sharding import AbsentWeight, ByteSharding
@@ -23,6 +22,7 @@ from parallel_backend.errors import RequestError
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.models.comfyui.placing import blocks_of
+from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.staging import component_tensors
 from parallel_backend.requests import ModuleCall, Placement
 from parallel_backend.strategy import ModelShape, ParallelStrategy
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
 def sharding_over(world):
     layouts = Layouts(world)
     layout = layouts.get(ParallelStrategy(data_degree=world.world_size, shard_weights=True))
-    return ByteSharding(layout.shard, CPU, layouts.traffic, offload=False), layouts.traffic
+    return ByteSharding(layout.shard, CPU, offload=False), layouts.traffic
 
 
 def answer(model):
@@ -103,7 +103,7 @@ def job_under(world, path, strategy):
     layouts, cache = Layouts(world), ModuleCache(0.01)
     sharding = None
     if strategy.shards:
-        sharding = ByteSharding(layouts.get(strategy).shard, CPU, layouts.traffic, offload=False)
+        sharding = ByteSharding(layouts.get(strategy).shard, CPU, offload=False)
     model = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
     forward = make_module_forward(model, layouts, Placement(strategy))
     (latent, times), kwargs = inputs(rows=2)
@@ -155,9 +155,7 @@ class Steps(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
         self.blocks[3].weight = self.blocks[2].weight  # tied
         self.around = nn.Parameter(torch.ones(3))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.requires_grad_(False).parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        fill(self)
 
     def forward(self, x, order):
         for number in order:
@@ -213,9 +211,7 @@ class Figures(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Posed() for _ in range(2))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.requires_grad_(False).parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        fill(self)
 
     def forward(self, x):
         for block in self.blocks:
@@ -325,7 +321,7 @@ def test_a_call_that_fails_leaves_nothing_whole_and_the_next_one_runs():
 
 
 def test_the_next_block_travels_while_one_computes(monkeypatch):
-    sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
+    sharding = ByteSharding(Axis((0,), 0, None), CPU, offload=False)
     module, events = Steps(), []
     sharding.shard(module, list(module.blocks), {})
     # A module lists its direct parameters before those of its blocks.

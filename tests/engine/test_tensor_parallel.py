@@ -14,7 +14,6 @@ from differences import relative_difference
 from mapped_files import is_mapped
 from parallel_backend.engine import tensor_parallel
 from parallel_backend.engine.comm.groups import Axis, Layouts
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.errors import StrategyError
@@ -37,7 +36,7 @@ SIZES = dict(heads=2, double_blocks=1, single_blocks=SINGLE, context_dim=48, poo
 def answer(world, path, strategy, wish="auto", engine="native", adds_up=True):
     """Returns (the answer to a call, notes). `adds_up`: False makes each rank keep its local partial results."""
     if not adds_up:
-        tensor_parallel.all_reduce = lambda partial, axis, traffic: partial
+        tensor_parallel.all_reduce = lambda partial, axis: partial
     layouts = Layouts(world)
     model = load_under(ModelSpec(path, weight_dtype=wish), layouts, strategy)
     forward = make_module_forward(model, layouts, Placement(strategy, engine))
@@ -133,7 +132,7 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank(tmp_path):
 
 def test_operators_find_their_meeting_by_its_name_as_long_as_its_owner_keeps_it():
     before = set(tensor_parallel._by_name)
-    meeting = tensor_parallel.SliceMeeting(Axis((7, 9), 0, None), Traffic(), torch.device("cpu"))
+    meeting = tensor_parallel.SliceMeeting(Axis((7, 9), 0, None), torch.device("cpu"))
     assert set(tensor_parallel._by_name) - before == {"processes (7, 9)"}
     del meeting
     gc.collect()
@@ -141,8 +140,8 @@ def test_operators_find_their_meeting_by_its_name_as_long_as_its_owner_keeps_it(
 
 
 def test_a_compiled_sum_is_that_of_the_meeting(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "all_reduce", lambda partial, axis, traffic: partial.mul_(3))
+    monkeypatch.setattr(tensor_parallel, "all_reduce", lambda partial, axis: partial.mul_(3))
     monkeypatch.setattr(tensor_parallel, "all_gather", lambda mine, *_: torch.cat([mine, mine], 1))
-    meeting = tensor_parallel.SliceMeeting(Axis((7, 9), 0, None), Traffic(), torch.device("cpu"))
+    meeting = tensor_parallel.SliceMeeting(Axis((7, 9), 0, None), torch.device("cpu"))
     compiled = torch.compile(lambda x: meeting.join(meeting.add_up(x + 1)), backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2, 6), 6.0))

@@ -41,10 +41,6 @@ def test_what_an_amd_card_computes_in():
 @pytest.mark.parametrize(
     ("wish", "file", "halves", "storage", "compute"),
     [
-        ("auto", "bfloat16", HALVES, "bfloat16", "bfloat16"),
-        ("auto", "float16", HALVES, "float16", "float16"),
-        ("auto", "float32", HALVES, "bfloat16", "bfloat16"),  # 24 GB in place of 48
-        ("auto", "float8_e4m3fn", HALVES, "float8_e4m3fn", "bfloat16"),
         ("float32", "bfloat16", HALVES, "float32", "float32"),
         ("auto", "bfloat16", FP16, "float16", "float16"),
         ("auto", "float32", FP16, "float16", "float16"),

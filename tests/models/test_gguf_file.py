@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gguf_files import finish
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models.gguf_file import read_header, read_tensors
 
@@ -37,11 +38,7 @@ def file_bytes(shape: list[int] | None = None, alignment: int | None = None) -> 
         writer.add_tensor("second", numpy.ones((2, 2), numpy.float16))
         packed = gguf.quants.quantize(numpy.ones((2, 64), numpy.float32), gguf.GGMLQuantizationType.Q8_0)
         writer.add_tensor("packed", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path.read_bytes()
+        return finish(writer, path).read_bytes()
 
 
 VALID = file_bytes()

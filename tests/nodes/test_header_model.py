@@ -1,4 +1,4 @@
-"""A MODEL from its file's header: it has every parameter that ComfyUI's loaders would give it."""
+"""A MODEL from its file's header: it has every parameter that ComfyUI's loaders would give it, and no memory."""
 
 import pytest
 import torch
@@ -67,3 +67,24 @@ def test_scaled_weights_in_diffusers_layout_are_refused_by_name(header_model, tm
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"scaled\.safetensors is refused: .* in diffusers' key layout"):
         header_model.open_model(str(file), "diffusion_model", {})
+
+
+def test_ace_step_computes_its_codebook_and_has_no_weights(header_model):
+    """ACE-Step reads values of tensors while it is built; tensors on the meta device have none."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = comfy.supported_models.ACEStep15({"audio_model": "ace1.5"})
+    with pytest.raises(RuntimeError):
+        comfy.model_base.ACEStep15(config, device=torch.device("meta"))
+    base = header_model.build_on_meta(lambda device: comfy.model_base.ACEStep15(config, device=device))
+    assert {parameter.device.type for parameter in base.diffusion_model.parameters()} == {"meta"}
+    assert sum(parameter.numel() for parameter in base.diffusion_model.parameters()) > 1e9
+
+
+def test_a_class_that_cannot_be_built_says_why(header_model):
+    def build(device):
+        raise RuntimeError("no such attention")
+
+    with pytest.raises(RuntimeError, match="no such attention"):
+        header_model.build_on_meta(build)

@@ -21,7 +21,7 @@ from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import Placement, RunInfo
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import NO_TRIALS, Trial
+from parallel_backend.trials import NO_TRIALS, SWITCH_CPU, Trial
 from parallel_backend.wire.cache_folder import VARIABLE
 from shipped_jobs import ship
 from tiny_flux import write_tiny_flux
@@ -102,6 +102,7 @@ def test_a_job_that_tried_strategies_teaches_the_next_one(cpus):
     assert plan(cpus, job()).trials == NO_TRIALS, "unless it may try"
     first = plan(cpus, job(), tries=True)
     assert first.strategy == ONE and first.trials.strategies == (ULYSSES, RING)
+    assert {other.switch_s for other in first.trials.candidates} == {SWITCH_CPU}
     assert first.devices == CPUS  # the second rank is needed for the trials
     assert first.reason == (
         "one device: processes on a CPU share its cores, so Ulysses 2 must show first that it gains"

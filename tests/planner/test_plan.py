@@ -22,10 +22,9 @@ from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.requests import ROWS, RunInfo
 from parallel_backend.sidecar.group.failures import FAILING
 from parallel_backend.strategy import ParallelStrategy
-from parallel_backend.trials import SWITCH_CPU
 from parallel_backend.wire.cache_folder import VARIABLE
 
-ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
+ONE, ULYSSES = ParallelStrategy(), ParallelStrategy(ulysses_degree=2)
 
 
 def work(tensor_bytes=BF16, has_cfg=False, side=128, batch=1):
@@ -148,20 +147,6 @@ def test_ranks_sit_on_neighbours_unless_shares_name_devices(box):
     assert plan(StrategySettings(), work(FP8)).devices == order
     shared = plan(StrategySettings(device_shares="4,3,2,1"), work(FP8))
     assert shared.devices == names[: len(shared.devices)]
-
-
-def test_a_first_job_tries_and_the_next_one_knows(store):
-    settings, job = StrategySettings(devices="cpu:2"), work(FP8, has_cfg=True, side=8)
-    decided = plan(settings, job)
-    assert decided.strategy == CFG  # the rule's choice, as long as nothing is measured
-    assert decided.trials.strategies == (ONE, ULYSSES, ParallelStrategy(ring_degree=2))
-    assert {other.switch_s for other in decided.trials.candidates} == {SWITCH_CPU}
-    seen(("cpu:0", "cpu:1"), job, (CFG, 0.5), (ONE, 0.4), (ULYSSES, 0.6))
-    after = plan(settings, job)
-    assert after.strategy == ONE and after.devices == ("cpu:0",) and not after.trials
-    assert {c.strategy: c.step_s for c in after.candidates}[CFG] == 0.5
-    # These measurements do not count for another size.
-    assert plan(settings, work(FP8, has_cfg=True, side=16)).trials
 
 
 def test_for_a_comparison_auto_splits_and_one_device_keeps_the_group(store):

@@ -45,7 +45,7 @@ def test_auto_follows_the_rule(count, prompts, heads, expected):
     assert decision.strategy == expected
     assert expected.ring_degree == 1 or f"{heads} attention head" in decision.reason
     assert decision.reason
-    assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2, uneven_heads=True), count)
+    assert not decision.strategy.violations(ModelShape(heads=heads, blocks=2), count)
 
 
 def _manual(count, shares="", job=None, **degrees):

@@ -32,8 +32,8 @@ class Guides:
 
     @classmethod
     def of(cls, value: Any) -> Guides | None:
-        """Returns the guides in a block's argument, or None if that is a plain mask or None."""
-        if value is None or isinstance(value, Tensor):
+        """Returns the guides in an object of ComfyUI's, or None if there is none."""
+        if value is None:
             return None
         first, end = value.guide_start, value.guide_start + value.tracked_count
         return cls(

@@ -19,7 +19,7 @@ from ...models.attention import Attend, AttentionCall
 from ...options import APPROXIMATE_KERNELS
 
 HEAD_DIM = 128  # of most models; kernels are tested with it before they are chosen (kernel_choice.py)
-_OVERRIDE = "optimized_attention_override"  # key in transformer_options: another pack's attention
+OVERRIDE = "optimized_attention_override"  # key in transformer_options: another pack's attention
 TORCH = "torch"  # torch's scaled_dot_product_attention
 HALVES = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)
@@ -190,7 +190,7 @@ class ChosenKernel:
         return call.shaped(attend(by_heads.q, by_heads.k, by_heads.v, None, self.name))
 
     def _takes(self, dtype: torch.dtype, options: Mapping[str, Any]) -> bool:
-        if options.get("scale") is not None or (options.get("transformer_options") or {}).get(_OVERRIDE):
+        if options.get("scale") is not None or (options.get("transformer_options") or {}).get(OVERRIDE):
             return False
         needs_exact = options.get("low_precision_attention") is False
         is_fit = self.name == TORCH or dtype in HALVES

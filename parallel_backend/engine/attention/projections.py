@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ...models.base import ModuleModel
-from ...models.tokens.regions import Blocks, Projection, Projections, Tokens
+from ...models.tokens.regions import Projection, Projections, Tokens
 from ..comm.collectives import all_reduce
 from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
+from ..tokens.region_blocks import Block
 
 RANKS = 2
 _ROWS = {"weight", "bias"}  # parameters of a linear layer with one row per output
@@ -185,7 +186,7 @@ class PairedProjections:
         (common,) = self._common.values()
         by_rank = x[..., :common, :].unflatten(-1, (RANKS, -1))
         squares = torch.linalg.vector_norm(by_rank, dim=-1, dtype=torch.float32).square()
-        all_reduce(squares, self._ulysses, self._tokens.traffic)
+        all_reduce(squares, self._ulysses)
         scales = torch.rsqrt(squares / x.shape[-1] + module.eps)
         weight = module.weight.to(x.device, torch.float32).chunk(RANKS)[self._ulysses.index]
         for rank in range(RANKS):
@@ -219,24 +220,26 @@ class PairedProjections:
 
 
 def paired_projections(
-    block: nn.Module,
-    kind: Blocks,
-    words: Projections,
-    argument: Callable[[str], Any],
+    block: Block,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     model: ModuleModel,
     tokens: BlockTokens,
     layout: Layout,
     attention: Exchanges,
 ) -> PairedProjections | None:
     """Returns the projections of one call of a block, or None if ranks must exchange queries, keys and values instead:
-    there are not two ranks, one has no token, or the block has unexpected layers. The result is the same on all ranks.
-    `argument`: returns an argument of the call by its name."""
+    there are not two ranks, one has no token, or the block has unexpected layers or is not described. The result is the
+    same on all ranks."""
+    module, words = block.module, block.kind.projections
+    if words is None or words.rotary not in (None, *block.names):
+        return None
     if layout.ulysses.size != RANKS or layout.tensor.size > 1:
         return None
     try:
-        modules = {layer.path: block.get_submodule(layer.path) for layer in words.layers}
-        norms = [block.get_submodule(path) for path in words.norms]
-        heads = _heads(block, words)
+        modules = {layer.path: module.get_submodule(layer.path) for layer in words.layers}
+        norms = [module.get_submodule(path) for path in words.norms]
+        heads = _heads(module, words)
     except AttributeError:
         return None
     if heads % RANKS or not all(_is_rms_norm(norm, model) for norm in norms):
@@ -250,11 +253,11 @@ def paired_projections(
     if not layers or not all(_has_rows(modules[layer.path], layer, heads, model) for layer in layers):
         return None
     rotary = None
-    if words.rotary is not None and (share := argument(words.rotary)) is not None:
-        form = kind.arguments[words.rotary]
+    if words.rotary is not None and (share := block.argument(words.rotary, args, kwargs)) is not None:
+        form = block.kind.arguments[words.rotary]
         assert isinstance(form, Tokens), "rotation goes by token"
         rotary = share, form
-    return PairedProjections(block, words, common, rotary, model, tokens, layout, attention)
+    return PairedProjections(module, words, common, rotary, model, tokens, layout, attention)
 
 
 def _heads(block: nn.Module, words: Projections) -> int:

@@ -13,7 +13,6 @@ from ...layout import slice_of, split_sizes
 from ...models.attention import Attend, AttentionCall
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
-from ..comm.traffic_counter import Traffic
 
 # Each 16-bit number of the output costs 4 FLOPs per key to compute and 2 bytes to send. With fewer keys than this,
 # sending it over PCIe takes longer than computing it (80 ps at 25 GB/s, and at 100 TFLOPS). A perfect link allows 1.
@@ -24,9 +23,8 @@ class QueryAttention:
     """An attention.Replacement that splits the queries, for a whole call of a module. It is exact for any model,
     because a query does not depend on other queries."""
 
-    def __init__(self, layout: Layout, traffic: Traffic) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._axis, self._weights = layout.sequence, layout.sequence_shares
-        self._traffic = traffic
 
     def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
         """Answers a call of attention, with the whole output on every rank. Collective if queries are split; the shapes
@@ -45,16 +43,16 @@ class QueryAttention:
         q = call.q.narrow(dim, local.start, local.stop - local.start)
         part = library(replace(call, q=q, mask=mask))
         dim = 2 if call.skip_output_reshape else 1
-        return all_gather(part, sizes, self._axis, self._traffic, dim).contiguous()
+        return all_gather(part, sizes, self._axis, dim).contiguous()
 
 
 class HeadAttention:
     """An attention.Replacement that splits the heads, for a whole call of a module. It is exact for any kernel that
     computes head by head, such as another pack's attention override."""
 
-    def __init__(self, layout: Layout, traffic: Traffic) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._axis, self._weights = layout.sequence, layout.sequence_shares
-        self._traffic, self._is_inside = traffic, False
+        self._is_inside = False
 
     def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
         """Answers a call of attention, with the whole output on every rank. Collective if heads are split; the shapes
@@ -81,7 +79,7 @@ class HeadAttention:
             self._is_inside = False
         dim = 1 if call.skip_output_reshape else part.ndim - 1
         lengths = tuple(size * (part.shape[dim] // count) for size in sizes)
-        return all_gather(part, lengths, self._axis, self._traffic, dim).contiguous()
+        return all_gather(part, lengths, self._axis, dim).contiguous()
 
     def _key_heads(self, call: AttentionCall) -> int:
         """Returns the number of heads of keys and values, or 0 if heads cannot be split: keys and values differ in

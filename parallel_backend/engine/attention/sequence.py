@@ -125,7 +125,7 @@ class SequenceAttention:
             )()
             key, value = self._newest(key, value, call.mask, streams)
             out = self._of_heads(library, call.on(q[:, mine], *one_each(key, value, mine, group)), streams)
-            return all_gather(out, shares, self._ulysses, self._tokens.traffic, 1)
+            return all_gather(out, shares, self._ulysses, 1)
         if size == 1:
             k, v = self._newest(k, v, call.mask, streams)
             return self._of_heads(library, call.on(q, *one_each(k, v, mine, group)), streams)
@@ -162,8 +162,8 @@ class SequenceAttention:
         if mask is not None or streams.guides is not None:
             self._stale_keys.meet_mask()
         if self._ring.size > 1 and k.shape[1]:
-            lengths, traffic = self._ring_lengths(streams.keys), self._tokens.traffic
-            k, v = self._received(all_gather(self._to_send(k, v), lengths, self._ring, traffic), k.dtype)
+            lengths = self._ring_lengths(streams.keys)
+            k, v = self._received(all_gather(self._to_send(k, v), lengths, self._ring), k.dtype)
         return self._stale_keys.newest(k, v, streams.keys)
 
     def _of_heads(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
@@ -296,15 +296,10 @@ class SequenceAttention:
         self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], channels: int
     ) -> Callable[[], Tensor]:
         """Starts an all-to-all, rounded if requested. `channels`: length of a vector; divides all sizes."""
+        start = partial(start_all_to_all, axis=self._ulysses, overlaps=self._groups > 1)
         if self._rounds and channels >= LEAST_CHANNELS:
-            return exchange(self._all_to_all, send, send_sizes, receive_sizes, channels)
-        return self._all_to_all(send, send_sizes, receive_sizes)
-
-    def _all_to_all(
-        self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...]
-    ) -> Callable[[], Tensor]:
-        axis, traffic = self._ulysses, self._tokens.traffic
-        return start_all_to_all(send, send_sizes, receive_sizes, axis, traffic, overlaps=self._groups > 1)
+            return exchange(start, send, send_sizes, receive_sizes, channels)
+        return start(send, send_sizes, receive_sizes)
 
     def _over_ring(self, call: AttentionCall, streams: Streams) -> Tensor:
         """Returns attention [B, h, s, D] of this group's tokens over the keys and values of all groups."""
@@ -315,7 +310,7 @@ class SequenceAttention:
         mask, first = self._of_queries(call.mask, streams)
         if mask is not None:
             mask = additive(mask, q.dtype).expand(-1, -1, q.shape[2], -1)
-        shares = ring_shares(self._to_send(call.k, call.v), sizes, self._ring, self._tokens.traffic)
+        shares = ring_shares(self._to_send(call.k, call.v), sizes, self._ring)
         wish = self._wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
         kernel = kernel_for(q.device, q.dtype, wish, ring=True, head_dim=q.shape[-1]).name
 
@@ -359,10 +354,9 @@ class SequenceAttention:
             order = self._tokens.order(keys, mask.device)
             mask = mask.index_select(-1, order)
         else:
-            axis, traffic = self._tokens.axis, self._tokens.traffic
             flags = mask.dtype == torch.bool  # not every transport carries bool
             mask = self._tokens.local(mask, keys, mask.ndim - 1)
-            mask = all_gather(mask.to(torch.uint8) if flags else mask, lengths, axis, traffic, -1)
+            mask = all_gather(mask.to(torch.uint8) if flags else mask, lengths, self._tokens.axis, -1)
             mask = mask.bool() if flags else mask
         if queries is not None and mask.ndim > 1 and mask.shape[-2] == self._tokens.total(queries) > 1:
             mask = mask.index_select(-2, self._tokens.order(queries, mask.device))

@@ -20,7 +20,6 @@ from ...models.attention import Attend, AttentionCall
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
-from ..comm.traffic_counter import Traffic
 from .kernel_choice import kernel_for
 from .sequence import SequenceAttention, Streams
 
@@ -54,13 +53,11 @@ class XfuserEngine:
     """xfuser's groups for one layout, and attention over them. `add_note`: called with the reason each time native
     computes instead. Collective: all ranks create it together, which imports xfuser and makes its groups."""
 
-    def __init__(
-        self, layout: Layout, dtype: torch.dtype, traffic: Traffic, add_note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, add_note: Callable[[str], None]) -> None:
         from .compat_xfuser import load_xfuser  # takes seconds to import, so only on request
 
         kernel = kernel_for(layout.world.device, dtype, ring=layout.ring.size > 1).name
-        self._layout, self._traffic = layout, traffic
+        self._layout = layout
         self._xfuser = load_xfuser(on_cpu=layout.world.device.type == "cpu")
         self._backend = _backend(self._xfuser, kernel, layout)
         self.add_note = add_note
@@ -99,7 +96,9 @@ class XfuserEngine:
         u, r = self._layout.ulysses.size, self._layout.ring.size
         ulysses = (4 * common + 2 * surplus) * (u - 1) // u
         ring = 2 * common * (r - 1)
-        self._traffic.add((ulysses + ring) * query.shape[0] * query.shape[1] * query.shape[3], query)
+        self._layout.sequence.traffic.add(
+            (ulysses + ring) * query.shape[0] * query.shape[1] * query.shape[3], query
+        )
 
     def _surplus_of_all(
         self, query: Tensor, key: Tensor, value: Tensor, surplus: tuple[int, ...]
@@ -107,7 +106,7 @@ class XfuserEngine:
         """Gathers the surplus tokens of all ranks: queries, keys and values [B, H, surplus, D]."""
         common = query.shape[2] - surplus[self._layout.sequence.index]
         mine = torch.stack([t[:, :, common:] for t in (query, key, value)]).permute(3, 0, 1, 2, 4)
-        gathered = all_gather(mine, surplus, self._layout.sequence, self._traffic)
+        gathered = all_gather(mine, surplus, self._layout.sequence)
         return (gathered[:, n].permute(1, 2, 0, 3) for n in range(3))
 
 

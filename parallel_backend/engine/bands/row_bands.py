@@ -21,8 +21,7 @@ from ...errors import RequestError
 from ...models.comfyui.rows.banded import RowAttention, RowSpan, reads_rows
 from ...wire.heartbeat import heartbeat
 from ..comm.collectives import all_gather
-from ..comm.groups import Axis
-from ..comm.traffic_counter import Traffic
+from ..comm.groups import ALONE, Axis
 
 # A group norm reads its input in up to 8 slices of at least this many elements, so that torch's scratch memory and the
 # float32 copy of a 16-bit input stay smaller than the input. For small inputs more launches do not pay.
@@ -35,9 +34,8 @@ class Bands:
     Inside the network every rank has the same multiple of its latent rows, so a layer only needs the proportions.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
-        self.share_out(Axis((0,), 0, None), (1,), torch.device("cpu"))
+    def __init__(self) -> None:
+        self.share_out(ALONE, (1,), torch.device("cpu"))
 
     def share_out(self, axis: Axis, rows: tuple[int, ...], device: torch.device) -> None:
         """Sets the ranks and the number of rows of each from now on."""
@@ -77,7 +75,7 @@ class Bands:
             peer = axis.ranks[neighbour]
             if sends:
                 sent = border.contiguous()
-                self.traffic.add(sent.numel(), sent)
+                axis.traffic.add(sent.numel(), sent)
                 operations.append(dist.P2POp(dist.isend, sent, peer, axis.group))
             if receives:
                 arriving = received[-1] = torch.empty_like(border, memory_format=torch.contiguous_format)
@@ -96,7 +94,7 @@ class Bands:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Gathers [..., rows, W] of each rank into [..., all rows, W] on every rank."""
-        return all_gather(mine, self.sizes(mine.shape[-2]), self.axis, self.traffic, -2)
+        return all_gather(mine, self.sizes(mine.shape[-2]), self.axis, -2)
 
 
 class BandConv(_ConvNd):
@@ -193,7 +191,7 @@ class BandGroupNorm(nn.GroupNorm):
             return super().forward(x)
         axis = self.bands.axis
         mine = self._moments(x)
-        moments = all_gather(mine[None], (1,) * axis.size, axis, self.bands.traffic)
+        moments = all_gather(mine[None], (1,) * axis.size, axis)
         return self._normed(x, *self._full_affine(moments, x), torch.empty_like(x))
 
     def _moments(self, x: Tensor) -> Tensor:
@@ -247,16 +245,17 @@ def split_rows(network: nn.Module, bands: Bands) -> None:
             if not reads_rows(layer, *ways, padding_modes=modes):
                 raise RequestError(f"the convolution {name} ({layer}) cannot be split into bands")
             kind = type(layer)  # a subclass of it, for networks that check the class
-            _become(layer, type(f"Band{kind.__name__}", (BandConv, kind), {}), bands)
+            to_banded(layer, type(f"Band{kind.__name__}", (BandConv, kind), {}), bands)
         elif isinstance(layer, nn.GroupNorm):
-            _become(layer, _banded_norm(type(layer)), bands)
+            to_banded(layer, _banded_norm(type(layer)), bands)
         elif isinstance(layer, RowAttention):
             layer.gather = bands.gather
         elif isinstance(layer, RowSpan):
             layer.span = bands.span
 
 
-def _become(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
+def to_banded(layer: nn.Module, kind: type[nn.Module], bands: Bands) -> None:
+    """Gives a layer the class `kind`, which works on `bands`."""
     layer.__class__ = kind
     vars(layer)["bands"] = bands
 

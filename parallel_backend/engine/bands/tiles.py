@@ -97,8 +97,8 @@ class TiledDecoder:
         )
         others = (0,) * (world.world_size - 1)
         if world.group is not None:
-            receive, layouts = sizes if world.rank == 0 else (0, *others), self._layouts
-            tile = all_to_all(tile, (len(tile), *others), receive, layouts.everyone, layouts.traffic)
+            receive = sizes if world.rank == 0 else (0, *others)
+            tile = all_to_all(tile, (len(tile), *others), receive, self._layouts.everyone)
         if world.rank != 0:
             return
         for number, shape, part in zip(numbers, shapes, tile.split(sizes), strict=True):

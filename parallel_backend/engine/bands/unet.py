@@ -22,8 +22,7 @@ from ...models.comfyui.rows.unet_layers import UNetLayers, unet_layers
 from ...requests import ModuleCall
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
-from ..comm.traffic_counter import Traffic
-from .row_bands import BandConv, BandGroupNorm, Bands
+from .row_bands import BandConv, BandGroupNorm, Bands, to_banded
 
 _BYTES = torch.uint8
 
@@ -36,10 +35,10 @@ class BandNormForConv(BandGroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Norms [B, C, ..., rows, W] and returns [B, C, ..., rows + 2, W]."""
-        axis, traffic = self.bands.axis, self.bands.traffic
+        axis = self.bands.axis
         moments, borders = self._moments(x), torch.stack([x[..., 0, :], x[..., -1, :]])
         sent = torch.cat([moments.flatten().view(_BYTES), borders.flatten().view(_BYTES)])
-        arrived = all_gather(sent[None], (1,) * axis.size, axis, traffic)
+        arrived = all_gather(sent[None], (1,) * axis.size, axis)
         of_all, of_rows = arrived.split([moments.nbytes, borders.nbytes], dim=1)
         all_moments = of_all.contiguous().view(torch.float32).view(axis.size, *moments.shape)
         scale, shift = self._full_affine(all_moments, x)
@@ -86,7 +85,7 @@ class BandAttention(nn.Module):
         """Gathers keys and values [B, tokens of this band, H D] in one collective. An attention.Replacement."""
         mine = torch.cat([call.k, call.v], dim=2)
         sizes = self.bands.sizes(mine.shape[1])
-        everyones = all_gather(mine, sizes, self.bands.axis, self.bands.traffic, 1)
+        everyones = all_gather(mine, sizes, self.bands.axis, 1)
         keys, values = everyones.split([call.k.shape[2], call.v.shape[2]], dim=2)
         return library(replace(call, k=keys, v=values))
 
@@ -103,17 +102,17 @@ class UNetBands:
     """A UNet whose rows are shared out over the sequence axis of `layout`. Raises RequestError if no rule covers one of
     its layers."""
 
-    def __init__(self, model: ModuleModel, layout: Layout, traffic: Traffic) -> None:
+    def __init__(self, model: ModuleModel, layout: Layout) -> None:
         self._module = model.module
         self._axis, self._shares = layout.sequence, layout.sequence_shares
         self._device = model.device
         found = unet_layers(model.module)
-        self._levels = [Bands(traffic) for _ in range(found.levels + 1)]
+        self._levels = [Bands() for _ in range(found.levels + 1)]
         self._layers = list(self._banded(found))
         self._shared_out: dict[int, list[slice]] = {}  # by height of the image; only the height in use
 
-    def _banded(self, found: UNetLayers) -> Iterator[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
-        """Yields (layer, its class in bands, the attributes that it then has)."""
+    def _banded(self, found: UNetLayers) -> Iterator[tuple[nn.Module, type[nn.Module], Bands]]:
+        """Yields (layer, its class in bands, its bands)."""
         kinds: list[tuple[type[nn.Module], nn.Module, int]] = []
         kinds += [(BandConv, layer, level) for layer, level in found.convolutions]
         kinds += [(BandGroupNorm, layer, level) for layer, level in found.norms]
@@ -126,7 +125,7 @@ class UNetBands:
             pair = kind, type(layer)
             if pair not in made:  # a subclass of its own class, for code that checks
                 made[pair] = type(f"{kind.__name__}Of{pair[1].__name__}", pair, {})
-            yield layer, made[pair], {"bands": self._levels[level]}
+            yield layer, made[pair], self._levels[level]
 
     def refusal(self, call: ModuleCall) -> str:
         """Returns why bands cannot compute this call, worded for users; empty if they can. The same on all ranks."""
@@ -183,15 +182,13 @@ class UNetBands:
         """Makes the module's layers work on bands inside the context."""
         local = [type(layer) for layer, _, _ in self._layers]
         try:
-            for layer, kind, attributes in self._layers:
-                layer.__class__ = kind
-                vars(layer).update(attributes)
+            for layer, kind, bands in self._layers:
+                to_banded(layer, kind, bands)
             yield
         finally:
-            for (layer, _, attributes), kind in zip(self._layers, local, strict=True):
+            for (layer, *_), kind in zip(self._layers, local, strict=True):
                 layer.__class__ = kind
-                for name in attributes:
-                    vars(layer).pop(name, None)
+                vars(layer).pop("bands", None)
 
 
 def _cut(residual: Tensor | None, rows: dict[int, slice]) -> Tensor | None:

@@ -14,8 +14,7 @@ from ...layout import slice_of, split_sizes
 from ...models.comfyui.rows.banded import OTHER_VERSION
 from ...models.comfyui.rows.vae_halves import ComfyUIVae, ComfyUIVaeEncoder
 from ..comm.collectives import all_gather, all_to_all
-from ..comm.groups import Axis, Layouts
-from ..comm.traffic_counter import Traffic
+from ..comm.groups import ALONE, Axis, Layouts, Traffic
 from .row_bands import Bands, split_rows
 
 # The largest difference that check() allows between bands and the whole, relative to the largest pixel. Measured on
@@ -30,7 +29,7 @@ class BandedNetwork:
     def __init__(self, vae: ComfyUIVae | ComfyUIVaeEncoder, layouts: Layouts) -> None:
         self.vae = vae
         self._layouts, self._world = layouts, layouts.world
-        self._bands = Bands(layouts.traffic)
+        self._bands = Bands()
         self._steps: Iterator[None] = iter(())
         split_rows(vae.network, self._bands)
         for layer in vae.step_layers:
@@ -60,7 +59,7 @@ class BandedNetwork:
         band: Tensor | None = None
         try:
             if rows[world.rank]:
-                axis = Axis(active, active.index(world.rank), group)
+                axis = Axis(active, active.index(world.rank), group, self._layouts.traffic)
                 self._bands.share_out(axis, tuple(rows[rank] for rank in active), world.device)
                 band = self._decode(latent[..., slice_of(in_rows, world.rank), :])
             for _ in self._steps:
@@ -80,7 +79,7 @@ class BandedNetwork:
         banded = self(latent)
         if banded is None:
             return
-        self._bands.share_out(Axis((0,), 0, None), (1,), world.device)
+        self._bands.share_out(ALONE, (1,), world.device)
         whole = self._decode(latent).cpu()
         check_limit(banded, whole, vae.compute_dtype, "bands of rows are")
 
@@ -94,7 +93,8 @@ class BandedNetwork:
         if world.group is None:
             return None if band is None else band.cpu()
         shape = torch.tensor([(0, 0, 0, 0) if band is None else tuple(band.shape)])
-        shapes = all_gather(shape, (1,) * ranks, replace(axis, group=world.control), Traffic()).tolist()
+        uncounted = replace(axis, group=world.control, traffic=Traffic())
+        shapes = all_gather(shape, (1,) * ranks, uncounted).tolist()
         sizes = tuple(rows for _, rows, *_ in shapes)
         frames, _, width, channels = max(shapes)
         if band is None:
@@ -106,7 +106,7 @@ class BandedNetwork:
         receive = sizes if world.rank == 0 else (0, *others)
         for number, frame in enumerate(band):
             frame = frame.to(world.device).contiguous()  # some networks return frames in host memory
-            arrived = all_to_all(frame, (len(frame), *others), receive, axis, self._layouts.traffic)
+            arrived = all_to_all(frame, (len(frame), *others), receive, axis)
             if whole is not None:
                 whole[number] = arrived
         return whole

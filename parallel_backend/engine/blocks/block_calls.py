@@ -22,7 +22,6 @@ from ..attention.guides import Guides
 from ..attention.projections import paired_projections
 from ..attention.sequence import SequenceAttention, StaleKeys
 from ..comm.groups import Layout
-from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from ..tokens.region_blocks import Block, blocks_of, main_stream, tokens_of
 from .step_cache import CachedCall
@@ -49,7 +48,6 @@ class BlockCalls:
 
     _model: ModuleModel
     _layout: Layout
-    _traffic: Traffic
     _run_block: RunBlock
     _make_attention: Callable[..., SequenceAttention]
     sends_tokens: bool = False
@@ -109,15 +107,13 @@ class BlockCalls:
 
     def _unsplit_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            def compute() -> Any:
-                return self.run_unshared(block, args, kwargs)
-
+            compute = partial(self.run_unshared, block, args, kwargs)
             return compute() if cached is None else cached.run(block, args, kwargs, compute)
 
         return forward
 
     def tokens(self) -> BlockTokens:
-        return BlockTokens(self._layout.sequence, self._layout.sequence_shares, self._traffic)
+        return BlockTokens(self._layout.sequence, self._layout.sequence_shares)
 
     def run(
         self,
@@ -138,7 +134,10 @@ class BlockCalls:
         with ExitStack() as inside:
             inside.enter_context(attention_by(attention))
             if self.sends_tokens:
-                self._pair(block, tokens, attention, args, kwargs, inside)
+                pair = paired_projections(block, args, kwargs, self._model, tokens, self._layout, attention)
+                if pair is not None:
+                    attention.projections = pair
+                    inside.enter_context(pair.installed())
             for path, argument in block.kind.whole.items():
                 _compute_whole(block.module.get_submodule(path), tokens, argument, inside)
             run = run_unmodified if block.kind.whole else self._run_block
@@ -151,27 +150,6 @@ class BlockCalls:
     def run_unshared(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the block's own forward on all tokens."""
         return self._run_block(block.module, args, kwargs)
-
-    def _pair(
-        self,
-        block: Block,
-        tokens: BlockTokens,
-        attention: SequenceAttention,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inside: ExitStack,
-    ) -> None:
-        """Makes two ranks exchange tokens before their projection, if the block allows it."""
-        words = block.kind.projections
-        if words is None or words.rotary not in (None, *block.names):
-            return
-        argument = partial(block.argument, args=args, kwargs=kwargs)
-        pair = paired_projections(
-            block.module, block.kind, words, argument, self._model, tokens, self._layout, attention
-        )
-        if pair is not None:
-            attention.projections = pair
-            inside.enter_context(pair.installed())
 
 
 @dataclass(eq=False)
@@ -189,10 +167,7 @@ class _Pass:
         def forward(*args: Any, **kwargs: Any) -> Any:
             tokens = self._tokens or self._calls.tokens()
             args, kwargs = cut_arguments(block, tokens, args, kwargs)
-
-            def compute() -> Any:
-                return self._calls.run(block, tokens, args, kwargs)
-
+            compute = partial(self._calls.run, block, tokens, args, kwargs)
             cached = self._cached if self._stays else None
             out = compute() if cached is None else cached.run(block, args, kwargs, compute, tokens)
             if self._stays:

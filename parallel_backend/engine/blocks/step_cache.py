@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ...models.tokens.cached_outputs import CachedOutput
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
-from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens
 from ..tokens.region_blocks import Block
 
@@ -69,7 +68,6 @@ class ReuseVote:
     `on_reuse`: called on all ranks when they have decided to skip blocks."""
 
     layout: Layout
-    traffic: Traffic
     shared: bool
     on_reuse: Callable[[], None]
 
@@ -80,11 +78,11 @@ class ReuseVote:
         sums = torch.stack([change, before])
         if self.shared:
             axis = self.layout.sequence
-            of_ranks = all_gather(sums.flatten(), (sums.numel(),) * axis.size, axis, self.traffic)
+            of_ranks = all_gather(sums.flatten(), (sums.numel(),) * axis.size, axis)
             sums = of_ranks.view(axis.size, *sums.shape).sum(0)
         mine = (sums[0] / sums[1]).max().view(1)
         everyone = self.layout.everyone
-        return all_gather(mine, (1,) * everyone.size, everyone, self.traffic).max().item()
+        return all_gather(mine, (1,) * everyone.size, everyone).max().item()
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Collectives over shares of different sizes. Each takes its group and the counter of its traffic as arguments.
+"""Collectives over shares of different sizes. Each takes the axis of its ranks, which counts what they send.
 
 Tensors travel split along their first dimension, so the received data is one contiguous tensor.
 """
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from ...wire.heartbeat import heartbeat
 from .groups import Axis, is_gloo
-from .traffic_counter import Traffic
 
 # torch 2.13 renamed it and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_to_all(
-    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis, traffic: Traffic
+    send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], axis: Axis
 ) -> Tensor:
     """Sends rows of `send` [sum(send_sizes), …] to the ranks of the axis in order; returns [sum(receive_sizes), …]."""
-    return start_all_to_all(send, send_sizes, receive_sizes, axis, traffic, overlaps=False)()
+    return start_all_to_all(send, send_sizes, receive_sizes, axis, overlaps=False)()
 
 
 def start_all_to_all(
@@ -31,14 +30,13 @@ def start_all_to_all(
     send_sizes: tuple[int, ...],
     receive_sizes: tuple[int, ...],
     axis: Axis,
-    traffic: Traffic,
     *,
     overlaps: bool = True,
 ) -> Callable[[], Tensor]:
     """Starts all_to_all; returns a function that waits for the result. `overlaps`: the caller computes meanwhile."""
     received = send.new_empty(sum(receive_sizes), *send.shape[1:])
     row = send[0].numel() if len(send) else 0
-    traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
+    axis.traffic.add((sum(send_sizes) - send_sizes[axis.index]) * row, send)
     sizes = (list(receive_sizes), list(send_sizes))
     with heartbeat.inside("an all-to-all", axis.ranks):  # a group's first collective makes its communicator
         work = dist.all_to_all_single(received, send, *sizes, group=axis.group, async_op=overlaps)
@@ -52,19 +50,19 @@ def start_all_to_all(
     return arrive
 
 
-def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic, dim: int = 0) -> Tensor:
+def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = 0) -> Tensor:
     """Gathers [sizes[index], …] of each rank into [sum(sizes), …] on every rank, or the same of another `dim`. Sends
     shares padded to the largest."""
     if axis.group is None:
         return mine
     if dim:
-        return all_gather(mine.movedim(dim, 0), sizes, axis, traffic).movedim(0, dim)
+        return all_gather(mine.movedim(dim, 0), sizes, axis).movedim(0, dim)
     largest = max(sizes)
     padded = mine.contiguous()
     if len(mine) < largest:
         padded = torch.cat([mine, mine.new_zeros(largest - len(mine), *mine.shape[1:])])
     gathered = mine.new_empty(axis.size * largest, *mine.shape[1:])
-    traffic.add(padded.numel() * (axis.size - 1), padded)
+    axis.traffic.add(padded.numel() * (axis.size - 1), padded)
     with heartbeat.inside("an all-gather", axis.ranks):
         if is_gloo(axis, mine.device):
             dist.all_gather(list(gathered.chunk(axis.size)), padded, group=axis.group)
@@ -75,29 +73,29 @@ def all_gather(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffi
     return torch.cat([gathered[i * largest : i * largest + size] for i, size in enumerate(sizes)])
 
 
-def broadcast(tensor: Tensor, source: int, axis: Axis, traffic: Traffic) -> Tensor:
+def broadcast(tensor: Tensor, source: int, axis: Axis) -> Tensor:
     """Returns the tensor of rank `source` (an index in the axis); the others pass one of that shape and dtype."""
     if axis.group is None or not tensor.numel():
         return tensor
-    traffic.add(tensor.numel() * (axis.size - 1) if axis.index == source else 0, tensor)
+    axis.traffic.add(tensor.numel() * (axis.size - 1) if axis.index == source else 0, tensor)
     with heartbeat.inside("a broadcast", axis.ranks):
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
 
 
-def all_reduce(tensor: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sums a tensor over the axis, in place, on every rank.
 
     Counted as sent by a ring: 2 (P - 1) / P of the tensor, the least of any algorithm (Patarasuk and Yuan 2009).
     """
     if axis.group is not None and tensor.numel():
-        traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
+        axis.traffic.add(2 * (axis.size - 1) * tensor.numel() // axis.size, tensor)
         with heartbeat.inside("an all-reduce", axis.ranks):
             dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
-def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traffic) -> Iterator[Tensor]:
+def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis) -> Iterator[Tensor]:
     """Yields the share of every rank in the order in which the ring brings them, this rank's own first.
 
     The next share is on its way while the caller works on the current one. `mine`: [sizes[index], …].
@@ -106,7 +104,7 @@ def ring_shares(mine: Tensor, sizes: tuple[int, ...], axis: Axis, traffic: Traff
     current = mine.contiguous()
     for hop in range(1, size):
         following = mine.new_empty(sizes[(index - hop) % size], *mine.shape[1:])
-        traffic.add(current.numel(), current)
+        axis.traffic.add(current.numel(), current)
         operations = []  # an empty share is not sent: both sides know its size
         if current.numel():
             operations.append(dist.P2POp(dist.isend, current, ranks[(index + 1) % size], axis.group))

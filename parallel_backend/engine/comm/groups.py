@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...errors import PlatformError, RequestError
 from ...layout import AXES, REPLICA_AXES, ROW_AXES, SEQUENCE_AXES, RankCoordinates
@@ -18,7 +19,6 @@ from ...strategy import ParallelStrategy
 from ...wire.heartbeat import heartbeat
 from ...wire.protocol import SHARED_STORE
 from .numa import stay_near
-from .traffic_counter import Traffic
 
 _NO_INTERFACE = "Unable to find address for"  # in gloo's error message
 # The timeout of every group, and of the store through which NCCL's ranks find each other. A collective waits for the
@@ -97,13 +97,31 @@ def _open_store(path: str, world_size: int) -> Any:
     return dist.PrefixStore(path.removeprefix(SHARED_STORE), store)  # type: ignore[attr-defined]
 
 
+@dataclass
+class Traffic:
+    """Payload bytes that this rank gave to collectives for other ranks, without protocol overhead.
+
+    `collectives`: the number of collectives that it started.
+    """
+
+    bytes_sent: int = 0
+    collectives: int = 0
+
+    def add(self, elements: int, like: Tensor) -> None:
+        """Counts a collective, or a hop of one, that sends `elements` of the dtype of `like` to other ranks."""
+        self.collectives += 1
+        self.bytes_sent += elements * like.element_size()
+
+
 @dataclass(frozen=True)
 class Axis:
-    """One group of ranks. `ranks`: global ranks in order; `index`: this rank's; `group`: None for a single rank."""
+    """One group of ranks. `ranks`: global ranks in order; `index`: this rank's; `group`: None for a single rank;
+    `traffic`: counts what this rank sends over it, together with the other axes that share it."""
 
     ranks: tuple[int, ...]
     index: int
     group: dist.ProcessGroup | None
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @property
     def size(self) -> int:
@@ -168,7 +186,7 @@ class Layouts:
     def everyone(self) -> Axis:
         """The axis of all ranks."""
         world = self.world
-        return Axis(tuple(range(world.world_size)), world.rank, world.group)
+        return Axis(tuple(range(world.world_size)), world.rank, world.group, self.traffic)
 
     def get(self, strategy: ParallelStrategy) -> Layout:
         """Returns the layout of `strategy`. If that has one rank and the world has more, every rank gets a layout
@@ -197,11 +215,11 @@ class Layouts:
     def _axis(self, strategy: ParallelStrategy, axes: tuple[str, ...], purpose: str = "") -> Axis:
         mine = None
         if strategy.world_size < self.world.world_size:
-            return Axis((self.world.rank,), 0, None)
+            return Axis((self.world.rank,), 0, None, self.traffic)
         for ranks in rank_groups(strategy, axes):
             group = self.group(ranks, purpose)
             if self.world.rank in ranks:
-                mine = Axis(ranks, ranks.index(self.world.rank), group)
+                mine = Axis(ranks, ranks.index(self.world.rank), group, self.traffic)
         assert mine is not None, "every rank is in one group of each axis"
         return mine
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...wire.heartbeat import heartbeat
 from ..comm.groups import Axis
-from ..comm.traffic_counter import Traffic
 
 
 @dataclass
@@ -38,9 +37,8 @@ class P2PChannel:
     tensor must stay alive during its transfer. With more than _MOST_SENDS of them, `send` waits for the oldest.
     """
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._traffic = traffic
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_in_round = 0
 
@@ -49,7 +47,7 @@ class P2PChannel:
         if not tensor.numel():
             return
         tensor = tensor.contiguous()
-        self._traffic.add(tensor.numel(), tensor)
+        self._axis.traffic.add(tensor.numel(), tensor)
         work = dist.isend(tensor, self._axis.ranks[to], self._axis.group)
         assert work is not None, "this rank is in the group"
         self._leaving.append((work, tensor))

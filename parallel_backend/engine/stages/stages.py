@@ -26,7 +26,6 @@ from ...requests import STAY, ModuleCall
 from ..blocks.block_calls import BlockCalls, cut_arguments
 from ..comm.collectives import broadcast
 from ..comm.groups import ALONE, Axis, Layout
-from ..comm.traffic_counter import Traffic
 from ..tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
 from ..tokens.region_blocks import Block, blocks_of, tokens_of
 from .owners import pack, unpack
@@ -48,7 +47,6 @@ class ModuleStages:
         self,
         model: ModuleModel,
         layout: Layout,
-        traffic: Traffic,
         calls: BlockCalls,
         calls_alone: BlockCalls,
     ) -> None:
@@ -61,9 +59,8 @@ class ModuleStages:
         self._pipe, self._return_group = layout.pipe, layout.return_group
         self._leaves = self._leaving_tokens()
         self._local_blocks = stage_blocks(len(self._blocks), layout.stage_shares)[layout.pipe.index]
-        self._traffic = traffic
-        self._onward = P2PChannel(layout.pipe, traffic)
-        self._back = P2PChannel(layout.return_group, traffic)
+        self._onward = P2PChannel(layout.pipe)
+        self._back = P2PChannel(layout.return_group)
         self.tokens = 0  # number of an image's tokens in the last call of whole images
         self._like: Any = None  # the answer to that call without rows, in the module's own form
         # True if the ranks of this stage shared out the tokens of the last call.
@@ -104,7 +101,7 @@ class ModuleStages:
                 f"know; set pipefusion_degree to 1."
             )
         self._onward.settle()
-        packed = broadcast(packed.contiguous(), self.count - 1, self._return_group, self._traffic)
+        packed = broadcast(packed.contiguous(), self.count - 1, self._return_group)
         answer = unpack(packed, answer)
         several = isinstance(answer, (list, tuple))
         empty = [one.new_empty(0, *one.shape[1:]) for one in (answer if several else [answer])]
@@ -220,8 +217,8 @@ class ModuleStages:
         `among`: the number of tokens of that stream, 0 if patches are those of the image's own."""
         weights = self._shares if axis.size > 1 else ()
         if patch is not None and among:
-            return LastTokens(axis, weights, self._traffic, patch, among=among)
-        return BlockTokens(axis, weights, self._traffic, patch)
+            return LastTokens(axis, weights, patch, among=among)
+        return BlockTokens(axis, weights, patch)
 
     @contextmanager
     def _running(

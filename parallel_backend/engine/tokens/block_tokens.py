@@ -20,7 +20,6 @@ from ...layout import slice_of, split_sizes
 from ...models.tokens.regions import Argument, ExpandingTimestep, FirstToken, Ranges, Tokens
 from ..comm.collectives import all_gather
 from ..comm.groups import Axis
-from ..comm.traffic_counter import Traffic
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class BlockTokens:
 
     axis: Axis
     weights: tuple[float, ...]
-    traffic: Traffic
     patch: ImagePatch | None = None
     counts: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -146,7 +144,7 @@ class BlockTokens:
         if self.axis.size > 1 or self.patch is not None:
             shares = self.local(value, stream, dim).movedim(dim, 0)
             if self.axis.size > 1:
-                shares = all_gather(shares, self.lengths(stream), self.axis, self.traffic)
+                shares = all_gather(shares, self.lengths(stream), self.axis)
             value = self._in_order(shares, stream).movedim(0, dim).contiguous()
         return value.unflatten(dim, self.shapes[stream]) if several else value
 

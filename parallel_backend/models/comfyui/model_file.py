@@ -119,7 +119,6 @@ class ComfyUIModelFile:
             and (not self.module or slices_layers(self.module)),
             splits_layers_unasked=False,  # code of nodes inside blocks needs whole layers (engine/module_forward.py)
             pipelines=self.mode == STAY and (not self.module or has_stages(self.module)),
-            uneven_heads=True,
             sends_tokens=self._splits_tokens and sends_tokens(self.module),
             band_rows=0 if self.unet is None else self.unet.band_rows,
         )

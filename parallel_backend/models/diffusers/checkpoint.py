@@ -102,7 +102,7 @@ class FluxFile:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape(self.dims.heads, self.dims.blocks, self.name, uneven_heads=True, sends_tokens=True)
+        return ModelShape(self.dims.heads, self.dims.blocks, self.name, sends_tokens=True)
 
     @property
     def family(self) -> Family:

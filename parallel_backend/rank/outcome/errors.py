@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ...engine.comm.traffic_counter import Traffic
+from ...engine.comm.groups import Traffic
 from ...errors import RANK_CRASHED, DeviceError, ParallelError, RequestError, to_wire
 from ...wire.device_faults import DEVICE_ERROR, known_fault
 from ...wire.protocol import PEER_FAILED, Failed

@@ -151,7 +151,7 @@ class PatchFlow:
             return False
         if not isinstance(found, Tensor):
             found = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
-        owners = broadcast(found, 0, layout.everyone, self._forward.traffic)
+        owners = broadcast(found, 0, layout.everyone)
         self._patches = ElementPatches(owners, noise.shape[1:], self._patch_count)
         return True
 
@@ -197,7 +197,7 @@ class PatchFlow:
         else:
             self._run(sigmas, first, on_step, None)
             latent = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return broadcast(latent, 0, everyone, self._forward.traffic)
+        return broadcast(latent, 0, everyone)
 
     def _run(
         self, sigmas: Sigmas, first: int, on_step: OnPatchStep, lead: tuple[PatchSampling, Denoise] | None
@@ -256,8 +256,8 @@ class PatchFlow:
     def _share_elements(self, elements: Tensor) -> Tensor:
         """Returns the first rank's elements of a patch on every rank of the first stage. Collective in that stage."""
         if self._returns:
-            broadcast(elements, 0, self._layout.row, self._forward.traffic)
-        return broadcast(elements, 0, self._layout.sequence, self._forward.traffic)
+            broadcast(elements, 0, self._layout.row)
+        return broadcast(elements, 0, self._layout.sequence)
 
     @property
     def _patch(self) -> ImagePatch:
@@ -292,8 +292,7 @@ class PatchFlow:
         arrived = [(one.answer.taken(), one.shares) for one in coming]
         if drop or sigma is None or not self._has_elements(number):
             return
-        row, traffic = self._layout.row, self._forward.traffic
-        found = [all_gather(answer, shares, row, traffic) for answer, shares in arrived]
+        found = [all_gather(answer, shares, self._layout.row) for answer, shares in arrived]
         if self._lead is None:
             return
         sampling, denoise = self._lead

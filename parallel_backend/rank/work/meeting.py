@@ -208,7 +208,7 @@ class ModuleMeeting:
         agree_on_call(self._layouts.world, False, self.calls, form)
         for part in parts:
             first = part.contiguous()
-            broadcast(first, 0, self._layouts.everyone, self._layouts.traffic)
+            broadcast(first, 0, self._layouts.everyone)
             if first.data_ptr() != part.data_ptr():
                 part.copy_(first)
 

@@ -39,7 +39,3 @@ def test_what_falls_to_shares_of_the_queries_is_what_falls_to_all(sizes):
         found.append(rows(guides, first, size))
         first += size
     assert torch.equal(torch.cat(found), whole)
-
-
-def test_a_mask_as_any_is_none_of_them():
-    assert Guides.of(None) is None and Guides.of(torch.zeros(1, 1, 3, 3)) is None

@@ -49,7 +49,7 @@ def _calls(world, strategy):
                 computed.append(part.heads)
                 return part.by(optimized)
 
-            out = queries.HeadAttention(layouts.get(strategy), layouts.traffic)(library, call)
+            out = queries.HeadAttention(layouts.get(strategy))(library, call)
             expected = call.by(optimized)
             assert out.shape == expected.shape
             found[(name, *form)] = *computed, (out - expected).abs().max().item()
@@ -82,7 +82,7 @@ def test_a_call_within_a_call_and_one_to_few_keys_are_not_split():
             computed.append(part.heads)
             return attention(methodcaller("by", optimized), part)
 
-        attention = queries.HeadAttention(layout, layouts.traffic)
+        attention = queries.HeadAttention(layout)
         queries.MIN_KEYS = TOKENS
         out = attention(within, call)
         queries.MIN_KEYS = TOKENS + 1

@@ -79,9 +79,7 @@ def _rotated_by_something_else(world, shards):
     one, layouts = Reference(*CASES["wan2.1 t2v"], SIZE), Layouts(world)
     strategy, model = TOKENS.replace(shard_weights=shards), one.model
     if shards:
-        model.byte_sharding = ByteSharding(
-            layouts.get(strategy).shard, model.device, layouts.traffic, offload=False
-        )
+        model.byte_sharding = ByteSharding(layouts.get(strategy).shard, model.device, offload=False)
         model.byte_sharding.shard(model.module, list(blocks_of(model.module)), {})
     for block in one.model.module.blocks:
         attention = block.self_attn

@@ -142,7 +142,7 @@ def test_without_the_exchange_the_answer_is_another():
     one = reference("sdxl + controlnet")
 
     def apart(world):
-        def with_zeros(mine, sizes, axis, traffic, dim):
+        def with_zeros(mine, sizes, axis, dim):
             missing = list(mine.shape)
             missing[dim] = sum(sizes) - mine.shape[dim]
             return torch.cat([mine, mine.new_zeros(missing)], dim)
@@ -194,7 +194,7 @@ def test_a_mask_that_may_be_of_rows_or_of_queries_is_not_cut(rows):
         return call.q
 
     def calls(world):
-        attend = queries.QueryAttention(Layouts(world).get(ULYSSES_2), Layouts(world).traffic)
+        attend = queries.QueryAttention(Layouts(world).get(ULYSSES_2))
         q = random(rows, 5, 8)
         attend(library, AttentionCall(q, q, q, 2, mask=torch.ones(5, 5)))
         return [list(one) for one in seen]

@@ -64,7 +64,7 @@ def _differences(world, strategy, heads, kv_heads):
             continue
         for local_mask in (False, True) if name.startswith("of keys") else (False,):
             for flat, scale in ((False, None), (True, 0.3)):
-                tokens = BlockTokens(layout.sequence, layout.sequence_shares, layouts.traffic)
+                tokens = BlockTokens(layout.sequence, layout.sequence_shares)
                 tokens.cut(torch.empty(1, TEXT), Tokens("txt"))
                 tokens.cut(torch.empty(1, IMAGE), Tokens("img"))
 
@@ -119,7 +119,7 @@ def test_keys_that_heads_share_travel_once():
         layout = layouts.get(ParallelStrategy(ulysses_degree=2))
         found = []
         for kv_heads in (6, 2):
-            tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+            tokens = BlockTokens(layout.sequence, ())
             tokens.cut(torch.empty(1, 8), Tokens("x"))
             q, k = random(1, 6, 4, CHANNELS), random(1, kv_heads, 4, CHANNELS)
             before = layouts.traffic.bytes_sent
@@ -136,7 +136,7 @@ def _events_by_groups(world, groups):
     """Returns (True if overlapped and blocking exchanges agree, bytes sent, events) for `groups` groups of heads."""
     layouts = Layouts(world)
     layout = layouts.get(ParallelStrategy(ulysses_degree=2, head_groups=groups))
-    tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+    tokens = BlockTokens(layout.sequence, ())
     q, k, v = (tokens.cut(random(BATCH, HEADS, TOTAL, CHANNELS, seed=i), Tokens("x", 2)) for i in range(3))
     events = []
     begin = sequence.start_all_to_all
@@ -189,7 +189,7 @@ def test_other_tokens_than_the_table_says_and_odd_heads_are_refused_before_anyth
     def refused(world):
         layouts = Layouts(world)
         layout = layouts.get(ParallelStrategy(ulysses_degree=2))
-        tokens = BlockTokens(layout.sequence, (), layouts.traffic)
+        tokens = BlockTokens(layout.sequence, ())
         tokens.cut(torch.empty(1, 8), Tokens("x"))
         q = random(1, HEADS, 7, CHANNELS)
         with pytest.raises(RequestError, match="7 tokens of x where 4 belong"):
@@ -212,7 +212,7 @@ def _exact_and_rounded(world, strategy, kv_heads, channels):
     q, k, v = (random(BATCH, n, TOTAL, channels, seed=i) for i, n in enumerate((HEADS, kv_heads, kv_heads)))
     found, sent = [], []
     for exchange_dtype in EXCHANGE_DTYPES:
-        tokens = BlockTokens(layout.sequence, layout.sequence_shares, layouts.traffic)
+        tokens = BlockTokens(layout.sequence, layout.sequence_shares)
         tokens.cut(torch.empty(1, TEXT), Tokens("txt"))
         tokens.cut(torch.empty(1, IMAGE), Tokens("img"))
         mine = [tokens.cut(t, Tokens("txt+img", 2)) for t in (q, k, v)]

@@ -6,7 +6,6 @@ from torch import nn
 
 from parallel_backend.engine.bands import row_bands as bands_module
 from parallel_backend.engine.bands.row_bands import Bands, split_rows
-from parallel_backend.engine.comm.collectives import Traffic
 from parallel_backend.engine.comm.groups import Axis
 from parallel_backend.errors import RequestError
 from parallel_backend.layout import slice_of, split_sizes
@@ -16,7 +15,7 @@ from ranks import run_ranks
 def on_bands(world, layer, x):
     """Returns this rank's rows of layer(x)."""
     n = world.world_size
-    bands = Bands(Traffic())
+    bands = Bands()
     axis = Axis(tuple(range(n)), world.rank, world.group)
     bands.share_out(axis, split_sizes(x.shape[-2], n), world.device)
     split_rows(nn.Sequential(layer), bands)
@@ -34,7 +33,7 @@ def drawn(*shape, seed=3):
 
 
 def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is_refused():
-    split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, stride=2)), Bands(Traffic()))
+    split_rows(nn.Sequential(nn.Conv2d(4, 4, 3, stride=2)), Bands())
     for conv in (
         nn.Conv2d(4, 4, 5, padding=2),
         nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
@@ -43,7 +42,7 @@ def test_a_convolution_that_looks_further_or_halves_rows_and_pads_them_itself_is
         nn.Conv2d(4, 4, 1, 2),
     ):
         with pytest.raises(RequestError, match="cannot be split into bands"):
-            split_rows(nn.Sequential(conv), Bands(Traffic()))
+            split_rows(nn.Sequential(conv), Bands())
 
 
 @pytest.mark.parametrize("elements", [1, 300])

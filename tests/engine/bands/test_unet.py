@@ -70,15 +70,15 @@ def test_every_kind_of_unet_gives_the_answer_of_one_process(name, strategy, size
 
 NEIGHBOURS = {
     "moments and rows beside": lambda original: (
-        lambda mine, sizes, axis, traffic, *dim: (
-            original(mine, sizes, axis, traffic, *dim)
+        lambda mine, sizes, axis, *dim: (
+            original(mine, sizes, axis, *dim)
             if mine.dtype != torch.uint8
             else mine.expand(axis.size, -1).contiguous()
         )
     ),
     "keys and values": lambda original: (
-        lambda mine, sizes, axis, traffic, *dim: (
-            original(mine, sizes, axis, traffic)
+        lambda mine, sizes, axis, *dim: (
+            original(mine, sizes, axis)
             if mine.dtype == torch.uint8
             else torch.cat([mine[:, :1].expand(-1, size, -1) for size in sizes], *dim)
         )

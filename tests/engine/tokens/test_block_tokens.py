@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from parallel_backend.engine.comm.groups import Axis
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.tokens.block_tokens import BlockTokens
 from parallel_backend.errors import RequestError
 from parallel_backend.models.tokens.regions import Tokens
-from ranks import run_ranks
 
 IMAGE, TEXT = torch.arange(22.0).view(1, 11, 2), -torch.arange(1.0, 11).view(1, 5, 2)
 
@@ -17,7 +15,7 @@ def _ranks(count, weights=()):
     """Returns the BlockTokens of each rank, which know text and image."""
     found = []
     for index in range(count):
-        tokens = BlockTokens(Axis(tuple(range(count)), index, None), weights, Traffic())
+        tokens = BlockTokens(Axis(tuple(range(count)), index, None), weights)
         tokens.cut(IMAGE, Tokens("img"))
         tokens.cut(TEXT, Tokens("txt"))
         found.append(tokens)
@@ -33,26 +31,11 @@ def test_shares_are_the_whole(weights):
     assert ranks[0].lengths("img") == ((2, 5, 4) if weights else (4, 4, 3))
 
 
-def test_a_joined_tensor_has_each_ranks_text_beside_its_image():
-    joined = torch.cat([TEXT, IMAGE], 1)
-    for tokens in _ranks(3):
-        share = tokens.cut(joined, Tokens("txt+img"))
-        apart = [tokens.cut(TEXT, Tokens("txt")), tokens.cut(IMAGE, Tokens("img"))]
-        assert torch.equal(share, torch.cat(apart, 1))
-    order = _ranks(3)[0].order("txt+img", torch.device("cpu"))
-    assert torch.equal(joined[:, order], torch.cat([t.cut(joined, Tokens("txt+img")) for t in _ranks(3)], 1))
-
-
-def test_a_joined_stream_of_unknown_streams_is_one():
-    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
-    assert torch.equal(tokens.cut(IMAGE, Tokens("txt+img")), IMAGE[:, 6:])
-
-
 def test_one_value_for_all_tokens_and_one_for_each_frame():
     _, middle, _ = _ranks(3)
     for_all = torch.zeros(1, 1, 2)
     assert middle.cut(for_all, Tokens("img", grouped=True)) is for_all
-    tokens = BlockTokens(Axis((0, 1), 1, None), (), Traffic())
+    tokens = BlockTokens(Axis((0, 1), 1, None), ())
     tokens.cut(torch.zeros(1, 6, 2), Tokens("x"))
     frames = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1)
     assert tokens.cut(frames, Tokens("x", grouped=True)).flatten().tolist() == [2.0, 3.0, 3.0]
@@ -75,28 +58,3 @@ def test_other_tokens_than_the_table_says_are_refused():
         tokens.cut(torch.zeros(1, 7, 2), Tokens("img"))
     with pytest.raises(RequestError, match="gave 7 tokens of img where 4 belong"):
         tokens.gather(torch.zeros(1, 7, 2), Tokens("img"))
-
-
-def _gathered(world, weights, text):
-    axis = Axis(tuple(range(world.world_size)), world.rank, world.group)
-    tokens = BlockTokens(axis, weights, Traffic())
-    grid = torch.arange(24.0).view(1, 2, 3, 4, 1)
-    shares = [
-        (tokens.cut(IMAGE, Tokens("img")), Tokens("img")),
-        (tokens.cut(TEXT[:, :text], Tokens("txt")), Tokens("txt")),
-        (tokens.cut(torch.cat([TEXT[:, :text], IMAGE], 1), Tokens("txt+img")), Tokens("txt+img")),
-        (tokens.cut(grid, Tokens("x", 1, 3)), Tokens("x", 1, 3)),
-    ]
-    return [tokens.gather(share, argument) for share, argument in shares]
-
-
-@pytest.mark.parametrize(("weights", "text"), [((), 5), ((1.0, 3.0, 2.0), 5), ((), 1)])
-def test_what_was_cut_gathers_to_the_whole(weights, text):
-    whole = [
-        IMAGE,
-        TEXT[:, :text],
-        torch.cat([TEXT[:, :text], IMAGE], 1),
-        torch.arange(24.0).view(1, 2, 3, 4, 1),
-    ]
-    for found in run_ranks(_gathered, 3, weights, text):
-        assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))

@@ -97,7 +97,7 @@ def split_answers(world, paths):
     whole, shared = (ParallelStrategy(ulysses_degree=2, shard_weights=shards) for shards in (False, True))
     for form, path in paths.items():
         model = load(spec(path), CPU)
-        sharding = ByteSharding(layouts.get(shared).shard, CPU, layouts.traffic, offload=False)
+        sharding = ByteSharding(layouts.get(shared).shard, CPU, offload=False)
         sharded = load(spec(path), CPU, ModelPart(byte_sharding=sharding))
         forward = make_module_forward(model, layouts, Placement(whole))
         of_shares = make_module_forward(sharded, layouts, Placement(shared))

@@ -10,7 +10,6 @@ import torch
 from comfy_modules import CASES, CPU, import_comfyui_here
 from differences import numbers_held
 from parallel_backend.engine.comm.groups import Axis
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.comfyui.placing import blocks_of
 from parallel_backend.models.comfyui.tiny.cases import tiny_builder, tiny_inputs
@@ -56,7 +55,7 @@ def test_a_module_whose_blocks_are_gathered_for_their_turn_answers_as_before(bui
     in_blocks = sum(parameter.nbytes for block in blocks for parameter in block.parameters())
     assert in_blocks > IN_BLOCKS.get(name, 0.75) * total
 
-    sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
+    sharding = ByteSharding(Axis((0,), 0, None), CPU, offload=False)
     sharding.shard(module, blocks, {})
     assert set(map(numbers_held, module.parameters())) == {0}
     for _ in range(2):  # in the second call, blocks are gathered ahead

@@ -49,7 +49,7 @@ def test_sizes_come_from_the_tensors_in_either_layout_under_any_prefix(tmp_path,
     file = inspect_flux(written(tmp_path, {prefix + key: shape for key, shape in SHAPES[layout].items()}))
     assert (file.layout, file.prefix, file.dims) == (layout, prefix, DIMS)
     assert (file.name, file.dtype, file.tensor_bytes) == ("x.safetensors", "bfloat16", 2 * BYTES)
-    assert file.shape == ModelShape(1, 5, "x.safetensors", uneven_heads=True, sends_tokens=True)
+    assert file.shape == ModelShape(1, 5, "x.safetensors", sends_tokens=True)
 
 
 @pytest.mark.parametrize("layout", ["bfl", "diffusers"])

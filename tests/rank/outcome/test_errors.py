@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_backend.engine.comm.traffic_counter import Traffic
+from parallel_backend.engine.comm.groups import Traffic
 from parallel_backend.errors import RankFailed, RequestError
 from parallel_backend.rank.outcome.errors import failure, is_out_of_memory, refusing
 

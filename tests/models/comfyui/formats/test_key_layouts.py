@@ -11,7 +11,6 @@ from comfy_modules import CPU, import_comfyui_here
 from comfy_weight_files import spec
 from mapped_files import is_mapped
 from parallel_backend.engine.comm.groups import Axis
-from parallel_backend.engine.comm.traffic_counter import Traffic
 from parallel_backend.engine.sharding import ByteSharding
 from parallel_backend.models.base import ModelPart
 from parallel_backend.models.comfyui.formats.key_layouts import Joined, from_diffusers, without_prefix
@@ -70,7 +69,7 @@ def test_what_a_model_keeps_of_the_file_are_views_of_it(files, is_shared_out):
     """The views serve to remove LoRAs. Whole or sharded, the model answers as from the original layout."""
     answers = []
     for path in files:
-        sharding = ByteSharding(Axis((0,), 0, None), CPU, Traffic(), offload=False)
+        sharding = ByteSharding(Axis((0,), 0, None), CPU, offload=False)
         model = load(spec(path), CPU, ModelPart(byte_sharding=sharding) if is_shared_out else None)
         answers.append(_answer(model))
     assert torch.equal(*answers)
