@@ -15,6 +15,7 @@ from pages import (
     SEND,
     begin,
     command,
+    make_subgraph,
     menu_of,
     show_prompt,
     three_samplers,
@@ -239,14 +240,9 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     parallel = [graph.add("ParallelModel", model=graph.model(STOCK, UNET)), 0]
     graph.save(graph.ksampler(parallel, *graph.request()), "kept.safetensors")
     show_prompt(page, graph.prompt)
-    page.evaluate(
-        """() => {
-          const inside = app.graph.nodes.filter(n => n.type === 'UNETLoader').filter(
-            n => n.outputs[0].links.some(id => app.graph.getNodeById(app.graph.links.get(id).target_id).type
-              === 'KSampler') && n.outputs[0].links.length === 1);
-          app.graph.convertToSubgraph(new Set(inside));
-        }"""
-    )
+    # Of the loaders with one link, the one that feeds a sampler.
+    fed = "app.graph.nodes.filter(n => n.type === 'KSampler').map(n => n.getInputNode(0))"
+    make_subgraph(page, f"{fed}.filter(n => n.type === 'UNETLoader' && n.outputs[0].links.length === 1)")
     outer, inner = _links(page)
     assert inner == [["UNETLoader", "outside", ""]]
     holder = page.evaluate("() => app.graph.nodes.find(n => n.subgraph).title")
