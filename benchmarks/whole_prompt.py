@@ -96,11 +96,11 @@ def _prompt(unet: str, on_two: bool, number: int) -> Graph:
         model = [graph.add("ParallelModel", model=model, strategy=strategy), 0]
         decode, devices = "ParallelVAEDecode", {"strategy": strategy}
     text = [graph.add("CLIPTextEncode", clip=clip, text=f"a photo of house number {number}"), 0]
-    graph.add("TestSaveTensors", value=text, path="text.safetensors")
+    graph.save(text, "text.safetensors")
     latent = graph.ksampler(model, graph.text(1), graph.text(2), graph.latent(64, 64), seed=number, steps=4)
     graph.save(latent, "latent.safetensors")
     image = [graph.add(decode, samples=video, vae=vae, **devices), 0]
-    graph.add("TestSaveImage", image=image, path="video.safetensors")
+    graph.save(image, "video.safetensors")
     return graph
 
 

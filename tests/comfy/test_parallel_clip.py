@@ -67,7 +67,7 @@ def tensors(comfy, graph: Graph, *outputs: list) -> list[dict]:
     """Runs the prompt and returns the tensors of each output, by their place in it."""
     names = [f"test-tensors-{next(_numbers)}.safetensors" for _ in outputs]
     for output, name in zip(outputs, names, strict=True):
-        graph.add("TestSaveTensors", value=output, path=name)
+        graph.save(output, name)
     comfy.run(graph.prompt)
     return [load_file(comfy.output(name)) for name in names]
 
@@ -273,10 +273,10 @@ def test_the_texts_of_a_waiting_prompt_are_encoded_in_the_tail_of_the_one_before
         both = graph.combined(*found)
         if number < 2:
             both = [graph.add("TestUntilEarly", conditioning=both, count=2), 0]
-        graph.add("TestSaveTensors", value=both, path=f"early-{number}-both.safetensors")
+        graph.save(both, f"early-{number}-both.safetensors")
         for place, one in enumerate(found):
             paths.append(f"early-{number}-{place}.safetensors")
-            graph.add("TestSaveTensors", value=one, path=paths[-1])
+            graph.save(one, paths[-1])
         names.append(comfy.client.queue(graph.prompt))
     for name in names:
         assert comfy.client.wait(name)["status"]["status_str"] == "success"

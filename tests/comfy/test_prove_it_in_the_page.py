@@ -174,7 +174,7 @@ def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_
     (sampler,) = [node for node in graph.prompt.values() if node["class_type"] == "ParallelSampler"]
     sampler["class_type"] = "CompareWithOneDevice"
     sampler["inputs"] |= {"vae": [graph.add("TestTinyVAE"), 0], "seed": 303}
-    prompt = {name: node for name, node in graph.prompt.items() if node["class_type"] != "TestSaveLatent"}
+    prompt = {name: node for name, node in graph.prompt.items() if node["class_type"] != "TestSave"}
     _show(page, prompt, "CompareWithOneDevice")
     run(page)
     for drawn_by in ("canvas", "vue"):

@@ -183,7 +183,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     said = f"strategy: {names[0]}"
     wait_for_report(page, said)
     report = page.evaluate(REPORT)
-    panels = {"StrategySelector", "TestSaveLatent"}
+    panels = {"StrategySelector", "TestSave"}
     before, after = ([size for size in found if size[0] in panels] for found in (sizes, page.evaluate(SIZES)))
     assert after == before  # a panel's content never makes its node larger
     # The headline is visible without scrolling; the rest unfolds and scrolls inside the node.
