@@ -26,7 +26,6 @@ from adversaries.soak import soak
 from subject import ROOT, finish, random_flux
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
 from scripted import scripted_weights
 
 PROMPTS, JOBS, KILLS, ROUNDS, HEADERS = 1000, 72, 30, 27, 20_000  # at scale 1
@@ -84,7 +83,7 @@ def shared_comfyui(folder: Path, findings: Findings) -> Iterator[Comfy]:
     (folder / "custom_nodes" / "parallel_test_popular").symlink_to(PACKS)
     server = start_comfyui(folder, environment={"PARALLEL_TEST_FORKED_RANKS": "1"})
     with server:
-        yield Comfy(server, ComfyUIClient(server.url))
+        yield Comfy(server)
     for left in server.survivors:
         findings.add("survivors", f"2 s after ComfyUI's end: {left}")
 

@@ -23,7 +23,6 @@ from subject import finish
 from torch import Tensor
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
 from graphs import Graph
 from tiny_flux import tiny_flux_tensors
 
@@ -81,7 +80,7 @@ def compare(folder: Path, file: Path, size: dict[str, int], prompts: int, steps:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     latents: dict[str, list[Tensor]] = {way: [] for way in WAYS}
     with server:
-        comfy = Comfy(server=server, client=ComfyUIClient(server.url))
+        comfy = Comfy(server)
         for way in WAYS:
             for seed in range(prompts):
                 graph, latent = prompt(way, seed, size, steps, "0" if on_gpu else "cpu:1")

@@ -21,7 +21,6 @@ from statistics import median
 from subject import ROOT, finish
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
 from graphs import STOCK, Graph
 from lora_files import write_loras
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -77,7 +76,7 @@ def _job_times(folder: Path, runs: int) -> dict[str, list[dict]]:
     server = start_comfyui(folder)
     found: dict[str, list[dict]] = {}
     with server:
-        comfy = Comfy(server, ComfyUIClient(server.url))
+        comfy = Comfy(server)
         unet = comfy.write_flux("bench.safetensors", double_blocks=1, single_blocks=2)
         loras = folder / "models" / "loras"
         loras.mkdir(exist_ok=True)

@@ -49,36 +49,32 @@ def _measure(folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Returns each way's seconds by phase for each prompt except the first ones in a row, which load."""
     found: dict[str, list[dict[str, float]]] = {"one": [], "two": []}
     with start_comfyui(folder) as server:
-        comfy = Comfy(server, ClientWithTimes(server.url))
+        comfy = Comfy(server)
         unet = comfy.write_flux("whole_prompt.safetensors", heads=4, double_blocks=2, single_blocks=4)
         for number in range(rounds):
             for way, seconds in found.items():
                 prompts = [
                     _prompt(unet, way == "two", number * IN_A_ROW + one).prompt for one in range(IN_A_ROW)
                 ]
-                seconds += [comfy.client.phases(prompt) for prompt in prompts][1:]
+                seconds += [_phases(comfy.client, prompt) for prompt in prompts][1:]
     return found
 
 
-class ClientWithTimes(ComfyUIClient):
-    """A client that measures the phases of a prompt."""
-
-    def phases(self, prompt: dict) -> dict[str, float]:
-        with self.listen() as events:
-            self.run(prompt, timeout=600)
-        begun = [
-            (time, message["data"]["node"])
-            for time, message in zip(events.times, events.messages, strict=True)
-            if message["type"] == "executing"
-        ]
-        ends = [time for time, _ in begun[1:]]
-        taken = [
-            (prompt[node]["class_type"], end - time) for (time, node), end in zip(begun, ends, strict=False)
-        ]
-        phases = {
-            phase: sum(seconds for kind, seconds in taken if kind in kinds) for phase, kinds in PHASES.items()
-        }
-        return phases | {"whole prompt": begun[-1][0] - begun[0][0]}
+def _phases(client: ComfyUIClient, prompt: dict) -> dict[str, float]:
+    """Runs the prompt and returns the seconds of each phase."""
+    with client.listen() as events:
+        client.run(prompt, timeout=600)
+    begun = [
+        (time, message["data"]["node"])
+        for time, message in zip(events.times, events.messages, strict=True)
+        if message["type"] == "executing"
+    ]
+    ends = [time for time, _ in begun[1:]]
+    taken = [(prompt[node]["class_type"], end - time) for (time, node), end in zip(begun, ends, strict=False)]
+    phases = {
+        phase: sum(seconds for kind, seconds in taken if kind in kinds) for phase, kinds in PHASES.items()
+    }
+    return phases | {"whole prompt": begun[-1][0] - begun[0][0]}
 
 
 def _prompt(unet: str, on_two: bool, number: int) -> Graph:

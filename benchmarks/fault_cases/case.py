@@ -85,8 +85,8 @@ def within(what: str, seconds: float, limit: float) -> Check:
 
 
 @contextmanager
-def ranks(*, resumes: bool = False, devices: tuple[str, ...] = DEVICES) -> Iterator[Sidecar]:
-    sidecar = Sidecar(devices, resumes=resumes)
+def ranks(*, devices: tuple[str, ...] = DEVICES) -> Iterator[Sidecar]:
+    sidecar = Sidecar(devices)
     try:
         yield sidecar
     finally:

@@ -19,10 +19,10 @@ from parallel_backend.sidecar.group import supervisor
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 
 
-def make_cluster(folder: Path, name: str = "lab", address: str = "127.0.0.1", port: int = 0) -> Path:
-    """Makes a cluster and returns the path of the machines' secret file. endpoints.VARIABLE must name `folder`."""
+def make_cluster(folder: Path, address: str = "127.0.0.1", port: int = 0) -> Path:
+    """Makes the cluster `lab` and returns its machines' secret file. endpoints.VARIABLE must name `folder`."""
     assert Path(os.environ[endpoints.VARIABLE]) == folder
-    return make(name, address, port)[1]
+    return make("lab", address, port)[1]
 
 
 def connect(head: clusters.ClusterHead, source: str = "127.0.0.1") -> socket.socket:

@@ -40,11 +40,11 @@ class Comfy:
     """A running ComfyUI: it runs prompts, returns latents and text, and stores model files."""
 
     server: ComfyUIServer
-    client: ComfyUIClient | None = None  # default: one of the server
+    client: ComfyUIClient = field(init=False)
     _names: itertools.count = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self.client = self.client or ComfyUIClient(self.server.url)
+        self.client = ComfyUIClient(self.server.url)
 
     @cached_property
     def registry(self) -> dict[str, dict]:
