@@ -13,7 +13,7 @@ import os
 import tempfile
 from statistics import median
 
-from subject import SIZES, finish, random_flux, sample_request
+from subject import SIZES, finish, random_flux, ranks_on, sample_request
 
 from parallel_backend.options import ComputeOptions
 from parallel_backend.requests import ModelSpec, Placement
@@ -38,11 +38,8 @@ def main() -> None:
     sizes = [int(tokens) for tokens in args.tokens.split(",")]
     with random_flux(args.heads) as spec, tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        sidecar = Sidecar(devices)
-        try:
+        with ranks_on(*devices) as sidecar:
             result = {str(tokens): measure(sidecar, spec, tokens, args.rounds) for tokens in sizes}
-        finally:
-            sidecar.stop()
     for tokens, row in result.items():
         print(
             f"{tokens:>5} image tokens: first step {row['first_step']:6.1f} s ({row['graphs']:.0f} graphs in "

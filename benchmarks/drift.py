@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from subject import ROOT, finish
+from subject import ROOT, finish, ranks_on
 from torch import Tensor
 
 from demo_training.drawing import SIZE
@@ -38,13 +38,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         result = {
             str(patches): measure_drift(sidecar, patches, WARM_UPS, args.captions) for patches in PATCHES
         }
-    finally:
-        sidecar.stop()
     for patches, rows in result.items():
         for warm_up, row in rows.items():
             print(

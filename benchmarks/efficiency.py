@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 from statistics import median
 
-from subject import SIZES, finish, random_flux, sample_request
+from subject import SIZES, finish, random_flux, ranks_on, sample_request
 
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 CASES = {
@@ -40,25 +39,19 @@ def main() -> None:
     args = parser.parse_args()
 
     result: dict[str, dict[str, float]] = {}
-    one = Sidecar(("cpu:0",))
-    two = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        with random_flux() as spec:
-            for tokens in args.tokens:
-                times, inside = _measure(one, two, spec, tokens, args)
-                result[str(tokens)] = {
-                    name: round(median(single) / (2 * median(double)), 3)
-                    for name, (single, double) in times.items()
-                }
-                for name, (single, double) in times.items():
-                    print(
-                        f"{tokens:5d} tokens  {name:19s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
-                        f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
-                        + (f"  inside {median(inside[name]) * 1e3:.0f} ms" if inside.get(name) else "")
-                    )
-    finally:
-        for sidecar in (one, two):
-            sidecar.stop()
+    with random_flux() as spec, ranks_on("cpu:0") as one, ranks_on("cpu:0", "cpu:1") as two:
+        for tokens in args.tokens:
+            times, inside = _measure(one, two, spec, tokens, args)
+            result[str(tokens)] = {
+                name: round(median(single) / (2 * median(double)), 3)
+                for name, (single, double) in times.items()
+            }
+            for name, (single, double) in times.items():
+                print(
+                    f"{tokens:5d} tokens  {name:19s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
+                    f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
+                    + (f"  inside {median(inside[name]) * 1e3:.0f} ms" if inside.get(name) else "")
+                )
     finish(result, args.json)
 
 

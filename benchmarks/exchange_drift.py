@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 from drift import DEMO, Scenes, demo_request
-from subject import finish
+from subject import finish, ranks_on
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
@@ -28,7 +28,6 @@ from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import TABLE, token_mode
 from parallel_backend.options import DEFAULT_COMPUTE, ROUNDED, ComputeOptions
 from parallel_backend.requests import BANDS, ModuleCall, Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -103,14 +102,12 @@ def _flat(answer) -> Tensor:
 
 def _demo(captions: int) -> dict[str, float]:
     scenes = Scenes(captions)
-    request, sidecar = demo_request(scenes.captions), Sidecar(("cpu:0", "cpu:1"))
-    try:
+    request = demo_request(scenes.captions)
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         exact, rounded = (
             sidecar.sample(DEMO, request, Placement(STRATEGIES["ulysses"], compute_options=computing)).latent
             for computing in (DEFAULT_COMPUTE, IN_FP8)
         )
-    finally:
-        sidecar.stop()
     row = scenes.drift(rounded, exact)
     print(
         f"demo model: PSNR {row['psnr']:.1f} dB, max |difference| {row['max_abs']:.2e}, right "

@@ -78,10 +78,9 @@ def be_a_rank() -> None:
 
 
 def main() -> None:
-    from subject import finish, random_flux, sample_request
+    from subject import finish, random_flux, ranks_on, sample_request
 
     from parallel_backend.requests import Placement
-    from parallel_backend.sidecar.sidecar import Sidecar
     from parallel_backend.strategy import ParallelStrategy
 
     parser = argparse.ArgumentParser(
@@ -92,14 +91,13 @@ def main() -> None:
     request, placement = sample_request(16, steps=3), Placement(ParallelStrategy(ulysses_degree=2))
     here: dict[str, bool] = {}
     there: dict[str, bool] = {"rank/__main__.py": True}  # it calls the worker, so it is never traced
-    with random_flux(heads=2, double_blocks=1, single_blocks=1) as spec:
-        sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="benchmarks.latent_path")
-        try:
+    with (
+        random_flux(heads=2, double_blocks=1, single_blocks=1) as spec,
+        ranks_on("cpu:0", "cpu:1", rank_module="benchmarks.latent_path") as sidecar,
+    ):
+        sidecar.sample(spec, request, placement)
+        with traced(here):
             sidecar.sample(spec, request, placement)
-            with traced(here):
-                sidecar.sample(spec, request, placement)
-        finally:
-            sidecar.stop()
     for rank in range(2):
         for line in notes(os.getpid(), rank).read_text().splitlines():
             name, given = line.split()

@@ -28,10 +28,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import full_size
-import torch
-from subject import SIZES, finish, prompt, random_flux, sample_request
+from subject import SIZES, finish, random_flux, ranks_on, sample_request
 
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.plan import job_from_request
@@ -44,6 +44,7 @@ from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship
 
 SAMPLE_EVERY = 0.002  # seconds between two readings of a rank's memory
+FEW = 16  # tokens, for a job that reads every weight and needs little other memory
 STEPS = 3  # one warm-up step and two with flowing patches; later steps would allocate nothing new
 MIDDLE = (6, 2, 4)  # heads, double and single blocks of the predicted jobs
 LARGE_HEADS, LARGE_DOUBLES = 4, 4  # small blocks, and one double block for each of four stages
@@ -114,12 +115,12 @@ def main() -> None:
 
     result = {"host_growth_bytes": {}, "private_bytes_per_rank": {}, "predicted_over_measured": {}}
     if args.full_size:
-        with tempfile.TemporaryDirectory() as folder, environment(GIVE_BACK):
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, GIVE_BACK):
             for name in wanted(FULL_SIZE):
                 result["predicted_over_measured"][name] = _full_size(name, Path(folder))
         finish(result, args.json)
         return
-    with random_flux(*MIDDLE) as middle, environment({} if args.glibc else GIVE_BACK):
+    with random_flux(*MIDDLE) as middle, patch.dict(os.environ, {} if args.glibc else GIVE_BACK):
         for name in wanted(PREDICTED):
             strategy, cfg = PREDICTED[name]
             ratios = predicted_over_measured(middle, strategy, sample_request(args.tokens, STEPS, cfg))
@@ -165,14 +166,11 @@ def _full_size(name: str, folder: Path) -> float:
     spec, run = full_size.write(kind, folder), full_size.sampler_run(kind)
     job = full_size.planned(spec, run)
     predicted = max(rank.private_bytes for rank in predict_memory(job, strategy, on_cpu=True))
-    sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
-    try:
+    with ranks_on(*(f"cpu:{i}" for i in range(strategy.world_size))) as sidecar:
         sidecar.start()
         with _peaks(sidecar.pids) as peaks:
             sidecar.sample(spec, ship(spec, run, mode), Placement(strategy))
         idle = max(_anonymous(pid) for pid in sidecar.pids)
-    finally:
-        sidecar.stop()
     ratio = round(predicted / max(peaks), 3)
     print(
         f"  {predicted / 1e6:.0f} MB predicted, {max(peaks) / 1e6:.0f} MB measured; {idle / 1e6:.0f} MB after the job, "
@@ -191,7 +189,7 @@ def host_growth(spec: ModelSpec, ranks: int) -> int:
     strategy = ParallelStrategy(ring_degree=ranks)
     with _warm_ranks(strategy) as sidecar:
         before = sum(map(_proportional, sidecar.pids))
-        sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
+        sidecar.sample(spec, sample_request(FEW, STEPS), Placement(strategy, "native"))
         return sum(_proportional(pid) + _mapped(pid, spec.path, "Pss:") for pid in sidecar.pids) - before
 
 
@@ -199,49 +197,20 @@ def held_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
     """Returns the bytes of weights that each rank holds."""
     with _warm_ranks(strategy) as sidecar:
         before = [_anonymous(pid) for pid in sidecar.pids]
-        sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
+        sidecar.sample(spec, sample_request(FEW, STEPS), Placement(strategy, "native"))
         after = [_anonymous(pid) + _mapped(pid, spec.path) for pid in sidecar.pids]
     return [now - start for now, start in zip(after, before, strict=True)]
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that are started in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 @contextmanager
 def _warm_ranks(strategy: ParallelStrategy, cfg: float = 1.0) -> Iterator[Sidecar]:
     """Yields ranks that have run a small model under `strategy` and hold nothing of it in anonymous memory."""
     heads, stages = strategy.ulysses_degree * strategy.tensor_degree, strategy.pipefusion_degree
-    with random_flux(heads, stages, stages) as small:
-        sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
-        try:
-            sidecar.sample(small, _short_request(cfg), Placement(strategy, "native"))
-            sidecar.load(small, ParallelStrategy())  # uses the weights in place in the mapped file
-            yield sidecar
-        finally:
-            sidecar.stop()
-
-
-def _short_request(cfg: float = 1.0) -> SampleRequest:
-    """Returns a request with few tokens: it reads every weight and needs little other memory."""
-    noise = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-    return SampleRequest(
-        noise=noise,
-        sigmas=torch.linspace(1, 0, STEPS + 1),
-        positive=prompt(1),
-        negative=prompt(2) if cfg != 1.0 else None,
-        cfg=cfg,
-    )
+    devices = (f"cpu:{i}" for i in range(strategy.world_size))
+    with random_flux(heads, stages, stages) as small, ranks_on(*devices) as sidecar:
+        sidecar.sample(small, sample_request(FEW, STEPS, cfg), Placement(strategy, "native"))
+        sidecar.load(small, ParallelStrategy())  # uses the weights in place in the mapped file
+        yield sidecar
 
 
 def single_blocks(megabytes: int) -> int:

@@ -15,7 +15,7 @@ import time
 from contextlib import ExitStack
 from statistics import median
 
-from subject import finish, random_flux, sample_request
+from subject import finish, random_flux, ranks_on, sample_request
 
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -43,8 +43,7 @@ def main() -> None:
     request, switches, jobs, loads = sample_request(TOKENS, steps=1), [], [], []
     with ExitStack() as files:
         models = [files.enter_context(random_flux()) for _ in range(2)]
-        sidecar = Sidecar(("cpu:0", "cpu:1"))
-        try:
+        with ranks_on("cpu:0", "cpu:1") as sidecar:
             for turn in range(args.runs + 4):
                 with_switch, switch = beyond_compute(sidecar, models[turn % 2], request)
                 without, _ = beyond_compute(sidecar, models[turn % 2], request)
@@ -54,8 +53,6 @@ def main() -> None:
                 sidecar.drop(models[(turn + 1) % 2])
                 sidecar.drop(models[turn % 2])
                 loads.append(beyond_compute(sidecar, models[turn % 2], request)[0])
-        finally:
-            sidecar.stop()
     result = {
         "switch_ms": round(median(switches[4:]) * 1e3, 3),
         "job_ms": round(median(jobs[4:]) * 1e3, 2),

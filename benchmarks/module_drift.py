@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from subject import finish
+from subject import finish, ranks_on
 
 from comfy_weight_files import spec as spec_of
 from comfy_weight_files import write
@@ -80,8 +80,7 @@ def main() -> None:
 def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]:
     """Returns per patches and warm-up steps the largest and root mean square difference, over the largest value."""
     spec, job, found = subject.make(folder, False), subject.job(steps=STEPS), dict[str, dict[str, float]]()
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         exact = sidecar.sample(spec, ship(spec, job), Placement(PIPE.replace(warmup_steps=STEPS))).latent
         for patches in PATCHES:
             for warm_up in WARM_UPS:
@@ -91,8 +90,6 @@ def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]
                 row = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
                 found[f"{patches} patches, warm-up {warm_up}"] = row
                 print(f"{patches} patches  warm-up {warm_up:>2}  max {row['max']:.2e}  rms {row['rms']:.2e}")
-    finally:
-        sidecar.stop()
     return found
 
 
@@ -100,15 +97,11 @@ def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, floa
     """Returns seconds of a step on one device and of a flowing step on two, and the efficiency."""
     spec, job = subject.make(folder, True), subject.job(steps=TIMED_STEPS, size=subject.size, cfg=1.0)
     flowing = PIPE.replace(num_pipeline_patch=TIMED_PATCHES)
-    one, two = Sidecar(("cpu:2",)), Sidecar(("cpu:0", "cpu:1"))
     times: dict[str, list[float]] = {"one": [], "two": []}
-    try:
+    with ranks_on("cpu:2") as one, ranks_on("cpu:0", "cpu:1") as two:
         for _ in range(rounds + 1):
             times["one"] += _steps(one, spec, job, ParallelStrategy())
             times["two"] += _steps(two, spec, job, flowing)
-    finally:
-        one.stop()
-        two.stop()
     # Leaves out the first job of each, which loads the model.
     alone, shared = (median(times[name][TIMED_STEPS - 2 :]) for name in ("one", "two"))
     efficiency = alone / (2 * shared)

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 from drift import DEMO, Scenes, demo_request
-from subject import finish, loop_job_of
+from subject import finish, loop_job_of, ranks_on
 from torch import Tensor
 
 from comfy_weight_files import spec as spec_of
@@ -32,14 +32,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
     placement = Placement(ParallelStrategy(cfg_degree=2))
-    try:
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         result = {
             sampler: measure(sidecar, placement, sampler, THRESHOLDS, args.captions) for sampler in SAMPLERS
         }
-    finally:
-        sidecar.stop()
     for sampler, rows in result.items():
         for threshold, row in rows.items():
             print(

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from parallel_backend.requests import Conditioning, ModelSpec, SampleRequest  # noqa: E402
+from parallel_backend.sidecar.sidecar import Sidecar  # noqa: E402
 from tiny_flux import write_tiny_flux  # noqa: E402
 
 if TYPE_CHECKING:  # it imports test support for ComfyUI, which few benchmarks need
@@ -43,6 +45,16 @@ def random_flux(heads: int = 4, double_blocks: int = 2, single_blocks: int = 4):
             pooled_dim=POOLED_DIM,
         )
         yield ModelSpec(str(path))
+
+
+@contextmanager
+def ranks_on(*devices: str, **options: Any) -> Iterator[Sidecar]:
+    """Yields a sidecar of these devices, and ends its ranks. `options`: of Sidecar."""
+    sidecar = Sidecar(devices, **options)
+    try:
+        yield sidecar
+    finally:
+        sidecar.stop()
 
 
 def prompt(seed: int) -> Conditioning:

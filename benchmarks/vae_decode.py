@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from statistics import median
 
-from subject import finish
+from subject import finish, ranks_on
 
 from parallel_backend.layout import split_sizes
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -61,10 +61,9 @@ def main() -> None:
 
 
 def _times(vae: Half, latent, rounds: int) -> dict:
-    one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
     times: dict[str, list[float]] = {"1": [], "2": []}
     processor: dict[str, list[float]] = {"1": [], "2": []}
-    try:
+    with ranks_on("cpu:0") as one, ranks_on("cpu:0", "cpu:1") as two:
         for round_number in range(rounds + 1):
             before = _processor_seconds(one), _processor_seconds(two)
             single, double = one.call_module(vae.request(latent)), two.call_module(vae.request(latent))
@@ -73,9 +72,6 @@ def _times(vae: Half, latent, rounds: int) -> dict:
                 times["2"].append(double.seconds)
                 processor["1"].append(_processor_seconds(one) - before[0])
                 processor["2"].append(_processor_seconds(two) - before[1])
-    finally:
-        one.stop()
-        two.stop()
     seconds = {ranks: median(values) for ranks, values in times.items()}
     difference = (double.value - single.value).abs().max() / single.value.abs().max()
     return {
@@ -98,8 +94,7 @@ def _processor_seconds(sidecar: Sidecar) -> float:
 
 def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
     """Returns the peak growth of each rank's resident memory during a decode, in bytes."""
-    sidecar = Sidecar(tuple(f"cpu:{rank}" for rank in range(ranks)))
-    try:
+    with ranks_on(*(f"cpu:{rank}" for rank in range(ranks))) as sidecar:
         sidecar.call_module(vae.request(random_latent(sizes, ranks, 1)))
         before = []
         for pid in sidecar.pids:
@@ -107,8 +102,6 @@ def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
             before.append(_status(pid, "VmRSS"))
         sidecar.call_module(vae.request(latent))
         return [_status(pid, "VmHWM") - rss for pid, rss in zip(sidecar.pids, before, strict=True)]
-    finally:
-        sidecar.stop()
 
 
 def _status(pid: int, name: str) -> int:
