@@ -80,10 +80,7 @@ class Torchrun:
         command += ["--nproc-per-node", str(ranks), "--max-restarts", "1000", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", meeting, "--rdzv-id", "lab", "--local-addr", local]
         command += ["--rdzv-conf", settings] if settings else []
-        command += [
-            "--log-dir",
-            str(log.parent),
-        ]  # else torchrun leaves a folder beside it in the temporary one
+        command += ["--log-dir", str(log.parent)]  # else torchrun leaves a folder in the temporary one
         command += ["-m", "parallel_backend.rank", "--join", head, "--secret-file", str(secret)]
         command += ["--models", str(models), "--machine", machine, "--device", "cpu"]
         command += ["--comfyui", str(comfyui)] if comfyui else []

@@ -56,15 +56,12 @@ class FrontDoor:
 
     def state(self, backend: str, name: str) -> str:
         """Returns HAProxy's state of a server, such as `UP`, `MAINT` or `DOWN (agent)`, and its weight."""
-        row = next(row for row in self._statistics() if (row["# pxname"], row["svname"]) == (backend, name))
-        return f"{row['status']} {row['weight']}"
-
-    def _statistics(self) -> list[dict[str, str]]:
         with socket.socket(socket.AF_UNIX) as admin:
             admin.connect(str(self.folder / "admin.sock"))
             admin.sendall(b"show stat\n")
-            text = admin.makefile().read()
-        return list(csv.DictReader(text.splitlines()))
+            rows = list(csv.DictReader(admin.makefile()))
+        row = next(row for row in rows if (row["# pxname"], row["svname"]) == (backend, name))
+        return f"{row['status']} {row['weight']}"
 
 
 def require_haproxy() -> str:
