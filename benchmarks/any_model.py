@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -20,7 +19,7 @@ from statistics import median
 
 import torch
 from safetensors.torch import save_file
-from subject import finish, ranks_on
+from subject import finish, make_parser, ranks_on
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import inputs, write
@@ -51,12 +50,9 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     wanted = args.only.split(",")
     if unknown := set(wanted) - set(KINDS):

@@ -9,10 +9,9 @@ python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--only ul
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 
-from subject import SIZES, finish, random_flux, ranks_on, sample_request
+from subject import SIZES, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.requests import Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -27,15 +26,12 @@ WARM_UP = "pipefusion_2_warmup"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 4096], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     result: dict[str, dict[str, float]] = {}

@@ -11,13 +11,12 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from statistics import median
 
 import torch
 from drift import DEMO, Scenes, demo_request
-from subject import finish, ranks_on
+from subject import finish, make_parser, ranks_on
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
@@ -38,12 +37,9 @@ IN_FP8 = ComputeOptions(exchange_dtype=ROUNDED)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
     parser.add_argument("--captions", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     wanted = args.only.split(",")
     if unknown := set(wanted) - set(KINDS):

@@ -21,7 +21,6 @@ weights, so that imports, threads and first uses of libraries are in the baselin
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import threading
@@ -31,7 +30,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import full_size
-from subject import SIZES, finish, random_flux, ranks_on, sample_request
+from subject import SIZES, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.plan import job_from_request
@@ -91,9 +90,7 @@ HOST_GOAL, PRIVATE_GOAL, PREDICTION_GOAL = 1.15, 0.10, 0.10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=400, help="of the file that 2 and 4 ranks load")
     parser.add_argument(
         "--tokens", type=int, default=2048, choices=SIZES, help="image tokens of the predicted jobs"
@@ -104,7 +101,6 @@ def main() -> None:
         "--host", nargs="+", type=int, default=(2, 4), help="numbers of ranks that hold one file"
     )
     parser.add_argument("--glibc", action="store_true", help="predicted jobs with glibc's own thresholds")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     known = set(FULL_SIZE) if args.full_size else {*PREDICTED, *HELD, "host"}
     if other := sorted(set(args.only or ()) - known):

@@ -10,12 +10,11 @@ blocks of width 512, 128 tokens, 2 ranks, Ulysses 2.
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import ExitStack
 from statistics import median
 
-from subject import finish, random_flux, ranks_on, sample_request
+from subject import finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -34,11 +33,8 @@ def beyond_compute(sidecar: Sidecar, spec: ModelSpec, request: SampleRequest) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=40)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     request, switches, jobs, loads = sample_request(TOKENS, steps=1), [], [], []
     with ExitStack() as files:

@@ -10,14 +10,13 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from subject import finish, ranks_on
+from subject import finish, make_parser, ranks_on
 
 from comfy_weight_files import spec as spec_of
 from comfy_weight_files import write
@@ -58,13 +57,10 @@ SUBJECTS = {"wan": Subject(_wan, wan_job, (8, 32, 32)), "flux": Subject(_flux, l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=["drift", "times"], choices=["drift", "times"])
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:

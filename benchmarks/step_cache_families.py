@@ -11,7 +11,6 @@ trained demo model is measured in the same way for comparison.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -19,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from drift import DEMO, demo_request
-from subject import finish, torch
+from subject import finish, make_parser, torch
 from torch import Tensor
 
 from comfy_modules import CASES, import_comfyui_here
@@ -61,11 +60,8 @@ Answer = Callable[[Parts, float, ModuleCache | None], Parts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join((TRAINED, *FAMILIES)), help="names, with commas between")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     import_comfyui_here()
     result = {}

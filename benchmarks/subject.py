@@ -1,8 +1,9 @@
-"""Subjects of the benchmarks: a random Flux file, requests of a given size, plain or as ComfyUI ships them, and a
-description of the machine."""
+"""Subjects of the benchmarks: a random Flux file, ranks, and requests of a given size, plain or as ComfyUI ships them;
+their parser of options, and a description of the machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -116,6 +117,13 @@ def machine() -> str:
         f"{os.cpu_count()} cores ({model}), {', '.join(gpus) or 'no GPU'}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS', 'all cores shared out as')} thread(s) per rank"
     )
+
+
+def make_parser(text: str) -> argparse.ArgumentParser:
+    """Returns a parser that shows a benchmark's docstring as its help. It has the option --json, for `finish`."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    return parser
 
 
 def finish(result: dict, as_json: bool) -> None:

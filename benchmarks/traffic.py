@@ -8,10 +8,9 @@ tokens, bfloat16) is computed from the same closed forms, not measured.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
-from subject import SIZES, TEXT_TOKENS, finish, random_flux, ranks_on, sample_request
+from subject import SIZES, TEXT_TOKENS, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims
@@ -77,11 +76,7 @@ FLUX_DEV_JOB = Size(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = make_parser(__doc__).parse_args()
 
     result = {}
     with random_flux(HEADS, DOUBLE, SINGLE) as spec:

@@ -12,12 +12,11 @@ Sizes are latent rows x columns, an eighth of the image's.
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 from statistics import median
 
-from subject import finish, ranks_on
+from subject import finish, make_parser, ranks_on
 
 from parallel_backend.layout import split_sizes
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -28,13 +27,10 @@ from vae_halves import Half
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--width", type=int, default=128, help="channels of the finest of its four levels")
     parser.add_argument("--sizes", nargs="+", default=["32x32", "64x48"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     sizes = VaeSizes(width=args.width)

@@ -10,12 +10,11 @@ Flux, a video VAE of Wan 2.1's kind.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from subject import finish
+from subject import finish, make_parser
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
@@ -27,11 +26,8 @@ PHASES = {"text": "CLIPTextEncode", "sampling": "KSampler", "decode": ("VAEDecod
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         times = _measure(Path(folder), args.rounds)
