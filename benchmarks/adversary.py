@@ -9,7 +9,6 @@ Findings are printed as they occur. A run takes a quarter of an hour on two core
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -23,10 +22,9 @@ from adversaries.headers import fuzz_headers
 from adversaries.jobs import compare_strategies, kill_at_random
 from adversaries.prompts import fuzz_prompts
 from adversaries.soak import soak
-from subject import ROOT, finish, random_flux
+from subject import ROOT, finish, make_parser, random_flux
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
 from scripted import scripted_weights
 
 PROMPTS, JOBS, KILLS, ROUNDS, HEADERS = 1000, 72, 30, 27, 20_000  # at scale 1
@@ -35,12 +33,9 @@ KINDS = ("prompts", "jobs", "kills", "environments", "headers", "soak")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
     parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     wanted = args.only.split(",")
     if unknown := set(wanted) - set(KINDS):
@@ -84,7 +79,7 @@ def shared_comfyui(folder: Path, findings: Findings) -> Iterator[Comfy]:
     (folder / "custom_nodes" / "parallel_test_popular").symlink_to(PACKS)
     server = start_comfyui(folder, environment={"PARALLEL_TEST_FORKED_RANKS": "1"})
     with server:
-        yield Comfy(server, ComfyUIClient(server.url))
+        yield Comfy(server)
     for left in server.survivors:
         findings.add("survivors", f"2 s after ComfyUI's end: {left}")
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -20,7 +19,7 @@ from statistics import median
 
 import torch
 from safetensors.torch import save_file
-from subject import finish
+from subject import finish, make_parser, ranks_on
 
 from comfy_modules import import_comfyui_here
 from comfy_weight_files import inputs, write
@@ -29,7 +28,6 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui.tiny.cases import TinyModel, build_tiny, tiny_inputs
 from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.requests import BANDS, BLOCK, ROWS, STAY, ModelSpec, ModuleCall, Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 from shipped_jobs import ship_call
@@ -52,12 +50,9 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     wanted = args.only.split(",")
     if unknown := set(wanted) - set(KINDS):
@@ -90,18 +85,14 @@ def _efficiency(folder: Path, rounds: int) -> dict[str, float]:
     x, t = torch.randn(1, 16, 8, 32, 32), torch.tensor([900.0])  # 2 x 2 latent pixels of a frame are a token
     kwargs = {"context": torch.randn(1, 64, 4096), "transformer_options": {}}
     alone, both = Placement(), Placement(ParallelStrategy(ulysses_degree=2))
-    one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
     seconds: dict[str, list[float]] = {"one": [], STAY: [], BLOCK: []}
-    try:
+    with ranks_on("cpu:0") as one, ranks_on("cpu:0", "cpu:1") as two:
         for number in range(rounds + 1):
             for name, sidecar, placement in (("one", one, alone), (STAY, two, both), (BLOCK, two, both)):
                 call = ship_call(spec, (x, t), kwargs, ROWS if name == "one" else name)
                 (found,) = sidecar.sample(spec, call, placement).info.step_seconds
                 if number:  # the first round loads
                     seconds[name].append(found)
-    finally:
-        one.stop()
-        two.stop()
     found = {tokens: round(median(seconds["one"]) / (2 * median(seconds[tokens])), 3) for tokens in GOALS}
     for tokens, efficiency in found.items():
         print(
@@ -146,13 +137,11 @@ def _bands(rounds: int) -> float:
 
 def _start(folder: Path) -> float:
     spec = _wan(folder, dim=128, ffn_dim=256, num_heads=1, num_layers=1)
-    sidecar, begun = Sidecar(("cpu:0", "cpu:1")), time.perf_counter()
-    try:
+    begun = time.perf_counter()
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         started = sidecar.start()
         loaded = sidecar.load(spec).seconds
         took = time.perf_counter() - begun
-    finally:
-        sidecar.stop()
     print(
         f"start {started:.1f} s, import of comfy and load {loaded:.1f} s: {took:.1f} s (goal {START_GOAL:g})",
         flush=True,
@@ -169,19 +158,13 @@ def _host(folder: Path, form: str) -> dict[str, float]:
     os.environ |= GIVE_BACK
     for ranks in (2, 4):
         placement = Placement(ParallelStrategy(ring_degree=ranks))
-        sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(ranks)))
-
-        def run(file: Path, sidecar=sidecar, placement=placement) -> None:
-            spec = ModelSpec(str(file), family="comfyui", comfyui=source)
-            sidecar.sample(spec, ship_call(spec, args, kwargs), placement)
-
-        try:
-            run(small)
-            before = sum(_proportional(pid) for pid in sidecar.pids)
-            run(path)
-            found[str(ranks)] = round((sum(_proportional(pid) for pid in sidecar.pids) - before) / size, 3)
-        finally:
-            sidecar.stop()
+        grown = []
+        with ranks_on(*(f"cpu:{i}" for i in range(ranks))) as sidecar:
+            for file in (small, path):
+                spec = ModelSpec(str(file), family="comfyui", comfyui=source)
+                sidecar.sample(spec, ship_call(spec, args, kwargs), placement)
+                grown.append(sum(map(_proportional, sidecar.pids)))
+        found[str(ranks)] = round((grown[1] - grown[0]) / size, 3)
         print(
             f"host, {form}, {ranks} ranks: {found[str(ranks)]:.3f} x the file (goal {HOST_GOAL})", flush=True
         )

@@ -14,7 +14,6 @@ with.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -24,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
-from subject import SIZES, finish, loop_job_of, random_flux, sample_request
+from subject import SIZES, finish, loop_job_of, make_parser, random_flux, sample_request
 from torch import Tensor
 
 from comfy_weight_files import spec as spec_of
@@ -73,15 +72,12 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=8.0, help="in all, on an idle machine")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--first-job", action="store_true", help="judge first jobs, not those after them")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ.pop("OMP_NUM_THREADS", None)  # ranks divide the cores among them, as they do for users
     asked = list(requests(args.tokens or (FIRST_JOBS if args.first_job else SMALL), args.steps))

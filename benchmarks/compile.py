@@ -8,12 +8,11 @@ empty: the first step is that of a machine that has never compiled this model.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from statistics import median
 
-from subject import SIZES, finish, random_flux, sample_request
+from subject import SIZES, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.options import ComputeOptions
 from parallel_backend.requests import ModelSpec, Placement
@@ -24,25 +23,19 @@ STEPS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--devices", default="cpu:0")
     parser.add_argument("--tokens", default="512,2048", help=f"image tokens, of {', '.join(map(str, SIZES))}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--heads", type=int, default=8, help="24 are Flux.1's")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     devices = tuple(args.devices.split(","))
     sizes = [int(tokens) for tokens in args.tokens.split(",")]
     with random_flux(args.heads) as spec, tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        sidecar = Sidecar(devices)
-        try:
+        with ranks_on(*devices) as sidecar:
             result = {str(tokens): measure(sidecar, spec, tokens, args.rounds) for tokens in sizes}
-        finally:
-            sidecar.stop()
     for tokens, row in result.items():
         print(
             f"{tokens:>5} image tokens: first step {row['first_step']:6.1f} s ({row['graphs']:.0f} graphs in "

@@ -17,11 +17,10 @@ the blocks.
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import NamedTuple
 
-from subject import finish
+from subject import finish, make_parser
 
 from counted_flux import FLUX_DEV_1024, Size, diffusers_call, flux_calls, step_counted
 from dispatch_counter import Counts
@@ -56,11 +55,8 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     print(

@@ -5,13 +5,12 @@ python benchmarks/drift.py [--captions 8] [--plot docs/images/pipefusion_drift.p
 
 from __future__ import annotations
 
-import argparse
 import random
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from subject import ROOT, finish
+from subject import ROOT, finish, make_parser, ranks_on
 from torch import Tensor
 
 from demo_training.drawing import SIZE
@@ -30,21 +29,15 @@ DEMO = ModelSpec(str(ROOT / "demo_model" / "transformer.safetensors"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--captions", type=int, default=8)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         result = {
             str(patches): measure_drift(sidecar, patches, WARM_UPS, args.captions) for patches in PATCHES
         }
-    finally:
-        sidecar.stop()
     for patches, rows in result.items():
         for warm_up, row in rows.items():
             print(

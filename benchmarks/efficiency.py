@@ -9,13 +9,11 @@ python benchmarks/efficiency.py [--tokens 512 2048 4096] [--rounds 5] [--only ul
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 
-from subject import SIZES, finish, random_flux, sample_request
+from subject import SIZES, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 
 CASES = {
@@ -28,37 +26,28 @@ WARM_UP = "pipefusion_2_warmup"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 4096], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     result: dict[str, dict[str, float]] = {}
-    one = Sidecar(("cpu:0",))
-    two = Sidecar(("cpu:0", "cpu:1"))
-    try:
-        with random_flux() as spec:
-            for tokens in args.tokens:
-                times, inside = _measure(one, two, spec, tokens, args)
-                result[str(tokens)] = {
-                    name: round(median(single) / (2 * median(double)), 3)
-                    for name, (single, double) in times.items()
-                }
-                for name, (single, double) in times.items():
-                    print(
-                        f"{tokens:5d} tokens  {name:19s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
-                        f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
-                        + (f"  inside {median(inside[name]) * 1e3:.0f} ms" if inside.get(name) else "")
-                    )
-    finally:
-        for sidecar in (one, two):
-            sidecar.stop()
+    with random_flux() as spec, ranks_on("cpu:0") as one, ranks_on("cpu:0", "cpu:1") as two:
+        for tokens in args.tokens:
+            times, inside = _measure(one, two, spec, tokens, args)
+            result[str(tokens)] = {
+                name: round(median(single) / (2 * median(double)), 3)
+                for name, (single, double) in times.items()
+            }
+            for name, (single, double) in times.items():
+                print(
+                    f"{tokens:5d} tokens  {name:19s}  1 rank {median(single) * 1e3:8.1f} ms/step  "
+                    f"2 ranks {median(double) * 1e3:8.1f} ms/step  efficiency {result[str(tokens)][name]:.3f}"
+                    + (f"  inside {median(inside[name]) * 1e3:.0f} ms" if inside.get(name) else "")
+                )
     finish(result, args.json)
 
 

@@ -11,13 +11,12 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from statistics import median
 
 import torch
 from drift import DEMO, Scenes, demo_request
-from subject import finish
+from subject import finish, make_parser, ranks_on
 from torch import Tensor
 
 from comfy_modules import import_comfyui_here
@@ -28,7 +27,6 @@ from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.models.tokens.table import TABLE, token_mode
 from parallel_backend.options import DEFAULT_COMPUTE, ROUNDED, ComputeOptions
 from parallel_backend.requests import BANDS, ModuleCall, Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -39,12 +37,9 @@ IN_FP8 = ComputeOptions(exchange_dtype=ROUNDED)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join(KINDS), help="some of the kinds, with commas between")
     parser.add_argument("--captions", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     wanted = args.only.split(",")
     if unknown := set(wanted) - set(KINDS):
@@ -103,14 +98,12 @@ def _flat(answer) -> Tensor:
 
 def _demo(captions: int) -> dict[str, float]:
     scenes = Scenes(captions)
-    request, sidecar = demo_request(scenes.captions), Sidecar(("cpu:0", "cpu:1"))
-    try:
+    request = demo_request(scenes.captions)
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         exact, rounded = (
             sidecar.sample(DEMO, request, Placement(STRATEGIES["ulysses"], compute_options=computing)).latent
             for computing in (DEFAULT_COMPUTE, IN_FP8)
         )
-    finally:
-        sidecar.stop()
     row = scenes.drift(rounded, exact)
     print(
         f"demo model: PSNR {row['psnr']:.1f} dB, max |difference| {row['max_abs']:.2e}, right "

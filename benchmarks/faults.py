@@ -9,7 +9,6 @@ they are multiplied by how much slower a process that runs during the case is th
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from fault_cases import CASES, Subject, true
 from fault_cases.pace import measured_pace
-from subject import finish, random_flux
+from subject import finish, make_parser, random_flux
 
 from scripted import ranks_of
 
@@ -30,13 +29,10 @@ def _place(number: str) -> tuple[int, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default="", help="cases, by their numbers, with commas between")
     parser.add_argument("--jobs", type=int, default=1000, help="of case 15")
     parser.add_argument("--inputs", type=int, default=20_000, help="of case 16")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     chosen = [number for number in args.only.split(",") if number] or sorted(CASES, key=_place)
     unknown = [number for number in chosen if number not in CASES]

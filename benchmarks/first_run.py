@@ -10,7 +10,6 @@ last line is {"first_s", "second_s"} (and "size_s"), medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from subject import ROOT, finish
+from subject import ROOT, finish, make_parser
 
 from comfyui_client import ComfyUIClient, Prompt
 from comfyui_server import ComfyUIServer
@@ -33,12 +32,9 @@ SIZE = 192  # pixels; the template's own is 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", action="store_true", help="one more picture, of another size")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     os.environ.pop("OMP_NUM_THREADS", None)  # ComfyUI and its ranks use all cores, as for a user
     times: dict[str, list[float]] = {}

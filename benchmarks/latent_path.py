@@ -8,7 +8,6 @@ describes the path of ComfyUI's jobs, which starts in nodes/ and needs ComfyUI.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -78,28 +77,22 @@ def be_a_rank() -> None:
 
 
 def main() -> None:
-    from subject import finish, random_flux, sample_request
+    from subject import finish, make_parser, random_flux, ranks_on, sample_request
 
     from parallel_backend.requests import Placement
-    from parallel_backend.sidecar.sidecar import Sidecar
     from parallel_backend.strategy import ParallelStrategy
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = make_parser(__doc__).parse_args()
     request, placement = sample_request(16, steps=3), Placement(ParallelStrategy(ulysses_degree=2))
     here: dict[str, bool] = {}
     there: dict[str, bool] = {"rank/__main__.py": True}  # it calls the worker, so it is never traced
-    with random_flux(heads=2, double_blocks=1, single_blocks=1) as spec:
-        sidecar = Sidecar(("cpu:0", "cpu:1"), rank_module="benchmarks.latent_path")
-        try:
+    with (
+        random_flux(heads=2, double_blocks=1, single_blocks=1) as spec,
+        ranks_on("cpu:0", "cpu:1", rank_module="benchmarks.latent_path") as sidecar,
+    ):
+        sidecar.sample(spec, request, placement)
+        with traced(here):
             sidecar.sample(spec, request, placement)
-            with traced(here):
-                sidecar.sample(spec, request, placement)
-        finally:
-            sidecar.stop()
     for rank in range(2):
         for line in notes(os.getpid(), rank).read_text().splitlines():
             name, given = line.split()

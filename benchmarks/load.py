@@ -14,7 +14,6 @@ Without haproxy, programs talk to the ComfyUIs directly.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from load_test.farm import NAMES, farm
 from load_test.mix import ALL, Order, orders
 from load_test.programs import Tally, references, run_all
 from load_test.readings import grown_mib, leaks, percentile
-from subject import finish
+from subject import finish, make_parser
 
 from parallel_backend.errors import ParallelError
 
@@ -36,14 +35,11 @@ CACHE, ALTERNATE_CACHE = ["--cache-lru", "10"], ["--cache-classic"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--instances", default="1,2,4", help="numbers of ComfyUIs, with commas between")
     parser.add_argument("--prompts", type=int, default=1000, help="for each number of instances")
     parser.add_argument("--ranks", type=int, default=2, help="of each ComfyUI, on the CPU")
     parser.add_argument("--alternate", action="store_true", help="another model with each prompt")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     counts = [int(count) for count in args.instances.split(",")]
     if not all(1 <= count <= len(NAMES) for count in counts) or args.prompts < 1:

@@ -21,17 +21,16 @@ weights, so that imports, threads and first uses of libraries are in the baselin
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import full_size
-import torch
-from subject import SIZES, finish, prompt, random_flux, sample_request
+from subject import SIZES, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.models.registry import inspect_model
 from parallel_backend.planner.plan import job_from_request
@@ -44,6 +43,7 @@ from parallel_backend.strategy import ParallelStrategy
 from shipped_jobs import ship
 
 SAMPLE_EVERY = 0.002  # seconds between two readings of a rank's memory
+FEW = 16  # tokens, for a job that reads every weight and needs little other memory
 STEPS = 3  # one warm-up step and two with flowing patches; later steps would allocate nothing new
 MIDDLE = (6, 2, 4)  # heads, double and single blocks of the predicted jobs
 LARGE_HEADS, LARGE_DOUBLES = 4, 4  # small blocks, and one double block for each of four stages
@@ -90,9 +90,7 @@ HOST_GOAL, PRIVATE_GOAL, PREDICTION_GOAL = 1.15, 0.10, 0.10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=400, help="of the file that 2 and 4 ranks load")
     parser.add_argument(
         "--tokens", type=int, default=2048, choices=SIZES, help="image tokens of the predicted jobs"
@@ -103,7 +101,6 @@ def main() -> None:
         "--host", nargs="+", type=int, default=(2, 4), help="numbers of ranks that hold one file"
     )
     parser.add_argument("--glibc", action="store_true", help="predicted jobs with glibc's own thresholds")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     known = set(FULL_SIZE) if args.full_size else {*PREDICTED, *HELD, "host"}
     if other := sorted(set(args.only or ()) - known):
@@ -114,12 +111,12 @@ def main() -> None:
 
     result = {"host_growth_bytes": {}, "private_bytes_per_rank": {}, "predicted_over_measured": {}}
     if args.full_size:
-        with tempfile.TemporaryDirectory() as folder, environment(GIVE_BACK):
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, GIVE_BACK):
             for name in wanted(FULL_SIZE):
                 result["predicted_over_measured"][name] = _full_size(name, Path(folder))
         finish(result, args.json)
         return
-    with random_flux(*MIDDLE) as middle, environment({} if args.glibc else GIVE_BACK):
+    with random_flux(*MIDDLE) as middle, patch.dict(os.environ, {} if args.glibc else GIVE_BACK):
         for name in wanted(PREDICTED):
             strategy, cfg = PREDICTED[name]
             ratios = predicted_over_measured(middle, strategy, sample_request(args.tokens, STEPS, cfg))
@@ -165,14 +162,11 @@ def _full_size(name: str, folder: Path) -> float:
     spec, run = full_size.write(kind, folder), full_size.sampler_run(kind)
     job = full_size.planned(spec, run)
     predicted = max(rank.private_bytes for rank in predict_memory(job, strategy, on_cpu=True))
-    sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
-    try:
+    with ranks_on(*(f"cpu:{i}" for i in range(strategy.world_size))) as sidecar:
         sidecar.start()
         with _peaks(sidecar.pids) as peaks:
             sidecar.sample(spec, ship(spec, run, mode), Placement(strategy))
         idle = max(_anonymous(pid) for pid in sidecar.pids)
-    finally:
-        sidecar.stop()
     ratio = round(predicted / max(peaks), 3)
     print(
         f"  {predicted / 1e6:.0f} MB predicted, {max(peaks) / 1e6:.0f} MB measured; {idle / 1e6:.0f} MB after the job, "
@@ -191,7 +185,7 @@ def host_growth(spec: ModelSpec, ranks: int) -> int:
     strategy = ParallelStrategy(ring_degree=ranks)
     with _warm_ranks(strategy) as sidecar:
         before = sum(map(_proportional, sidecar.pids))
-        sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
+        sidecar.sample(spec, sample_request(FEW, STEPS), Placement(strategy, "native"))
         return sum(_proportional(pid) + _mapped(pid, spec.path, "Pss:") for pid in sidecar.pids) - before
 
 
@@ -199,49 +193,20 @@ def held_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> list[int]:
     """Returns the bytes of weights that each rank holds."""
     with _warm_ranks(strategy) as sidecar:
         before = [_anonymous(pid) for pid in sidecar.pids]
-        sidecar.sample(spec, _short_request(), Placement(strategy, "native"))
+        sidecar.sample(spec, sample_request(FEW, STEPS), Placement(strategy, "native"))
         after = [_anonymous(pid) + _mapped(pid, spec.path) for pid in sidecar.pids]
     return [now - start for now, start in zip(after, before, strict=True)]
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that are started in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 @contextmanager
 def _warm_ranks(strategy: ParallelStrategy, cfg: float = 1.0) -> Iterator[Sidecar]:
     """Yields ranks that have run a small model under `strategy` and hold nothing of it in anonymous memory."""
     heads, stages = strategy.ulysses_degree * strategy.tensor_degree, strategy.pipefusion_degree
-    with random_flux(heads, stages, stages) as small:
-        sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(strategy.world_size)))
-        try:
-            sidecar.sample(small, _short_request(cfg), Placement(strategy, "native"))
-            sidecar.load(small, ParallelStrategy())  # uses the weights in place in the mapped file
-            yield sidecar
-        finally:
-            sidecar.stop()
-
-
-def _short_request(cfg: float = 1.0) -> SampleRequest:
-    """Returns a request with few tokens: it reads every weight and needs little other memory."""
-    noise = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-    return SampleRequest(
-        noise=noise,
-        sigmas=torch.linspace(1, 0, STEPS + 1),
-        positive=prompt(1),
-        negative=prompt(2) if cfg != 1.0 else None,
-        cfg=cfg,
-    )
+    devices = (f"cpu:{i}" for i in range(strategy.world_size))
+    with random_flux(heads, stages, stages) as small, ranks_on(*devices) as sidecar:
+        sidecar.sample(small, sample_request(FEW, STEPS, cfg), Placement(strategy, "native"))
+        sidecar.load(small, ParallelStrategy())  # uses the weights in place in the mapped file
+        yield sidecar
 
 
 def single_blocks(megabytes: int) -> int:

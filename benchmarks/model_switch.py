@@ -10,12 +10,11 @@ blocks of width 512, 128 tokens, 2 ranks, Ulysses 2.
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import ExitStack
 from statistics import median
 
-from subject import finish, random_flux, sample_request
+from subject import finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.requests import ModelSpec, Placement, SampleRequest
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -34,17 +33,13 @@ def beyond_compute(sidecar: Sidecar, spec: ModelSpec, request: SampleRequest) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=40)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     request, switches, jobs, loads = sample_request(TOKENS, steps=1), [], [], []
     with ExitStack() as files:
         models = [files.enter_context(random_flux()) for _ in range(2)]
-        sidecar = Sidecar(("cpu:0", "cpu:1"))
-        try:
+        with ranks_on("cpu:0", "cpu:1") as sidecar:
             for turn in range(args.runs + 4):
                 with_switch, switch = beyond_compute(sidecar, models[turn % 2], request)
                 without, _ = beyond_compute(sidecar, models[turn % 2], request)
@@ -54,8 +49,6 @@ def main() -> None:
                 sidecar.drop(models[(turn + 1) % 2])
                 sidecar.drop(models[turn % 2])
                 loads.append(beyond_compute(sidecar, models[turn % 2], request)[0])
-        finally:
-            sidecar.stop()
     result = {
         "switch_ms": round(median(switches[4:]) * 1e3, 3),
         "job_ms": round(median(jobs[4:]) * 1e3, 2),

@@ -10,14 +10,13 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from subject import finish
+from subject import finish, make_parser, ranks_on
 
 from comfy_weight_files import spec as spec_of
 from comfy_weight_files import write
@@ -58,13 +57,10 @@ SUBJECTS = {"wan": Subject(_wan, wan_job, (8, 32, 32)), "flux": Subject(_flux, l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=["drift", "times"], choices=["drift", "times"])
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -80,8 +76,7 @@ def main() -> None:
 def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]:
     """Returns per patches and warm-up steps the largest and root mean square difference, over the largest value."""
     spec, job, found = subject.make(folder, False), subject.job(steps=STEPS), dict[str, dict[str, float]]()
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
-    try:
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         exact = sidecar.sample(spec, ship(spec, job), Placement(PIPE.replace(warmup_steps=STEPS))).latent
         for patches in PATCHES:
             for warm_up in WARM_UPS:
@@ -91,8 +86,6 @@ def measure_drift(subject: Subject, folder: Path) -> dict[str, dict[str, float]]
                 row = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
                 found[f"{patches} patches, warm-up {warm_up}"] = row
                 print(f"{patches} patches  warm-up {warm_up:>2}  max {row['max']:.2e}  rms {row['rms']:.2e}")
-    finally:
-        sidecar.stop()
     return found
 
 
@@ -100,15 +93,11 @@ def measure_times(subject: Subject, folder: Path, rounds: int) -> dict[str, floa
     """Returns seconds of a step on one device and of a flowing step on two, and the efficiency."""
     spec, job = subject.make(folder, True), subject.job(steps=TIMED_STEPS, size=subject.size, cfg=1.0)
     flowing = PIPE.replace(num_pipeline_patch=TIMED_PATCHES)
-    one, two = Sidecar(("cpu:2",)), Sidecar(("cpu:0", "cpu:1"))
     times: dict[str, list[float]] = {"one": [], "two": []}
-    try:
+    with ranks_on("cpu:2") as one, ranks_on("cpu:0", "cpu:1") as two:
         for _ in range(rounds + 1):
             times["one"] += _steps(one, spec, job, ParallelStrategy())
             times["two"] += _steps(two, spec, job, flowing)
-    finally:
-        one.stop()
-        two.stop()
     # Leaves out the first job of each, which loads the model.
     alone, shared = (median(times[name][TIMED_STEPS - 2 :]) for name in ("one", "two"))
     efficiency = alone / (2 * shared)

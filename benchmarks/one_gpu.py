@@ -10,7 +10,6 @@ seconds of the first prompt, which loads, the median of the others, and the larg
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -19,11 +18,10 @@ from statistics import median
 import subject  # noqa: F401  puts the tests' support on the path
 import torch
 from safetensors.torch import save_file
-from subject import finish
+from subject import finish, make_parser
 from torch import Tensor
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
 from graphs import Graph
 from tiny_flux import tiny_flux_tensors
 
@@ -33,14 +31,11 @@ TINY = {"heads": 2, "double": 1, "single": 1, "context": 64, "pooled": 32, "toke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=4, help="of each way")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--file", type=Path, help="where the model is, or is to be written")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     size = TINY if args.tiny else FULL
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
@@ -81,7 +76,7 @@ def compare(folder: Path, file: Path, size: dict[str, int], prompts: int, steps:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     latents: dict[str, list[Tensor]] = {way: [] for way in WAYS}
     with server:
-        comfy = Comfy(server=server, client=ComfyUIClient(server.url))
+        comfy = Comfy(server)
         for way in WAYS:
             for seed in range(prompts):
                 graph, latent = prompt(way, seed, size, steps, "0" if on_gpu else "cpu:1")

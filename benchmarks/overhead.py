@@ -11,17 +11,15 @@ start_to_ready_s: from nothing to two processes that take jobs, without loading 
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
-from subject import ROOT, finish
+from subject import ROOT, finish, make_parser
 
 from comfy_harness import Comfy, start_comfyui
-from comfyui_client import ComfyUIClient
 from graphs import STOCK, Graph
 from lora_files import write_loras
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -31,12 +29,9 @@ PACKS = {"bench_jobs": "benchmarks/job_times", "parallel_test_popular": "tests/c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     starts = []
@@ -77,7 +72,7 @@ def _job_times(folder: Path, runs: int) -> dict[str, list[dict]]:
     server = start_comfyui(folder)
     found: dict[str, list[dict]] = {}
     with server:
-        comfy = Comfy(server, ComfyUIClient(server.url))
+        comfy = Comfy(server)
         unet = comfy.write_flux("bench.safetensors", double_blocks=1, single_blocks=2)
         loras = folder / "models" / "loras"
         loras.mkdir(exist_ok=True)

@@ -12,14 +12,13 @@ gloo takes some time as well; against_first: a step's time divided by that with 
 
 from __future__ import annotations
 
-import argparse
 import time
 from itertools import pairwise
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from subject import finish, random_flux, sample_request
+from subject import finish, make_parser, random_flux, sample_request
 
 from parallel_backend.engine.attention import sequence
 from parallel_backend.engine.comm.groups import Layouts, World
@@ -67,13 +66,10 @@ class SlowLink:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--share", type=float, default=0.3)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     with random_flux(HEADS, DOUBLE, SINGLE) as spec:

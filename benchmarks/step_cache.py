@@ -7,11 +7,9 @@ Each caption is a separate job, as a person runs it. Saved calls and drift do no
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from drift import DEMO, Scenes, demo_request
-from subject import finish, loop_job_of
+from subject import finish, loop_job_of, make_parser, ranks_on
 from torch import Tensor
 
 from comfy_weight_files import spec as spec_of
@@ -25,21 +23,15 @@ SAMPLERS = ("euler", "dpmpp_2m", "heun")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--captions", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    sidecar = Sidecar(("cpu:0", "cpu:1"))
     placement = Placement(ParallelStrategy(cfg_degree=2))
-    try:
+    with ranks_on("cpu:0", "cpu:1") as sidecar:
         result = {
             sampler: measure(sidecar, placement, sampler, THRESHOLDS, args.captions) for sampler in SAMPLERS
         }
-    finally:
-        sidecar.stop()
     for sampler, rows in result.items():
         for threshold, row in rows.items():
             print(

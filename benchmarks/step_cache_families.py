@@ -11,7 +11,6 @@ trained demo model is measured in the same way for comparison.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -19,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from drift import DEMO, demo_request
-from subject import finish, torch
+from subject import finish, make_parser, torch
 from torch import Tensor
 
 from comfy_modules import CASES, import_comfyui_here
@@ -56,16 +55,13 @@ FAMILIES = (
     "kandinsky5",
 )
 Parts = list[Tensor]  # a latent, or video and sound
-# Takes a latent and its noise level as a share of the largest; returns (the model's answer, True if it was reused).
-Answer = Callable[[Parts, float], tuple[Parts, bool]]
+# Takes a latent, its noise level as a share of the largest, and the cache; returns the model's answer.
+Answer = Callable[[Parts, float, ModuleCache | None], Parts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", default=",".join((TRAINED, *FAMILIES)), help="names, with commas between")
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     import_comfyui_here()
     result = {}
@@ -84,29 +80,29 @@ def main() -> None:
 @torch.inference_mode()
 def _of_family(world: World, name: str) -> dict[str, float | None]:
     layouts = Layouts(world)
-    subject = _trained(layouts) if name == TRAINED else _random(layouts, name)
-    usual, _ = _run(*subject(DEFAULT_THRESHOLD))
+    noise, answer = _trained(layouts) if name == TRAINED else _random(layouts, name)
+    usual, _ = _run(noise, answer, DEFAULT_THRESHOLD)
     low, high = 0.0, MOST
     for _ in range(12):
         half = (low + high) / 2
-        reused, missed = _run(*subject(half))
+        reused, missed = _run(noise, answer, half)
         if reused == STEPS // 2:
             break
         low, high = (half, high) if reused < STEPS // 2 else (low, half)
     return {"usual": usual, "half": round(half, 3), "reused": reused, "missed": missed}
 
 
-def _run(noise: Parts, cached: Answer, exact: Answer) -> tuple[int, float | None]:
-    x, before, missed = [part.clone() for part in noise], None, []
+def _run(noise: Parts, answer: Answer, threshold: float) -> tuple[int, float | None]:
+    cache, x, before, missed = ModuleCache(threshold), [part.clone() for part in noise], None, []
     for level, step in _levels():
-        answer, reused = cached(x, level)
-        whole, _ = exact(x, level)
-        if reused:
+        reused = cache.reused
+        found, whole = answer(x, level, cache), answer(x, level, None)
+        if cache.reused > reused:
             assert before is not None, "a first call has nothing to reuse"
-            missed.append(_distance(answer, whole) / _distance(before, whole))
+            missed.append(_distance(found, whole) / _distance(before, whole))
         else:
             before = whole
-        for part, one in zip(x, answer, strict=True):
+        for part, one in zip(x, found, strict=True):
             part[:, : one.shape[1]] += step * one  # further channels belong to a reference picture
     return len(missed), median(missed) if missed else None
 
@@ -120,7 +116,7 @@ def _distance(one: Parts, other: Parts) -> float:
     return sum((a - b).float().square().sum().item() for a, b in zip(one, other, strict=True)) ** 0.5
 
 
-def _random(layouts: Layouts, name: str) -> Callable[[float], tuple[Parts, Answer, Answer]]:
+def _random(layouts: Layouts, name: str) -> tuple[Parts, Answer]:
     build, inputs = CASES[name]
     forward = make_module_forward(TinyModel(fill(build())), layouts, Placement(ParallelStrategy()))
     (latents, times), kwargs = inputs(1, 16, 16)
@@ -133,16 +129,7 @@ def _random(layouts: Layouts, name: str) -> Callable[[float], tuple[Parts, Answe
         found = forward(ModuleCall(args, named, 1, STAY, prompts=(0,)), cache)
         return list(found) if several else [found]
 
-    def subject(threshold: float) -> tuple[Parts, Answer, Answer]:
-        cache = ModuleCache(threshold)
-
-        def cached(x: Parts, level: float) -> tuple[Parts, bool]:
-            reused = cache.reused
-            return answer(x, level, cache), cache.reused > reused
-
-        return noise, cached, lambda x, level: (answer(x, level, None), False)
-
-    return subject
+    return noise, answer
 
 
 def _scaled(times: Any, level: float) -> Any:
@@ -152,7 +139,7 @@ def _scaled(times: Any, level: float) -> Any:
     return torch.full_like(times, level * times.max().item())
 
 
-def _trained(layouts: Layouts) -> Callable[[float], tuple[Parts, Answer, Answer]]:
+def _trained(layouts: Layouts) -> tuple[Parts, Answer]:
     strategy = ParallelStrategy()
     forward = make_module_forward(load_under(DEMO, layouts, strategy), layouts, Placement(strategy))
     request = demo_request(["a red circle left of a blue square"])
@@ -161,16 +148,7 @@ def _trained(layouts: Layouts) -> Callable[[float], tuple[Parts, Answer, Answer]
         rows = [Rows(x[0], torch.tensor([level]), request.positive)]
         return answers_to(rows, forward.model.module, lambda call: forward(call, cache))
 
-    def subject(threshold: float) -> tuple[Parts, Answer, Answer]:
-        cache = ModuleCache(threshold)
-
-        def cached(x: Parts, level: float) -> tuple[Parts, bool]:
-            reused = cache.reused
-            return answer(x, level, cache), cache.reused > reused
-
-        return [request.noise], cached, lambda x, level: (answer(x, level, None), False)
-
-    return subject
+    return [request.noise], answer
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Subjects of the benchmarks: a random Flux file, requests of a given size, plain or as ComfyUI ships them, and a
-description of the machine."""
+"""Subjects of the benchmarks: a random Flux file, ranks, and requests of a given size, plain or as ComfyUI ships them;
+their parser of options, and a description of the machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from parallel_backend.requests import Conditioning, ModelSpec, SampleRequest  # noqa: E402
+from parallel_backend.sidecar.sidecar import Sidecar  # noqa: E402
 from tiny_flux import write_tiny_flux  # noqa: E402
 
 if TYPE_CHECKING:  # it imports test support for ComfyUI, which few benchmarks need
@@ -43,6 +46,16 @@ def random_flux(heads: int = 4, double_blocks: int = 2, single_blocks: int = 4):
             pooled_dim=POOLED_DIM,
         )
         yield ModelSpec(str(path))
+
+
+@contextmanager
+def ranks_on(*devices: str, **options: Any) -> Iterator[Sidecar]:
+    """Yields a sidecar of these devices, and ends its ranks. `options`: of Sidecar."""
+    sidecar = Sidecar(devices, **options)
+    try:
+        yield sidecar
+    finally:
+        sidecar.stop()
 
 
 def prompt(seed: int) -> Conditioning:
@@ -104,6 +117,13 @@ def machine() -> str:
         f"{os.cpu_count()} cores ({model}), {', '.join(gpus) or 'no GPU'}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS', 'all cores shared out as')} thread(s) per rank"
     )
+
+
+def make_parser(text: str) -> argparse.ArgumentParser:
+    """Returns a parser that shows a benchmark's docstring as its help. It has the option --json, for `finish`."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    return parser
 
 
 def finish(result: dict, as_json: bool) -> None:

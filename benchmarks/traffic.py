@@ -8,15 +8,13 @@ tokens, bfloat16) is computed from the same closed forms, not measured.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
-from subject import SIZES, TEXT_TOKENS, finish, random_flux, sample_request
+from subject import SIZES, TEXT_TOKENS, finish, make_parser, random_flux, ranks_on, sample_request
 
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.diffusers.keys import FLUX_DEV, FluxDims
 from parallel_backend.requests import Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from tests.closed_forms.pipeline_traffic import PipelineTraffic
 from tests.closed_forms.traffic import expected_bytes, share_of_tokens_sent
@@ -78,23 +76,16 @@ FLUX_DEV_JOB = Size(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = make_parser(__doc__).parse_args()
 
     result = {}
     with random_flux(HEADS, DOUBLE, SINGLE) as spec:
         tiny = Size(inspect_flux(spec.path).dims, *SIZES[TOKENS], TEXT_TOKENS, element_size=4)
         for ranks in (2, 4):
-            sidecar = Sidecar(tuple(f"cpu:{i}" for i in range(ranks)))
-            try:
+            with ranks_on(*(f"cpu:{i}" for i in range(ranks))) as sidecar:
                 for strategy, cfg in STRATEGIES:
                     if strategy.world_size == ranks:
                         result[_name(strategy)] = _measure(sidecar, spec, tiny, strategy, cfg)
-            finally:
-                sidecar.stop()
     for name, row in result.items():
         same = "equal" if len({str(sizes) for sizes in row["per_rank"].values()}) == 1 else "DIFFERENT"
         print(

@@ -12,12 +12,11 @@ Sizes are latent rows x columns, an eighth of the image's.
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 from statistics import median
 
-from subject import finish
+from subject import finish, make_parser, ranks_on
 
 from parallel_backend.layout import split_sizes
 from parallel_backend.sidecar.sidecar import Sidecar
@@ -28,13 +27,10 @@ from vae_halves import Half
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--width", type=int, default=128, help="channels of the finest of its four levels")
     parser.add_argument("--sizes", nargs="+", default=["32x32", "64x48"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
     sizes = VaeSizes(width=args.width)
@@ -61,10 +57,9 @@ def main() -> None:
 
 
 def _times(vae: Half, latent, rounds: int) -> dict:
-    one, two = Sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"))
     times: dict[str, list[float]] = {"1": [], "2": []}
     processor: dict[str, list[float]] = {"1": [], "2": []}
-    try:
+    with ranks_on("cpu:0") as one, ranks_on("cpu:0", "cpu:1") as two:
         for round_number in range(rounds + 1):
             before = _processor_seconds(one), _processor_seconds(two)
             single, double = one.call_module(vae.request(latent)), two.call_module(vae.request(latent))
@@ -73,9 +68,6 @@ def _times(vae: Half, latent, rounds: int) -> dict:
                 times["2"].append(double.seconds)
                 processor["1"].append(_processor_seconds(one) - before[0])
                 processor["2"].append(_processor_seconds(two) - before[1])
-    finally:
-        one.stop()
-        two.stop()
     seconds = {ranks: median(values) for ranks, values in times.items()}
     difference = (double.value - single.value).abs().max() / single.value.abs().max()
     return {
@@ -98,8 +90,7 @@ def _processor_seconds(sidecar: Sidecar) -> float:
 
 def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
     """Returns the peak growth of each rank's resident memory during a decode, in bytes."""
-    sidecar = Sidecar(tuple(f"cpu:{rank}" for rank in range(ranks)))
-    try:
+    with ranks_on(*(f"cpu:{rank}" for rank in range(ranks))) as sidecar:
         sidecar.call_module(vae.request(random_latent(sizes, ranks, 1)))
         before = []
         for pid in sidecar.pids:
@@ -107,8 +98,6 @@ def _peak(vae: Half, sizes: VaeSizes, latent, ranks: int) -> list[int]:
             before.append(_status(pid, "VmRSS"))
         sidecar.call_module(vae.request(latent))
         return [_status(pid, "VmHWM") - rss for pid, rss in zip(sidecar.pids, before, strict=True)]
-    finally:
-        sidecar.stop()
 
 
 def _status(pid: int, name: str) -> int:

@@ -10,12 +10,11 @@ Flux, a video VAE of Wan 2.1's kind.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from subject import finish
+from subject import finish, make_parser
 
 from comfy_harness import Comfy, start_comfyui
 from comfyui_client import ComfyUIClient
@@ -27,11 +26,8 @@ PHASES = {"text": "CLIPTextEncode", "sampling": "KSampler", "decode": ("VAEDecod
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         times = _measure(Path(folder), args.rounds)
@@ -49,36 +45,32 @@ def _measure(folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Returns each way's seconds by phase for each prompt except the first ones in a row, which load."""
     found: dict[str, list[dict[str, float]]] = {"one": [], "two": []}
     with start_comfyui(folder) as server:
-        comfy = Comfy(server, ClientWithTimes(server.url))
+        comfy = Comfy(server)
         unet = comfy.write_flux("whole_prompt.safetensors", heads=4, double_blocks=2, single_blocks=4)
         for number in range(rounds):
             for way, seconds in found.items():
                 prompts = [
                     _prompt(unet, way == "two", number * IN_A_ROW + one).prompt for one in range(IN_A_ROW)
                 ]
-                seconds += [comfy.client.phases(prompt) for prompt in prompts][1:]
+                seconds += [_phases(comfy.client, prompt) for prompt in prompts][1:]
     return found
 
 
-class ClientWithTimes(ComfyUIClient):
-    """A client that measures the phases of a prompt."""
-
-    def phases(self, prompt: dict) -> dict[str, float]:
-        with self.listen() as events:
-            self.run(prompt, timeout=600)
-        begun = [
-            (time, message["data"]["node"])
-            for time, message in zip(events.times, events.messages, strict=True)
-            if message["type"] == "executing"
-        ]
-        ends = [time for time, _ in begun[1:]]
-        taken = [
-            (prompt[node]["class_type"], end - time) for (time, node), end in zip(begun, ends, strict=False)
-        ]
-        phases = {
-            phase: sum(seconds for kind, seconds in taken if kind in kinds) for phase, kinds in PHASES.items()
-        }
-        return phases | {"whole prompt": begun[-1][0] - begun[0][0]}
+def _phases(client: ComfyUIClient, prompt: dict) -> dict[str, float]:
+    """Runs the prompt and returns the seconds of each phase."""
+    with client.listen() as events:
+        client.run(prompt, timeout=600)
+    begun = [
+        (time, message["data"]["node"])
+        for time, message in zip(events.times, events.messages, strict=True)
+        if message["type"] == "executing"
+    ]
+    ends = [time for time, _ in begun[1:]]
+    taken = [(prompt[node]["class_type"], end - time) for (time, node), end in zip(begun, ends, strict=False)]
+    phases = {
+        phase: sum(seconds for kind, seconds in taken if kind in kinds) for phase, kinds in PHASES.items()
+    }
+    return phases | {"whole prompt": begun[-1][0] - begun[0][0]}
 
 
 def _prompt(unet: str, on_two: bool, number: int) -> Graph:
@@ -96,11 +88,11 @@ def _prompt(unet: str, on_two: bool, number: int) -> Graph:
         model = [graph.add("ParallelModel", model=model, strategy=strategy), 0]
         decode, devices = "ParallelVAEDecode", {"strategy": strategy}
     text = [graph.add("CLIPTextEncode", clip=clip, text=f"a photo of house number {number}"), 0]
-    graph.add("TestSaveTensors", value=text, path="text.safetensors")
+    graph.save(text, "text.safetensors")
     latent = graph.ksampler(model, graph.text(1), graph.text(2), graph.latent(64, 64), seed=number, steps=4)
     graph.save(latent, "latent.safetensors")
     image = [graph.add(decode, samples=video, vae=vae, **devices), 0]
-    graph.add("TestSaveImage", image=image, path="video.safetensors")
+    graph.save(image, "video.safetensors")
     return graph
 
 

@@ -63,7 +63,6 @@ class Events:
 
     progress: list[tuple[str, int, int]] = field(default_factory=list)  # (node id, value, maximum)
     previews: int = 0
-    preview_times: list[float] = field(default_factory=list)  # seconds, time.monotonic()
     messages: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # of the messages, in seconds, time.monotonic()
 
@@ -153,9 +152,9 @@ class ComfyUIClient:
         """Cancels the running prompt, as the UI's cross does."""
         self._request("/interrupt", {})
 
-    def free(self, *, unload_models: bool = True, free_memory: bool = True) -> None:
+    def free(self) -> None:
         """Asks for memory, as the UI's "free model and node cache" does; ComfyUI acts when its queue is idle."""
-        self._request("/free", {"unload_models": unload_models, "free_memory": free_memory})
+        self._request("/free", {"unload_models": True, "free_memory": True})
 
     def clear_history(self) -> None:
         """Makes ComfyUI forget the prompts that have ended."""
@@ -232,7 +231,6 @@ class _Listener:
         if isinstance(frame, bytes):
             if struct.unpack(">I", frame[:4])[0] in _PREVIEW_EVENTS:
                 self.events.previews += 1
-                self.events.preview_times.append(time.monotonic())
             return
         message = json.loads(frame)
         self.events.messages.append(message)

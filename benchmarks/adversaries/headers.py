@@ -19,6 +19,7 @@ import numpy
 import torch
 from safetensors.torch import save
 
+from gguf_files import finish
 from parallel_backend.errors import CheckpointError
 from parallel_backend.models.comfyui.model_file import inspect
 
@@ -109,11 +110,7 @@ def _gguf(folder: Path) -> bytes:
                 f"blocks.{block}.{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0
             )
         writer.add_tensor(f"blocks.{block}.norm.weight", numpy.ones(64, numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.read_bytes()
+    return finish(writer, path).read_bytes()
 
 
 def _safetensors() -> bytes:

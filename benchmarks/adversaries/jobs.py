@@ -74,13 +74,9 @@ def random_strategy(draw: random.Random, size: int) -> ParallelStrategy:
     )
 
 
+@quick_starts()
 def compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None:
     """Compares `count` random jobs, a third each on 2, 3 and 4 ranks, with the same jobs on one rank."""
-    with quick_starts():
-        _compare_strategies(spec, count, findings)
-
-
-def _compare_strategies(spec: ModelSpec, count: int, findings: Findings) -> None:
     draw, shape = random.Random(1), inspect_model(spec.path).shape
     before = Before()
     for size in (2, 3, 4):

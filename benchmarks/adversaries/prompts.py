@@ -175,7 +175,7 @@ def fuzz_prompts(comfy: Comfy, count: int, findings: Findings) -> None:
 def _run(comfy: Comfy, fuzzed: Fuzzed, findings: Findings) -> None:
     try:
         comfy.run(fuzzed.prompt, timeout=DEADLINE)
-        latent = load_file(comfy.output("fuzzed.safetensors"))["samples"]
+        latent = comfy.tensor("fuzzed.safetensors")
         if not torch.isfinite(latent).all():
             findings.add("wrong", f"{fuzzed.words}: the latent is not finite")
     except PromptRejected as error:

@@ -207,5 +207,5 @@ class _Mixed:
             "ParallelVAEDecode", samples=graph.latent(width=16, height=12, draw=seed), vae=vae,
             strategy=graph.strategy("cpu:2"),
         )  # fmt: skip
-        graph.add("TestSaveImage", image=[image, 0], path="soak-image.safetensors")
+        graph.save([image, 0], "soak-image.safetensors")
         return graph

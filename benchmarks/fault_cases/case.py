@@ -5,19 +5,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from subject import sample_request
+from subject import ranks_on, sample_request
 
 from fault_injection import (
     fault,
 )
 from parallel_backend.errors import ParallelError
 from parallel_backend.requests import ModelSpec, Placement
-from parallel_backend.sidecar.sidecar import Sidecar
 from parallel_backend.strategy import ParallelStrategy
 from scripted import scripted_weights
 
@@ -84,15 +82,6 @@ def within(what: str, seconds: float, limit: float) -> Check:
     return Check(what, seconds, limit, timed=True)
 
 
-@contextmanager
-def ranks(*, resumes: bool = False, devices: tuple[str, ...] = DEVICES) -> Iterator[Sidecar]:
-    sidecar = Sidecar(devices, resumes=resumes)
-    try:
-        yield sidecar
-    finally:
-        sidecar.stop()
-
-
 def seconds_since(fired: Path) -> float:
     return time.time() - fired.stat().st_mtime_ns / 1e9
 
@@ -113,7 +102,7 @@ def after_a_fault(
 ) -> Iterator[Check]:
     """Runs a job with a fault. Checks the time to the error and to ready, and that two later jobs are bit-equal."""
     fired, caught = subject.fired(), None
-    with ranks() as sidecar:
+    with ranks_on(*DEVICES) as sidecar:
         with fault(kind, point, step=2, once=fired):
             sidecar.start()
         try:

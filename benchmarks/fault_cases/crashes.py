@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from subject import ranks_on
 
 from fault_injection import (
     OUT_OF_HOST_MEMORY,
@@ -24,6 +25,7 @@ from parallel_backend.wire import deadlines
 from scripted import is_running, ranks_of, scripted_request, scripted_sidecar
 
 from .case import (
+    DEVICES,
     PIPELINE,
     READY,
     RING,
@@ -33,7 +35,6 @@ from .case import (
     after_a_fault,
     case,
     error_of,
-    ranks,
     request,
     true,
     within,
@@ -42,7 +43,7 @@ from .case import (
 
 @case("1", "SIGKILL of a rank, idle")
 def killed_idle(subject: Subject) -> Iterator[Check]:
-    with ranks() as sidecar:
+    with ranks_on(*DEVICES) as sidecar:
         before = sidecar.sample(subject.flux, request(), ULYSSES).latent
         victim, survivor = sidecar.pids
         begun = time.perf_counter()
@@ -137,7 +138,7 @@ def comfyui_killed(subject: Subject) -> Iterator[Check]:
 
 @case("10", "the thread that started the group ends")
 def starter_ends(subject: Subject) -> Iterator[Check]:
-    with ranks() as sidecar:
+    with ranks_on(*DEVICES) as sidecar:
         starter = threading.Thread(target=sidecar.start)
         starter.start()
         starter.join()
@@ -167,6 +168,6 @@ def broken(subject: Subject) -> Iterator[Check]:
 @case("20", "a device disappears")
 def device_gone(subject: Subject) -> Iterator[Check]:
     name = f"cuda:{torch.cuda.device_count()}"
-    with ranks(devices=(name,)) as sidecar:
+    with ranks_on(name) as sidecar:
         text = error_of(sidecar.start, DeviceError)
     yield true("it is named, with what to do", f"{name} is not there" in text and "Take it out" in text)

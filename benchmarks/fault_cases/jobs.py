@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from subject import random_flux, sample_request
+from subject import random_flux, ranks_on, sample_request
 
 from fault_injection import (
     fault,
@@ -24,13 +24,13 @@ from parallel_backend.wire import deadlines
 from scripted import SLOW, ranks_of, scripted_request, scripted_sidecar
 
 from .case import (
+    DEVICES,
     RING,
     ULYSSES,
     Check,
     Subject,
     case,
     error_of,
-    ranks,
     request,
     seconds_since,
     true,
@@ -120,7 +120,7 @@ def races(subject: Subject) -> Iterator[Check]:
 @case("15", "jobs in a row, alternating sizes, strategies and models")
 def many_jobs(subject: Subject) -> Iterator[Check]:
     shape = [sample_request(tokens, steps=2) for tokens in (16, 128)]
-    with random_flux(heads=2, double_blocks=1, single_blocks=2) as other, ranks() as sidecar:
+    with random_flux(heads=2, double_blocks=1, single_blocks=2) as other, ranks_on(*DEVICES) as sidecar:
         begun = time.perf_counter()
         for number in range(subject.jobs):
             # The model changes every eight jobs and the strategy every four: a load takes longer than a small job.
@@ -197,7 +197,7 @@ def parse_many(
 @case("21", "two prompts at once; two groups side by side")
 def side_by_side(subject: Subject) -> Iterator[Check]:
     requests = [request(noise=torch.full_like(request().noise, 0.1 * number)) for number in range(4)]
-    with ranks() as one, ranks(devices=("cpu:2", "cpu:3")) as other:
+    with ranks_on(*DEVICES) as one, ranks_on("cpu:2", "cpu:3") as other:
         expected = [one.sample(subject.flux, each, ULYSSES).latent for each in requests]
         found: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -219,7 +219,7 @@ def side_by_side(subject: Subject) -> Iterator[Check]:
 
 @case("sleep", "sleep and wake")
 def sleep(subject: Subject) -> Iterator[Check]:
-    with ranks() as sidecar:
+    with ranks_on(*DEVICES) as sidecar:
         before = sidecar.sample(subject.flux, request(), ULYSSES).latent
         for name, act in (("sleep", sidecar.sleep), ("wake", sidecar.wake)):
             begun = time.monotonic()

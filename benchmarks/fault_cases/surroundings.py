@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from subject import ranks_on
+
 from fault_injection import (
     BESIDE_OTHERS,
     FEW_DESCRIPTORS,
@@ -25,7 +27,6 @@ from .case import (
     Subject,
     case,
     error_of,
-    ranks,
     seconds_since,
     true,
     within,
@@ -40,7 +41,7 @@ def bad_starts(subject: Subject) -> Iterator[Check]:
     )
     sidecar.stop()
     fired = subject.fired()
-    with ranks() as sidecar, fault("raise", "start", once=fired):
+    with ranks_on(*DEVICES) as sidecar, fault("raise", "start", once=fired):
         text = error_of(sidecar.start)
         yield within("s from a failure at the start to the error", seconds_since(fired), 1.0)
         yield true("its traceback is shown", "a fault on purpose" in text)

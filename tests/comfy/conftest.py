@@ -137,7 +137,8 @@ class SecondComfyUI:
 
 
 @pytest.fixture(scope="session")
-def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondComfyUI]:
+def second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondComfyUI]:
+    """The second ComfyUI, not started yet."""
     base, port = tmp_path_factory.mktemp("second"), free_port()
     chosen = {"start_at_launch": True, "default_devices": SecondComfyUI.devices}
     _write_settings(base, {f"parallel_sampling.{name}": value for name, value in chosen.items()})
@@ -154,13 +155,6 @@ def _second(comfy: Comfy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield SecondComfyUI(server, base / "queue", secret, port)
     server.stop()
     assert server.survivors == []
-
-
-@pytest.fixture
-def second(_second: SecondComfyUI) -> SecondComfyUI:
-    """The second ComfyUI, started again if a test has killed it."""
-    _second.running()
-    return _second
 
 
 @pytest.fixture(scope="session")
@@ -273,9 +267,9 @@ def pytest_itemcollected(item: pytest.WorkItem) -> None:
 
     The shared one starts twice, each for half of its modules: it has the most tests, and the run would wait for it.
     """
-    own = ("measuring", "door", "packs", "_second", "comfy")
+    own = ("measuring", "door", "packs", "second", "comfy")
     server = next((one for one in own if one in item.fixturenames), "none of them")
     if server == "comfy" and item.path.name > "test_p":
-        server = "_second"
+        server = "second"
     item.add_marker(pytest.mark.xdist_group(server))
     item.add_marker(pytest.mark.comfy)

@@ -9,7 +9,6 @@ import itertools
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from any_runs import TOLERANCE
 from comfy_harness import ROOT
@@ -147,7 +146,7 @@ def run(
             for node in [node for node, owner in owners.items() if owner[0] == name]:
                 del graph.prompt[node], owners[node]
     found = {
-        name: [load_file(comfy.output(f"{name} {kind}.safetensors"))["samples"] for kind in kinds]
+        name: [comfy.tensor(f"{name} {kind}.safetensors") for kind in kinds]
         for name in nodes
         if name not in failures
     }

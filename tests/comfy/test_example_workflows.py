@@ -4,7 +4,6 @@ values of a choice with inputs of its own get the right names; tests/scripts/tes
 from __future__ import annotations
 
 import itertools
-import json
 import re
 
 import pytest
@@ -13,6 +12,7 @@ from PIL import Image
 from comfy_harness import ROOT
 from comfyui_client import PromptRejected
 from draw_workflows import SIDE, outline
+from pages import template
 from workflow_to_api import WorkflowError, widgets, workflow_to_api
 
 # Examples of other models: each puts Parallel Model behind stock loaders.
@@ -34,10 +34,6 @@ _FILE_INPUTS = {
 }
 
 
-def _workflow(name: str) -> dict:
-    return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text("utf-8"))
-
-
 def _note(workflow: dict) -> dict:
     (note,) = [node for node in workflow["nodes"] if node["type"] == "MarkdownNote"]
     return note
@@ -47,7 +43,7 @@ def _note(workflow: dict) -> dict:
 def test_example_loads_and_validates(comfy, name):
     # A new installation has this picture.
     Image.new("RGB", (64, 48), "teal").save(comfy.server.base_directory / "input" / "example.png")
-    prompt = workflow_to_api(_workflow(name), comfy.registry)
+    prompt = workflow_to_api(template(name), comfy.registry)
     for node in prompt.values():
         if node["inputs"].get("mode") == "manual":  # needs two devices, and a test machine has one
             assert node["inputs"]["devices"] == "all"
@@ -66,7 +62,7 @@ def test_example_loads_and_validates(comfy, name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_says_what_it_shows_and_where_its_models_are(name):
-    workflow = _workflow(name)
+    workflow = template(name)
     note = _note(workflow)["widgets_values"][0]
     assert note.startswith("# ")
     for node in workflow["nodes"]:
@@ -81,7 +77,7 @@ def test_example_says_what_it_shows_and_where_its_models_are(name):
 def test_sockets_of_an_example_are_those_of_its_nodes_and_each_widget_has_a_value(comfy, name):
     """The server cannot check the sockets: a prompt has neither their types nor the outputs that the file stores. An
     example sets each value that it shows, so that no later default changes it."""
-    workflow = _workflow(name)
+    workflow = template(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     for node in nodes.values():
         if node["type"] not in comfy.registry:
@@ -106,7 +102,7 @@ def test_sockets_of_an_example_are_those_of_its_nodes_and_each_widget_has_a_valu
 
 @pytest.mark.parametrize("name", ANY_MODEL)
 def test_example_of_any_model_puts_parallel_model_between_a_stock_loader_and_all_else(name):
-    workflow = _workflow(name)
+    workflow = template(name)
     kinds = {node["id"]: node["type"] for node in workflow["nodes"]}
     loaders = [node for node, kind in kinds.items() if kind in ("UNETLoader", "CheckpointLoaderSimple")]
     ours = [node for node, kind in kinds.items() if kind == "ParallelModel"]
@@ -133,7 +129,7 @@ _WINDOW, _MARGIN, _AROUND, _READABLE = (1366, 768), 0.75, 20, 0.58
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_opens_with_text_that_can_be_read_and_no_node_lies_on_another(name):
-    nodes = _workflow(name)["nodes"]
+    nodes = template(name)["nodes"]
     boxes = [outline(node) for node in nodes]
     for (one, a), (other, b) in itertools.combinations(zip(nodes, boxes, strict=True), 2):
         apart = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
@@ -146,7 +142,7 @@ def test_example_opens_with_text_that_can_be_read_and_no_node_lies_on_another(na
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_note_fits_its_box_and_has_no_code_spans(name):
     """Nodes 2.0 draws code in notes with a contrast of only 1.5 to 1."""
-    note = _note(_workflow(name))
+    note = _note(template(name))
     text = re.sub(r"\]\([^)]*\)", "]", note["widgets_values"][0])
     assert "`" not in text
     columns = (note["size"][0] - 30) // 6.6  # a letter of 12 pixels is 6.6 pixels wide

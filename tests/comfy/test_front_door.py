@@ -13,20 +13,23 @@ from http.cookies import SimpleCookie
 import aiohttp
 import pytest
 
-from comfy_harness import Comfy
-from front_door import NAMES, FrontDoor, front_door
+from comfy_harness import Comfy, start_comfyui
+from front_door import FrontDoor, front_door_of, require_haproxy
 from graphs import Graph
 from parallel_backend.__main__ import main
 from parallel_backend.observability.logs.queue_log import Entry, QueueLogFolder
 from waiting import run_in_own_loop, wait_until
 
+NAMES = ("a", "b", "c")  # names of the ComfyUIs in the configuration
 PROMPTS = 80
 _SEEDS = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory):
-    with front_door(tmp_path_factory.mktemp("door")) as running:
+    folder, environment = tmp_path_factory.mktemp("door"), {"PARALLEL_TEST_FORKED_RANKS": "1"}
+    servers = {name: start_comfyui(folder / name, environment=environment) for name in NAMES}
+    with front_door_of(servers, require_haproxy(), folder) as running:
         yield running
 
 

@@ -7,24 +7,14 @@ import base64
 import json
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from comfyui_client import PromptFailed, PromptRejected
 from graphs import STOCK, Graph, inputs_of
+from hostile_bytes import Touches
 
 OURS = ("StrategySelector", "ParallelFluxLoader", "ParallelModelLoader", "ParallelModel", "ParallelSampler")
-
-
-class _Touches:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self._path,))
 
 
 def _prompts(unet: str) -> dict[str, dict]:
@@ -52,7 +42,7 @@ def _ends(comfy, prompt: dict) -> str:
 
 def test_no_input_of_a_prompt_is_ever_unpickled(comfy, tmp_path):
     mark = tmp_path / "was unpickled"
-    data = pickle.dumps(_Touches(mark))
+    data = pickle.dumps(Touches(mark))
     assert pickle.loads(data) is None and mark.exists()  # noqa: S301, the control
     mark.unlink()
     hostile = (
@@ -80,7 +70,7 @@ def test_a_pickle_in_a_model_folder_is_refused_by_each_loader(comfy, tmp_path, l
     mark, path = tmp_path / "was unpickled", "pickle.safetensors"
     comfy.write_flux(path)  # makes a file of that name in the model folder
     (found,) = comfy.server.base_directory.rglob(path)
-    found.write_bytes(pickle.dumps(_Touches(mark)))
+    found.write_bytes(pickle.dumps(Touches(mark)))
     try:
         assert _ends(comfy, _prompts(path)[loader]) in ("rejected", "failed")
     finally:

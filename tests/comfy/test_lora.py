@@ -16,6 +16,7 @@ from any_graphs import AnyGraph
 from any_runs import TOLERANCE, compared, latents, refusal
 from differences import relative_difference
 from graphs import AXES, OURS, STOCK, Graph
+from hostile_bytes import Touches
 from lora_files import LAYOUTS, of_all_layers
 
 ULYSSES = {"ulysses": 2}
@@ -162,23 +163,13 @@ def load_alone(comfy, unet, name: str) -> tuple[str, str]:
     return failure.exception_type.rpartition(".")[2], failure.exception_message
 
 
-class Hostile:
-    """An object that runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def test_a_file_that_comfyui_cannot_read_as_a_lora_is_refused_by_its_name(comfy, unet, loras, tmp_path):
     made, folder = tmp_path / "made by the pickle", comfy.models("loras")
     truncated, pickled, odd = "truncated.safetensors", "hostile.pt", os.fsdecode(b"odd\xff.safetensors")
     whole = (folder / loras["kohya"]).read_bytes()
     (folder / truncated).write_bytes(whole[:1000])
     (folder / odd).write_bytes(whole)
-    torch.save({"lora": Hostile(made)}, folder / pickled)
+    torch.save({"lora": Touches(made)}, folder / pickled)
     try:
         for name in (loras["vector alpha"], truncated, pickled):
             kind, message = load_alone(comfy, unet, name)

@@ -15,6 +15,7 @@ from pages import (
     SEND,
     begin,
     command,
+    make_subgraph,
     menu_of,
     show_prompt,
     three_samplers,
@@ -84,12 +85,12 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
     skipped = [graph.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-2), 0]
     for number, one in enumerate((clip, skipped)):
         text = [graph.add("CLIPTextEncode", clip=one, text="a red cat"), 0]
-        graph.add("TestSaveTensors", value=text, path=f"made-text-{number}.safetensors")
+        graph.save(text, f"made-text-{number}.safetensors")
     vae = [graph.add("TestImageVAE"), 0]
     pixels = [graph.add("TestImage", width=40, height=48, batch=1, channels=3), 0]
     latent = [graph.add("VAEEncode", pixels=pixels, vae=vae), 0]
     image = [graph.add("VAEDecode", samples=latent, vae=vae), 0]
-    graph.add("TestSaveImage", image=image, path="made-image.safetensors")
+    graph.save(image, "made-image.safetensors")
     paths = [measuring.output(f"made-text-{number}.safetensors") for number in range(2)]
     paths.append(measuring.output("made-image.safetensors"))
     measuring.run(graph.prompt)
@@ -106,7 +107,7 @@ def test_text_encoders_and_vaes_get_theirs_where_the_settings_say_so_and_give_wh
     assert made.count(["ParallelCLIP", "CLIPSetLastLayer", "clip"]) == 1
     assert made.count(["ParallelVAEEncode", "ParallelVAEDecode", "samples"]) == 1
     assert made.count(["TestImageVAE", "ParallelVAEDecode", "vae"]) == 1
-    assert made.count(["ParallelVAEDecode", "TestSaveImage", "image"]) == 1
+    assert made.count(["ParallelVAEDecode", "TestSave", "value"]) == 1
     assert len(made) == len(links[0]) + 1
     for path in paths:
         path.unlink()
@@ -129,7 +130,7 @@ def test_a_loader_of_gguf_files_is_exchanged_for_ours_which_gives_its_latent(pag
     latent = graph.ksampler(shifted, *graph.request(), steps=2)
     graph.save(latent, "gguf.safetensors")
     measuring.run(graph.prompt)
-    stock = load_file(measuring.output("gguf.safetensors"))
+    stock = measuring.tensor("gguf.safetensors")
     show_prompt(page, graph.prompt)
     links, sent = _links(page), page.evaluate(SEND)
     command(page, "parallel_sampling.make_parallel")
@@ -137,9 +138,8 @@ def test_a_loader_of_gguf_files_is_exchanged_for_ours_which_gives_its_latent(pag
     assert made == sorted([a.replace("UnetLoaderGGUF", "ParallelModelLoader"), b, n] for a, b, n in links[0])
     measuring.output("gguf.safetensors").unlink()
     measuring.run(page.evaluate(SEND))
-    ours = load_file(measuring.output("gguf.safetensors"))
-    for name, expected in stock.items():
-        assert relative_difference(ours[name], expected) <= 3e-3  # the pack's weights unpack to float16
+    ours = measuring.tensor("gguf.safetensors")
+    assert relative_difference(ours, stock) <= 3e-3  # the pack's weights unpack to float16
     assert words_of()["make_stock"] in page.evaluate(MENU)
     command(page, "parallel_sampling.make_stock")
     assert _links(page) == links and page.evaluate(SEND) == sent
@@ -150,10 +150,10 @@ def _coders() -> Graph:
     graph = Graph()
     clip = [graph.add("TestEncoder", kind="clip_l", clip_name="made.safetensors", draw=0, scale=1), 0]
     text = [graph.add("CLIPTextEncode", clip=clip, text="a red cat"), 0]
-    graph.add("TestSaveTensors", value=text, path="offered-text.safetensors")
+    graph.save(text, "offered-text.safetensors")
     latent = [graph.add("TestShapedLatent", shape="1,16,8,8", draw=1), 0]
     image = [graph.add("VAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
-    graph.add("TestSaveImage", image=image, path="offered-image.safetensors")
+    graph.save(image, "offered-image.safetensors")
     model = graph.ksampler(graph.model(STOCK, UNET), *graph.request())
     graph.save(model, "offered.safetensors")
     return graph
@@ -239,14 +239,9 @@ def test_loaders_inside_subgraphs_too_and_what_is_parallel_already_is_left_alone
     parallel = [graph.add("ParallelModel", model=graph.model(STOCK, UNET)), 0]
     graph.save(graph.ksampler(parallel, *graph.request()), "kept.safetensors")
     show_prompt(page, graph.prompt)
-    page.evaluate(
-        """() => {
-          const inside = app.graph.nodes.filter(n => n.type === 'UNETLoader').filter(
-            n => n.outputs[0].links.some(id => app.graph.getNodeById(app.graph.links.get(id).target_id).type
-              === 'KSampler') && n.outputs[0].links.length === 1);
-          app.graph.convertToSubgraph(new Set(inside));
-        }"""
-    )
+    # Of the loaders with one link, the one that feeds a sampler.
+    fed = "app.graph.nodes.filter(n => n.type === 'KSampler').map(n => n.getInputNode(0))"
+    make_subgraph(page, f"{fed}.filter(n => n.type === 'UNETLoader' && n.outputs[0].links.length === 1)")
     outer, inner = _links(page)
     assert inner == [["UNETLoader", "outside", ""]]
     holder = page.evaluate("() => app.graph.nodes.find(n => n.subgraph).title")

@@ -68,6 +68,7 @@ _KINDS = (
 _FILE_INPUTS = ("unet_name", "ckpt_name")
 _SIDE = 64  # pixels of a picture; its latent is an eighth
 _SIZES = {"width": _SIDE, "height": _SIDE, "length": 9, "num_frames": 9, "steps": 2, "batch_size": 1}
+_STEPS = {"qwen_image": 1}  # slow at its width of 3,072
 # Two samplers in a row take one step each. The step between them may be a link in the graph.
 _STEPS_OF_TWO = {
     "start_at_step": lambda step: int(step != 0),
@@ -137,7 +138,7 @@ class SmallGraph(AnyGraph):
         optional = self._nodes[original["class_type"]]["input"].get("optional", {})
         for name, value in original["inputs"].items():
             if name in _SIZES:
-                yield name, _SIZES[name]
+                yield name, _STEPS.get(self.kind, _SIZES[name]) if name == "steps" else _SIZES[name]
             elif name in _STEPS_OF_TWO:
                 yield name, _STEPS_OF_TWO[name](value)
             elif not _is_link(value):

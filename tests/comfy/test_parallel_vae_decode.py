@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from any_runs import latents
-from comfyui_client import PromptFailed, PromptInterrupted
+from any_runs import latents, refusal, sampled
+from comfyui_client import PromptInterrupted
 from graphs import Graph
 from parallel_backend.models.comfyui.rows.banded import STEPS
 from tests.closed_forms.vae_sizes import VaeSizes
 from tiny_vae import FLUX, SD, write_vae
 
 TOLERANCE = 1e-5  # relative to the largest pixel, which is 1
-_numbers = itertools.count()
 
 
 class DecodeGraph(Graph):
@@ -36,20 +32,11 @@ class DecodeGraph(Graph):
         return [self.add("ParallelVAEDecode", samples=latent, vae=vae, strategy=strategy), 0]
 
 
-def images(comfy, graph: Graph, *outputs: list) -> list[torch.Tensor]:
-    """Runs the prompt and returns each IMAGE output as unrounded floats [B, H, W, 3]."""
-    names = [f"test-image-{next(_numbers)}.safetensors" for _ in outputs]
-    for output, name in zip(outputs, names, strict=True):
-        graph.add("TestSaveImage", image=output, path=name)
-    comfy.run(graph.prompt)
-    return [load_file(comfy.output(name))["image"] for name in names]
-
-
 def decoded(comfy, graph: DecodeGraph, latent: list, vae: list, **choice: str) -> tuple:
-    """Returns the images of stock and of our node, and our node's report."""
+    """Returns the images of stock and of our node, unrounded floats [B, H, W, 3], and our node's report."""
     stock, ours = graph.stock(latent, vae), graph.ours(latent, vae, **choice)
-    graph.add("TestSaveText", text=[ours[0], 1], path="decoded.txt")
-    return (*images(comfy, graph, stock, ours), comfy.output("decoded.txt").read_text())
+    found = latents(comfy, graph, {"stock": stock, "ours": ours}, {"report": [ours[0], 1]})
+    return tuple(found.values())
 
 
 def near(image: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -134,13 +121,13 @@ def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy):
     """One device has twice the rows of the other, as its share says."""
     graph = DecodeGraph()
     vae, latent = graph.vae("flux"), graph.drawn(batch=3)
-    singles = [
-        graph.stock([graph.add("LatentFromBatch", samples=latent, batch_index=i, length=1), 0], vae)
+    singles = {
+        f"{i}": graph.stock([graph.add("LatentFromBatch", samples=latent, batch_index=i, length=1), 0], vae)
         for i in range(3)
-    ]
-    expected = images(comfy, graph, *singles)
+    }
+    expected = latents(comfy, graph, singles)
     _, image, report = decoded(comfy, graph, latent, vae, device_shares="2,1")
-    assert near(image, torch.cat(expected))
+    assert near(image, torch.cat(list(expected.values())))
     for line in ("decoded by: 2 devices, 3 images in ", "latent on each: 8, 4", "computed in: float32"):
         assert line in report
     assert "moved between devices: " in report and "moved between devices: 0.00" not in report
@@ -149,14 +136,7 @@ def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy):
 def test_the_vae_and_the_model_stay_on_the_ranks(comfy):
     """Two ranks sample, decode three times and sample again: no rank is started, and nothing is loaded twice."""
     unet = comfy.write_flux("tiny_flux.safetensors")
-
-    def sampled(seed: int) -> str:
-        graph = DecodeGraph()
-        loader = graph.parallel_loader(unet, "cpu:2")
-        sampled = graph.parallel_sampler(loader, *graph.request(), seed=seed)
-        return latents(comfy, graph, {"ours": sampled})["report"]
-
-    sampled(1)
+    sampled(comfy, unet, {"seed": 1})
     ranks = comfy.ranks()
     assert len(ranks) == 2
     for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
@@ -166,14 +146,14 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy):
         assert "devices: cpu:0, cpu:1\n" in report
         assert draw == 11 or "was on the devices already" in report
     assert "2 of the 4 devices chosen had running processes" in report
-    assert "weights were warm" in sampled(2)
+    assert "weights were warm" in sampled(comfy, unet, {"seed": 2})[1]
     assert comfy.ranks() == ranks
 
 
 def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy, write):
     graph = DecodeGraph()
     vae = graph.vae(write("to_be_mapped", FLUX, 6))
-    images(comfy, graph, graph.ours(graph.drawn(81), vae))
+    comfy.sample(graph.prompt, graph.ours(graph.drawn(81), vae))
     assert len(comfy.ranks()) == 2
     for rank in comfy.ranks():
         assert any(one.path.endswith("to_be_mapped.safetensors") for one in rank.memory_maps())
@@ -229,7 +209,7 @@ def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
         output = decode(graph, latent, [graph.add("TestLtxVAE"), 0])
         if decode is DecodeGraph.ours:
             graph.add("TestSaveText", text=[output[0], 1], path="ltx.txt")
-        return images(comfy, graph, output)[0]
+        return comfy.sample(graph.prompt, output)
 
     expected, image = seeded(5, DecodeGraph.stock), seeded(5, DecodeGraph.ours)
     assert near(image, expected) and image.shape == (5, 80, 48, 3)
@@ -251,18 +231,16 @@ REFUSALS = {
 def test_what_cannot_be_decoded_is_refused_in_words(comfy, words):
     add_vae, size = REFUSALS[words]
     graph = DecodeGraph()
-    with pytest.raises(PromptFailed) as failed:
-        images(comfy, graph, graph.ours(graph.drawn(**size), add_vae(graph)))
-    assert all(part in failed.value.exception_message for part in words.split(" … "))
+    failure = refusal(comfy, graph, graph.ours(graph.drawn(**size), add_vae(graph)))
+    assert all(part in failure.exception_message for part in words.split(" … "))
 
 
 def test_weights_that_change_in_place_are_sent_again(comfy, write):
     """A node writes into the weights of a VAE object that the ranks already have."""
     graph = DecodeGraph()
     vae, latent = graph.vae(write("to_be_scaled", FLUX, 4)), graph.drawn()
-    (before,) = images(comfy, graph, graph.ours(latent, vae))
-    scaled = [graph.add("TestScaledVAE", vae=vae), 0]
-    expected, after = images(comfy, graph, graph.stock(latent, scaled), graph.ours(latent, scaled))
+    before = comfy.sample(graph.prompt, graph.ours(latent, vae))
+    expected, after, _ = decoded(comfy, graph, latent, [graph.add("TestScaledVAE", vae=vae), 0])
     assert (after - before).abs().max() > 0.01
     assert (after - expected).abs().max() <= TOLERANCE
 
@@ -281,41 +259,40 @@ def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_
     assert (amid - before).abs().max() > 100 * TOLERANCE and torch.equal(after, before)
 
 
-def _ours(draw: int, width: int = 16, height: int = 12, batch: int = 1) -> tuple[DecodeGraph, list]:
-    """Returns (graph, its IMAGE output)."""
+def _ours(draw: int, **size: int) -> tuple[dict, list]:
+    """Returns (prompt, its IMAGE output)."""
     graph = DecodeGraph()
-    latent = graph.drawn(draw, width=width, height=height, batch=batch)
-    return graph, graph.ours(latent, graph.vae("flux"))
+    return graph.prompt, graph.ours(graph.drawn(draw, **size), graph.vae("flux"))
 
 
 def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy):
-    (before,) = images(comfy, *_ours(31))
+    before = comfy.sample(*_ours(31))
     ranks = comfy.ranks()
-    long, output = _ours(32, 48, 48, batch=30)
+    long, output = _ours(32, width=48, height=48, batch=30)
     with comfy.amid(output[0], comfy.client.interrupt) as events, pytest.raises(PromptInterrupted):
-        images(comfy, long, output)
+        comfy.sample(long, output)
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
     assert steps[-1][0] < steps[-1][1] // 2
     assert comfy.ranks() == ranks
     comfy.forget()
-    assert torch.equal(images(comfy, *_ours(31))[0], before)
+    assert torch.equal(comfy.sample(*_ours(31)), before)
 
 
 def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(comfy):
-    (expected,) = images(comfy, *_ours(41))
+    expected = comfy.sample(*_ours(41))
     ranks = comfy.ranks()
-    long, output = _ours(42, 48, 48, batch=2)
+    long, output = _ours(42, width=48, height=48, batch=2)
     with comfy.amid(output[0], ranks[1].kill):
-        found = images(comfy, long, output)
-    assert found[0].isfinite().all() and ranks[1] not in comfy.ranks()
+        found = comfy.sample(long, output)
+    assert found.isfinite().all() and ranks[1] not in comfy.ranks()
     comfy.forget()
-    assert torch.equal(images(comfy, *_ours(41))[0], expected)
+    assert torch.equal(comfy.sample(*_ours(41)), expected)
     assert not set(ranks) & set(comfy.ranks())
 
 
 def test_progress_is_shown(comfy):
-    graph, output = _ours(51, batch=2)
+    prompt, output = _ours(51, batch=2)
     with comfy.client.listen() as events:
-        images(comfy, graph, output)
+        comfy.sample(prompt, output)
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
     assert steps[-1][0] == steps[-1][1] == 2 * STEPS

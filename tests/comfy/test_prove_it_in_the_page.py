@@ -174,7 +174,7 @@ def test_the_node_that_compares_shows_both_pictures_on_itself_and_again_after_a_
     (sampler,) = [node for node in graph.prompt.values() if node["class_type"] == "ParallelSampler"]
     sampler["class_type"] = "CompareWithOneDevice"
     sampler["inputs"] |= {"vae": [graph.add("TestTinyVAE"), 0], "seed": 303}
-    prompt = {name: node for name, node in graph.prompt.items() if node["class_type"] != "TestSaveLatent"}
+    prompt = {name: node for name, node in graph.prompt.items() if node["class_type"] != "TestSave"}
     _show(page, prompt, "CompareWithOneDevice")
     run(page)
     for drawn_by in ("canvas", "vue"):
@@ -219,13 +219,8 @@ def _by_stock(kind: str) -> dict:
     if kind == "KSampler":
         latent = graph.ksampler(model, *graph.request(), cfg=3.0)
     else:
-        parts = {
-            "noise": [graph.add("RandomNoise", noise_seed=5), 0],
-            "guider": [graph.add("BasicGuider", model=model, conditioning=graph.text(1)), 0],
-            "sampler": [graph.add("KSamplerSelect", sampler_name="euler_ancestral"), 0],
-            "sigmas": [graph.add("BasicScheduler", model=model, scheduler="simple", steps=3, denoise=1.0), 0],
-        }
-        latent = [graph.add(kind, **parts, latent_image=graph.latent()), 0]
+        guider = graph.add("BasicGuider", model=model, conditioning=graph.text(1))
+        latent = [graph.custom_sampler(model, guider, "euler_ancestral", graph.latent()), 0]
     image = [graph.add("ParallelVAEDecode", samples=latent, vae=[graph.add("TestTinyVAE"), 0]), 0]
     graph.add("PreviewImage", images=image)
     return graph.prompt

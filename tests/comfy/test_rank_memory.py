@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from any_runs import compared, latents
+from any_runs import compared, latents, sampled
 from graphs import OURS, STOCK, Graph
 from waiting import wait_until
 
@@ -23,10 +23,7 @@ WARM = "load: 0 s (weights were warm)"
 
 def _again(comfy, unet: str) -> bool:
     """Samples and returns True if the ranks had to load the model."""
-    graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:2")
-    sampled = graph.parallel_sampler(loader, *graph.request(), seed=next(_SEEDS))
-    return WARM not in latents(comfy, graph, {"ours": sampled})["report"]
+    return WARM not in sampled(comfy, unet, {"seed": next(_SEEDS)})[1]
 
 
 def test_unload_models_puts_the_ranks_to_sleep_and_the_next_prompt_wakes_them(comfy, unet):
@@ -66,8 +63,8 @@ def test_a_node_before_parallel_model_may_change_and_nothing_is_loaded_again(com
         shifts = {"max_shift": shift, "base_shift": 0.5, "width": 128, "height": 96}
         changed = graph.add("ModelSamplingFlux", model=graph.model(STOCK, unet), **shifts)
         model = graph.add("ParallelModel", model=[changed, 0], strategy=graph.strategy("cpu:2"))
-        sampled = graph.parallel_sampler([model, 1], *graph.request(), steps=2)
-        reports.append(latents(comfy, graph, {"ours": sampled})["report"])
+        latent = graph.parallel_sampler([model, 1], *graph.request(), steps=2)
+        reports.append(latents(comfy, graph, {"ours": latent})["report"])
     assert all(WARM in report for report in reports[1:]), reports
 
 

@@ -11,8 +11,7 @@ from dataclasses import asdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from any_runs import latents
-from graphs import Graph
+from any_runs import sampled
 from parallel_backend.observability.preview.form import LIMITS, SelectorInputs
 
 ROUTE = "/parallel_sampling/ranks"
@@ -42,10 +41,7 @@ _SEEDS = itertools.count(1)  # a new seed per run, so that no cached output answ
 def warm(measuring):
     """A ComfyUI whose ranks hold a model."""
     unet = measuring.write_flux("tiny_ranks.safetensors", single_blocks=5)
-    graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
-    latent = graph.parallel_sampler(loader, *graph.request(), seed=next(_SEEDS))
-    measuring.sample(graph.prompt, latent)
+    sampled(measuring, unet, {"seed": next(_SEEDS)}, ulysses=2)
     return measuring
 
 
@@ -204,10 +200,8 @@ def _set(comfy, value: bool | float, name: str = "metrics") -> None:
 
 def _sample(comfy) -> str:
     """Samples with a new seed and returns the report."""
-    graph = Graph()
-    loader = graph.parallel_loader(comfy.write_flux("tiny_metrics.safetensors"), "cpu:2", ulysses=2)
-    sampled = graph.parallel_sampler(loader, *graph.request(), seed=next(_SEEDS))
-    return latents(comfy, graph, {"ours": sampled})["report"]
+    unet = comfy.write_flux("tiny_metrics.safetensors")
+    return sampled(comfy, unet, {"seed": next(_SEEDS)}, ulysses=2)[1]
 
 
 def _values(text: str) -> dict[tuple[str, frozenset], float]:

@@ -27,7 +27,7 @@ def _decode(comfy, draw: int) -> None:
     graph = Graph()
     vae = [graph.add("VAELoader", vae_name=VAE), 0]
     image = [graph.add("ParallelVAEDecode", samples=graph.latent(draw=draw), vae=vae), 0]
-    graph.add("TestSaveImage", image=image, path="settings.safetensors")
+    graph.save(image, "settings.safetensors")
     comfy.run(graph.prompt)
 
 

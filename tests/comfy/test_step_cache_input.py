@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from any_graphs import AnyGraph
-from any_runs import TOLERANCE, latents, refusal
+from any_runs import TOLERANCE, latents, refusal, sampled
 from differences import relative_difference
 from graphs import SAMPLING, Graph
 
@@ -20,22 +20,14 @@ def unet(comfy):
     return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
 
 
-def _sampled(comfy, unet, **inputs) -> tuple[torch.Tensor, str]:
-    graph = Graph()
-    loader = graph.parallel_loader(unet, "cpu:2", ulysses=2)
-    found = latents(
-        comfy, graph, {"ours": graph.parallel_sampler(loader, *graph.request(), **HEUN, **inputs)}
-    )
-    return found["ours"], found["report"]
-
-
 @pytest.fixture(scope="module")
 def exact(comfy, unet):
-    return _sampled(comfy, unet)[0]
+    return sampled(comfy, unet, HEUN, ulysses=2)[0]
 
 
 def test_reused_model_calls_are_counted_and_called_approximate(comfy, unet, exact):
-    latent, report = _sampled(comfy, unet, step_cache="first_block", cache_threshold=0.4)
+    caching = {"step_cache": "first_block", "cache_threshold": 0.4}
+    latent, report = sampled(comfy, unet, HEUN | caching, ulysses=2)
     words = r"step cache: (\d+) of \d+ model calls reused .* \(threshold 0\.4\): approximate"
     found = re.search(words, report)
     assert found and 0 < int(found[1]) < 11, report
@@ -44,7 +36,8 @@ def test_reused_model_calls_are_counted_and_called_approximate(comfy, unet, exac
 
 
 def test_a_threshold_of_zero_is_exact_to_the_bit(comfy, unet, exact):
-    latent, report = _sampled(comfy, unet, step_cache="first_block", cache_threshold=0.0)
+    caching = {"step_cache": "first_block", "cache_threshold": 0.0}
+    latent, report = sampled(comfy, unet, HEUN | caching, ulysses=2)
     assert torch.equal(latent, exact)
     assert "step cache: reuses nothing at threshold 0" in report and "result: exact" in report
 
@@ -53,9 +46,9 @@ def test_with_pipefusion_it_is_refused_before_ranks_start(comfy, unet):
     before = comfy.ranks()
     graph = Graph()
     loader = graph.parallel_loader(unet, "cpu:2", pipefusion=2)
-    sampled = graph.parallel_sampler(loader, *graph.request(), step_cache="first_block")
+    latent = graph.parallel_sampler(loader, *graph.request(), step_cache="first_block")
     words = "step_cache does not go with pipefusion_degree 2.*Set step_cache to off"
-    refusal(comfy, graph, sampled, words)
+    refusal(comfy, graph, latent, words)
     assert set(comfy.ranks()) <= set(before)
 
 

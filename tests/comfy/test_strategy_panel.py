@@ -6,7 +6,7 @@ is connected.
 
 from __future__ import annotations
 
-from graphs import Graph
+from graphs import AXES, Graph
 from pages import (
     REPORT,
     one_sampler,
@@ -20,7 +20,9 @@ from pages import (
 
 UNET = "tiny_panel.safetensors"  # two attention heads
 MODELS = {UNET: 4}
-DEGREES = ("cfg", "pipefusion", "ring", "ulysses", "data", "tensor")
+ALWAYS = {"mode", "devices", "engine", "device_shares", "approximation"}
+DECIDED = {f"{axis}_degree" for axis in AXES}  # by auto
+DECIDED |= {"shard_weights", "offload_weights", "num_pipeline_patch", "warmup_steps"}
 # Reads the panel as a person would: the text of the cells, the marked row, and if anything is cut off.
 READ = """() => {
   const panel = document.querySelector('.parallel-strategy');
@@ -31,6 +33,7 @@ READ = """() => {
     devices: [...panel.querySelectorAll('li.device')].map(d => d.title),
     groups: [...panel.querySelectorAll('li.group > span')].map(g => g.textContent),
     alerts: [...panel.querySelectorAll('[role=alert] p')].map(p => p.textContent),
+    notes: panel.querySelector('.notes')?.textContent ?? '',
     rows: [...panel.querySelectorAll('tr')].map(r => [...r.cells].map(c => c.innerText.trim())),
     chosen: [...panel.querySelectorAll('tr[aria-current]')].map(r => r.cells[0].innerText.trim()),
     cut: panel.scrollWidth > panel.clientWidth + 1,
@@ -91,8 +94,7 @@ def test_the_diagram_and_the_degrees_follow_the_inputs(page):
     assert shown["alerts"] == []
     assert shown["titles"][0].startswith("Without a negative prompt: Ring 4 × Ulysses 2")
     assert shown["titles"][1].startswith("With a negative prompt: CFG 2")
-    others = {"shard_weights", "offload_weights", "num_pipeline_patch", "warmup_steps"}
-    assert _off(page) == {f"{axis}_degree" for axis in DEGREES} | others
+    assert _off(page) == DECIDED
     before = page.evaluate(WIDGETS)
     page.mouse.click(*live)
     assert page.evaluate(WIDGETS) == before
@@ -181,7 +183,7 @@ def test_after_a_run_the_nodes_show_what_ran_and_still_do_when_the_page_is_loade
     said = f"strategy: {names[0]}"
     wait_for_report(page, said)
     report = page.evaluate(REPORT)
-    panels = {"StrategySelector", "TestSaveLatent"}
+    panels = {"StrategySelector", "TestSave"}
     before, after = ([size for size in found if size[0] in panels] for found in (sizes, page.evaluate(SIZES)))
     assert after == before  # a panel's content never makes its node larger
     # The headline is visible without scrolling; the rest unfolds and scrolls inside the node.
@@ -250,17 +252,10 @@ def _links_have_colours_of_their_own(page, set_setting) -> None:
         assert len({ways[0].lower() for ways in drawn}) == len(drawn) and all(ways[0] for ways in drawn)
 
 
-DECIDED = {
-    *("cfg_degree", "pipefusion_degree", "ring_degree", "ulysses_degree", "data_degree", "tensor_degree"),
-    *("shard_weights", "offload_weights", "num_pipeline_patch", "warmup_steps"),
-}
-ALWAYS = {"mode", "devices", "engine", "device_shares", "approximation"}
 SELECTOR = "app.graph.nodes.find(n => n.comfyClass === 'StrategySelector')"
 ON_CANVAS = f"() => {SELECTOR}.widgets.filter(w => !w.hidden).map(w => w.name)"
 BY_VUE = """() => [...document.querySelector('.parallel-strategy').closest('[data-node-id]')
   .querySelectorAll('.lg-node-widget')].map(row => row.innerText.trim().split('\\n')[0])"""
-ALERTS = "() => [...document.querySelectorAll('.parallel-strategy [role=alert] p')].map(p => p.textContent)"
-NOTES = "() => document.querySelector('.parallel-strategy .notes').textContent"
 
 
 def _wait_for_all(page, function: str, wanted: set[str]) -> None:
@@ -310,10 +305,10 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
           reroute.connect(0, loader, loader.inputs.findIndex(i => i.name === "strategy"));
         }}"""
     )
-    page.wait_for_function(f"() => ({ALERTS})().some(t => t.includes('2 attention heads'))")
+    _wait_for(page, "shown.alerts.some(t => t.includes('2 attention heads'))")
     set_widgets(page, "PrimitiveInt", value=2)
     set_widgets(page, "StrategySelector", ring_degree=2)
-    page.wait_for_function(f"() => ({ALERTS})()[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')")
+    _wait_for(page, "shown.alerts[0]?.startsWith('Ring 2 × Ulysses 2 needs 4')")
 
     # A value that a run has to compute is unknown; the other inputs are checked.
     page.evaluate(
@@ -325,7 +320,7 @@ def test_a_reroute_and_a_node_that_holds_a_value_switch_no_check_off(page):
         }}"""
     )
     set_widgets(page, "StrategySelector", ring_degree=1)
-    page.wait_for_function(f"() => ({NOTES})().startsWith('ulysses_degree comes from another node')")
-    assert page.evaluate(ALERTS) == []
+    _wait_for(page, "shown.notes.startsWith('ulysses_degree comes from another node')")
+    assert page.evaluate(READ)["alerts"] == []
     set_widgets(page, "StrategySelector", cfg_degree=3)
-    page.wait_for_function(f"() => ({ALERTS})().some(t => t.startsWith('cfg_degree 3: there are'))")
+    _wait_for(page, "shown.alerts.some(t => t.startsWith('cfg_degree 3: there are'))")

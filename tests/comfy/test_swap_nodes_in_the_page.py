@@ -9,6 +9,7 @@ from pages import (
     OVERLAPS,
     SEND,
     command,
+    make_subgraph,
     menu_of,
     one_sampler,
     show_prompt,
@@ -84,13 +85,9 @@ def test_values_links_and_latents_stay_and_undo_or_the_way_back_gives_what_was(p
 
 def test_a_loader_whose_model_leaves_its_subgraph_stays(page):
     show_prompt(page, three_samplers(UNET, "swapped").prompt)
-    page.evaluate(
-        """() => {
-          const loader = app.graph.nodes.find(n => n.type === 'UNETLoader' && n.outputs[0].links.length === 2);
-          const sampler = app.graph.nodes.find(n => n.type === 'KSampler' && n.getInputNode(0) === loader);
-          app.graph.convertToSubgraph(new Set([loader, sampler]));
-        }"""
-    )
+    loader = "app.graph.nodes.find(n => n.type === 'UNETLoader' && n.outputs[0].links.length === 2)"
+    sampler = f"app.graph.nodes.find(n => n.type === 'KSampler' && n.getInputNode(0) === {loader})"
+    make_subgraph(page, f"[{loader}, {sampler}]")
     before = page.evaluate(LINKS)
     command(page, "parallel_sampling.swap_in")
     _, inner = page.evaluate(LINKS)
@@ -105,12 +102,7 @@ def test_inside_a_subgraph_too_and_what_cannot_be_swapped_is_said(page):
     latent = graph.ksampler(graph.model(STOCK, UNET), *graph.request())
     graph.save(latent, "swapped.safetensors")
     show_prompt(page, graph.prompt, "KSampler")
-    page.evaluate(
-        """() => {
-          const inside = app.graph.nodes.filter(n => ['UNETLoader', 'KSampler'].includes(n.type));
-          app.graph.convertToSubgraph(new Set(inside));
-        }"""
-    )
+    make_subgraph(page, "app.graph.nodes.filter(n => ['UNETLoader', 'KSampler'].includes(n.type))")
     before = page.evaluate(LINKS)
     command(page, "parallel_sampling.swap_in")
     outer, inner = page.evaluate(LINKS)

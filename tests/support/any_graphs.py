@@ -6,10 +6,7 @@ from math import prod
 
 from comfy_harness import Comfy
 from graphs import AXES, Graph
-from tiny_model_files import write_tiny
-
-CHECKPOINTS = ("sd3", "unet", "sdxl", "sound")
-ROWS_ONLY = ("sound",)
+from tiny_model_files import CHECKPOINTS, write_tiny
 
 _WAN = {"latent": "{b},16,3,10,6", "text": {"width": 4096}}
 _HUNYUAN = {"latent": "{b},16,3,10,6", "text": {"width": 48, "pooled_width": 768}}

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 
 import pytest
-from safetensors.torch import load_file
+from torch import Tensor
 
-from any_graphs import MODELS, AnyGraph
+from any_graphs import AnyGraph
 from comfyui_client import PromptFailed
 from differences import relative_difference
 from graphs import Graph
@@ -19,20 +19,27 @@ TELLING = 1e-3  # least relative change of the stock latent by what a test is ab
 
 def latents(comfy, graph: Graph, found: dict[str, list], texts: dict[str, list] | None = None) -> dict:
     """Runs the graph and returns its outputs by name, and "report", that of the last Parallel Sampler. `found`: links
-    to LATENTs; `texts`: links to STRINGs."""
-    several = isinstance(graph, AnyGraph) and ";" in MODELS[graph.kind]["latent"]
+    to LATENTs or IMAGEs; `texts`: links to STRINGs."""
     texts = dict(texts or {})
     for name, latent in found.items():
         if graph.prompt[latent[0]]["class_type"] == "ParallelSampler":
             texts["report"] = [latent[0], 1]
-        if several:
-            latent = [graph.add("TestFlatLatent", latent=latent), 0]
         graph.save(latent, f"any-{name}.safetensors")
     for name, text in texts.items():
         graph.add("TestSaveText", text=text, path=f"any-{name}.txt")
     comfy.run(graph.prompt, timeout=300)
-    loaded = {name: load_file(comfy.output(f"any-{name}.safetensors"))["samples"] for name in found}
+    loaded = {name: comfy.tensor(f"any-{name}.safetensors") for name in found}
     return loaded | {name: comfy.output(f"any-{name}.txt").read_text() for name in texts}
+
+
+def sampled(comfy, unet: str, sampler: dict | None = None, **choice) -> tuple[Tensor, str]:
+    """Returns the latent and the report of Parallel Sampler behind Parallel Flux Loader on two devices. `sampler`: its
+    changed inputs; `choice`: settings of Strategy Selector."""
+    graph = Graph()
+    loader = graph.parallel_loader(unet, "cpu:2", **choice)
+    latent = graph.parallel_sampler(loader, *graph.request(), **(sampler or {}))
+    found = latents(comfy, graph, {"ours": latent})
+    return found["ours"], found["report"]
 
 
 def compared(comfy, graph: Graph, ways: dict[str, list], tolerance: float = TOLERANCE) -> dict:

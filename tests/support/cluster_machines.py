@@ -19,10 +19,10 @@ from parallel_backend.sidecar.group import supervisor
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
 
 
-def make_cluster(folder: Path, name: str = "lab", address: str = "127.0.0.1", port: int = 0) -> Path:
-    """Makes a cluster and returns the path of the machines' secret file. endpoints.VARIABLE must name `folder`."""
+def make_cluster(folder: Path, address: str = "127.0.0.1", port: int = 0) -> Path:
+    """Makes the cluster `lab` and returns its machines' secret file. endpoints.VARIABLE must name `folder`."""
     assert Path(os.environ[endpoints.VARIABLE]) == folder
-    return make(name, address, port)[1]
+    return make("lab", address, port)[1]
 
 
 def connect(head: clusters.ClusterHead, source: str = "127.0.0.1") -> socket.socket:
@@ -80,10 +80,7 @@ class Torchrun:
         command += ["--nproc-per-node", str(ranks), "--max-restarts", "1000", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", meeting, "--rdzv-id", "lab", "--local-addr", local]
         command += ["--rdzv-conf", settings] if settings else []
-        command += [
-            "--log-dir",
-            str(log.parent),
-        ]  # else torchrun leaves a folder beside it in the temporary one
+        command += ["--log-dir", str(log.parent)]  # else torchrun leaves a folder in the temporary one
         command += ["-m", "parallel_backend.rank", "--join", head, "--secret-file", str(secret)]
         command += ["--models", str(models), "--machine", machine, "--device", "cpu"]
         command += ["--comfyui", str(comfyui)] if comfyui else []

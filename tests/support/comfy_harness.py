@@ -24,7 +24,7 @@ from comfyui_client import ComfyUIClient, Events, Prompt
 from comfyui_server import ComfyUIServer
 from comfyui_source import find_comfyui
 from forked_ranks import ForkedProcess, ForkedSubprocess
-from graphs import ON_GPU
+from graphs import ON_GPU, node
 from parallel_backend.sidecar.group import supervisor
 from scripted import processes_with
 from tiny_flux import write_tiny_flux
@@ -40,11 +40,11 @@ class Comfy:
     """A running ComfyUI: it runs prompts, returns latents and text, and stores model files."""
 
     server: ComfyUIServer
-    client: ComfyUIClient | None = None  # default: one of the server
+    client: ComfyUIClient = field(init=False)
     _names: itertools.count = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self.client = self.client or ComfyUIClient(self.server.url)
+        self.client = ComfyUIClient(self.server.url)
 
     @cached_property
     def registry(self) -> dict[str, dict]:
@@ -55,19 +55,16 @@ class Comfy:
         """Runs a prompt in API format and returns its history entry. Raises the client's errors."""
         return self.client.run(prompt, timeout)
 
-    def sample(self, prompt: Prompt, latent: list, timeout: float = 120) -> torch.Tensor:
-        """Runs `prompt` and returns the samples of its LATENT output `latent` ([node id, slot])."""
-        name = f"test-latent-{next(self._names)}.safetensors"
-        save = {"class_type": "TestSaveLatent", "inputs": {"latent": latent, "path": name}}
-        self.run({**prompt, "save-latent": save}, timeout)
-        return load_file(self.output(name))["samples"]
+    def sample(self, prompt: Prompt, value: list, timeout: float = 120) -> torch.Tensor:
+        """Runs `prompt` and returns the tensor of its LATENT or IMAGE output `value` ([node id, slot])."""
+        name = f"test-{next(self._names)}.safetensors"
+        self.run({**prompt, "save": node("TestSave", value=value, path=name)}, timeout)
+        return self.tensor(name)
 
     def forget(self) -> None:
         """Makes ComfyUI drop its cached outputs and models. It may do so only after another prompt, so one is run."""
         self.client.free()
-        self.run(
-            {"forgotten": {"class_type": "TestSaveText", "inputs": {"text": "", "path": "forgotten.txt"}}}
-        )
+        self.run({"forgotten": node("TestSaveText", text="", path="forgotten.txt")})
 
     @contextmanager
     def amid(self, node: str, act: Callable[[], object]) -> Iterator[Events]:
@@ -138,6 +135,10 @@ class Comfy:
     def output(self, name: str) -> Path:
         """Returns the path of a file that a node saved under `name`."""
         return self.server.output_directory / name
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns the tensor of a LATENT or an IMAGE that a node saved under `name`."""
+        return load_file(self.output(name))["tensor"]
 
     def models(self, kind: str = "diffusion_models") -> Path:
         """Returns the folder of ComfyUI's model files of one kind, after creating it."""

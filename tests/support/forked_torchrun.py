@@ -11,14 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel_backend.sidecar.group import supervisor
+from tests.support.forked_ranks import ForkedProcess, ForkedSubprocess
+
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def _main() -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from forked_ranks import ForkedProcess, ForkedSubprocess
-    from parallel_backend.sidecar.group import supervisor
-
     namespace, *arguments = sys.argv[1:]
     if namespace:
         with Path(namespace).open() as file:

@@ -1,4 +1,4 @@
-"""HAProxy with deploy/haproxy.cfg in front of real ComfyUIs (three by default), and clients of it."""
+"""HAProxy with deploy/haproxy.cfg in front of real ComfyUIs, and clients of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from comfy_harness import ROOT, start_comfyui
+from comfy_harness import ROOT
 from comfyui_server import ComfyUIServer, free_port
 from waiting import wait_until
 
 DEPLOY = ROOT / "deploy"
-NAMES = ("a", "b", "c")  # names of the ComfyUIs in the configuration
 PERSON, PASSWORD = "anna", "a sound password"
 PROGRAMS = 12
 
@@ -57,15 +56,12 @@ class FrontDoor:
 
     def state(self, backend: str, name: str) -> str:
         """Returns HAProxy's state of a server, such as `UP`, `MAINT` or `DOWN (agent)`, and its weight."""
-        row = next(row for row in self._statistics() if (row["# pxname"], row["svname"]) == (backend, name))
-        return f"{row['status']} {row['weight']}"
-
-    def _statistics(self) -> list[dict[str, str]]:
         with socket.socket(socket.AF_UNIX) as admin:
             admin.connect(str(self.folder / "admin.sock"))
             admin.sendall(b"show stat\n")
-            text = admin.makefile().read()
-        return list(csv.DictReader(text.splitlines()))
+            rows = list(csv.DictReader(admin.makefile()))
+        row = next(row for row in rows if (row["# pxname"], row["svname"]) == (backend, name))
+        return f"{row['status']} {row['weight']}"
 
 
 def require_haproxy() -> str:
@@ -77,17 +73,9 @@ def require_haproxy() -> str:
 
 
 @contextlib.contextmanager
-def front_door(folder: Path) -> Iterator[FrontDoor]:
-    """Yields HAProxy in front of three ComfyUIs. The end of the block stops them and kills leftover processes."""
-    environment = {"PARALLEL_TEST_FORKED_RANKS": "1"}
-    servers = {name: start_comfyui(folder / name, environment=environment) for name in NAMES}
-    with front_door_of(servers, require_haproxy(), folder) as running:
-        yield running
-
-
-@contextlib.contextmanager
 def front_door_of(servers: dict[str, ComfyUIServer], haproxy: str, folder: Path) -> Iterator[FrontDoor]:
-    """Starts these ComfyUIs and yields HAProxy in front of them, see `front_door`. `haproxy`: path of the program."""
+    """Starts these ComfyUIs and yields HAProxy in front of them. The end of the block stops them and kills leftover
+    processes. `haproxy`: path of the program."""
     tokens = tuple(secrets.token_hex(16) for _ in range(PROGRAMS))
     with contextlib.ExitStack() as running:
         # Its threads must live as long as the ComfyUIs: each ComfyUI ends with the thread that started it.

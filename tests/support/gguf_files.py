@@ -11,8 +11,6 @@ from gguf import quants
 from safetensors.torch import save_file
 from torch import Tensor
 
-from comfy_weight_files import random_tensors
-
 # Formats to which gguf's Python code cannot quantise: byte offsets of the float16 scales in a block.
 _SCALES = {
     "Q6_K": (208,),
@@ -40,12 +38,12 @@ def packed(weight: numpy.ndarray, kind: str, seed: int = 0) -> numpy.ndarray:
     return blocks.reshape(weight.shape[0], -1)
 
 
-def write(path: Path, kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> Path:
-    """Writes a file: the blocks' matrices in this format, one tensor in float16 with its true shape in the metadata,
-    all others in float32. `tensors`: of a Flux; default: random ones."""
+def write(path: Path, kind: str, tensors: dict[str, Tensor]) -> Path:
+    """Writes the tensors of a Flux: the blocks' matrices in this format, one tensor in float16 with its true shape in
+    the metadata, all others in float32."""
     writer = gguf.GGUFWriter(str(path), "flux")
     form = gguf.GGMLQuantizationType[kind]
-    for seed, (name, tensor) in enumerate((tensors or random_tensors(blocks)).items()):
+    for seed, (name, tensor) in enumerate(tensors.items()):
         array = tensor.numpy()
         if _is_packed(name, tensor):
             if kind == "F16":
@@ -68,21 +66,16 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def unpacked(kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Returns the tensors that `write` puts into a file, unpacked in float32 by gguf's own arithmetic."""
-    found = {}
-    for seed, (name, tensor) in enumerate((tensors or random_tensors(blocks)).items()):
-        found[name] = tensor
+def write_unpacked(path: Path, kind: str, tensors: dict[str, Tensor]) -> Path:
+    """Writes what `write` puts into a file, unpacked in float32 by gguf's own arithmetic."""
+    found = dict(tensors)
+    for seed, (name, tensor) in enumerate(tensors.items()):
         if _is_packed(name, tensor) and kind != "F16":
             data = packed(tensor.numpy(), kind, seed)
             found[name] = torch.from_numpy(quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
         elif _is_packed(name, tensor) or name == "final_layer.linear.weight":
             found[name] = tensor.half().float()
-    return found
-
-
-def write_unpacked(path: Path, kind: str, blocks: int = 2, tensors: dict[str, Tensor] | None = None) -> Path:
-    save_file({name: tensor.contiguous() for name, tensor in unpacked(kind, blocks, tensors).items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, path)
     return path
 
 

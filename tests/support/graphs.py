@@ -149,5 +149,5 @@ class Graph:
     def combined(self, one: list, other: list) -> list:
         return [self.add("ConditioningCombine", conditioning_1=one, conditioning_2=other), 0]
 
-    def save(self, latent: list, path: str) -> str:
-        return self.add("TestSaveLatent", latent=latent, path=path)
+    def save(self, value: list, path: str) -> str:
+        return self.add("TestSave", value=value, path=path)

@@ -41,6 +41,16 @@ _LIES = [0, 1, 7, 8, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**6
 _WORDS = [b"NaN", b"Infinity", b"-1", b"1e999", b"null", b"{}", b"[]", b'"', b"\\u0000", b"\xff", b"[" * 500]
 
 
+class Touches:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
+
+
 def damaged(originals: list[bytes]) -> st.SearchStrategy[bytes]:
     """Returns a strategy for one of `originals` with bytes changed, cut, doubled or replaced, or for random bytes."""
     change = st.one_of(

@@ -37,9 +37,7 @@ from torch.distributed import distributed_c10d
 from nccl_device import Communicator, NcclError, Stream, bytes_of, only_stream, overlap
 
 NCCL_SEMANTICS = "nccl_semantics"
-NCCL_STREAMS = (
-    "nccl_streams"  # the same, but with a stream for each communicator; streams run at the same time
-)
+NCCL_STREAMS = "nccl_streams"  # with a stream for each communicator; streams run at the same time
 _NOTE = 256  # bytes of the message with which ranks compare their operations
 
 _batch_isend_irecv = dist.batch_isend_irecv

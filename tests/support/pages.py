@@ -197,6 +197,11 @@ def set_widgets(page, kind: str, **values: object) -> None:
     )
 
 
+def make_subgraph(page, nodes: str) -> None:
+    """Puts the nodes that this JavaScript expression lists into a subgraph."""
+    page.evaluate(f"() => {{ app.graph.convertToSubgraph(new Set({nodes})); }}")
+
+
 def menu_of(page, kind: str) -> list[str]:
     """Returns the entries in the menu of a node of this kind."""
     items = f"app.canvas.getNodeMenuOptions({_NODE}).map(item => item?.content).filter(Boolean)"

@@ -43,11 +43,11 @@ def open_tun() -> tuple[int, str]:
 
 class SlowNetwork:
     """A network between hosts. `hosts`: by address, the descriptor for reading a host's packets and writing packets to
-    it; the network closes them. `seed`: decides which packets are lost."""
+    it; the network closes them."""
 
-    def __init__(self, hosts: Mapping[str, int], seed: int = 17) -> None:
+    def __init__(self, hosts: Mapping[str, int]) -> None:
         self._hosts = {socket.inet_aton(address): descriptor for address, descriptor in hosts.items()}
-        self._draw = random.Random(seed)
+        self._draw = random.Random(17)  # decides which packets are lost
         self._cut_off: set[bytes] = set()
         self._due: list[tuple[float, int, int, bytes]] = []  # (due time, order, target's descriptor, packet)
         self._order = itertools.count()

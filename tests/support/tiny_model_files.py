@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # {kind: (its name in cases.j
     }),
 }  # fmt: skip
 _SOUND = {"embed_dim": 768, "project_cond_tokens": True, "depth": 2, "attn_kwargs": {}}
-_PREFIXED = ("sd3", "unet", "sdxl", "sound")  # whose keys begin with model.diffusion_model.
+CHECKPOINTS = ("sd3", "unet", "sdxl", "sound")  # whose keys begin with model.diffusion_model.
 _IN_HALF = ("sdxl", "qwen_image")  # large ones
 
 
@@ -98,7 +98,7 @@ def write_tiny(path: Path, kind: str) -> None:
         return
     import_comfyui_here()
     dtype = torch.bfloat16 if kind in _IN_HALF else torch.float32
-    prefix = "model.diffusion_model." if kind in _PREFIXED else ""
+    prefix = "model.diffusion_model." if kind in CHECKPOINTS else ""
     found = _weights(_build(kind), prefix, dtype)
     if kind == "sound":  # the part of Stable Audio's file that encodes how long a sound is
         conditioner = resolve_name("comfy.ldm.audio.embedders:NumberConditioner")

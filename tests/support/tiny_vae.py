@@ -25,9 +25,9 @@ def random_vae(sizes: VaeSizes, seed: int = 0) -> nn.Module:
     return fill(kl(**config) if sizes.post_quant else engine(HALVES, config), seed)
 
 
-def banded(sizes: VaeSizes, dtype: torch.dtype = torch.float32) -> ComfyUIVae:
+def banded(sizes: VaeSizes) -> ComfyUIVae:
     """Returns the VAE's decoder as a rank has it."""
-    return ComfyUIVae(random_vae(sizes), sizes.channels, 2, dtype, CPU)
+    return ComfyUIVae(random_vae(sizes), sizes.channels, 2, torch.float32, CPU)
 
 
 def write_vae(path: Path, sizes: VaeSizes, seed: int = 0, **more: Tensor) -> Path:

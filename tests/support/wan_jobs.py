@@ -117,9 +117,8 @@ def patchwise_latent(
         return module.unpatchify(out, (FRAMES, rows, columns))[..., :HEIGHT, :WIDTH]
 
     x = job.noise.clone() if flow else job.noise * job.sigmas[0]
-    seen = (
-        x.clone()
-    )  # the input of each patch's last call; tokens beyond the latent's edge repeat elements of another patch
+    # The input of each patch's last call; tokens beyond the latent's edge repeat elements of another patch.
+    seen = x.clone()
     wan.optimized_attention = stale
     try:
         for i, (sigma, following) in enumerate(zip(job.sigmas[:-1], job.sigmas[1:], strict=True)):

@@ -47,12 +47,6 @@ def shaped_latent(shape: str, draw: int) -> io.Latent:
     return {"samples": parts[0] if len(parts) == 1 else NestedTensor(parts)}
 
 
-@node("TestFlatLatent")
-def flat_latent(latent: io.Latent) -> io.Latent:
-    """Returns a LATENT in several parts, such as video and sound, as one tensor [batch, numbers]."""
-    return {"samples": torch.cat([part.flatten(1) for part in latent["samples"].unbind()], dim=1)}
-
-
 @node("TestFirstFrameKept")
 def first_frame_kept(latent: io.Latent) -> io.Latent:
     """Returns a video LATENT whose mask keeps a drawn first frame, as Wan22ImageToVideoLatent does."""

@@ -1,12 +1,15 @@
-"""Nodes that write latents, images and texts of a graph to files."""
+"""Nodes that write tensors and texts of a graph to files."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import comfy.model_management
 import folder_paths
+import torch
+from comfy.nested_tensor import NestedTensor
 from comfy_api.latest import io
 from safetensors.torch import save_file
 
@@ -20,16 +23,28 @@ def output_path(path: str) -> Path:
     return target
 
 
-@node("TestSaveLatent", is_output_node=True)
-def save_latent(latent: io.Latent, path: str):
-    """Writes a LATENT's samples as safetensors (key ``samples``) to a path under the output folder."""
-    save_file({"samples": latent["samples"].contiguous().cpu()}, output_path(path))
+@node("TestSave", is_output_node=True)
+def save(value: io.AnyType, path: str):
+    """Writes the tensors of any value as safetensors to a path under the output folder. Their keys are their places in
+    the value; an IMAGE, and the samples of a LATENT, have the key ``tensor``."""
+    save_file(
+        {name or "tensor": one.contiguous().cpu() for name, one in _tensors(value, "")}, output_path(path)
+    )
 
 
-@node("TestSaveImage", is_output_node=True)
-def save_image(image: io.Image, path: str):
-    """Writes an IMAGE ``[batch, height, width, 3]`` unrounded as safetensors (key ``image``)."""
-    save_file({"image": image.contiguous().cpu()}, output_path(path))
+def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, dict) and "samples" in value:  # a LATENT
+        value = value["samples"]
+    if isinstance(value, NestedTensor):  # of a LATENT in several parts, such as video and sound
+        value = torch.cat([part.flatten(1) for part in value.unbind()], dim=1)
+    if isinstance(value, torch.Tensor):
+        yield name, value.clone()
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from _tensors(one, f"{name}.{number}")
+    elif isinstance(value, dict) or type(value).__name__ == "Output":  # of CLIP vision
+        for key, one in (value if isinstance(value, dict) else vars(value)).items():
+            yield from _tensors(one, f"{name}.{key}")
 
 
 @node("TestSaveText", is_output_node=True)

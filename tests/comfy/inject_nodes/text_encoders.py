@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from unittest import mock
@@ -20,7 +19,6 @@ from comfy_api.latest import io
 from safetensors.torch import load_file, save_file
 
 from .node import node
-from .outputs import output_path
 
 _CLIP = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 4}
 _T5 = {"d_ff": 64, "d_kv": 16, "d_model": 32, "num_heads": 2, "num_layers": 4}
@@ -171,20 +169,3 @@ def written_into(clip: io.Clip) -> io.Clip:
 
     found.patcher.add_object_patch("clip_l.encode_token_weights", halved)
     return found
-
-
-@node("TestSaveTensors", is_output_node=True)
-def save_tensors(value: io.AnyType, path: str):
-    """Writes the tensors of any value as safetensors, named by their position in it."""
-    save_file({name: one.contiguous().cpu() for name, one in _tensors(value, "")}, output_path(path))
-
-
-def _tensors(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value.clone()
-    elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            yield from _tensors(one, f"{name}.{number}")
-    elif isinstance(value, dict) or type(value).__name__ == "Output":  # of CLIP vision
-        for key, one in (value if isinstance(value, dict) else vars(value)).items():
-            yield from _tensors(one, f"{name}.{key}")

@@ -11,11 +11,5 @@ from . import ways  # noqa: F401, the nodes find it among the loaded modules
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {}
 
-
-def share_small_attention() -> None:
-    """Makes the ranks split attention among devices even for a tiny model; does nothing in ComfyUI's process."""
-    if torch.distributed.is_initialized():
-        sys.modules["parallel_backend.engine.attention.queries"].MIN_KEYS = 1
-
-
-share_small_attention()
+if torch.distributed.is_initialized():  # in a rank: attention is shared out even of a tiny model
+    sys.modules["parallel_backend.engine.attention.queries"].MIN_KEYS = 1
