@@ -44,10 +44,10 @@ class SlowLink:
         self.bytes_per_second = 0.0
         self._free_at = 0.0
 
-    def start(self, send, send_sizes, receive_sizes, axis):
+    def start(self, send, send_sizes, receive_sizes, axis, *, overlaps=True):
         """Replaces collectives.start_all_to_all."""
         before = axis.traffic.bytes_sent
-        arrive = self._carry(send, send_sizes, receive_sizes, axis)
+        arrive = self._carry(send, send_sizes, receive_sizes, axis, overlaps=overlaps)
         there = 0.0
         if self.bytes_per_second:
             begin = max(time.perf_counter(), self._free_at)
@@ -59,10 +59,6 @@ class SlowLink:
             return received
 
         return arrived
-
-    def exchange(self, *of_call):
-        """Replaces collectives.all_to_all."""
-        return self.start(*of_call)()
 
 
 def main() -> None:
@@ -103,7 +99,7 @@ def main() -> None:
 def _measure(world: World, path: str, tokens: int, share: float, rounds: int) -> dict:
     """Runs in each of the two processes. Returns seconds of steps of each way on both links, measured in turns."""
     link = SlowLink(sequence.start_all_to_all)
-    sequence.start_all_to_all, sequence.all_to_all = link.start, link.exchange
+    sequence.start_all_to_all = link.start
     layouts = Layouts(world)
     axis = layouts.get(ULYSSES).ulysses
     jobs, request = PlainJobs(layouts), sample_request(tokens, STEPS)
@@ -125,7 +121,7 @@ def _measure(world: World, path: str, tokens: int, share: float, rounds: int) ->
     link.bytes_per_second = speed
     send = torch.zeros(2 * ALONE)
     begin = time.perf_counter()
-    link.exchange(send, (ALONE, ALONE), (ALONE, ALONE), axis)
+    link.start(send, (ALONE, ALONE), (ALONE, ALONE), axis)()
     error = (time.perf_counter() - begin) / (4 * ALONE / speed) - 1
     found: dict = {"bytes": sent, "link": speed, "link_error": error}
     found |= {name: [[] for _ in WAYS] for name in ("free", "slow")}
