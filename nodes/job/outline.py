@@ -71,6 +71,7 @@ class Outline:
         self.known: Known = {id(source.model): ("base",)}
         self._name(source.model, self.pristine, "")
         self.base: Any = (copy or _shadow_base)(source.model, dict(self.known))
+        self._take_unpatched_weights()
         self.known[id(self.base)] = ("base",)
         self._name(self.base, self.pristine, "")
         # Held, so that no other object gets an id in `known`.
@@ -87,6 +88,16 @@ class Outline:
         self._same: SameNetwork | None = None
         self._changes: list[NetworkChange] = []
         self._same_backup = SameValues([self._backup])
+
+    def _take_unpatched_weights(self) -> None:
+        """Takes the loader's parameters where ComfyUI has put patched ones in their place for a run of another MODEL:
+        it will put these back, and `base` would still have the patched ones."""
+        for key, backup in self._backup.items():
+            path, _, name = key.rpartition(".")
+            if not backup.inplace_update:
+                is_parameter = isinstance(backup.weight, nn.Parameter)
+                weight = backup.weight if is_parameter else nn.Parameter(backup.weight, requires_grad=False)
+                self.base.get_submodule(path)._parameters[name] = weight
 
     def changes(self) -> list[NetworkChange]:
         """Finds what nodes have changed in the network, before Parallel Model and since. Raises RequestError for a

@@ -24,9 +24,8 @@ from .pickling import LOADED_STATE
 from .restore import Replaced, is_as_imported
 from .tensors import OF_DEVICES
 
-CHANGES = (
-    "changes"  # name of the tensor with the changes as JSON; the tensors in them have a number behind it
-)
+# Name of the tensor with the changes as JSON; the tensors in them are named alike, with a number behind it.
+CHANGES = "changes"
 UNSENT = (
     "A later sampling may differ from one device: what changed in {names} stays on the devices, as it is neither plain "
     "values nor tensors of at most 256 MiB in all."

@@ -117,6 +117,21 @@ FLAGS = {  # of ComfyUI: those that its ranks get
 }
 
 
+def test_a_model_that_was_made_parallel_while_another_ones_patches_were_in_its_weights_has_its_own(comfy):
+    """ComfyUI takes patches out only when it runs the next MODEL with the same weights."""
+    graph = AnyGraph(comfy, "unet")
+    stock, request, settings = graph.stock(), graph.request(), {"steps": 2, "cfg": 1.0}
+    patched = [graph.add("UNetSelfAttentionMultiply", model=stock, q=1.6, k=1.4, v=0.7, out=1.3), 0]
+    ours = [graph.parallel(stock, ulysses=2), 0]
+    comfy.sample(graph.prompt, graph.ksampler(patched, *request, **settings))
+    comfy.sample(graph.prompt, graph.ksampler(ours, *request, **settings))  # makes the MODEL of `ours`
+    found = comfy.sample(graph.prompt, graph.ksampler(stock, *request, **settings))
+    later = comfy.sample(graph.prompt, graph.ksampler(ours, *request, **settings, seed=8))
+    expected = comfy.sample(graph.prompt, graph.ksampler(stock, *request, **settings, seed=8))
+    assert relative_difference(later, expected) <= TOLERANCE
+    assert relative_difference(found, expected) > TOLERANCE
+
+
 def test_ranks_get_the_flags_that_change_numbers_and_no_others():
     import_comfyui_here()
     from comfy.cli_args import parser
