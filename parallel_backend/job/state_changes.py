@@ -194,7 +194,8 @@ class Variables:
         What it does not have, stays. `unsent`: see StateChanges."""
         stay = {id(one) for one in _reached(unsent)}
         for variable, owner, value in self._imported:
-            if id(variable) not in stay:
+            # Not what is still there: a class such as an Enum refuses even that.
+            if id(variable) not in stay and vars(owner).get(variable.name) is not value:
                 setattr(owner, variable.name, value)
         for one, before in self._contents:
             if id(one) not in stay:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
 import functools
 import importlib
 import random
@@ -326,3 +327,16 @@ def test_what_comfyuis_process_cannot_have_stays_in_the_rank(pack):
     values, _ = _run_with_variables(pack, run)
     assert (pack.layer, pack.memory.layers, pack.calls) == (layer, {"one": layer}, 0)
     assert (values["layer"], values["calls"]) == (None, 1)
+
+
+class Mode(enum.Enum):
+    """A class of a pack whose attributes cannot be set."""
+
+    SIGMA = "sigma"
+
+
+def test_what_a_job_has_not_changed_is_not_set_again():
+    variables = Variables([Replaced(__name__, "Mode", "SIGMA", AS_IMPORTED)])
+    variables.note()
+    variables.put_back([])
+    assert Mode.SIGMA.value == "sigma"
