@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import operator
 import os
 import random
 import sys
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ...parallel_backend.job.restore import AS_IMPORTED, Replaced
+from ...parallel_backend.job.changes import are_same
+from ...parallel_backend.job.restore import Replaced, is_as_imported
 from .replaced import Packs
 
 _MOST = 10_000  # values in one variable that are compared
@@ -62,7 +62,7 @@ def variables_of(code: Iterable[Any]) -> list[Replaced]:
 def was_set(variable: Replaced) -> bool:
     """Returns True if a variable is not as the import has set it."""
     before, held = _imported[variable.module, variable.path].get(variable.name, (None, []))
-    return variable.value is not before or not _are_same(_all_in(variable.value), held)
+    return variable.value is not before or not are_same(_all_in(variable.value), held)
 
 
 def names_of(variables: Iterable[Replaced]) -> set[tuple[str, str, str]]:
@@ -86,7 +86,7 @@ def put_back(variables: Iterable[Replaced]) -> None:
     """Sets variables to the values that a job has given them on the devices."""
     for one in variables:
         owner = _owner_of(one.module, one.path)
-        if one.value is not AS_IMPORTED and vars(owner).get(one.name) is not one.value:
+        if not is_as_imported(one) and vars(owner).get(one.name) is not one.value:
             setattr(owner, one.name, one.value)
 
 
@@ -110,10 +110,6 @@ def _owner_of(module: str, path: str) -> Any:
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, _DATA) or (type(value).__module__, "") in _imported
-
-
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _all_in(value: Any) -> list[Any]:

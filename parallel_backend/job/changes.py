@@ -150,7 +150,7 @@ class SameValues:
 
     def still_hold(self) -> bool:
         """Returns True if all dicts still have the same values."""
-        return _are_same(self._now(), self._values)
+        return are_same(self._now(), self._values)
 
     def _now(self) -> list[Any]:
         return list(chain.from_iterable([one.values() for one in self._dicts]))
@@ -171,11 +171,12 @@ class SameModules:
         return (
             all(type(module) is kind for module, kind in self._kinds)
             and self._values.still_hold()
-            and _are_same(_base_attributes(self._base), self._base_values)
+            and are_same(_base_attributes(self._base), self._base_values)
         )
 
 
-def _are_same(one: list[Any], other: list[Any]) -> bool:
+def are_same(one: list[Any], other: list[Any]) -> bool:
+    """Returns True if both lists have the same objects in the same order."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 

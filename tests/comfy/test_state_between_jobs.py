@@ -1,4 +1,4 @@
-"""What a node's code keeps for later, and what its callback gets in each step, are as on one device."""
+"""Nodes find what their code has kept for later, and their callbacks get each step's latents, as on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job changes in copies of its objects is stored in the objects themselves."""
+"""Changes that a job makes in copies of its objects are stored in the objects themselves."""
 
 from __future__ import annotations
 
