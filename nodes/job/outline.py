@@ -6,14 +6,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import comfy.model_base
 import comfy.model_patcher
 from torch import Tensor, nn
 
-from ...parallel_backend.job.changes import HOOKS, NetworkChange, SameValues, changes_of, is_same_class
+from ...parallel_backend.job.changes import (
+    HOOKS,
+    NetworkChange,
+    SameValues,
+    changes_of,
+    is_put_back,
+    is_same_class,
+)
 from ...parallel_backend.job.pickling import LOADED_STATE, Known
 from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
 from ..host.calls import refusal
@@ -244,7 +251,7 @@ def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.M
         return made[id(module)]
     shadow = type(module).__new__(type(module))
     made[id(module)] = shadow
-    state = _without_loaded_state(module.__dict__) if id(module) in known else dict(module.__dict__)
+    state = _without_loaded_state(module) if id(module) in known else dict(module.__dict__)
     state.pop("_compiled_call_impl", None)
     for name in HOOKS:
         if name in state:
@@ -258,11 +265,14 @@ def _shadow(module: nn.Module, known: Known, made: dict[int, nn.Module]) -> nn.M
     return shadow
 
 
-def _without_loaded_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a module's attributes without those that ComfyUI's memory manager and LoRAs put beside its weights."""
+def _without_loaded_state(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's attributes without those that ComfyUI's memory manager and LoRAs put beside its weights, and
+    without methods that ComfyUI has put back: they would call the module and not its copy."""
     state = {
         key: value
-        for key, value in attributes.items()
-        if key not in LOADED_STATE and not key.endswith(_LOWVRAM)
+        for key, value in module.__dict__.items()
+        if key not in LOADED_STATE
+        and not key.endswith(_LOWVRAM)
+        and not is_put_back(key, value, type(module))
     }
     return state | {key: [] for key in _FUNCTIONS if key in state}

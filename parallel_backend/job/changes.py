@@ -108,8 +108,12 @@ def _differs(name: str, value: Any, pristine: nn.Module) -> bool:
             return False
     elif value is None:
         return False
-    # When ComfyUI removes an object patch of a method, it leaves the class's own method on the object.
-    return not (isinstance(value, types.MethodType) and value.__func__ is getattr(type(pristine), name, None))
+    return not is_put_back(name, value, type(pristine))
+
+
+def is_put_back(name: str, value: Any, kind: type) -> bool:
+    """Returns True for the class's own method, which ComfyUI leaves on an object when it removes an object patch."""
+    return isinstance(value, types.MethodType) and value.__func__ is getattr(kind, name, None)
 
 
 def is_same_class(one: type, other: type) -> bool:

@@ -136,6 +136,16 @@ def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name):
             assert difference(before, expected) > 0.01
 
 
+def test_a_lora_is_in_an_encoder_on_which_stock_has_replaced_a_method_and_put_it_back(comfy):
+    graph = TextGraph()
+    clip = graph.encoder("clip_l", draw=51)
+    [changed] = tensors(comfy, graph, graph.text(_written_into(graph, clip)))
+    with_lora = [_lora(graph, one) for one in (clip, graph.ours(clip))]
+    expected, found = tensors(comfy, graph, *map(graph.text, with_lora))
+    assert difference(expected, found) <= 1e-5
+    assert difference(changed, expected) > 0.01
+
+
 def test_a_merge_with_the_same_encoder_takes_its_weights_without_the_last_calls_lora(comfy):
     graph = TextGraph()
     clip = graph.encoder("clip_l")
