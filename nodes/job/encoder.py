@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -42,6 +43,8 @@ from .model import SharedByClones, WeightlessPatcher
 from .outline import CaughtMethod, Outline, unloaded
 from .ship import HeldByRanks, Shipment, held_numbers
 from .vae import choose_ranks
+
+log = logging.getLogger(__name__)
 
 # The only method that is called ahead for a waiting prompt: others may draw random numbers.
 _EARLY = "encode_token_weights"
@@ -154,6 +157,9 @@ class EarlyEncoder(Encoder):
     def __init__(self, first: Encoder, should_cancel: Callable[[], bool]) -> None:
         self.number, self.early, self._should_cancel = first.number, first.early, should_cancel
         self._stand_for(first._source, first._settings, first._placement)
+        # Methods in place of an encoder's call the first stand-in's modules; it is held, so that their ids stay theirs.
+        self._first = first
+        self.outline.known.update(first.outline.known)
 
     def _unload_stock(self) -> None:
         if is_loaded(self._source):  # by the running prompt: only its thread may unload it
@@ -268,18 +274,24 @@ class _EncoderShipment(Shipment):
         sidecar, _, _ = choose_ranks(self._encoder._settings)
         with errors_as_comfyuis():
             answer = self._ask(sidecar, report_progress, interrupted)
+        for note in (*answer.notes, *self._store(answer.changes)):
+            log.warning(note)
         report_progress(f"encoded in {answer.seconds:.2f} s on {', '.join(answer.devices)}")
         return answer.value
 
     def run_early(self, should_cancel: Callable[[], bool]) -> Any:
-        """Makes the call on ranks that hold the encoder and are idle. Raises NotNow or ParallelError."""
+        """Makes the call on ranks that hold the encoder and are idle. Raises NotNow or ParallelError, such
+        as RequestError for a call that changes something for later ones: only the prompt itself may."""
         sidecar = idle_holder(self._encoder.number)
         if sidecar is None or not sidecar.jobs.acquire(blocking=False):
             raise NotNow
         try:
-            return self._ask(sidecar, None, should_cancel, waits=False).value
+            answer = self._ask(sidecar, None, should_cancel, waits=False)
         finally:
             sidecar.jobs.release()
+        if answer.changes or answer.notes:
+            raise RequestError("its nodes keep something for later texts.")
+        return answer.value
 
     def _ask(
         self,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import comfyui_version
 import folder_paths
-import numpy
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -41,7 +39,12 @@ from ...parallel_backend.job.payload import (
 from ...parallel_backend.job.pickling import CannotBeSent, Known, Pickled, can_be_sent, pickle_job
 from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.job.restore import AS_IMPORTED, Replaced
-from ...parallel_backend.job.state_changes import global_generators, store_changes, variables_by_number
+from ...parallel_backend.job.state_changes import (
+    generator_states,
+    global_generators,
+    store_changes,
+    variables_by_number,
+)
 from ...parallel_backend.job.tensors import FindInFile, SentTensors
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import Placement, RunInfo, SampleResult
@@ -145,12 +148,13 @@ class Shipment:
         self._unsent = ""  # variables of packs that ranks cannot be given, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
+        self._outline, self._device = outline, device
         self._objects: dict[int, Any] = {}  # that the job consists of, by number
         self._job = PickledJob(
             work=work,
             replaced=replaced_by(self._loaded_packs, comfyui_root(), _PACK),
             changes=changes,
-            random_states=_random_states(device),
+            random_states=generator_states(device),
             cache_threshold=cache_threshold,
         )
 
@@ -173,6 +177,14 @@ class Shipment:
                 holdings, sent = self._sent_now
                 holdings.sent = sent
                 self._note_sent(sent)
+
+    def _store(self, changes: Mapping[str, Tensor]) -> list[str]:
+        """Stores what the job has changed for later ones in the objects of this process; returns notes."""
+        if changes:
+            modules = {} if self._outline is None else dict(self._outline.base.named_modules())
+            store_changes({**self._objects, **global_generators(self._device), **modules}, changes)
+        put_back(self._variables)
+        return [_UNSENT.format(names=self._unsent)] if self._unsent else []
 
     def _note_sent(self, sent: _SentToRanks) -> None:
         """Called once the ranks have received everything that was sent with the job."""
@@ -272,8 +284,10 @@ class ShippedJob(Shipment):
         on_latents: Callable[[Tensors], None] | None = None,
     ) -> None:
         self._patcher, self._model = patcher, patcher.job_model
-        self._outline, self._on_latents = self._model.outline, on_latents
-        super().__init__(self._outline, work, patcher.load_device, cache_threshold, self._model.spec.path)
+        self._on_latents = on_latents
+        super().__init__(
+            self._model.outline, work, patcher.load_device, cache_threshold, self._model.spec.path
+        )
         self._job = replace(self._job, sends_steps=on_latents is not None)
 
     def run(
@@ -293,14 +307,11 @@ class ShippedJob(Shipment):
             if not found:
                 raise
             # A node before Parallel Model has changed these in place: send the ranks the values of this process.
-            self._outline.note_other_weights(names.split(","))
-            self._known, changes = _held_and_changed(self._outline)
+            self._model.outline.note_other_weights(names.split(","))
+            self._known, changes = _held_and_changed(self._model.outline)
             self._job = replace(self._job, changes=changes)
             result = self._send(plan, sampled, steps, on_step)
-        store_changes(self._objects | global_generators(self._patcher.load_device), result.changes)
-        put_back(self._variables)
-        unsent = _UNSENT.format(names=self._unsent) if self._unsent else ""
-        notes = [note for note in (self._model.verdict.words, unsent) if note]
+        notes = [note for note in (self._model.verdict.words, *self._store(result.changes)) if note]
         info: RunInfo = replace(result.info, notes=(*result.info.notes, *notes))
         return replace(result, info=info)
 
@@ -333,7 +344,7 @@ class ShippedJob(Shipment):
         return {
             "mode": self._model.verdict.mode,
             "inputs": astuple(self._model.file.inputs),
-            "prints": None if is_known else self._outline.file_prints(),
+            "prints": None if is_known else self._model.outline.file_prints(),
         }
 
     def _note_sent(self, sent: _SentToRanks) -> None:
@@ -359,9 +370,3 @@ def _with_parents(modules: Iterable[str]) -> Iterator[str]:
     """Yields each module's name and the names of the packages that it lies in."""
     for name in modules:
         yield from itertools.accumulate(name.split("."), "{}.{}".format)
-
-
-def _random_states(device: torch.device) -> tuple[Any, ...]:
-    """Returns the random states of torch, Python, numpy and, if `device` is a GPU, of its generator."""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), on_device

@@ -98,7 +98,7 @@ class PickledJob:
     work: Work
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
-    random_states: tuple[Any, ...]
+    random_states: Sequence[Any]
     cache_threshold: float = 0.0
     sends_steps: bool = False
     objects: dict[int, Any] = field(default_factory=dict)

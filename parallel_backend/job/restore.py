@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from .changes import HOOKS, NetworkChange, SameModules, is_note
 
 _DICTS = ("_modules", *HOOKS)
+_ABSENT = object()
 
 
 # In place of the value of a variable that is as the import has set it, in a rank too.
@@ -30,6 +33,17 @@ class Replaced:
     value: Any
 
 
+@dataclass(frozen=True)
+class AttributesSet:
+    """The attributes that a job's code has set on the module at `path`, by name, and the names of those that it has
+    removed (`gone`)."""
+
+    path: str
+    module: nn.Module
+    values: dict[str, Any]
+    gone: list[str]
+
+
 class Original:
     """The state of a model's modules before a job. After `restored`, every module has its earlier class, attributes,
     hooks and children again, so nothing that a node stores on the network reaches the next job. Weights, and
@@ -42,12 +56,13 @@ class Original:
     def _look(self) -> None:
         self._before = [
             (
+                path,
                 module,
                 type(module),
                 dict(module.__dict__),
                 {name: dict(module.__dict__[name]) for name in _DICTS},
             )
-            for module in self._base.modules()
+            for path, module in self._base.named_modules()
         ]
         self._same = SameModules(self._base)
 
@@ -61,11 +76,50 @@ class Original:
             if not self._same.still_hold():
                 self._restore()
 
+    def attributes_set(self, changes: Iterable[NetworkChange]) -> list[AttributesSet]:
+        """Returns what code has set on modules within `restored`, in addition to a job's `changes`. What ComfyUI's own
+        classes store while they compute is left out: a rank may have computed it from its share of a call."""
+        if self._same.still_hold():
+            return []
+        given = {(one.path, one.name): one.value for one in changes if one.kind == "attribute"}
+        stored = dict[type, set[str]]()  # by ComfyUI's methods of a class
+        found = []
+        for path, module, _, state, _ in self._before:
+            values = {
+                name: value
+                for name, value in module.__dict__.items()
+                if value is not given.get((path, name), state.get(name, _ABSENT)) and not is_note(name)
+            }
+            names = [*state, *(name for owner, name in given if owner == path)]
+            gone = [name for name in names if name not in module.__dict__ and not is_note(name)]
+            if not values and not gone:
+                continue
+            kind = type(module)
+            if kind not in stored:
+                stored[kind] = _stored_by_comfyui(kind)
+            values = {name: value for name, value in values.items() if name not in stored[kind]}
+            found.append(AttributesSet(path, module, values, gone))
+        return found
+
     def _restore(self) -> None:
-        for module, kind, state, nested in self._before:
+        for _, module, kind, state, nested in self._before:
             if type(module) is not kind:
                 module.__class__ = kind
             _restore_state(module.__dict__, state, nested)
+
+
+def _stored_by_comfyui(kind: type) -> set[str]:
+    """Returns the names of the attributes that methods of ComfyUI's and torch's classes store after `__init__`."""
+    methods = [
+        value
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType) and name != "__init__"
+    ]
+    theirs = [one for one in methods if one.__module__.startswith(("comfy.", "torch."))]
+    return {
+        step.argval for one in theirs for step in dis.get_instructions(one) if step.opname == "STORE_ATTR"
+    }
 
 
 def _restore_state(now: dict[str, Any], state: dict[str, Any], nested: dict[str, dict[str, Any]]) -> None:

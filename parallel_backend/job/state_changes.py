@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .pickling import LOADED_STATE
-from .restore import Replaced, is_as_imported
+from .restore import AttributesSet, Replaced, is_as_imported
 from .tensors import OF_DEVICES
 
 # Name of the tensor with the changes as JSON; the tensors in them are named alike, with a number behind it.
@@ -84,6 +84,17 @@ def global_generators(device: torch.device) -> dict[int, Any]:
     return {-place: one for place, one in enumerate(found, start=1)}
 
 
+def generator_states(device: torch.device) -> list[Any]:
+    """Returns the states of these generators."""
+    return [_contents(one)["state"] for one in global_generators(device).values()]
+
+
+def set_generators(states: Iterable[Any], device: torch.device) -> None:
+    """Sets this process's generators, and that of `device`, to states of another process."""
+    for one, state in zip(global_generators(device).values(), states, strict=False):  # not all have a GPU
+        _store(one, {"state": state}, [])
+
+
 def variables_by_number(replaced: Sequence[Replaced]) -> dict[int, Any]:
     """Returns the values of variables, by numbers below those of generators."""
     return {_FIRST_VARIABLE - place: one.value for place, one in enumerate(replaced)}
@@ -91,28 +102,34 @@ def variables_by_number(replaced: Sequence[Replaced]) -> dict[int, Any]:
 
 class StateChanges:
     """The changes of the state of a job's objects from now on. `objects`: all in its pickle, variables and generators,
-    by number; `unsent`: those with a change that `packed` could not send; `names`: of their classes or variables, but
-    for code, which each job finds anew."""
+    by number; `attributes`: those that the job sets on modules; `unsent`: objects with a change that `packed` could not
+    send; `names`: of their classes or variables, but for code, which each job finds anew."""
 
-    def __init__(self, objects: Mapping[int, Any]) -> None:
+    def __init__(self, objects: Mapping[int, Any], attributes: Iterable[Any] = ()) -> None:
         self._numbers = {id(one): number for number, one in objects.items()}
         self._held: list[Any] = [objects]  # so that no new object takes an id
         self._tensors: dict[int, Tensor] = {}  # by id, for the same reason
-        tracked = _reached(root for one in objects.values() for root in _roots(one))
+        roots = (root for one in objects.values() for root in _roots(one))
+        tracked = _reached(chain(roots, attributes))
         self._before = [(one, self._state(one)) for one in tracked if id(one) in self._numbers]
         self.unsent: list[Any] = []
         self.names: dict[str, None] = {}
 
-    def packed(self) -> dict[str, Tensor]:
-        """Returns what has changed since as tensors by name, an empty dict if nothing has."""
-        changes, sent = [], dict[int, Tensor]()
+    def packed(self, attributes_set: Iterable[AttributesSet] = ()) -> dict[str, Tensor]:
+        """Returns what has changed since as tensors by name, an empty dict if nothing has. `attributes_set`: on modules
+        of the network, whose paths serve as their numbers."""
+        changes, sent = list[tuple[int | str, list[Any], list[Any]]](), dict[int, Tensor]()
         for one, before in self._before:
             now = self._state(one)
             changed = [(name, form) for name, form in now.items() if before.get(name) != form]
             items = [pair for pair in changed if self._can_be_sent(one, pair, sent)]
             gone = [name for name in before if name not in now and self._can_be_sent(one, (name, name), {})]
-            if items or gone:
-                changes.append((self._numbers[id(one)], items, gone))
+            changes.append((self._numbers[id(one)], items, gone))
+        for new in attributes_set:
+            changed = [(self._form(name), self._form(value)) for name, value in new.values.items()]
+            items = [pair for pair in changed if self._can_be_sent(new.module, pair, sent)]
+            changes.append((new.path, items, list(map(self._form, new.gone))))
+        changes = [(number, items, gone) for number, items, gone in changes if items or gone]
         if not changes:
             return {}
         text = torch.frombuffer(bytearray(json.dumps(changes).encode()), dtype=torch.uint8)
@@ -202,9 +219,14 @@ class Variables:
                 _store(one, before, [name for name in _contents(one) if name not in before])
 
 
-def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Stores what StateChanges has packed in the same objects of ComfyUI's process. `objects`: by number. Tensors of a
-    rank's device are stored in host memory, and lie on the device again in the next job."""
+def take_changes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Removes what StateChanges has packed from an answer's tensors and returns it."""
+    return {name: tensors.pop(name) for name in list(tensors) if name.startswith(CHANGES)}
+
+
+def store_changes(objects: Mapping[int | str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Stores what StateChanges has packed in the same objects of ComfyUI's process. `objects`: by number; modules, by
+    path. Tensors of a rank's device are stored in host memory, and lie on the device again in the next job."""
     if CHANGES not in tensors:
         return
     stored = _Stored(objects, tensors)
@@ -216,7 +238,7 @@ def store_changes(objects: Mapping[int, Any], tensors: Mapping[str, Tensor]) -> 
 class _Stored:
     """Values out of forms, in ComfyUI's process."""
 
-    def __init__(self, objects: Mapping[int, Any], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, objects: Mapping[int | str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._objects, self._tensors = objects, tensors
         self._made: dict[int, Tensor] = {}  # a tensor that two objects hold stays one
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..devices import is_cpu
 from ..errors import TransportError
 from ..job.payload import ANSWER, DENOISED, unpack_answer
-from ..job.state_changes import CHANGES
+from ..job.state_changes import take_changes
 from ..options import CompileStats
 from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleResult
 from ..trials import LONGEST, MOST_STEPS
@@ -120,7 +120,7 @@ class ModelRequests:
 
         done = exchange.wait(budget, on_message)
         result = exchange.result
-        changes = {name: result.pop(name) for name in list(result) if name.startswith(CHANGES)}
+        changes = take_changes(result)
         if job.request.is_call:
             parts, denoised = _answer(exchange), None
             step_seconds = [reports(done, lambda answer: answer.run)[0].seconds]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from ..devices import is_cpu
 from ..errors import OutOfMemory, RequestError
 from ..job.answer_tree import unpack_tree
+from ..job.state_changes import take_changes
 from ..requests import ComfyUISource, ModelSpec
 from ..strategy import ParallelStrategy
 from ..wire import deadlines
@@ -71,7 +72,8 @@ class ModuleAnswer:
     """The answer to a call. `value`: its result, tensors on the CPU; `devices`: the ones that computed; `bytes`: of the
     weights that each rank computed with; `bytes_sent`: each rank's collective payload; `is_new`: True if the module
     was loaded for this call, which took `load_seconds` more; `parts`, `peak_bytes`: as in RankCall; `compute_dtype`:
-    of a VAE, as torch names it."""
+    of a VAE, as torch names it; `changes`: what the call has changed for later ones (state_changes.store_changes);
+    `notes`: on what it could not send back."""
 
     value: Any
     devices: tuple[str, ...]
@@ -83,6 +85,8 @@ class ModuleAnswer:
     parts: tuple[int, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     compute_dtype: str = ""
+    changes: Tensors = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class ModuleRequests:
@@ -180,6 +184,7 @@ class ModuleRequests:
         # The first call moves a text encoder's weights to the device, and checks a VAE.
         budget += deadlines.load_budget(request.bytes) if is_new else 0.0
         calls = reports(exchange.wait(lambda: budget, show), lambda done: done.call)
+        changes = take_changes(exchange.result)
         return ModuleAnswer(
             unpack_tree(exchange.result),
             self.devices if held.rank == ALL_RANKS else (self.devices[held.rank],),
@@ -191,6 +196,8 @@ class ModuleRequests:
             parts=tuple(call.parts for call in calls),
             peak_bytes=tuple(call.peak_bytes for call in calls),
             compute_dtype=held.infos[0].compute_dtype,
+            changes=changes,
+            notes=calls[exchange.listener].notes,
         )
 
     def _choose_rank(self, request: ModuleRequest, lease: Lease) -> int:

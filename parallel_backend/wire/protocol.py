@@ -20,7 +20,7 @@ from .calibration import Calibration
 from .checks.findings import CheckSubject, Finding, SelfTest
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 25
+VERSION = 26
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -199,12 +199,13 @@ class RankRun:
 class RankCall:
     """One rank's record of a job on a text encoder or VAE. `bytes_sent`: in collectives. For a VAE, `parts`: rows of
     each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use before, 0 on the
-    CPU."""
+    CPU; `notes`: on what cannot be sent back."""
 
     seconds: float
     bytes_sent: int
     parts: int = 0
     peak_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

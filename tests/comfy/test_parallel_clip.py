@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from any_runs import compared
 from comfyui_client import PromptFailed
 from graphs import Graph
+from waiting import wait_until
 
 PLACEMENTS = ["one device", "all devices"]
 KINDS = ["clip_l", "t5", "sdxl", "umt5", "qwen", "qwen3", "gemma", "llama"]
@@ -134,6 +135,18 @@ def test_nodes_behind_it_do_as_they_do_to_stock(comfy, name):
         assert difference(before, after) == 0.0  # the node's change leaves no trace
         if before.keys() == expected.keys():
             assert difference(before, expected) > 0.01
+
+
+@pytest.mark.parametrize("place", ["a closure", "an attribute of the encoder", "a random generator"])
+def test_what_a_node_keeps_while_one_text_is_encoded_is_there_for_the_next(comfy, place):
+    graph = TextGraph()
+    clip = graph.encoder("clip_l")
+    clips = [*(graph.ours(clip, placement=one) for one in PLACEMENTS), clip]
+    texts = [[graph.add("TestSecondText", clip=one, place=place), 0] for one in clips]
+    *found, expected = tensors(comfy, graph, *texts)
+    [forgetful] = tensors(comfy, graph, graph.text(clip, "a blue dog"))
+    assert all(difference(expected, one) <= 1e-5 for one in found)
+    assert difference(forgetful, expected) > 0.01
 
 
 def test_a_lora_is_in_an_encoder_on_which_stock_has_replaced_a_method_and_put_it_back(comfy):
@@ -289,3 +302,30 @@ def test_the_texts_of_a_waiting_prompt_are_encoded_in_the_tail_of_the_one_before
     for path, expected in zip(paths, stock, strict=True):
         assert difference(load_file(comfy.output(path)), expected) <= 1e-5
     assert _texts_encoded(comfy)[before:] == [names[0]] * 2 + [None] * 4
+
+
+def test_a_text_that_changes_what_a_node_keeps_is_not_encoded_ahead(comfy):
+    texts = [f"a red cat near the house number {number}" for number in range(3)]
+
+    def graphs(make_clip) -> list[tuple[TextGraph, list]]:
+        made = []
+        for text in texts:
+            graph = TextGraph()
+            clip = [graph.add("TestCounting", clip=make_clip(graph)), 0]
+            made.append((graph, graph.text(clip, text)))
+        return made
+
+    stock = [tensors(comfy, graph, one)[0] for graph, one in graphs(lambda graph: graph.encoder("clip_l"))]
+    before, names = len(_texts_encoded(comfy)), []
+    for number, (graph, one) in enumerate(graphs(lambda graph: graph.ours(graph.encoder("clip_l")))):
+        # The first prompt's tail lasts until a text was encoded ahead.
+        last = [graph.add("TestUntilFile", conditioning=one, file="encoded-ahead"), 0] if not number else one
+        graph.save(last, f"counting-{number}.safetensors")
+        names.append(comfy.client.queue(graph.prompt))
+    wait_until(lambda: None in _texts_encoded(comfy)[before:])
+    comfy.output("encoded-ahead").touch()
+    for name in names:
+        assert comfy.client.wait(name)["status"]["status_str"] == "success"
+    for number, expected in enumerate(stock):
+        assert difference(load_file(comfy.output(f"counting-{number}.safetensors")), expected) <= 1e-5
+    assert [one for one in _texts_encoded(comfy)[before:] if one] == names

@@ -49,6 +49,31 @@ def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, p
     assert relative_difference(found["forgetful"], found["stock"]) > TELLING
 
 
+@pytest.mark.parametrize("block", [False, True], ids=["of the network", "of a block"])
+@pytest.mark.parametrize("attribute", ["a number", "a list", "an attribute that is removed"])
+def test_attributes_that_a_job_writes_on_the_network_are_there_in_the_second(packs, attribute, block):
+    graph = AnyGraph(packs, "flux")
+    source, request = graph.stock(), graph.request()
+    ours = [graph.parallel(source, ulysses=2), 0]
+
+    def remembering(model: list, label: str) -> list:
+        inputs = {"attribute": attribute, "block": block, "label": label}
+        return [graph.add("TestNetworkMemory", model=model, **inputs), 0]
+
+    stock, parallel, first, second = (
+        remembering(model, label)
+        for model, label in ((source, "stock"), (ours, "ours"), (ours, "first"), (ours, "second"))
+    )
+    ways = {
+        "stock": _twice(graph, (stock, stock), request),
+        "ours": _twice(graph, (parallel, parallel), request),
+        "forgetful": _twice(graph, (first, second), request),
+    }
+    found = latents(packs, graph, ways)
+    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
+    assert relative_difference(found["forgetful"], found["stock"]) > TELLING
+
+
 @pytest.mark.parametrize(
     "place",
     ["the process's random generators", "a variable", "a dict in a variable", "an object in a variable"],

@@ -24,6 +24,12 @@ class Block(nn.Module):
     def forward(self, x):
         return self.inner(x) * self.scale
 
+    def note_size(self, size):
+        """Stores an attribute, as methods of ComfyUI's classes do while they compute."""
+        self.size = size
+
+    note_size.__module__ = "comfy.ldm.test"
+
 
 class Other(Block):
     def forward(self, x):
@@ -136,6 +142,28 @@ def test_what_a_node_keeps_on_the_network_while_it_runs_goes_with_the_job():
     assert not hasattr(there, "previous_residual")
     assert there.blocks[1].scale == 2.0
     assert there.blocks[0].comfy_patched_weights is True  # ComfyUI writes this one itself
+
+
+def test_attributes_that_a_jobs_code_sets_are_returned_but_not_what_comfyuis_classes_store():
+    _, there = pair()
+    given = NetworkChange("attribute", "blocks.0", "bonus", 1.0)
+    original = Original(there)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(original.restored())
+        assert original.attributes_set([]) == []
+        make_changes(there, [given], undo, lambda kind: None)
+        assert original.attributes_set([given]) == []
+        there.seen, there.blocks[1].scale = 3, 7.0
+        there.blocks[1].comfy_patched_weights = True
+        there.blocks[1].note_size(5)
+        del there.blocks[0].bonus
+        found = original.attributes_set([given])
+        assert [(one.path, one.values, one.gone) for one in found] == [
+            ("", {"seen": 3}, []),
+            ("blocks.0", {}, ["bonus"]),
+            ("blocks.1", {"scale": 7.0}, []),
+        ]
+    assert original.attributes_set([]) == []
 
 
 def test_a_parameter_is_replaced_for_one_job():

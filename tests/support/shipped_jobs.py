@@ -4,13 +4,11 @@ networks, text encoders and VAEs."""
 from __future__ import annotations
 
 import functools
-import random
 import sys
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -32,6 +30,7 @@ from parallel_backend.job.payload import (
     pack_payload,
 )
 from parallel_backend.job.pickling import pickle_job
+from parallel_backend.job.state_changes import generator_states
 from parallel_backend.job.tensors import SentTensors
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import STAY, InputShapes, ModelSpec
@@ -182,8 +181,7 @@ def ship_vae_call(inputs: Tensor, shares: tuple[float, ...] = ()):
 def _pack(work, base: nn.Module | None = None, mode: str = "", threshold: float = 0.0):
     from comfy.model_patcher import ModelPatcher
 
-    states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), None)
-    job = PickledJob(work, replaced=(), changes=(), random_states=states, cache_threshold=threshold)
+    job = PickledJob(work, (), (), random_states=generator_states(CPU), cache_threshold=threshold)
     pickled = pickle_job(job, {} if base is None else _known(base), SentTensors(), ModelPatcher)
     facts = ProcessFacts(import_comfyui_here().root, "", "the pack", {}, tuple(sys.path), {})
     head = Head(

@@ -16,7 +16,7 @@ from ...engine.shared_layers import share_layers
 from ...errors import Cancelled, ParallelError
 from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
-from ...job.restore import make_changes, set_replaced
+from ...job.restore import set_replaced
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.patchers import encoder_patcher
 from ...models.comfyui.jobs.samplers import call_encoder
@@ -26,7 +26,8 @@ from ...wire.payloads import Tensors
 from ...wire.protocol import ALL_RANKS, Load, RankCall
 from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_fault
-from .reader import JobReader, PatchedModel, set_random_states
+from .reader import JobReader, PatchedModel
+from .set_up import set_up
 from .vaes import HeldVae, StepCallback
 
 _LOOK = 0.05  # s between two checks for a cancel
@@ -85,8 +86,8 @@ class Modules:
         with contextlib.ExitStack() as undo:
             try:
                 job = self._reader.read(*unpack_payload(tensors), held)
-                set_replaced(job.replaced, self._reader.packages.find_module, undo)
                 if isinstance(held, HeldVae):
+                    set_replaced(job.replaced, self._reader.packages.find_module, undo)
                     assert isinstance(job.work, VaeCall), "a VAE is called with one"
                     inputs = held.check_call(inputs, job.work.shares)
             except Exception as failure:
@@ -111,32 +112,33 @@ class Modules:
         world, traffic = self._layouts.world, self._layouts.traffic
         sent = traffic.bytes_sent
         error: Exception | None = None
-        answer = None
+        answer: Tensors | None = None
+        notes: tuple[str, ...] = ()
         try:
             if held.computes:
-                answer = self._run(held, job)
+                answer, notes = self._run(held, job)
         except Exception as failure:
             error = failure if is_fault(failure) else as_refusal(failure)
         if not self._meeting.has_ended:
             leave(world, error)
         elif error is not None:
             raise error
-        record = RankCall(time.perf_counter() - started, traffic.bytes_sent - sent)
+        record = RankCall(time.perf_counter() - started, traffic.bytes_sent - sent, notes=notes)
         return (answer if world.rank == max(held.rank, 0) else None), record
 
     @torch.inference_mode()
-    def _run(self, held: HeldEncoder, job: PickledJob) -> Tensors:
+    def _run(self, held: HeldEncoder, job: PickledJob) -> tuple[Tensors, tuple[str, ...]]:
+        """Returns the answer with what the call has changed for later jobs, and notes."""
         work = job.work
         assert isinstance(work, EncoderCall), "samplers run elsewhere"
-        with contextlib.ExitStack() as undo:
-            undo.callback(held.hold_loaded)
-            set_random_states(job.random_states, held.patcher.load_device)
-            undo.enter_context(held.original.restored())
-            make_changes(held.base, job.changes, undo, lambda kind: None)
-            undo.callback(work.patcher.unpatch_model, unpatch_weights=False)
-            if held.rank != ALL_RANKS:
-                undo.enter_context(_cancellable(self._meeting.is_cancelled))
-            return pack_tree(call_encoder(work.patcher, work.path, work.method, work.args, work.kwargs))
+        with set_up(job, held, self._reader.packages.find_module) as collect:
+            with contextlib.ExitStack() as undo:
+                undo.callback(work.patcher.unpatch_model, unpatch_weights=False)
+                if held.rank != ALL_RANKS:
+                    undo.enter_context(_cancellable(self._meeting.is_cancelled))
+                answer = call_encoder(work.patcher, work.path, work.method, work.args, work.kwargs)
+            changes, notes = collect()
+            return {**pack_tree(answer), **changes}, notes
 
 
 class _Meeting:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy
-import torch
 from torch import Tensor
 
 from ...engine.comm.groups import World
@@ -162,16 +159,6 @@ class JobReader:
             facts.folders,
             lambda: heartbeat.inside("the agreement on a job", ranks),
         )
-
-
-def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
-    """Sets the random states of torch, Python, numpy and, on a GPU, of its generator."""
-    of_torch, of_python, of_numpy, of_device = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    numpy.random.set_state(of_numpy)
-    if of_device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(of_device, device)
 
 
 def _rerouted(one: Replaced) -> Replaced:

@@ -17,8 +17,6 @@ from ...engine.comm.groups import Layouts
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer, pack_step
-from ...job.restore import make_changes, set_replaced
-from ...job.state_changes import UNSENT, StateChanges, Variables, global_generators, variables_by_number
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.packages import Packages
 from ...models.comfyui.jobs.patchers import root_patcher
@@ -30,7 +28,8 @@ from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.payloads import Tensors, take_state
 from ...wire.protocol import RankRun, RunJob
-from ..jobs.reader import JobReader, PatchedModel, set_random_states
+from ..jobs.reader import JobReader, PatchedModel
+from ..jobs.set_up import set_up
 from ..outcome.agreement import RanksApart, agree
 from ..outcome.errors import as_refusal, is_fault
 from ..outcome.first_values import are_unlike, first_ranks_values
@@ -196,7 +195,7 @@ class _RunningJob:
         self._step = self._steps = 0
         self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
         self.denoised: Tensor | None = None  # of all images, after the latest step
-        self.changes: Tensors = {}  # of the state of the job's objects (StateChanges)
+        self.changes: Tensors = {}  # for later jobs (StateChanges)
         self.is_exact = True
         self.notes: tuple[str, ...] = ()
 
@@ -224,26 +223,16 @@ class _RunningJob:
         job, model, work = self._job, self._model, self._job.work
         assert isinstance(work, (SamplerRun, NetworkCall)), "jobs/modules.py runs the others"
         patcher = work.patcher if isinstance(work, NetworkCall) else work.guider.model_patcher
-        with contextlib.ExitStack() as undo:
-            undo.callback(model.hold_loaded)
-            set_random_states(job.random_states, model.patcher.load_device)
-            undo.enter_context(model.original.restored())
-            set_replaced(job.replaced, self._packages.find_module, undo)
-            make_changes(model.base, job.changes, undo, lead_calls)
-            undo.enter_context(self._meeting.holding(model.state.network))
-            # Else the next job's patcher would take injections and objects out of a network that has them no longer.
-            undo.callback(patcher.unpatch_model, unpatch_weights=False)
-            if not self._meeting.is_first:
-                undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            variables = Variables(job.replaced)
-            others = variables_by_number(job.replaced) | global_generators(model.patcher.load_device)
-            state = StateChanges(job.objects | others)
-            undo.callback(lambda: variables.put_back(state.unsent))
-            answer = self._computed(work, forward)
-            variables.note()
-            self.changes = state.packed()
-            if state.names:
-                self.notes += (UNSENT.format(names=", ".join(state.names)),)
+        with set_up(job, model, self._packages.find_module, lead_calls) as collect:
+            with contextlib.ExitStack() as undo:
+                undo.enter_context(self._meeting.holding(model.state.network))
+                # Else the next job's patcher would take injections and objects out of a network without them.
+                undo.callback(patcher.unpatch_model, unpatch_weights=False)
+                if not self._meeting.is_first:
+                    undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                answer = self._computed(work, forward)
+            self.changes, notes = collect()
+            self.notes += notes
             return answer
 
     def _computed(self, work: SamplerRun | NetworkCall, forward: ModuleForward) -> Any:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import comfy.model_management
+import folder_paths
 from comfy.cli_args import args
 from comfy_api.latest import io
 
@@ -92,6 +94,14 @@ def until_early(conditioning: io.Conditioning, count: int) -> io.Conditioning:
         return sum(answer.done() for early in encoders for answer in list(early._answers.values()))
 
     _wait_until(lambda: encoded() >= count, f"{count} texts were encoded ahead")
+    return conditioning
+
+
+@node("TestUntilFile")
+def until_file(conditioning: io.Conditioning, file: str) -> io.Conditioning:
+    """Passes a CONDITIONING on once `file` is in ComfyUI's output folder."""
+    path = Path(folder_paths.get_output_directory()) / file
+    _wait_until(path.exists, f"there is {file}")
     return conditioning
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from unittest import mock
@@ -169,3 +170,59 @@ def written_into(clip: io.Clip) -> io.Clip:
 
     found.patcher.add_object_patch("clip_l.encode_token_weights", halved)
     return found
+
+
+def _total(seen: torch.Tensor) -> Callable[[torch.nn.Module], torch.Tensor]:
+    total = seen
+
+    def add(module: torch.nn.Module) -> torch.Tensor:
+        nonlocal total
+        total = total + seen
+        return total
+
+    return add
+
+
+def _attribute(seen: torch.Tensor) -> Callable[[torch.nn.Module], torch.Tensor]:
+    def add(module: torch.nn.Module) -> torch.Tensor:
+        module.seen = module.seen + seen
+        return module.seen
+
+    return add
+
+
+_MEMORIES = {
+    "a closure": _total,
+    "an attribute of the encoder": _attribute,
+    "a random generator": lambda seen: lambda module: seen * torch.randn(1),
+}
+
+
+def _shifted(clip: io.Clip, place: str) -> io.Clip:
+    """Returns a CLIP with a function in place of the first encoder's method. It shifts each answer by what it has kept
+    in earlier calls. `place`: where it keeps that."""
+    found, step = clip.clone(), _MEMORIES[place](torch.full((), 0.1))
+    before = found.cond_stage_model.clip_l.encode_token_weights
+
+    def shifted(tokens):
+        cond, pooled, *more = before(tokens)
+        return (cond + step(before.__self__), pooled, *more)
+
+    found.patcher.add_object_patch("clip_l.encode_token_weights", shifted)
+    return found
+
+
+@node("TestCounting")
+def counting(clip: io.Clip) -> io.Clip:
+    """Returns a CLIP that shifts each text more than the one before."""
+    return _shifted(clip, "a closure")
+
+
+@node("TestSecondText")
+def second_text(clip: io.Clip, place: str) -> io.Conditioning:
+    """Encodes two texts with a CLIP that keeps something from one to the next (_shifted), and returns the second."""
+    found = _shifted(clip, place)
+    found.cond_stage_model.clip_l.seen = 0.0
+    torch.manual_seed(5)
+    found.encode_from_tokens_scheduled(found.tokenize("a red cat"))
+    return found.encode_from_tokens_scheduled(found.tokenize("a blue dog"))

@@ -10,7 +10,7 @@ import torch
 from loop_jobs import loop_job, tiny_model
 from loop_ranks import LoopRanks
 from parallel_backend.errors import RequestError
-from parallel_backend.rank.work import job as jobs
+from parallel_backend.rank.jobs import set_up
 from parallel_backend.strategy import ParallelStrategy
 from ranks import run_ranks
 
@@ -51,7 +51,7 @@ def has_dead_model(world, spec):
     (held,) = ranks.models.values()
     held.of_jobs.base.current_patcher = None  # as ComfyUI's own guider ends
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "set_random_states", fail)
+        patch.setattr(set_up, "set_generators", fail)
         with pytest.raises(RequestError, match="this job fails early"):
             ranks.run(ULYSSES, loop_job())
     gc.collect()

@@ -150,6 +150,46 @@ def memory(model, place, label):
     return model
 
 
+def _written(owner: torch.nn.Module, name: str, seen: Tensor) -> Tensor | float:
+    setattr(owner, name, getattr(owner, name) + seen)
+    return getattr(owner, name)
+
+
+def _filled(owner: torch.nn.Module, name: str, seen: Tensor) -> Tensor | float:
+    return _list(getattr(owner, name), seen)
+
+
+def _removed(owner: torch.nn.Module, name: str, seen: Tensor) -> Tensor | float:
+    return seen if vars(owner).pop(name, None) is None else -seen
+
+
+# (the value that the node gives to an attribute of the network, a function that changes it in each call)
+ATTRIBUTES = {
+    "a number": (lambda: 0.0, _written),
+    "a list": (list, _filled),
+    "an attribute that is removed": (lambda: 1.0, _removed),
+}
+
+
+@node("TestNetworkMemory", model="MODEL", attribute="STRING", block="BOOLEAN", label="STRING")
+def network_memory(model, attribute, block, label):
+    """Like TestMemory, but it keeps what it has seen in an attribute of the network, or of its first block."""
+    model, name = model.clone(), f"seen_{label}"
+    value, step = ATTRIBUTES[attribute]
+
+    def owner_in(base):
+        network = base.diffusion_model
+        return network.double_blocks[0] if block else network
+
+    def wrapper(apply_model, given):
+        answer = apply_model(given["input"], given["timestep"], **given["c"])
+        return answer + 0.3 * step(owner_in(apply_model.__self__), name, answer.mean())
+
+    setattr(owner_in(model.model), name, value())
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
 @node("TestSeeds", "LATENT", latent="LATENT", model="MODEL")
 def seeds(latent, model):
     """Seeds the process's random generators, after the model is loaded and before the latent is sampled."""
