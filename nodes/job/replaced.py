@@ -9,16 +9,15 @@ import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ...parallel_backend.job.changes import are_same
 from ...parallel_backend.job.restore import Replaced
 
-# Types whose objects are held, as classes are, so that no new object takes their address.
-_HELD = frozenset(
-    {types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType}
-)
+# Types of callables that are held. Any other, such as a method of ComfyUI's cache, would keep what it belongs to alive.
+_HELD = (type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType)
 # Functions of ComfyUI, by module, that work for this process alone: they decide where weights lie, read files, or run
 # before a job begins. Ranks have devices of their own, and compare their weights with the MODEL's.
 _LOCAL = {
@@ -67,29 +66,37 @@ class _Code:
     def __init__(self, spaces: Iterable[Mapping[str, Any]]) -> None:
         self._spaces = list(spaces)
         values = self._values()
-        self._kinds = list(map(type, values))
-        self._is_held = [type(value) in _HELD or isinstance(value, type) for value in values]
-        pairs = zip(values, self._is_held, strict=True)
-        self._is_other = [not is_held and callable(value) for value, is_held in pairs]
-        self._held = list(compress(values, self._is_held))
-        self._others = list(map(_reference, compress(values, self._is_other)))
+        self._others_at = [
+            place for place, one in enumerate(values) if callable(one) and not isinstance(one, _HELD)
+        ]
+        self._others = self._take_others(values)
+        self._held = values
 
     def is_unchanged(self) -> bool:
-        # Each job looks at ten thousand values, so the loops are C's.
         values = self._values()
-        return (
-            list(map(type, values)) == self._kinds
-            and all(map(operator.is_, compress(values, self._is_held), self._held))
-            and all(map(operator.is_, map(_reference, compress(values, self._is_other)), self._others))
-        )
+        if len(values) != len(self._held) or not are_same(self._take_others(values), self._others):
+            return False
+        if not are_same(values, self._held):
+            pairs = zip(values, self._held, strict=True)
+            changed = [one for pair in pairs if pair[0] is not pair[1] for one in pair]
+            if any(callable(one) or isinstance(one, _HELD) for one in changed):
+                return False
+            self._held = values  # variables have other data
+        return True
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable([space.values() for space in self._spaces]))
 
+    def _take_others(self, values: list[Any]) -> list[Any]:
+        """Takes the callables that are not held out of `values`; returns references to them."""
+        others = [values[place] for place in self._others_at]
+        for place in self._others_at:
+            values[place] = None
+        return list(map(_reference, others))
+
 
 def _reference(value: Any) -> Any:
-    """Returns the one weak reference to an object while it is alive; the object itself if it allows none. A method of
-    ComfyUI's cache, if held, would keep every output in it alive."""
+    """Returns the one weak reference to an object while it is alive; the object itself if it allows none."""
     try:
         return weakref.ref(value)
     except TypeError:  # typing's forms, slots of classes

@@ -209,11 +209,12 @@ class _JobPickler(cloudpickle.Pickler):
             return None
         on_host = tensor.device.type == "cpu" and tensor not in OF_DEVICES
         kind_and_place = isinstance(tensor, nn.Parameter), on_host
-        place = None if self._find_in_file is None else self._find_in_file(tensor)
-        if place is not None:
-            return ("stored", *kind_and_place, *place)
-        number, is_new = self._sent.number(tensor)
-        if is_new or str(number) in self.tensors:
+        number = self._sent.find(tensor)
+        if number is None:
+            place = None if self._find_in_file is None else self._find_in_file(tensor)
+            if place is not None:
+                return ("stored", *kind_and_place, *place)
+            number = self._sent.add(tensor)
             self.tensors[str(number)] = tensor
         return ("tensor", *kind_and_place, number)
 

@@ -36,18 +36,21 @@ class SentTensors:
         self._next = 0
         self._dropped: list[int] = []
 
-    def number(self, tensor: Tensor) -> tuple[int, bool]:
-        """Returns the number of `tensor`, and True if it must be sent: it is new, or was written to since."""
-        found = self._numbers.get(tensor)
-        if found is not None and _is_still(tensor, found[1]):
-            return found[0], False
-        if found is not None:
-            self._dropped.append(found[0])
+    def find(self, tensor: Tensor) -> int | None:
+        """Returns the number of a tensor that the ranks hold; None if it is new, or was written to since."""
+        number, before = self._numbers.get(tensor, (0, None))
+        return number if before is not None and _is_still(tensor, before) else None
+
+    def add(self, tensor: Tensor) -> int:
+        """Returns the number of a tensor that is sent now."""
+        before = self._numbers.get(tensor)
+        if before is not None:
+            self._dropped.append(before[0])
         self._next += 1
         # Inference tensors, such as prompts, have no version counter: compare with a copy.
         self._numbers[tensor] = (self._next, tensor.clone() if tensor.is_inference() else tensor._version)
         weakref.finalize(tensor, self._forget, self._next)
-        return self._next, True
+        return self._next
 
     def _forget(self, number: int) -> None:
         self._dropped.append(number)
