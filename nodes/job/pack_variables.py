@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -30,12 +30,28 @@ _latest: set[tuple[str, str, str]] = set()  # the variables of the last job: mod
 
 def note_variables(packs: Packs) -> None:
     """Notes the variables of packs before any node runs: a rank's own import sets them alike."""
+    _note(_modules_of(packs), lambda value: True)
+
+
+def note_late_variables(packs: Packs) -> None:
+    """Notes the variables of modules that nodes have imported since then. Nodes may have set data in them already, so
+    all of it counts as set."""
+    late = {name: module for name, module in _modules_of(packs).items() if (name, "") not in _imported}
+    _note(late, lambda value: not _is_data(value))
+
+
+def _modules_of(packs: Packs) -> dict[str, types.ModuleType]:
     others = packs.keys() - {_pack_of(__name__)}
-    modules = {name: one for name, one in list(sys.modules.items()) if _pack_of(name) in others}
+    return {name: one for name, one in list(sys.modules.items()) if _pack_of(name) in others}
+
+
+def _note(modules: Mapping[str, types.ModuleType], is_known: Callable[[Any], bool]) -> None:
     _imported.update({(name, ""): {} for name in modules})
     for module in modules.values():
         for owner in (module, *_classes(module)):
-            _imported[_key(owner)] = {name: (value, _all_in(value)) for name, value in vars(owner).items()}
+            _imported[_key(owner)] = {
+                name: (value, _all_in(value)) for name, value in vars(owner).items() if is_known(value)
+            }
 
 
 def variables_of(code: Iterable[Any]) -> list[Replaced]:

@@ -62,7 +62,15 @@ from .culprit import with_culprit
 from .file_tensors import FileTensors
 from .model import JobPatcher
 from .outline import Outline
-from .pack_variables import latest_variables, names_of, note_latest, put_back, variables_of, was_set
+from .pack_variables import (
+    latest_variables,
+    names_of,
+    note_late_variables,
+    note_latest,
+    put_back,
+    variables_of,
+    was_set,
+)
 from .replaced import Packs, loaded_packs, replaced_by
 
 _PACK = __name__.rsplit(".nodes.", 1)[0]
@@ -91,9 +99,10 @@ class _SentToRanks:
 
 @functools.lru_cache(maxsize=1)
 def _facts_with(modules: int) -> tuple[Packs, bytes]:
-    """Returns the packs that ComfyUI has imported and the packed facts of this process. `modules`: the number of
-    imported modules; a new number makes both anew."""
+    """Returns the packs that ComfyUI has imported and the packed facts of this process, and notes new variables of
+    packs. `modules`: the number of imported modules; a new number makes all anew."""
     loaded = loaded_packs()
+    note_late_variables(loaded)
     packs = {name: file for name, file in loaded.items() if name != _PACK}
     folders = {name: _plain(getattr(folder_paths, name)) for name in _FOLDERS}
     version = comfyui_version.__version__

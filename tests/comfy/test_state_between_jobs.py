@@ -135,17 +135,18 @@ def test_a_nodes_callback_gets_each_steps_latents_of_all_images(packs):
         assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
 
 
-def test_variables_that_a_node_has_set_in_its_packs_modules_are_set_on_the_devices(packs):
-    """Each of five kinds counts; the next prompt's values replace them."""
+@pytest.mark.parametrize("node", ["TestVariables", "TestLateVariables"])
+def test_variables_that_a_node_has_set_in_its_packs_modules_are_set_on_the_devices(packs, node):
+    """Each of several kinds counts; the next prompt's values replace them."""
     for value in (0.3, -0.2):
         graph = AnyGraph(packs, "flux")
         source, request = graph.stock(), graph.request()
         ours = [graph.parallel(source, ulysses=2), 0]
-        changed = [graph.add("TestVariables", model=source, value=value), 0]
+        changed = [graph.add(node, model=source, value=value), 0]
         models = {
             "without": source,
             "stock": changed,
             "before": [graph.parallel(changed, ulysses=2), 0],
-            "behind": [graph.add("TestVariables", model=ours, value=value), 0],
+            "behind": [graph.add(node, model=ours, value=value), 0],
         }
         compared(packs, graph, graph.sampled_by(models, request, steps=2), TOLERANCE)

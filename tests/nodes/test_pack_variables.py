@@ -60,6 +60,19 @@ def test_the_data_that_the_code_names_is_found_and_none_of_it_set_right_after_th
     assert _set(pack_variables, pack) == []
 
 
+def test_all_data_of_a_module_that_a_node_has_imported_counts_as_set(pack, pack_variables, monkeypatch):
+    late = types.ModuleType(f"{PACK}.late")
+    exec(
+        "count, table = 0, {}\ndef step(): return count + len(table) + size()\ndef size(): return 1",
+        vars(late),
+    )  # noqa: S102
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    pack_variables.note_late_variables({PACK: (f"{PACK}/__init__.py", True)})
+    found = filter(pack_variables.was_set, pack_variables.variables_of([late.step]))
+    assert pack_variables.names_of(found) == {(late.__name__, "", "count"), (late.__name__, "", "table")}
+    assert _set(pack_variables, pack) == [], "what was known stays known"
+
+
 SET = {
     "a variable": (lambda pack: setattr(pack, "scale", 2.0), ("", "", "scale")),
     "a function": (lambda pack: setattr(pack, "helper", lambda: 0), ("", "", "helper")),

@@ -45,6 +45,21 @@ def variables(model, value):
     return model
 
 
+@node("TestLateVariables", model="MODEL", value="FLOAT")
+def late_variables(model, value):
+    """Like TestVariables, but with variables of a module that no other code imports."""
+    from . import late
+
+    model, shift_of = model.clone(), late.shift
+    late.shift_by, late.SHIFTS["more"] = value, value
+
+    def wrapper(apply_model, given):
+        return apply_model(given["input"], given["timestep"], **given["c"]) + shift_of()
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
 @node("TestLockedVariable", model="MODEL")
 def locked_variable(model):
     """Sets a variable that cannot be sent to a rank, and scales the model's outputs if it is set."""
