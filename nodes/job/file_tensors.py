@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...parallel_backend.job.prints import Print, print_of
-from ...parallel_backend.job.tensors import PlaceInFile
+from ...parallel_backend.job.tensors import PlaceInFile, Print, print_of
 from ...parallel_backend.wire.file_identity import FileIdentity, find_identity
 from ...parallel_backend.wire.transport import NAMES
 from ..host.prompt_graph import Prompt, inputs_of, value_of

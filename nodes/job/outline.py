@@ -22,7 +22,7 @@ from ...parallel_backend.job.changes import (
     is_same_class,
 )
 from ...parallel_backend.job.pickling import LOADED_STATE, Known
-from ...parallel_backend.job.prints import Print, differing, print_of, prints_of
+from ...parallel_backend.job.tensors import Print, differing, print_of, prints_of
 from ..host.calls import refusal
 from ..model.header_model import build_on_meta
 from ..model.unchanged import SameNetwork

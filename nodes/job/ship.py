@@ -37,7 +37,6 @@ from ...parallel_backend.job.payload import (
     pack_payload,
 )
 from ...parallel_backend.job.pickling import CannotBeSent, Known, Pickled, can_be_sent, pickle_job
-from ...parallel_backend.job.prints import OTHER_WEIGHTS
 from ...parallel_backend.job.restore import AS_IMPORTED, Replaced
 from ...parallel_backend.job.state_changes import (
     generator_states,
@@ -45,7 +44,7 @@ from ...parallel_backend.job.state_changes import (
     store_changes,
     variables_by_number,
 )
-from ...parallel_backend.job.tensors import FindInFile, SentTensors
+from ...parallel_backend.job.tensors import OTHER_WEIGHTS, FindInFile, SentTensors
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import Placement, RunInfo, SampleResult
 from ...parallel_backend.sidecar import pool

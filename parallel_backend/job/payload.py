@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .changes import NetworkChange
-from .prints import Print
 from .restore import Replaced
+from .tensors import Print
 
 HEAD = "job"  # name of the tensor with the bytes of the head
 INPUTS = "inputs"  # name of a VAE's input: it is large, and no later job refers to it

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from parallel_backend.job.changes import NetworkChange, SameModules, SameValues, changes_of
-from parallel_backend.job.prints import differing, print_of, prints_of
 from parallel_backend.job.purity import is_pure
 from parallel_backend.job.restore import Original, Replaced, make_changes, set_replaced
+from parallel_backend.job.tensors import differing, print_of, prints_of
 
 
 class Block(nn.Module):

@@ -12,9 +12,9 @@ from ...engine.comm.groups import World
 from ...errors import ParallelError, RequestError
 from ...job.payload import Head, PickledJob, ProcessFacts
 from ...job.pickling import PATCHER_STATE
-from ...job.prints import OTHER_WEIGHTS, differing, print_of
 from ...job.reducers import RankObjects
 from ...job.restore import Original, Replaced
+from ...job.tensors import OTHER_WEIGHTS, differing, print_of
 from ...job.unpickling import unpack_facts, unpickle_job
 from ...models.comfyui.attention_router import is_attention, reroute, routed_functions
 from ...models.comfyui.jobs.mapped import MAPPED, MappedFiles

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from comfy_modules import import_comfyui_here
 from mapped_files import is_mapped, mapped_ranges
 from parallel_backend.errors import CheckpointError, RequestError
-from parallel_backend.job.prints import print_of
+from parallel_backend.job.tensors import print_of
 from parallel_backend.models.comfyui.jobs.mapped import MappedFiles
 from parallel_backend.requests import ModelSpec
 from parallel_backend.wire.file_identity import read_identity
