@@ -45,6 +45,7 @@ from ...parallel_backend.job.state_changes import (
     variables_by_number,
 )
 from ...parallel_backend.job.tensors import OTHER_WEIGHTS, FindInFile, SentTensors
+from ...parallel_backend.job.torch_settings import torch_settings
 from ...parallel_backend.planner.rules import Plan
 from ...parallel_backend.requests import Placement, RunInfo, SampleResult
 from ...parallel_backend.sidecar import pool
@@ -163,6 +164,7 @@ class Shipment:
             replaced=replaced_by(self._loaded_packs, comfyui_root(), _PACK),
             changes=changes,
             random_states=generator_states(device),
+            settings=torch_settings(),
             cache_threshold=cache_threshold,
         )
 

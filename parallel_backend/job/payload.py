@@ -92,13 +92,15 @@ Work = SamplerRun | NetworkCall | EncoderCall | VaeCall | HeldTextEncoder | Half
 class PickledJob:
     """A job before it is pickled. `work`: what to run, or the module to load; `replaced`: what packs have replaced in
     ComfyUI's modules, and set in their own; `changes`: what nodes have changed in the network; `random_states`: of
-    torch, Python, numpy and the GPU; `cache_threshold`: of the step cache, 0 without one; `sends_steps`: True if
-    ComfyUI's process gets each step's latents; `objects`: in a rank, those that it consists of, by number."""
+    torch, Python, numpy and the GPU; `settings`: torch's (torch_settings.py); `cache_threshold`: of the step cache, 0
+    without one; `sends_steps`: True if ComfyUI's process gets each step's latents; `objects`: in a rank, those that it
+    consists of, by number."""
 
     work: Work
     replaced: Sequence[Replaced]
     changes: Sequence[NetworkChange]
     random_states: Sequence[Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     cache_threshold: float = 0.0
     sends_steps: bool = False
     objects: dict[int, Any] = field(default_factory=dict)

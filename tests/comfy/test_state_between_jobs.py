@@ -150,3 +150,17 @@ def test_variables_that_a_node_has_set_in_its_packs_modules_are_set_on_the_devic
             "behind": [graph.add(node, model=ours, value=value), 0],
         }
         compared(packs, graph, graph.sampled_by(models, request, steps=2), TOLERANCE)
+
+
+def test_devices_compute_with_the_settings_of_torch_that_a_node_has_set(packs):
+    found = {}
+    for is_on in (True, False):
+        graph = AnyGraph(packs, "flux")
+        ours = [graph.parallel(graph.stock(), ulysses=2), 0]
+        models = {
+            way: [graph.add("TestFp16Accumulation", model=model, on=is_on), 0]
+            for way, model in (("stock", graph.stock()), ("ours", ours))
+        }
+        found[is_on] = latents(packs, graph, graph.sampled_by(models, graph.request(), steps=2))
+        assert relative_difference(found[is_on]["ours"], found[is_on]["stock"]) <= TOLERANCE
+    assert relative_difference(found[True]["stock"], found[False]["stock"]) > TELLING

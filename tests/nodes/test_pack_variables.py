@@ -27,6 +27,12 @@ settings = Settings()
 def helper(): return tables["deep"][0]["a"]
 def patch(): return scale * settings.total() + helper() + other.mode
 """
+LATE = """
+count, table = 0, {}
+
+def step(): return count + len(table) + size()
+def size(): return 1
+"""
 
 
 @pytest.fixture
@@ -62,10 +68,7 @@ def test_the_data_that_the_code_names_is_found_and_none_of_it_set_right_after_th
 
 def test_all_data_of_a_module_that_a_node_has_imported_counts_as_set(pack, pack_variables, monkeypatch):
     late = types.ModuleType(f"{PACK}.late")
-    exec(
-        "count, table = 0, {}\ndef step(): return count + len(table) + size()\ndef size(): return 1",
-        vars(late),
-    )  # noqa: S102
+    exec(LATE, vars(late))  # noqa: S102
     monkeypatch.setitem(sys.modules, late.__name__, late)
     pack_variables.note_late_variables({PACK: (f"{PACK}/__init__.py", True)})
     found = filter(pack_variables.was_set, pack_variables.variables_of([late.step]))

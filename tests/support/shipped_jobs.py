@@ -32,6 +32,7 @@ from parallel_backend.job.payload import (
 from parallel_backend.job.pickling import pickle_job
 from parallel_backend.job.state_changes import generator_states
 from parallel_backend.job.tensors import SentTensors
+from parallel_backend.job.torch_settings import torch_settings
 from parallel_backend.models.comfyui.load import load
 from parallel_backend.requests import STAY, InputShapes, ModelSpec
 from parallel_backend.sidecar.resume import ShippedRequest
@@ -181,7 +182,7 @@ def ship_vae_call(inputs: Tensor, shares: tuple[float, ...] = ()):
 def _pack(work, base: nn.Module | None = None, mode: str = "", threshold: float = 0.0):
     from comfy.model_patcher import ModelPatcher
 
-    job = PickledJob(work, (), (), random_states=generator_states(CPU), cache_threshold=threshold)
+    job = PickledJob(work, (), (), generator_states(CPU), torch_settings(), cache_threshold=threshold)
     pickled = pickle_job(job, {} if base is None else _known(base), SentTensors(), ModelPatcher)
     facts = ProcessFacts(import_comfyui_here().root, "", "the pack", {}, tuple(sys.path), {})
     head = Head(

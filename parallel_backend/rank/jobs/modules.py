@@ -17,6 +17,7 @@ from ...errors import Cancelled, ParallelError
 from ...job.answer_tree import pack_tree
 from ...job.payload import INPUTS, EncoderCall, HalfVae, HeldTextEncoder, PickledJob, VaeCall
 from ...job.restore import set_replaced
+from ...job.torch_settings import computing_with
 from ...job.unpickling import unpack_payload
 from ...models.comfyui.jobs.patchers import encoder_patcher
 from ...models.comfyui.jobs.samplers import call_encoder
@@ -87,6 +88,7 @@ class Modules:
             try:
                 job = self._reader.read(*unpack_payload(tensors), held)
                 if isinstance(held, HeldVae):
+                    undo.enter_context(computing_with(job.settings))
                     set_replaced(job.replaced, self._reader.packages.find_module, undo)
                     assert isinstance(job.work, VaeCall), "a VAE is called with one"
                     inputs = held.check_call(inputs, job.work.shares)

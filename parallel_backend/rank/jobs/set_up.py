@@ -16,6 +16,7 @@ from ...job.state_changes import (
     set_generators,
     variables_by_number,
 )
+from ...job.torch_settings import computing_with
 from ...wire.payloads import Tensors
 from .reader import PatchedModel
 
@@ -30,12 +31,13 @@ def set_up(
     find_module: Callable[[str], Any],
     prepare: Callable[[type], None] = lambda kind: None,
 ) -> Iterator[Collect]:
-    """Within this context, random generators, the modules of `model` and those of packs are as the job needs them.
+    """Within this context, random generators, torch's settings, and the modules of `model` and of packs are the job's.
     `prepare`: is called with each class that a module gets. The yielded function is called once, after the job."""
     device = model.patcher.load_device
     with contextlib.ExitStack() as undo:
         undo.callback(model.hold_loaded)
         set_generators(job.random_states, device)
+        undo.enter_context(computing_with(job.settings))
         undo.enter_context(model.original.restored())
         set_replaced(job.replaced, find_module, undo)
         make_changes(model.base, job.changes, undo, prepare)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from comfy_modules import import_comfyui_here
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.errors import RequestError
 from parallel_backend.job.answer_tree import unpack_tree
+from parallel_backend.job.torch_settings import computing_with
 from parallel_backend.models.comfyui.environment import import_comfyui
 from parallel_backend.rank.jobs.modules import Modules
 from parallel_backend.rank.jobs.reader import JobReader
@@ -85,3 +87,20 @@ def test_a_vae_that_one_rank_alone_cannot_compute_is_computed_by_none():
     first, second = run_ranks(_call_where_one_rank_cannot, 2)
     assert first == ("another process could not run the job", 1, (1, 16, 16, 3))
     assert second[0].endswith("than the pack knows: no room here") and second[1:] == (1, None)
+
+
+def _setting_in_a_call(world):
+    """Returns what a setting of torch is in a call that was sent while it was on, and afterwards."""
+    modules, matmul = modules_of(world), torch.backends.cuda.matmul
+    held = load(modules, Half(random_vae(FLUX), 16, 2))
+    with computing_with({"matmul.allow_fp16_accumulation": True}):
+        sent = ship_vae_call(random_latent(FLUX, 2, 2))
+    compute, found = held.call, []
+    held.call = lambda *args: found.append(matmul.allow_fp16_accumulation) or compute(*args)
+    modules.run(held, sent, Steps())
+    return *found, matmul.allow_fp16_accumulation
+
+
+def test_a_vae_computes_with_the_settings_of_the_process_that_calls_it():
+    import_comfyui_here()
+    assert run_ranks(_setting_in_a_call, 2) == [(True, False)] * 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from . import modes
 from .node import node
 
@@ -55,6 +57,20 @@ def late_variables(model, value):
 
     def wrapper(apply_model, given):
         return apply_model(given["input"], given["timestep"], **given["c"]) + shift_of()
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
+@node("TestFp16Accumulation", model="MODEL", on="BOOLEAN")
+def fp16_accumulation(model, on):
+    """Switches torch's accumulation in fp16 on or off, as KJNodes' loader does, and scales outputs while it is on."""
+    matmul, model = torch.backends.cuda.matmul, model.clone()
+    matmul.allow_fp16_accumulation = on
+
+    def wrapper(apply_model, given):
+        is_on = torch.backends.cuda.matmul.allow_fp16_accumulation
+        return apply_model(given["input"], given["timestep"], **given["c"]) * (0.9 if is_on else 1.0)
 
     model.set_model_unet_function_wrapper(wrapper)
     return model
