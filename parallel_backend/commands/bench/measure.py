@@ -21,12 +21,13 @@ from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck
 from ...planner.workload.workload import Job
-from ...requests import WEIGHT_DTYPES, Conditioning, InputShapes, ModelSpec, Placement, RunInfo, SampleRequest
+from ...requests import WEIGHT_DTYPES, ModelSpec, Placement, RunInfo, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
 from ..doctor.devices import machines_of, numbered, resolve_for_command
 from ..doctor.parity import largest_difference
+from ..doctor.rank_probe import random_request
 from ..doctor.report import find_private, scrub
 from .candidates import (
     Layout,
@@ -38,8 +39,6 @@ from .candidates import (
 )
 from .outcome import BenchResult, StrategyRow
 
-CFG = 4.0  # with any scale other than 1 the negative prompt is evaluated
-_GUIDANCE = 3.5
 _UNNAMED = ("", "all")
 
 
@@ -146,29 +145,6 @@ def _links(ranks: tuple[Calibration, ...]) -> str:
             parts.append(f"{label} {rate / 1e9:.3g} GB/s a process")
     parts.append(f"tiny all-reduce {max(c.collective_s for c in ranks) * 1e6:.0f} us")
     return ", ".join(parts)
-
-
-def random_request(
-    inputs: InputShapes, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
-) -> SampleRequest:
-    """Returns a text-to-image request with random inputs: time does not depend on the picture. Sizes in pixels."""
-    generator = torch.Generator().manual_seed(0)
-
-    def prompt() -> Conditioning:
-        return Conditioning(
-            context=torch.randn(1, text, inputs.context, generator=generator),
-            pooled=torch.randn(1, inputs.pooled, generator=generator),
-            guidance=torch.tensor([_GUIDANCE]),  # ignored by models without a guidance embedding
-        )
-
-    noise = torch.randn(batch, inputs.channels_out, -(-height // 8), -(-width // 8), generator=generator)
-    return SampleRequest(
-        noise=noise,
-        sigmas=torch.linspace(1, 0, steps + 1),
-        positive=prompt(),
-        negative=prompt() if with_cfg else None,
-        cfg=CFG if with_cfg else 1.0,
-    )
 
 
 def run_rounds(

@@ -15,8 +15,7 @@ from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
 from ...wire.checks.fault_injection import VARIABLE
 from ...wire.checks.findings import Finding
-from .checks import Check
-from .ranks import Ranks, compared, environment
+from .ranks import Check, Ranks, compared, environment
 
 _KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
 _LONG = 1000  # steps of the job that is cancelled in one of its first steps

@@ -10,8 +10,7 @@ from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
 from ..doctor.parity import largest_difference
-from .checks import Check
-from .ranks import Ranks, compared, gigabytes, same_bits, steps_in_words
+from .ranks import Check, Ranks, compared, gigabytes, same_bits, steps_in_words
 
 # Largest relative difference: weights rounded to 8 bits give a similar, not an equal picture. The demo model gives 0.1.
 _FP8_LIMIT = 0.5

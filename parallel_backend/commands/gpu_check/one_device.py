@@ -16,8 +16,7 @@ from ...wire.checks.findings import NO_GPU, Finding
 from ..doctor.examine import DEVICES, SOFTWARE, look_at_installation
 from ..doctor.links import of_ranks
 from ..doctor.rank_probe import probe_links
-from .checks import Check
-from .ranks import ALONE, Ranks, compared, gigabytes, same_bits, steps_in_words
+from .ranks import ALONE, Check, Ranks, compared, gigabytes, same_bits, steps_in_words
 
 _STEPS = 3
 # Allowed beyond the predicted bytes, for the slack of the allocator.
@@ -29,14 +28,6 @@ def check_installation(ranks: Ranks) -> Iterator[Finding]:
     for found in look_at_installation(ranks.subject.devices):
         if found.status != "ok" or found.group in (SOFTWARE, DEVICES):
             yield replace(found, name=f"{found.group}: {found.name}")
-
-
-def check_device(ranks: Ranks) -> Iterator[Finding]:
-    return ranks.check("device", len(ranks.subject.devices))
-
-
-def check_attention(ranks: Ranks) -> Iterator[Finding]:
-    return ranks.check("attention", len(ranks.subject.devices))
 
 
 def check_identity(ranks: Ranks) -> Iterator[Finding]:
@@ -123,21 +114,17 @@ def check_steps(ranks: Ranks) -> Iterator[Finding]:
         yield Finding("recompiled", "slow", f"{repeated.graphs} graphs for the same request again", remedy)
 
 
-def check_synchronisations(ranks: Ranks) -> Iterator[Finding]:
-    return ranks.check("syncs", ranks.count)
-
-
 def check_same_bits(ranks: Ranks) -> Iterator[Finding]:
     yield same_bits("two runs", ranks.sample(), ranks.expected(), "one device, one request, twice")
 
 
 INSTALLATION = (Check("installation", check_installation),)
 ONE_GPU = (
-    Check("device", check_device, limit_s=180.0),
-    Check("attention", check_attention, limit_s=300.0),
+    Check("device", lambda ranks: ranks.check("device", len(ranks.subject.devices)), limit_s=180.0),
+    Check("attention", lambda ranks: ranks.check("attention", len(ranks.subject.devices)), limit_s=300.0),
     Check("identity", check_identity, needs_gpu=True),
     Check("checkpoint", check_checkpoint),
     Check("steps", check_steps, limit_s=900.0),
-    Check("syncs", check_synchronisations),
+    Check("syncs", lambda ranks: ranks.check("syncs", ranks.count)),
     Check("same bits", check_same_bits),
 )

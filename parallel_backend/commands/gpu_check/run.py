@@ -17,18 +17,12 @@ from ...models.registry import inspect_model
 from ...options import COMPILE_BACKEND
 from ...wire.checks.findings import STATUSES, CheckSubject, Finding
 from ..doctor.rank_probe import DEMO_MODEL
-from ..doctor.report import Private, Report, find_private, in_group, scrub, scrub_findings
-from .checks import Check
+from ..doctor.report import Report, find_private, in_group, scrub, scrub_findings
 from .faults import FAULTS
 from .memory import MEMORY
 from .one_device import INSTALLATION, ONE_GPU
-from .ranks import Ranks, environment
+from .ranks import Check, Ranks, environment
 from .several_devices import SEVERAL_GPUS
-
-
-def check_profile(ranks: Ranks) -> Iterator[Finding]:
-    return ranks.check("profile", ranks.count)
-
 
 Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
 # All checks, in the order in which they run.
@@ -38,7 +32,7 @@ GROUPS: Groups = {
     "Weights and memory": MEMORY,
     "Several GPUs": SEVERAL_GPUS,
     "Faults": FAULTS,
-    "Time": (Check("profile", check_profile, limit_s=900.0),),
+    "Time": (Check("profile", lambda ranks: ranks.check("profile", ranks.count), limit_s=900.0),),
 }
 FILES = ("gpu-check.md", "gpu-check.json")
 _FRAMES = 12  # last lines of a traceback to show
@@ -159,7 +153,7 @@ def run_checks(
     on_report: OnReport = lambda report: None,
 ) -> GpuReport:
     """Runs `checks` and returns the report; `on_report` gets it after each check."""
-    private = _private(subject)
+    private = find_private(model="" if subject.is_demo else subject.model)
     report = GpuReport(tuple(scrub(line, private) for line in _words(subject)), planned=len(checks))
     ranks = Ranks(subject)
     with ExitStack() as stack:
@@ -219,13 +213,3 @@ def _words(subject: CheckSubject) -> Sequence[str]:
         f"model: {whose}, {sizes}",
         f"pictures: {side} × {side} and {width} × {height}, {subject.text} tokens of text, {subject.steps} steps, CFG",
     )
-
-
-def _private(subject: CheckSubject) -> Private:
-    """Returns the private texts of this process, and the model's path and name."""
-    private = find_private()
-    if subject.is_demo:
-        return private
-    path = Path(subject.model)
-    paths = ((subject.model, "<model>"), (str(path.parent), "<models>"), *private.paths)
-    return Private(paths, ((path.name, "<model>"), (path.stem, "<model>"), *private.words))

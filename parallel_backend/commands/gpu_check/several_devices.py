@@ -12,8 +12,7 @@ from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
-from .checks import Check, Examine
-from .ranks import Ranks, gigabytes, steps_in_words
+from .ranks import Check, Examine, Ranks, gigabytes, steps_in_words
 
 # One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
 SPLITS = {
