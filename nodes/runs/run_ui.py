@@ -59,7 +59,7 @@ def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: Mod
     shown: dict[str, list] = {"text": [report]}  # the form of comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
-        shown["parallel_badge"] = [asdict(badge(record))]
+        shown["parallel_badge"] = [badge(record)]
         if spent := timeline(record.runs[-1]):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
