@@ -82,10 +82,9 @@ def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: Model
     strategy = record.strategy
     unused = [device for device in resolve_devices(settings.devices) if device not in record.devices]
     devices = (*record.devices, *unused)
-    assigned = assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts)
     return {
         "title": record.name_of(strategy),
-        "seats": [device.as_dict() for device in assigned],
+        "seats": assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts),
         "inputs": asdict(SelectorInputs.of(settings)),
     }
 
