@@ -15,7 +15,7 @@ from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
 from ...wire.checks.fault_injection import VARIABLE
 from ...wire.checks.findings import Finding
-from .ranks import Check, Ranks, compared, environment
+from .ranks import Ranks, compared, environment
 
 _KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
 _LONG = 1000  # steps of the job that is cancelled in one of its first steps
@@ -101,10 +101,3 @@ def _fault(folder: str) -> str:
     return json.dumps(
         {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": f"{folder}/once"}
     )
-
-
-FAULTS = (
-    Check("cancel", check_cancel),
-    Check("kill", check_kill),
-    Check("out of memory", check_out_of_memory),
-)

@@ -10,7 +10,7 @@ from ...models.dtypes import FP8
 from ...strategy import ParallelStrategy
 from ...wire.checks.findings import Finding
 from ..doctor.parity import largest_difference
-from .ranks import Check, Ranks, compared, gigabytes, same_bits, steps_in_words
+from .ranks import Ranks, compared, gigabytes, same_bits, steps_in_words
 
 # Largest relative difference: weights rounded to 8 bits give a similar, not an equal picture. The demo model gives 0.1.
 _FP8_LIMIT = 0.5
@@ -67,11 +67,3 @@ def check_comfyui(ranks: Ranks) -> Iterator[Finding]:
         "run a workflow of yours three times in ComfyUI, changing the prompt each time: the report of Parallel "
         "Sampler must say for the second and third that the model was loaded already",
     )
-
-
-MEMORY = (
-    Check("fp8", check_fp8),
-    Check("offload", check_offload),
-    Check("sleep", check_sleep),
-    Check("comfyui", check_comfyui),
-)

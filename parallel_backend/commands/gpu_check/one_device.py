@@ -16,7 +16,7 @@ from ...wire.checks.findings import NO_GPU, Finding
 from ..doctor.examine import DEVICES, SOFTWARE, look_at_installation
 from ..doctor.links import of_ranks
 from ..doctor.rank_probe import probe_links
-from .ranks import ALONE, Check, Ranks, compared, gigabytes, same_bits, steps_in_words
+from .ranks import ALONE, Ranks, compared, gigabytes, same_bits, steps_in_words
 
 _STEPS = 3
 # Allowed beyond the predicted bytes, for the slack of the allocator.
@@ -116,15 +116,3 @@ def check_steps(ranks: Ranks) -> Iterator[Finding]:
 
 def check_same_bits(ranks: Ranks) -> Iterator[Finding]:
     yield same_bits("two runs", ranks.sample(), ranks.expected(), "one device, one request, twice")
-
-
-INSTALLATION = (Check("installation", check_installation),)
-ONE_GPU = (
-    Check("device", lambda ranks: ranks.check("device", len(ranks.subject.devices)), limit_s=180.0),
-    Check("attention", lambda ranks: ranks.check("attention", len(ranks.subject.devices)), limit_s=300.0),
-    Check("identity", check_identity, needs_gpu=True),
-    Check("checkpoint", check_checkpoint),
-    Check("steps", check_steps, limit_s=900.0),
-    Check("syncs", lambda ranks: ranks.check("syncs", ranks.count)),
-    Check("same bits", check_same_bits),
-)

@@ -18,20 +18,42 @@ from ...options import COMPILE_BACKEND
 from ...wire.checks.findings import STATUSES, CheckSubject, Finding
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import Report, find_private, in_group, scrub, scrub_findings
-from .faults import FAULTS
-from .memory import MEMORY
-from .one_device import INSTALLATION, ONE_GPU
+from . import faults, memory, one_device, several_devices
 from .ranks import Check, Ranks, environment
-from .several_devices import SEVERAL_GPUS
 
 Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
 # All checks, in the order in which they run.
 GROUPS: Groups = {
-    "Installation": INSTALLATION,
-    "One GPU": ONE_GPU,
-    "Weights and memory": MEMORY,
-    "Several GPUs": SEVERAL_GPUS,
-    "Faults": FAULTS,
+    "Installation": (Check("installation", one_device.check_installation),),
+    "One GPU": (
+        Check("device", lambda ranks: ranks.check("device", len(ranks.subject.devices)), limit_s=180.0),
+        Check("attention", lambda ranks: ranks.check("attention", len(ranks.subject.devices)), limit_s=300.0),
+        Check("identity", one_device.check_identity, needs_gpu=True),
+        Check("checkpoint", one_device.check_checkpoint),
+        Check("steps", one_device.check_steps, limit_s=900.0),
+        Check("syncs", lambda ranks: ranks.check("syncs", ranks.count)),
+        Check("same bits", one_device.check_same_bits),
+    ),
+    "Weights and memory": (
+        Check("fp8", memory.check_fp8),
+        Check("offload", memory.check_offload),
+        Check("sleep", memory.check_sleep),
+        Check("comfyui", memory.check_comfyui),
+    ),
+    "Several GPUs": (
+        Check("links", several_devices.check_all_links, needs_two=True),
+        Check("strategies", several_devices.check_strategies, needs_two=True, limit_s=1200.0),
+        *(
+            Check(f"pipefusion {w} {p}", several_devices.pipefusion(w, p), needs_two=True, limit_s=300.0)
+            for w, p in several_devices.PIPES
+        ),
+        Check("one process", several_devices.check_one_process, needs_two=True, limit_s=1200.0),
+    ),
+    "Faults": (
+        Check("cancel", faults.check_cancel),
+        Check("kill", faults.check_kill),
+        Check("out of memory", faults.check_out_of_memory),
+    ),
     "Time": (Check("profile", lambda ranks: ranks.check("profile", ranks.count), limit_s=900.0),),
 }
 FILES = ("gpu-check.md", "gpu-check.json")

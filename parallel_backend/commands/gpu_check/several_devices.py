@@ -12,7 +12,7 @@ from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
-from .ranks import Check, Examine, Ranks, gigabytes, steps_in_words
+from .ranks import Examine, Ranks, gigabytes, steps_in_words
 
 # One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
 SPLITS = {
@@ -105,14 +105,3 @@ def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
         )
     remedy = "report it with this table; stop the processes in the status panel when memory is short"
     return Finding("memory after each", "slow", f"grows with {', '.join(grown)}", remedy, table)
-
-
-SEVERAL_GPUS = (
-    Check("links", check_all_links, needs_two=True),
-    Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
-    *(
-        Check(f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0)
-        for warmup, patches in PIPES
-    ),
-    Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
-)
