@@ -261,7 +261,8 @@ def compare_runs(
         "manual", devices, ParallelStrategy(), engine=settings.engine, compared=True
     )
     one_samples = run(one_device, one_record, True)
-    samples = [_first(one_samples), _first(all_samples)]
+    # Of a model that also makes sound, the latents of the pictures alone.
+    samples = [one.unbind()[0] if one.is_nested else one for one in (one_samples, all_samples)]
     pictures = [decode_here(vae, latent) for latent in samples]
     peaks = torch.stack([(a - b).abs().max() for a, b in zip(*pictures, strict=True)])
     compared = DeviceComparison(
@@ -286,11 +287,6 @@ def compare_runs(
         ],
     }
     return io.NodeOutput(*pictures, report, ui=shown)
-
-
-def _first(samples: Tensor) -> Tensor:
-    """Returns the latent of the pictures alone, for models that also make sound."""
-    return samples.unbind()[0] if samples.is_nested else samples
 
 
 def _rows(compared: DeviceComparison, record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:

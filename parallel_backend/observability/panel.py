@@ -14,9 +14,9 @@ from .gauges import Gauge
 BUSY = "a prompt is using the processes; cancel it first"
 FAILED_TOO_OFTEN = "they failed too often; press Allow restarts first"
 NO_RANKS = "there are no processes; they start with the next prompt, or by Start"
-_BUSY = (State.STARTING.value, State.RUNNING.value)
+AT_WORK = (State.STARTING.value, State.RUNNING.value)
 _COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # phases that count steps
-_WARM = (State.READY.value, State.ASLEEP.value)
+WARM = (State.READY.value, State.ASLEEP.value)
 
 FIRST_START = "about 10 s, once"  # 1 s if ComfyUI's libraries are in the page cache, else this long
 LEAST_LOADED = 0.05  # share of a file; before it the disk's speed is unknown
@@ -41,7 +41,7 @@ def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
     return [
         {**shown, "words": shown["words"] or group_words(group)}
         for group in groups
-        if group.state in _BUSY
+        if group.state in AT_WORK
         for shown in (_progress(group, rank) for rank in _ranks(group))
     ]
 
@@ -69,9 +69,9 @@ def group_words(status: GroupStatus) -> str:
 def why_not(status: GroupStatus, left_out: tuple[str, ...] = ()) -> dict[str, str]:
     """Returns for each button why it would do nothing now; "" if it would do something."""
     state = status.state
-    if state in _BUSY:
+    if state in AT_WORK:
         return dict.fromkeys(("sleep", "wake", "restart", "stop", "reset"), BUSY)
-    warm = state in _WARM
+    warm = state in WARM
     is_broken = state == State.BROKEN.value
     failing = is_broken or bool(set(left_out) & set(status.devices))
     asleep = state == State.ASLEEP.value
@@ -112,7 +112,7 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
 
 def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     """Returns the group's ranks, or an empty rank for each device if there are none or they have ended."""
-    if status.ranks and status.state in (*_BUSY, *_WARM):
+    if status.ranks and status.state in (*AT_WORK, *WARM):
         return status.ranks
     return tuple(
         RankStatus(False, "", 0, 0, frozenset(), 0.0, rank=rank, device=device)

@@ -134,11 +134,12 @@ class RankHoldings:
     """The holdings of one sidecar's ranks. `sent`: the sender's record of what they got beside; None once they end
     or sleep, since they then lose it."""
 
+    held: RankInventory
     sent: Any
     _discarded: tuple[ModelKey, ...] | None  # the models that sleeping ranks held before; None if awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
-        self._ranks, self.held = ranks, RankInventory(ranks.devices)
+        self._ranks = ranks
         self._took: dict[ModelKey, Room] = {}  # by each model when it was loaded before
         self._one_at_a_time = False  # True once memory ran out in a request beside other held models
         self._pending_notes: list[str] = []  # dropped models, reported with the next request
@@ -161,13 +162,7 @@ class RankHoldings:
 
     def forget(self) -> None:
         """Notes that the ranks are gone, and all that they held."""
-        self._discarded = None
-        self._forget_modules()
-        self.held.forget_models()
-
-    def _forget_modules(self) -> None:
-        self.sent = None
-        self.held.modules = {}
+        self._discarded, self.sent, self.held = None, None, RankInventory(self._ranks.devices)
 
     # Preparing a request.
 
@@ -372,8 +367,7 @@ class RankHoldings:
             return
         discarded = tuple(held.key for held in self.held.models)
         self.held.keep([], lease, modules=())
-        self._discarded = discarded
-        self._forget_modules()
+        self._discarded, self.sent = discarded, None
 
     def wake(self, lease: Lease) -> None:
         """Loads again what `sleep` discarded, see Sidecar.wake."""
