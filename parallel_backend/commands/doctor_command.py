@@ -90,21 +90,25 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     shared = path_to_share(args.share)
     progress = sys.stderr if args.json else sys.stdout
 
-    def on_begin(name: str, number: int, count: int) -> None:
-        progress.write(f"[{number}/{count}] {name} …\n")
+    def say(line: str) -> None:
+        progress.write(f"{line}\n")
         progress.flush()
 
     def on_report(report: GpuReport) -> None:
         report.write(folder)
         for verdict in report.results[-1].verdicts:
-            progress.write(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}\n")
-        progress.flush()
+            say(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}")
 
     if not devices:
         usual = resolve_devices("all")  # also a single GPU
         devices = TWO_ON_CPU if is_cpu(usual) else usual
     subject = make_subject(devices, args.model)
-    report = run_checks(subject, choose(args.only), on_begin=on_begin, on_report=on_report)
+    report = run_checks(
+        subject,
+        choose(args.only),
+        on_begin=lambda name, number, count: say(f"[{number}/{count}] {name} …"),
+        on_report=on_report,
+    )
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     else:
@@ -112,8 +116,7 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
             f"\n{report.summary}\nThe report is in {' and '.join(FILES)}: attach it to a bug as it is.\n"
         )
     if shared is not None:
-        progress.write("measuring strategies …\n")
-        progress.flush()
+        say("measuring strategies …")
         _share(subject, shared)
     return report.exit_status
 

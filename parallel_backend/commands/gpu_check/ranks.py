@@ -27,7 +27,6 @@ from ..doctor.rank_probe import random_request
 ALONE = ParallelStrategy()
 PLAIN = ComputeOptions(compile="off")
 USUAL_LIMIT = 600.0  # s; enough to load 24 GB from a slow disk and to compile the blocks
-_COARSEST = max(LIMITS.values())
 
 
 class Ranks:
@@ -172,15 +171,15 @@ def environment(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
 
 
-def rounding(result: SampleResult) -> float:
-    """Returns the largest difference that counts as rounding in the compute dtype of `result`."""
+def dtype_of(result: SampleResult) -> str:
+    """Returns the dtype of LIMITS by which differences from `result` are judged: bfloat16 for all but float32."""
     load = result.info.load
-    return LIMITS.get("" if load is None else load.compute_dtype, _COARSEST)
+    return "float32" if load is not None and load.compute_dtype == "float32" else "bfloat16"
 
 
 def compared(name: str, result: SampleResult, expected: SampleResult, words: str) -> Finding:
     """Compares the latent of `result` with the expected one. `words`: text before the difference in the finding."""
-    found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
+    found, limit = largest_difference(result.latent, expected.latent), LIMITS[dtype_of(expected)]
     finding = f"{words}, largest difference {found:.1e} of the largest value"
     if found <= limit:
         return Finding(name, "ok", finding)

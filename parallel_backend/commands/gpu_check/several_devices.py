@@ -12,7 +12,7 @@ from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
-from .ranks import Examine, Ranks, gigabytes, steps_in_words
+from .ranks import Examine, Ranks, dtype_of, gigabytes, steps_in_words
 
 # One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
 SPLITS = {
@@ -53,9 +53,7 @@ def check_strategies(ranks: Ranks) -> Iterator[Finding]:
         for dtype in dtypes:
             for size in sizes:
                 result, expected = ranks.sample(strategy, size=size, dtype=dtype), ranks.expected(size, dtype)
-                load = expected.info.load
-                computed = "float32" if load is None else load.compute_dtype
-                computed = computed if computed == "float32" else "bfloat16"  # LIMITS has no float16
+                computed = dtype_of(expected)
                 runs[size].append(Parity(computed, name, largest_difference(result.latent, expected.latent)))
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
