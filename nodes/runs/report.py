@@ -4,7 +4,6 @@ All panels, badges, tables and reports give one step time for a run, and one sen
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from statistics import mean, median
@@ -37,8 +36,7 @@ def write_report(record: RunRecord) -> str:
     lines = [f"strategy: {_strategy(record)}"]
     lines.append(_result(record))
     lines += _step_cache(record)
-    engines = Counter(run.engine for run in runs)
-    lines.append(f"engine: {', '.join(engines) or 'none'}")
+    lines.append(f"engine: {', '.join(dict.fromkeys(run.engine for run in runs)) or 'none'}")
     lines += _computing(record)
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
     if times := record.step_seconds:

@@ -57,18 +57,9 @@ class IdleWatch:
                 self._used[event.devices] = self._clock()
                 self._arm()
 
-    def close(self) -> None:
-        """Forgets all ranks and cancels the timer."""
-        with self._lock:
-            self._used.clear()
-            self._arm()
-
     def _arm(self) -> None:
         """Sets the timer to the next due time; one that fires earlier is left alone."""
         if not self._used:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
             return
         timeouts, now = self._wished(), self._clock()
         due = [

@@ -168,9 +168,5 @@ def _answer(
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
         "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
         "nearest": dict(change for p in problems for change in p.nearest),
-        "why": previewed.why,
-        "basis": previewed.basis,
-        "layout": previewed.layout,
-        "notes": list(previewed.notes),
-        "memory": previewed.memory,
+        **vars(previewed),
     }
