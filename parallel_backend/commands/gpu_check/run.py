@@ -18,7 +18,7 @@ from ...options import COMPILE_BACKEND
 from ...wire.checks.findings import STATUSES, CheckSubject, Finding
 from ..doctor.rank_probe import DEMO_MODEL
 from ..doctor.report import Report, find_private, in_group, scrub, scrub_findings
-from . import faults, memory, one_device, several_devices
+from . import faults, one_device, several_devices
 from .ranks import Check, Ranks, environment
 
 Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
@@ -35,10 +35,10 @@ GROUPS: Groups = {
         Check("same bits", one_device.check_same_bits),
     ),
     "Weights and memory": (
-        Check("fp8", memory.check_fp8),
-        Check("offload", memory.check_offload),
-        Check("sleep", memory.check_sleep),
-        Check("comfyui", memory.check_comfyui),
+        Check("fp8", one_device.check_fp8),
+        Check("offload", one_device.check_offload),
+        Check("sleep", one_device.check_sleep),
+        Check("comfyui", one_device.check_comfyui),
     ),
     "Several GPUs": (
         Check("links", several_devices.check_all_links, needs_two=True),
@@ -134,10 +134,6 @@ def _in_markdown(verdict: Finding) -> Sequence[str]:
     return lines
 
 
-OnReport = Callable[[GpuReport], None]
-OnBegin = Callable[[str, int, int], None]  # the check's name, its number from 1, the number of checks
-
-
 def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     """Returns what to check on `devices`: pictures of the usual size on GPUs, small ones on the CPU. `model`: path of a
     model file, the demo model if empty."""
@@ -171,10 +167,11 @@ def run_checks(
     subject: CheckSubject,
     checks: Sequence[tuple[str, Check]],
     *,
-    on_begin: OnBegin = lambda name, number, count: None,
-    on_report: OnReport = lambda report: None,
+    on_begin: Callable[[str, int, int], None] = lambda name, number, count: None,
+    on_report: Callable[[GpuReport], None] = lambda report: None,
 ) -> GpuReport:
-    """Runs `checks` and returns the report; `on_report` gets it after each check."""
+    """Runs `checks` and returns the report; `on_report` gets it after each check. `on_begin` gets a check's name, its
+    number from 1, and the number of checks."""
     private = find_private(model="" if subject.is_demo else subject.model)
     report = GpuReport(tuple(scrub(line, private) for line in _words(subject)), planned=len(checks))
     ranks = Ranks(subject)

@@ -8,8 +8,8 @@ import torch
 
 import fake_nvml
 from parallel_backend.commands.doctor import rank_probe
-from parallel_backend.commands.gpu_check import memory, ranks
 from parallel_backend.commands.gpu_check import one_device as one_gpu
+from parallel_backend.commands.gpu_check import ranks
 from parallel_backend.commands.gpu_check import several_devices as several_gpus
 from parallel_backend.commands.gpu_check.run import choose, make_subject
 from parallel_backend.errors import ParallelError
@@ -125,7 +125,7 @@ class Scripted(ranks.Ranks):
 
 
 def test_another_picture_in_fp8_and_under_a_split_is_found():
-    (fp8,) = memory.check_fp8(Scripted(EXPECTED, -EXPECTED))
+    (fp8,) = one_gpu.check_fp8(Scripted(EXPECTED, -EXPECTED))
     assert fp8.status == "broken" and "another picture" in fp8.finding
     splits = [EXPECTED] * 2 * len(several_gpus.SPLITS)
     wrong = list(several_gpus.check_strategies(Scripted(EXPECTED, EXPECTED, EXPECTED + 1, *splits[1:])))
