@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..devices import cluster_of, is_cpu, name_devices, resolve_devices
 from ..errors import RequestError
-from .bench.command import DEFAULT_ROUNDS, say_progress
+from .bench.command import DEFAULT_ROUNDS
+from .doctor.report import say_progress
 
 if TYPE_CHECKING:
     from ..wire.checks.findings import CheckSubject
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it "
                 f"on each machine, and `doctor --devices cluster:{cluster}` here for what lies between them."
             )
-        devices = resolve_for_command(args.devices, say_progress)
+        devices = resolve_for_command(args.devices)
         # The report can be shown to others, so it has numbers only.
         for machine, called in numbered(devices).items():
             sys.stderr.write(f"{called}: {machine}\n")
@@ -135,7 +136,6 @@ def _share(subject: CheckSubject, path: Path) -> None:
         steps=subject.steps,
         rounds=DEFAULT_ROUNDS,
         with_cfg=True,
-        say=say_progress,
     )
     share(outcome, path)
 

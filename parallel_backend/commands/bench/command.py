@@ -73,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
         strategies=args.strategies,
         engine=args.engine,
         weight_dtype=args.weight_dtype,
-        say=say_progress,
     )
     written, missing = str(out / JSON_NAME), ""
     (out / JSON_NAME).write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
@@ -96,9 +95,3 @@ def _size(text: str) -> tuple[int, int]:
             f"size {text!r} is not understood; write WIDTHxHEIGHT, such as 1024x1024, {_MOST_PIXELS} at most."
         )
     return int(size[1]), int(size[2])
-
-
-def say_progress(text: str) -> None:
-    """Writes a line of progress to stderr if that is a terminal, so that stdout has the report alone."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{text} …\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest
 from ..doctor.devices import machines_of, numbered, resolve_for_command
 from ..doctor.parity import largest_difference
 from ..doctor.rank_probe import random_request
-from ..doctor.report import find_private, scrub
+from ..doctor.report import find_private, say_progress, scrub
 from .candidates import (
     Layout,
     fit_side_by_side,
@@ -52,7 +52,6 @@ def measure(
     steps: int,
     rounds: int,
     with_cfg: bool,
-    say: Callable[[str], None],
     batch: int = 1,
     strategies: str = "",
     engine: str = "auto",
@@ -65,7 +64,7 @@ def measure(
             f"weight-dtype {weight_dtype!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}."
         )
     file = inspect_model(model)
-    names = resolve_for_command(devices, say)
+    names = resolve_for_command(devices)
     if is_cpu(names):
         # Each CPU rank gets the same number of cores in every strategy, also when it runs alone.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
@@ -82,7 +81,7 @@ def measure(
         requested, left_out = split_by_memory(requested, job, names)
     spec = ModelSpec(model, weight_dtype=weight_dtype)
     rows, side_by_side, calibrations = run_rounds(
-        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds, say=say
+        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds
     )
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
     private = find_private(numbered(names))
@@ -157,7 +156,6 @@ def run_rounds(
     devices: tuple[str, ...],
     engine: str,
     rounds: int,
-    say: Callable[[str], None],
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
     A strategy that fails gets a row with the problem and does not stop the others. `job`: of `request`; `rounds`: runs
@@ -178,7 +176,7 @@ def run_rounds(
                     if rows[s].problem:
                         continue
                     sidecar, placement = groups[layout_of(s)], Placement(s, engine)
-                    say(f"{f'round {turn} of {rounds}' if turn else 'warming up'}: {s.describe()}")
+                    say_progress(f"{f'round {turn} of {rounds}' if turn else 'warming up'}: {s.describe()}")
                     try:
                         result = sidecar.sample(spec, request, placement)
                         if turn == 0 and s.world_size > 1:

@@ -23,6 +23,12 @@ _HOMES = re.compile(r"(/home/|/Users/|/root\b)[^\s:'\",)\]]*")
 _SERIALS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{8,}")
 
 
+def say_progress(text: str) -> None:
+    """Writes a line of progress to stderr if that is a terminal, so that stdout has the report alone."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{text} …\n")
+
+
 def in_group(group: str, findings: Iterable[Finding]) -> list[Finding]:
     """Returns the findings with `group` as their heading."""
     return [replace(finding, group=group) for finding in findings]
