@@ -49,16 +49,13 @@ def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
 def group_words(status: GroupStatus) -> str:
     """Returns the state in words, such as "step 12 of 28 · about 40 s left"."""
     if status.state == State.RUNNING.value:
-        kind = status.phase and status.phase.kind
-        if kind is PhaseKind.LOADING and status.ranks:
-            loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
-            return _with_time(_loading(status, loaded), time_left(status, loaded, 0))
         if status.phase is None:
             return "working"
-        if kind is PhaseKind.SAMPLING and status.steps:
-            return _with_time(_counted(status, status.step), time_left(status, 1.0, status.step))
-        counted = f" {status.step}/{status.steps}" if status.steps and kind in _COUNTED else ""
-        return status.phase.text + counted
+        loaded = sum(rank.loaded for rank in status.ranks) / max(1, len(status.ranks))
+        words, _ = _counted(status, loaded, status.step)
+        if status.phase.kind is PhaseKind.TRYING:
+            return status.phase.text + (f" {status.step}/{status.steps}" if words else "")
+        return " · ".join(filter(None, [words or status.phase.text, time_left(status, loaded, status.step)]))
     if status.state == State.STARTING.value:
         return f"starting, {time_left(status, 0.0, 0)}"
     if status.state == State.DOWN.value:
@@ -120,32 +117,23 @@ def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     )
 
 
-def _loading(status: GroupStatus, loaded: float) -> str:
-    if not loaded:
-        return "importing libraries"
-    size = status.phase.size if status.phase is not None else 0
-    return f"reading {in_gb(size)}" if size else f"loading {100 * loaded:.0f} %"
-
-
-def _counted(status: GroupStatus, step: int) -> str:
-    return f"step {min(step, status.steps)} of {status.steps}"
-
-
-def _with_time(words: str, left: str) -> str:
-    return f"{words} · {left}" if left else words
+def _counted(status: GroupStatus, loaded: float, step: int) -> tuple[str, float | None]:
+    """Returns what the running request counts in words, and the part that is done; ("", None) if it counts nothing."""
+    phase = status.phase
+    if phase is not None and phase.kind is PhaseKind.LOADING:
+        reading = f"reading {in_gb(phase.size)}" if phase.size else f"loading {100 * loaded:.0f} %"
+        return reading if loaded else "importing libraries", round(loaded, 3)
+    if phase is None or phase.kind not in _COUNTED or not status.steps:
+        return "", None
+    done = min(step, status.steps)
+    return f"step {done} of {status.steps}", round(done / status.steps, 3)
 
 
 def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
     """Returns {"device", "words", "progress", "left"}. `progress`: 0 to 1, None if nothing is counted; `left`: the
     remaining time in words, "" if unknown."""
-    words, progress = "", None
-    kind = status.phase and status.phase.kind
-    if status.state == State.RUNNING.value and rank.pid is not None:
-        if kind is PhaseKind.LOADING:
-            words, progress = _loading(status, rank.loaded), round(rank.loaded, 3)
-        elif kind in _COUNTED and status.steps:
-            step = min(rank.step, status.steps)
-            words, progress = _counted(status, step), round(step / status.steps, 3)
+    counts = status.state == State.RUNNING.value and rank.pid is not None
+    words, progress = _counted(status, rank.loaded, rank.step) if counts else ("", None)
     left = "" if rank.pid is None else time_left(status, rank.loaded, rank.step)
     return {"device": rank.device, "words": words, "progress": progress, "left": left}
 
