@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import comfy.sd
 import torch
@@ -25,7 +25,7 @@ from .host.page import rank_bars
 from .job.model import JobPatcher
 from .job.vae import decode_here
 from .links import CATEGORY, check_links, refuse_literals
-from .runs.report import as_shown, average, badge, compare_with_one_device, typical, write_report
+from .runs.report import as_shown, badge, compare_with_one_device, usual, write_report
 from .runs.run_ui import panel_rows, run_ui
 from .sampler import LINKED, SamplerInputs, sampling_inputs
 
@@ -65,21 +65,17 @@ class CompareWithOneDevice(io.ComfyNode):
     def execute(cls, vae: comfy.sd.VAE, **inputs: object) -> io.NodeOutput:
         check_links(vae=vae)
         job = SamplerInputs(**inputs)
-        _check(job, job.settings)
+        if job.denoise == 0:
+            raise RequestError(
+                "denoise is 0, so no step runs and there is nothing to compare; set it above 0."
+            )
+        check_is_picture(job.latent_image)
+        job.check(replace(job.settings, compared=True))
 
         def run(settings: StrategySettings, record: RunRecord, alone: bool) -> Tensor:
             return (replace(job, step_cache="off") if alone else job).run(settings, record)["samples"]
 
         return compare_runs(cls, vae, job.settings, job.parallel_model.job_model.file, run)
-
-
-def _check(job: SamplerInputs, settings: StrategySettings) -> None:
-    """Raises RequestError or StrategyError for a job that cannot be compared, before anything is started."""
-    if job.denoise == 0:
-        raise RequestError("denoise is 0, so no step runs and there is nothing to compare; set it above 0.")
-    check_is_picture(job.latent_image)
-    job.check(replace(settings, compared=True))
-    check_comparable(settings)
 
 
 class ProveSampler(io.ComfyNode):
@@ -112,7 +108,6 @@ class ProveSampler(io.ComfyNode):
         if isinstance(latent := inputs.get("latent_image"), dict):
             check_is_picture(latent)
         settings = patcher.model_options["transformer_options"].get(SETTINGS, StrategySettings())
-        check_comparable(settings)
 
         def run(settings: StrategySettings, record: RunRecord, alone: bool) -> Tensor:
             model = patcher.clone()
@@ -172,8 +167,9 @@ class DeviceComparison:
     def step_seconds(self) -> tuple[float, float]:
         """The seconds of a step on one device and on all: medians, or means if a step cache answered some steps. The
         first step is left out if there are others: it includes one-time costs."""
-        middle = average if self.split.reused_calls else typical
-        return as_shown(middle(self.one.step_seconds)), as_shown(middle(self.split.step_seconds))
+        reused = self.split.reused_calls
+        one, split = (usual(run.step_seconds, reused) for run in (self.one, self.split))
+        return as_shown(one), as_shown(split)
 
     @property
     def compared(self) -> str:
@@ -228,15 +224,6 @@ class DeviceComparison:
         }
 
 
-def check_comparable(settings: StrategySettings) -> None:
-    """Raises RequestError if the settings choose one device by hand, which leaves nothing to compare."""
-    if settings.mode == "manual" and settings.strategy.world_size == 1:
-        raise RequestError(
-            "Strategy Selector is set by hand to one device, so there is nothing to compare it with; raise a degree, "
-            "or set mode to auto."
-        )
-
-
 def check_is_picture(latent: io.Latent.Type) -> None:
     """Raises RequestError for a latent without a picture, such as sound."""
     samples = latent["samples"]
@@ -254,7 +241,13 @@ def compare_runs(
     run: Callable[[StrategySettings, RunRecord, bool], Tensor],
 ) -> io.NodeOutput:
     """Calls `run(settings, record, alone)` to sample on all devices and then on one. Returns both pictures, the report,
-    and the comparison for the node. Raises RequestError if nothing was sampled."""
+    and the comparison for the node. Raises RequestError if the settings choose one device by hand, or if nothing was
+    sampled."""
+    if settings.mode == "manual" and settings.strategy.world_size == 1:
+        raise RequestError(
+            "Strategy Selector is set by hand to one device, so there is nothing to compare it with; raise a degree, "
+            "or set mode to auto."
+        )
     record, one_record = RunRecord(), RunRecord()
     settings = replace(settings, compared=True)
     report_progress("1 of 2: all devices")
@@ -268,7 +261,8 @@ def compare_runs(
         "manual", devices, ParallelStrategy(), engine=settings.engine, compared=True
     )
     one_samples = run(one_device, one_record, True)
-    samples = [_first(one_samples), _first(all_samples)]
+    # Of a model that also makes sound, the latents of the pictures alone.
+    samples = [one.unbind()[0] if one.is_nested else one for one in (one_samples, all_samples)]
     pictures = [decode_here(vae, latent) for latent in samples]
     peaks = torch.stack([(a - b).abs().max() for a, b in zip(*pictures, strict=True)])
     compared = DeviceComparison(
@@ -280,23 +274,19 @@ def compare_runs(
     )
     report_progress(compared.headline())
     report = "\n".join([*compared.lines(), "", "the run on all devices", write_report(record)])
-    seconds = compared.step_seconds[1]
     worst = int(peaks.argmax())  # the picture of a batch or video that differs most
     saved = ui.PreviewImage(torch.stack([picture[worst] for picture in pictures]), cls=cls).as_dict()
     shown = run_ui(record, report, settings, file) | {
         "parallel_headline": [compared.headline()],
-        "parallel_badge": [asdict(replace(badge(record), seconds=seconds, compared=compared.compared))],
+        "parallel_badge": [
+            badge(record) | {"seconds": compared.step_seconds[1], "compared": compared.compared}
+        ],
         "parallel_candidates": _rows(compared, record, one_record),
         "parallel_comparison": [
             {**compared.as_dict(), "pictures": saved["images"], "devices": len(record.devices)}
         ],
     }
     return io.NodeOutput(*pictures, report, ui=shown)
-
-
-def _first(samples: Tensor) -> Tensor:
-    """Returns the latent of the pictures alone, for models that also make sound."""
-    return samples.unbind()[0] if samples.is_nested else samples
 
 
 def _rows(compared: DeviceComparison, record: RunRecord, one_record: RunRecord) -> list[dict[str, object]]:

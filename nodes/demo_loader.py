@@ -60,7 +60,8 @@ class ParallelDemoLoader(io.ComfyNode):
             )
         parallel = over_file(DEMO, strategy)
         set_preview_colours(parallel.model.latent_format)
-        clip = comfy.sd.CLIP(SimpleNamespace(clip=_TextModel, tokenizer=_Tokenizer, params={}))
+        kinds = SimpleNamespace(clip=lambda **_: _TextModel(), tokenizer=lambda **_: _Tokenizer(), params={})
+        clip = comfy.sd.CLIP(kinds)
         return io.NodeOutput(parallel, parallel, clip, make_vae())
 
 
@@ -102,9 +103,6 @@ class _Tokenizer:
     t5xxl the context.
     """
 
-    def __init__(self, embedding_directory: str | None = None, tokenizer_data: dict | None = None) -> None:
-        pass
-
     def tokenize_with_weights(
         self, text: str, return_word_ids: bool = False, **kwargs: object
     ) -> dict[str, list]:
@@ -120,12 +118,7 @@ class _Tokenizer:
 class _TextModel(nn.Module):
     """ComfyUI's text model interface over DemoTextEncoder, which has no trained weights and is always float32."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        model_options: dict | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.encoder = DemoTextEncoder()
         # ComfyUI moves and measures models by their parameters.

@@ -16,6 +16,7 @@ from ..parallel_backend.errors import RequestError
 from ..parallel_backend.models.checkpoint import check_name
 from ..parallel_backend.options import ATTENTION_KERNELS, AUTO, DEFAULT_COMPUTE, SAME, ComputeOptions
 from ..parallel_backend.planner.rules import StrategySettings
+from ..parallel_backend.requests import ModelSpec
 from .host.settings import default_settings, fingerprint
 from .job.model import JobPatcher
 from .links import (
@@ -30,19 +31,18 @@ from .links import (
     strategy_input,
 )
 from .model.header_model import open_model
-from .model.named_file import FILE_LOADERS, FileLoader, NamedFile, model_names, model_path
+from .model.named_file import FILE_LOADERS, FileLoader, model_names, model_path
 from .parallel_model import over_devices
 
 
 def over_file(
-    file: NamedFile, settings: StrategySettings | None, computing: ComputeOptions = DEFAULT_COMPUTE
+    spec: ModelSpec, settings: StrategySettings | None, computing: ComputeOptions = DEFAULT_COMPUTE
 ) -> JobPatcher:
     """Returns the model of a file. Reads only its header. Raises CheckpointError, DeviceError, RequestError or
     StrategyError."""
-    chosen, spec = settings or default_settings(), file.spec()
+    chosen = settings or default_settings()
     devices_of_a_run(chosen.devices)  # otherwise refused only once text encoders have run
-    source = open_model(file.path, file.part, dict(file.options))
-    return over_devices(source, spec, chosen, computing)
+    return over_devices(open_model(spec), spec, chosen, computing)
 
 
 class _FileLoader(io.ComfyNode):
@@ -63,8 +63,8 @@ class _FileLoader(io.ComfyNode):
         **name: str,
     ) -> io.NodeOutput:
         check_links(strategy=strategy)
-        file = cls.loader.find(name[cls.loader.input], weight_dtype)
-        parallel = over_file(file, strategy, ComputeOptions(compile, attention, exchange_dtype))
+        spec = cls.loader.find(name[cls.loader.input], weight_dtype)
+        parallel = over_file(spec, strategy, ComputeOptions(compile, attention, exchange_dtype))
         return io.NodeOutput(parallel, parallel)
 
 

@@ -12,7 +12,7 @@ import nodes  # ComfyUI's own
 
 from ..parallel_backend.devices import resolve_devices
 from ..parallel_backend.options import DEFAULT_THRESHOLD, STEP_CACHES, check_step_cache
-from ..parallel_backend.planner.rules import Plan, StrategySettings, resolve_strategy
+from ..parallel_backend.planner.rules import StrategySettings, resolve_strategy
 from ..parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ..parallel_backend.planner.workload.workload import Job
 from .host.calls import RECORD, SETTINGS, STEP_CACHE, RunRecord
@@ -125,12 +125,11 @@ class SamplerInputs:
         chosen = self.strategy or self.parallel_model.model_options["transformer_options"][SETTINGS]
         return permitted(chosen, self.steps, step_cache=bool(self.reuse_below))
 
-    def check(self, settings: StrategySettings) -> Plan:
-        """Returns a plan. Raises DeviceError, RequestError or StrategyError before anything starts if none can work."""
+    def check(self, settings: StrategySettings) -> None:
+        """Raises DeviceError, RequestError or StrategyError before anything starts if no plan can work."""
         any_job = Job(CheckpointModel(self.parallel_model.job_model.file))
         plan = resolve_strategy(settings, any_job, resolve_devices(settings.devices))
         check_step_cache(self.reuse_below or 0.0, plan.strategy)
-        return plan
 
     def run(self, settings: StrategySettings, record: RunRecord) -> io.Latent.Type:
         """Returns the latent that KSampler would give, and fills `record`."""

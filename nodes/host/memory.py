@@ -46,13 +46,13 @@ def make_room(spec: ModelSpec, device: torch.device) -> bool:
     if not drop_modules():
         return False
     for one in (*_ahead, spec):
-        if device.type == "cuda" and get_executing_context() is not None:
+        if (name := _name(device)) and get_executing_context() is not None:
             if held := held_on(device, one):
                 _taken.append(
-                    f"before this run ComfyUI took the room of {Path(one.path).name} on {_name(device)} for other "
-                    f"work: {in_gib(held)} GiB left the device until they were needed again"
+                    f"before this run ComfyUI took the room of {Path(one.path).name} on {name} for other work: "
+                    f"{in_gib(held)} GiB left the device until they were needed again"
                 )
-            pool.give_back(one, _name(device))
+            pool.give_back(one, name)
         else:
             pool.put_to_sleep(one)
     return True
@@ -68,7 +68,7 @@ def drop_modules() -> bool:
 
 def modules_on(device: torch.device, number: int) -> int:
     """Returns the bytes that the text encoder with this number takes now in ranks on one of ComfyUI's devices."""
-    return pool.module_bytes(_name(device), number) if device.type == "cuda" else 0
+    return pool.module_bytes(_name(device), number)
 
 
 def eviction_notes() -> list[str]:
@@ -100,11 +100,8 @@ def on_event(event: Event) -> None:
 
 
 def held_on(device: torch.device, spec: ModelSpec) -> int:
-    """Returns the bytes of weights that the ranks hold now on one of ComfyUI's devices.
-
-    0 on the CPU: there the ranks use the file's own pages, which the system takes back when it needs them.
-    """
-    return pool.bytes_on(spec, _name(device)) if device.type == "cuda" else 0
+    """Returns the bytes of weights that the ranks hold now on one of ComfyUI's devices."""
+    return pool.bytes_on(spec, _name(device))
 
 
 def size_on(
@@ -116,8 +113,6 @@ def size_on(
 ) -> int:
     """Returns the bytes of weights that the ranks hold, or will hold, on one of ComfyUI's devices. The latest `plan`
     predicts them; without one the `settings` do."""
-    if device.type != "cuda":
-        return 0
     name = _name(device)
     if held := held_on(device, spec):
         return held
@@ -140,7 +135,9 @@ def give_cache_back(device: torch.device, spec: ModelSpec) -> None:
 
 
 def _name(device: torch.device) -> str:
-    return f"cuda:{device.index or 0}"
+    """Returns the ranks' name of one of ComfyUI's devices. "", which no rank has, for the CPU: there the ranks use the
+    file's own pages, which the system takes back when it needs them."""
+    return f"cuda:{device.index or 0}" if device.type == "cuda" else ""
 
 
 def watch(network: torch.nn.Module, spec: ModelSpec) -> None:

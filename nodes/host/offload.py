@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
 from comfy.cli_args import args
+from comfy.model_patcher import ModelPatcher
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.planner.rules import Plan
@@ -17,9 +17,6 @@ from ...parallel_backend.planner.workload.fit import Capacity
 from ...parallel_backend.planner.workload.rank_memory import in_gib
 from ...parallel_backend.sidecar import pool
 from .memory import stands_for_ranks
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
 
 # Names that the Python modules of text encoders begin with. A running sampler needs no text encoder and no VAE. Other
 # models in use (a ControlNet, another diffusion model) stay where they are, and count as used memory.

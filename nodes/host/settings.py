@@ -87,8 +87,7 @@ def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | 
     problems = []
     for name, setting in SETTINGS.items():
         value = found.get(PREFIX + name, setting.default)
-        problem = setting.problem(value)
-        if problem is not None or not isinstance(value, (str, bool, int, float)):
+        if (problem := setting.problem(value)) is not None:
             problems.append(
                 f"the setting {name} is {shown(value)}: {problem}; {_in_words(setting.default)} counts"
             )

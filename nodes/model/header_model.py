@@ -22,6 +22,7 @@ from ...parallel_backend.models.checkpoint import read_header
 from ...parallel_backend.models.comfyui.formats.gguf import outline
 from ...parallel_backend.models.comfyui.formats.key_layouts import without_prefix
 from ...parallel_backend.models.gguf_file import is_gguf
+from ...parallel_backend.requests import ModelSpec
 
 T = TypeVar("T")
 
@@ -33,10 +34,10 @@ _LAYER_FORMAT = ".comfy_quant"  # a layer's quantisation as JSON, not a weight
 _SCALES = (_LAYER_FORMAT, "scaled_fp8", "weight_scale", "scale_weight", "input_scale", "scale_input")
 
 
-def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.ModelPatcher:
-    """Returns the MODEL that ComfyUI would load from `path`, with parameters on the meta device. `part`: as in
-    ComfyUISource; `options`: ComfyUI's model_options. Raises CheckpointError for a file that is damaged or that ComfyUI
-    does not know, and RequestError for one that it would rewrite."""
+def open_model(spec: ModelSpec) -> comfy.model_patcher.ModelPatcher:
+    """Returns the MODEL that ComfyUI would load, with parameters on the meta device. Raises CheckpointError for a file
+    that is damaged or that ComfyUI does not know, and RequestError for one that it would rewrite."""
+    path, part = spec.path, spec.comfyui.part
     tensors, metadata = _mapped(path)
     if part == "diffusion_model":
         tensors = without_prefix(tensors, metadata)
@@ -52,7 +53,7 @@ def open_model(path: str, part: str, options: dict) -> comfy.model_patcher.Model
         config = comfy.model_detection.model_config_from_unet(tensors, prefix)
     if config is None:
         raise _unknown(path, tensors)
-    _choose_dtypes(config, tensors, prefix, options)
+    _choose_dtypes(config, tensors, prefix, spec)
     model = build_on_meta(lambda device: config.get_model(tensors, prefix, device=device))
     if config.quant_config is not None:  # its layers create their parameters as they load them
         outlines = {
@@ -94,14 +95,15 @@ def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _choose_dtypes(
-    config: comfy.supported_models_base.BASE, tensors: dict[str, Tensor], prefix: str, options: dict
+    config: comfy.supported_models_base.BASE, tensors: dict[str, Tensor], prefix: str, spec: ModelSpec
 ) -> None:
     """Chooses the dtypes as comfy.sd's loaders do."""
     device = comfy.model_management.get_torch_device()
     supported = list(config.supported_inference_dtypes)
     quantised = config.quant_config is not None
-    dtype = options.get("dtype")
-    if dtype is None:
+    if spec.weight_dtype != "auto":
+        dtype = getattr(torch, spec.weight_dtype)
+    else:
         dtype = comfy.model_management.unet_dtype(
             model_params=comfy.utils.calculate_parameters(tensors, prefix),
             supported_dtypes=supported,
@@ -109,7 +111,7 @@ def _choose_dtypes(
         )
     cast = comfy.model_management.unet_manual_cast(None if quantised else dtype, device, supported)
     config.set_inference_dtype(dtype, cast, device=device)
-    if options.get("fp8_optimizations", False):
+    if spec.comfyui.fp8_matmul:
         config.optimizations["fp8"] = True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,55 +70,36 @@ def model_path(folder: str, name: str) -> str:
     return str(path)
 
 
-@dataclass(frozen=True)
-class NamedFile:
-    """A model file and how ComfyUI reads it. `part`: as in ComfyUISource; `family`: the only one of registry.py
-    that its loader takes, "" for any."""
+def facts_of(spec: ModelSpec) -> ModelFile:
+    """Returns what planning needs of a file, from its header. Raises CheckpointError or OSError."""
+    model = outline_of(spec)
+    name = type(model.diffusion_model).__name__
+    return count_facts(spec.path, model, known_verdict(comfyui_root(), name))
 
-    path: str
-    part: str
-    options: Options
-    family: str = ""
 
-    def spec(self) -> ModelSpec:
-        """Returns what names it to the ranks. Raises CheckpointError or RequestError for a file that is refused."""
-        if self.family:
-            check_family(self.path, self.family)
-        return make_spec(self.path, self.part, dict(self.options))
-
-    def facts(self) -> ModelFile:
-        """Returns what planning needs, from its header. Raises as `spec` does, or OSError."""
-        model = self.outline()
-        name = type(model.diffusion_model).__name__
-        return count_facts(self.path, model, known_verdict(comfyui_root(), name))
-
-    def outline(self) -> comfy.model_base.BaseModel:
-        """Returns the model on the meta device, as ComfyUI builds it by default. Raises as `facts`."""
-        self.spec()
-        status = Path(self.path).stat()
-        try:
-            return _opened(self.path, self.part, (status.st_mtime_ns, status.st_size))
-        except (ParallelError, OSError):
-            raise
-        except Exception as error:  # ComfyUI's detection may raise anything
-            raise CheckpointError(
-                f"ComfyUI cannot tell which model {Path(self.path).name} is ({type(error).__name__}: {error})."
-            ) from error
+def outline_of(spec: ModelSpec) -> comfy.model_base.BaseModel:
+    """Returns a file's model on the meta device. Raises as `facts_of`."""
+    status = Path(spec.path).stat()
+    try:
+        return _opened(spec, (status.st_mtime_ns, status.st_size))
+    except (ParallelError, OSError):
+        raise
+    except Exception as error:  # ComfyUI's detection may raise anything
+        raise CheckpointError(
+            f"ComfyUI cannot tell which model {Path(spec.path).name} is ({type(error).__name__}: {error})."
+        ) from error
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: str, part: str, stamp: tuple[int, int]) -> comfy.model_base.BaseModel:
+def _opened(spec: ModelSpec, stamp: tuple[int, int]) -> comfy.model_base.BaseModel:
     """Caches models on the meta device: to build a large one takes a second. `stamp`: tells if the file changed."""
-    return open_model(path, part, {}).model
-
-
-DEMO = NamedFile(str(DEMO_MODEL), "diffusion_model", {}, family="flux")
+    return open_model(spec).model
 
 
 @dataclass(frozen=True)
 class FileLoader:
     """A loader node that names a file of `folders` by its input `input`. `options`: for each of its weight_dtypes, the
-    default first; `family`: as in NamedFile."""
+    default first; `family`: the only one of registry.py that it takes, "" for any."""
 
     input: str
     folders: tuple[str, ...]
@@ -129,15 +110,17 @@ class FileLoader:
         """Returns the first of its folders that has the file, None if none has it."""
         return next((one for one in self.folders if name in folder_paths.get_filename_list(one)), None)
 
-    def find(self, name: str, weight_dtype: object) -> NamedFile:
-        """Returns the file that it reads. Raises CheckpointError if it is gone, RequestError for another dtype."""
+    def find(self, name: str, weight_dtype: object) -> ModelSpec:
+        """Returns the spec of the file that it reads. Raises CheckpointError if it is gone, RequestError for another
+        dtype, and either for a file that is refused."""
         if weight_dtype not in self.options:
             known = ", ".join(self.options)
             raise RequestError(f"weight_dtype is {weight_dtype!r}; it must be one of {known}.")
         folder = self.folder_of(name) or self.folders[-1]
-        return NamedFile(
-            model_path(folder, name), PARTS[folder], self.options[str(weight_dtype)], self.family
-        )
+        path = model_path(folder, name)
+        if self.family:
+            check_family(path, self.family)
+        return make_spec(path, PARTS[folder], self.options[str(weight_dtype)])
 
 
 # The weight_dtypes of ComfyUI's Load Diffusion Model.
@@ -187,7 +170,7 @@ def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
     )
 
 
-def make_spec(path: str, part: str, options: dict) -> ModelSpec:
+def make_spec(path: str, part: str, options: Options) -> ModelSpec:
     """Returns the spec of a file that ComfyUI loads as `part` (ComfyUISource) with these model_options. Raises
     RequestError for formats and options that the devices do not support."""
     if not (is_safetensors(path) or is_gguf(path)):
@@ -219,9 +202,12 @@ def make_spec(path: str, part: str, options: dict) -> ModelSpec:
     )
 
 
+DEMO = make_spec(str(DEMO_MODEL), "diffusion_model", {})
+
+
 def find_spec(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
     """Returns a MODEL's file and how it was read, as ComfyUI's loaders note it, or as another pack's loader in the
-    running prompt names it. Raises as `spec_of` and `spec`."""
+    running prompt names it. Raises as `spec_of` and `make_spec`."""
     try:
         return spec_of(patcher)
     except RequestError:
@@ -249,15 +235,15 @@ def _spec_by_prompt(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec | No
     }
     if len(found) != 1 or is_gguf(next(iter(found))[0]):
         return None
-    file, options = NamedFile(*found.pop(), {}), dict[str, Any]()
-    outline = file.outline()
+    (file,), options = found, dict[str, Any]()
+    outline = outline_of(make_spec(*file, {}))
     if outline.state_dict().keys() != patcher.model.state_dict().keys():
         return None  # the loader has read another file too
     if patcher.model.get_dtype() != outline.get_dtype():
         options["dtype"] = patcher.model.get_dtype()
     if config.optimizations.get("fp8"):
         options["fp8_optimizations"] = True
-    return replace(file, options=options).spec()
+    return make_spec(*file, options)
 
 
 def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
@@ -267,10 +253,10 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     file is unknown, returns ANY_MODEL. Raises CheckpointError or RequestError for a file that is refused, and OSError.
     """
     if loader == "ParallelDemoLoader":
-        return DEMO.facts()
+        return facts_of(DEMO)
     found = FILE_LOADERS.get(source if loader == "ParallelModel" else loader)
     if found is not None and found.folder_of(name) is not None:
-        return found.find(name, next(iter(found.options))).facts()
+        return facts_of(found.find(name, next(iter(found.options))))
     return ANY_MODEL if loader == "ParallelModel" else None
 
 

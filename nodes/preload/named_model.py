@@ -54,14 +54,14 @@ def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings
                 "Load Checkpoint leads to it directly. Its first prompt loads it."
             )
     if kind == "ParallelDemoLoader":  # running the node would also make a text encoder and a VAE
-        file = DEMO
+        spec = DEMO
     elif kind in FILE_LOADERS and (is_behind or kind not in STOCK_LOADERS):
         loader = FILE_LOADERS[kind]
         dtype = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else next(iter(loader.options))
-        file = loader.find(str(_literal(inputs, loader.input)), dtype)
+        spec = loader.find(str(_literal(inputs, loader.input)), dtype)
     else:
         raise RequestError(f"{kind} names no model for the devices.")
-    return over_file(file, settings), _settings_of(prompt, _samplers(prompt, node)) or settings
+    return over_file(spec, settings), _settings_of(prompt, _samplers(prompt, node)) or settings
 
 
 def _samplers(prompt: Prompt, node: str) -> object:

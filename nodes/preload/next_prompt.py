@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def uses_ranks(queue: PromptQueue) -> bool:
     """Returns True if a running prompt uses the ranks, or may do so later."""
     running, _ = queue.get_current_queue_volatile()
-    return any((found := _on_ranks(item)) and not _in_tail(item, found) for item in running)
+    return any((found := nodes_on_ranks(item[2], item[4])) and not _in_tail(item, found) for item in running)
 
 
 class NextPrompt:
@@ -64,7 +64,7 @@ class NextPrompt:
             if running and following is not None and setting("preload_next"):
                 item = running[0]
                 if item[1] != running_id:
-                    running_id, on_ranks = item[1], _on_ranks(item)
+                    running_id, on_ranks = item[1], nodes_on_ranks(item[2], item[4])
                 if texts is None or texts.prompt_id != following[1]:
                     texts = NextTexts(following, partial(self._is_gone, following[1]))
                 in_tail = _in_tail(item, on_ranks)
@@ -99,11 +99,6 @@ def _preload_all(prompt: Prompt, outputs: list[str]) -> None:
             return
         if not info.cached:
             log.info("parallel sampling: loaded %s on %s for the next prompt", info.model, ", ".join(devices))
-
-
-def _on_ranks(item: tuple) -> set[str]:
-    """Returns the nodes of a queued prompt that use the ranks or may. If none, it is in its tail from the start."""
-    return nodes_on_ranks(item[2], item[4])
 
 
 def _in_tail(item: tuple, on_ranks: set[str]) -> bool:

@@ -12,21 +12,8 @@ WITHOUT_A_MODEL = ("ParallelVAEDecode", "ParallelVAEEncode", ENCODER)
 _ENCODERS = ("CLIP", "CLIP_VISION", "AUDIO_ENCODER")
 # Link types that never carry a model of the ranks. Any other may: packs define types of their own.
 _NO_MODEL = frozenset(
-    (
-        *(
-            "LATENT",
-            "IMAGE",
-            "MASK",
-            "VIDEO",
-            "AUDIO",
-            "CLIP",
-            "CLIP_VISION",
-            "VAE",
-            "CONTROL_NET",
-            "CONDITIONING",
-        ),
-        *("SIGMAS", "NOISE", "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO", "PARALLEL_STRATEGY"),
-    )
+    {"LATENT", "IMAGE", "MASK", "VIDEO", "AUDIO", "CLIP", "CLIP_VISION", "VAE", "CONTROL_NET", "CONDITIONING"}
+    | {"SIGMAS", "NOISE", "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO", "PARALLEL_STRATEGY"}
 )
 
 

@@ -4,9 +4,7 @@ All panels, badges, tables and reports give one step time for a run, and one sen
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -38,8 +36,7 @@ def write_report(record: RunRecord) -> str:
     lines = [f"strategy: {_strategy(record)}"]
     lines.append(_result(record))
     lines += _step_cache(record)
-    engines = Counter(run.engine for run in runs)
-    lines.append(f"engine: {', '.join(engines) or 'none'}")
+    lines.append(f"engine: {', '.join(dict.fromkeys(run.engine for run in runs)) or 'none'}")
     lines += _computing(record)
     lines.append(f"devices: {', '.join(record.devices) or 'none'}")
     if times := record.step_seconds:
@@ -81,29 +78,19 @@ def summarise(record: RunRecord) -> str:
     return f"{strategy}: {seconds:.3g} s per step"
 
 
-@dataclass(frozen=True)
-class Badge:
-    """The shortest summary of a run. `seconds`: of a step; `compared`: the sentence that compares it with one device,
-    "" if it ran on one."""
-
-    strategy: str
-    seconds: float
-    compared: str
-
-
-def badge(record: RunRecord) -> Badge:
-    """Returns the badge of a record with at least one run."""
-    return Badge(devices_and_split(record), as_shown(step_seconds(record)), compared(record))
+def badge(record: RunRecord) -> dict[str, object]:
+    """Returns the shortest summary of a record with at least one run, for the page. "seconds": of a step."""
+    seconds = as_shown(step_seconds(record))
+    return {"strategy": devices_and_split(record), "seconds": seconds, "compared": compared(record)}
 
 
 def headline(record: RunRecord) -> str:
     """Returns one short line for a record with at least one run, e.g. `2 devices (CFG) · 0.045 s per step ·
     1.8 × as fast as one device · whole prompt so far: 1.4 × as fast as one device · same picture as one device`."""
-    short = badge(record)
-    picture = CLOSE if not record.exact else "same picture as one device" if short.compared else ""
+    split, seconds, speed = devices_and_split(record), as_shown(step_seconds(record)), compared(record)
     prompt = compare_prompt(record.prompt_id)
-    parts = (short.strategy, f"{short.seconds:g} s per step", short.compared, prompt, picture)
-    return " · ".join(filter(None, parts))
+    picture = CLOSE if not record.exact else "same picture as one device" if speed else ""
+    return " · ".join(filter(None, (split, f"{seconds:g} s per step", speed, prompt, picture)))
 
 
 def devices_and_split(record: RunRecord) -> str:
@@ -270,14 +257,11 @@ def _foreseen(record: RunRecord) -> list[str]:
     return lines
 
 
-def typical(times: Sequence[float]) -> float:
-    """Returns the median without the first time, which includes one-time costs."""
-    return median(times[1:] or times)
-
-
-def average(times: Sequence[float]) -> float:
-    """Returns the mean without the first time: for runs in which a step cache answers some steps."""
-    return mean(times[1:] or times)
+def usual(times: Sequence[float], reused_calls: int) -> float:
+    """Returns the median, or the mean if a step cache answered some steps. Leaves out the first time if there are
+    others: it includes one-time costs."""
+    warm = times[1:] or times
+    return mean(warm) if reused_calls else median(warm)
 
 
 def as_shown(seconds: float) -> float:
@@ -305,9 +289,8 @@ def step_seconds(record: RunRecord) -> float:
 
     If the run tried several strategies, only the steps under the last one count.
     """
-    if record.reused_calls:
-        return average(record.step_seconds)
-    return tried_seconds(record).get(record.strategy.canonical) or typical(record.step_seconds)
+    tried = tried_seconds(record).get(record.strategy.canonical)
+    return tried or usual(record.step_seconds, record.reused_calls)
 
 
 def tried_seconds(record: RunRecord) -> dict[ParallelStrategy, float]:

@@ -59,7 +59,7 @@ def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: Mod
     shown: dict[str, list] = {"text": [report]}  # the form of comfy_api's PreviewText
     if record.runs:
         shown["parallel_headline"] = [headline(record)]
-        shown["parallel_badge"] = [asdict(badge(record))]
+        shown["parallel_badge"] = [badge(record)]
         if spent := timeline(record.runs[-1]):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
@@ -82,10 +82,9 @@ def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: Model
     strategy = record.strategy
     unused = [device for device in resolve_devices(settings.devices) if device not in record.devices]
     devices = (*record.devices, *unused)
-    assigned = assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts)
     return {
         "title": record.name_of(strategy),
-        "seats": [device.as_dict() for device in assigned],
+        "seats": assign_devices(strategy, devices, file, images=job.batch, prompts=job.prompts),
         "inputs": asdict(SelectorInputs.of(settings)),
     }
 

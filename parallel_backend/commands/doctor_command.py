@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..devices import cluster_of, is_cpu, name_devices, resolve_devices
 from ..errors import RequestError
-from .bench.command import DEFAULT_ROUNDS, say_progress
+from .bench.command import DEFAULT_ROUNDS
+from .doctor.report import say_progress
 
 if TYPE_CHECKING:
     from ..wire.checks.findings import CheckSubject
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 f"--gpu with devices of the cluster {cluster}: the GPU check looks at the GPUs of one computer. Run it "
                 f"on each machine, and `doctor --devices cluster:{cluster}` here for what lies between them."
             )
-        devices = resolve_for_command(args.devices, say_progress)
+        devices = resolve_for_command(args.devices)
         # The report can be shown to others, so it has numbers only.
         for machine, called in numbered(devices).items():
             sys.stderr.write(f"{called}: {machine}\n")
@@ -90,21 +91,25 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
     shared = path_to_share(args.share)
     progress = sys.stderr if args.json else sys.stdout
 
-    def on_begin(name: str, number: int, count: int) -> None:
-        progress.write(f"[{number}/{count}] {name} …\n")
+    def say(line: str) -> None:
+        progress.write(f"{line}\n")
         progress.flush()
 
     def on_report(report: GpuReport) -> None:
         report.write(folder)
         for verdict in report.results[-1].verdicts:
-            progress.write(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}\n")
-        progress.flush()
+            say(f"  {verdict.status:8s}{verdict.name}: {' '.join(verdict.finding.split())}")
 
     if not devices:
         usual = resolve_devices("all")  # also a single GPU
         devices = TWO_ON_CPU if is_cpu(usual) else usual
     subject = make_subject(devices, args.model)
-    report = run_checks(subject, choose(args.only), on_begin=on_begin, on_report=on_report)
+    report = run_checks(
+        subject,
+        choose(args.only),
+        on_begin=lambda name, number, count: say(f"[{number}/{count}] {name} …"),
+        on_report=on_report,
+    )
     if args.json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     else:
@@ -112,8 +117,7 @@ def _run_gpu_check(args: argparse.Namespace, devices: tuple[str, ...]) -> int:
             f"\n{report.summary}\nThe report is in {' and '.join(FILES)}: attach it to a bug as it is.\n"
         )
     if shared is not None:
-        progress.write("measuring strategies …\n")
-        progress.flush()
+        say("measuring strategies …")
         _share(subject, shared)
     return report.exit_status
 
@@ -132,7 +136,6 @@ def _share(subject: CheckSubject, path: Path) -> None:
         steps=subject.steps,
         rounds=DEFAULT_ROUNDS,
         with_cfg=True,
-        say=say_progress,
     )
     share(outcome, path)
 

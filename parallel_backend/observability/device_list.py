@@ -12,14 +12,11 @@ from ..machine.fingerprint import cores
 from ..machine.probe import visible_topology
 from ..planner.workload.rank_memory import in_gib
 from ..sidecar.cluster import head as clusters
-from ..sidecar.group.lease import State
 from ..sidecar.process import device_lock
 from ..sidecar.status import GroupStatus
 from .gauges import DeviceGauges
-from .panel import Shown, group_words
+from .panel import AT_WORK, WARM, Shown, group_words
 
-_AT_WORK = (State.STARTING.value, State.RUNNING.value)
-_THERE = (*_AT_WORK, State.READY.value, State.ASLEEP.value)
 _SMALL = 64 * 2**20  # bytes: a program that uses less, such as a desktop, is not listed
 NO_GPU = "No usable GPU. On the CPU you can see how it works; it will not be faster."
 
@@ -37,7 +34,7 @@ def list_devices(
     devices: tuple[str, ...], groups: Iterable[GroupStatus], gauges: DeviceGauges, proc: Path = Path("/proc")
 ) -> list[Shown]:
     """Lists {"device", "name", "total_bytes", "free_bytes", "users": in words, "busy": True if it is in use now}."""
-    groups = [group for group in groups if group.state in _THERE]
+    groups = [group for group in groups if group.state in (*AT_WORK, *WARM)]
     read, running = gauges.read(devices), gauges.processes(devices)
     our_pids = {rank.pid for group in groups for rank in group.ranks} | {os.getpid()}
     listed: list[Shown] = []
@@ -59,7 +56,7 @@ def list_devices(
                 "total_bytes": gauge.total_bytes if gauge else 0,
                 "free_bytes": gauge.free_bytes if gauge else 0,
                 "users": users,
-                "busy": bool(other) or any(group.state in _AT_WORK for group in ours),
+                "busy": bool(other) or any(group.state in AT_WORK for group in ours),
             }
         )
     return listed
@@ -97,8 +94,7 @@ def _cluster_words(devices: tuple[str, ...]) -> str:
     if not devices:
         return "no machine has joined yet"
     count, machines = len(devices), len({machine_of(device) for device in devices})
-    words = f"{count} devices on one machine" if count > 1 else "one device on one machine"
-    if machines > 1:
-        words = f"{count} devices on {machines} machines"
+    where = f"{machines} machines" if machines > 1 else "one machine"
+    words = f"{count} devices on {where}" if count > 1 else f"one device on {where}"
     size = sum(map(memory_elsewhere, devices))
     return f"{words}, {in_gib(size)} GiB" if size else words

@@ -11,7 +11,7 @@ from ..devices import is_cpu, machine_of
 from ..host_memory import available_memory, host_memory
 from ..machine.fingerprint import cpu_name
 from ..machine.probe import ask, visible_topology
-from ..machine.topology import Device, Topology
+from ..machine.topology import Device
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,10 @@ class Gauge:
 
 
 class DeviceGauges:
-    """Reads gauges. NVML stays open from the first reading of a GPU until `close`.
+    """Reads gauges. NVML stays open from the first reading of a GPU until `close`."""
 
-    `nvml`: a module with nvidia-ml-py's functions; `topology`: the devices that torch numbers. Both are for tests.
-    """
-
-    def __init__(self, nvml: ModuleType | None = None, topology: Topology | None = None) -> None:
-        self._given = nvml
-        self._topology = topology
-        self._nvml: ModuleType | None = None
-        self._silent = False  # NVML failed to open, and the log says so
+    _nvml: ModuleType | None = None
+    _silent = False  # NVML failed to open, and the log says so
 
     def read(self, devices: tuple[str, ...]) -> dict[str, Gauge]:
         """Returns the readings by device name, without unknown devices. Raises no driver errors."""
@@ -53,7 +47,7 @@ class DeviceGauges:
         if local_cpus:
             found |= dict.fromkeys(local_cpus, _host())
         if len(found) < len(devices):
-            known = (self._topology or visible_topology()).by_name
+            known = visible_topology().by_name
             found |= {name: self._gpu(device) for name, device in known.items() if name in devices}
         return found
 
@@ -63,7 +57,7 @@ class DeviceGauges:
         nvml = None if is_cpu(devices) else self._open()
         if nvml is None:
             return found
-        for name, known in (self._topology or visible_topology()).by_name.items():
+        for name, known in visible_topology().by_name.items():
             if name not in devices:
                 continue
             handle = ask(nvml, "nvmlDeviceGetHandleByUUID", known.uuid, default=None)
@@ -99,12 +93,10 @@ class DeviceGauges:
     def _open(self) -> ModuleType | None:
         if self._nvml is None and not self._silent:
             try:
-                if self._given is None:
-                    import pynvml as nvml
-                else:
-                    nvml = self._given
-                nvml.nvmlInit()
-                self._nvml = nvml
+                import pynvml
+
+                pynvml.nvmlInit()
+                self._nvml = pynvml
             except Exception as error:  # no library, no driver, no permission
                 log.info("parallel sampling: no gauges of the GPUs (%s)", error)
                 self._silent = True

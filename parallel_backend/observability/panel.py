@@ -14,9 +14,9 @@ from .gauges import Gauge
 BUSY = "a prompt is using the processes; cancel it first"
 FAILED_TOO_OFTEN = "they failed too often; press Allow restarts first"
 NO_RANKS = "there are no processes; they start with the next prompt, or by Start"
-_BUSY = (State.STARTING.value, State.RUNNING.value)
+AT_WORK = (State.STARTING.value, State.RUNNING.value)
 _COUNTED = (PhaseKind.SAMPLING, PhaseKind.TRYING)  # phases that count steps
-_WARM = (State.READY.value, State.ASLEEP.value)
+WARM = (State.READY.value, State.ASLEEP.value)
 
 FIRST_START = "about 10 s, once"  # 1 s if ComfyUI's libraries are in the page cache, else this long
 LEAST_LOADED = 0.05  # share of a file; before it the disk's speed is unknown
@@ -41,7 +41,7 @@ def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
     return [
         {**shown, "words": shown["words"] or group_words(group)}
         for group in groups
-        if group.state in _BUSY
+        if group.state in AT_WORK
         for shown in (_progress(group, rank) for rank in _ranks(group))
     ]
 
@@ -49,16 +49,13 @@ def show_progress(groups: Iterable[GroupStatus]) -> list[Shown]:
 def group_words(status: GroupStatus) -> str:
     """Returns the state in words, such as "step 12 of 28 · about 40 s left"."""
     if status.state == State.RUNNING.value:
-        kind = status.phase and status.phase.kind
-        if kind is PhaseKind.LOADING and status.ranks:
-            loaded = sum(rank.loaded for rank in status.ranks) / len(status.ranks)
-            return _with_time(_loading(status, loaded), time_left(status, loaded, 0))
         if status.phase is None:
             return "working"
-        if kind is PhaseKind.SAMPLING and status.steps:
-            return _with_time(_counted(status, status.step), time_left(status, 1.0, status.step))
-        counted = f" {status.step}/{status.steps}" if status.steps and kind in _COUNTED else ""
-        return status.phase.text + counted
+        loaded = sum(rank.loaded for rank in status.ranks) / max(1, len(status.ranks))
+        words, _ = _counted(status, loaded, status.step)
+        if status.phase.kind is PhaseKind.TRYING:
+            return status.phase.text + (f" {status.step}/{status.steps}" if words else "")
+        return " · ".join(filter(None, [words or status.phase.text, time_left(status, loaded, status.step)]))
     if status.state == State.STARTING.value:
         return f"starting, {time_left(status, 0.0, 0)}"
     if status.state == State.DOWN.value:
@@ -69,9 +66,9 @@ def group_words(status: GroupStatus) -> str:
 def why_not(status: GroupStatus, left_out: tuple[str, ...] = ()) -> dict[str, str]:
     """Returns for each button why it would do nothing now; "" if it would do something."""
     state = status.state
-    if state in _BUSY:
+    if state in AT_WORK:
         return dict.fromkeys(("sleep", "wake", "restart", "stop", "reset"), BUSY)
-    warm = state in _WARM
+    warm = state in WARM
     is_broken = state == State.BROKEN.value
     failing = is_broken or bool(set(left_out) & set(status.devices))
     asleep = state == State.ASLEEP.value
@@ -112,7 +109,7 @@ def _show_group(status: GroupStatus, gauges: Mapping[str, Gauge], left_out: tupl
 
 def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     """Returns the group's ranks, or an empty rank for each device if there are none or they have ended."""
-    if status.ranks and status.state in (*_BUSY, *_WARM):
+    if status.ranks and status.state in (*AT_WORK, *WARM):
         return status.ranks
     return tuple(
         RankStatus(False, "", 0, 0, frozenset(), 0.0, rank=rank, device=device)
@@ -120,32 +117,23 @@ def _ranks(status: GroupStatus) -> tuple[RankStatus, ...]:
     )
 
 
-def _loading(status: GroupStatus, loaded: float) -> str:
-    if not loaded:
-        return "importing libraries"
-    size = status.phase.size if status.phase is not None else 0
-    return f"reading {in_gb(size)}" if size else f"loading {100 * loaded:.0f} %"
-
-
-def _counted(status: GroupStatus, step: int) -> str:
-    return f"step {min(step, status.steps)} of {status.steps}"
-
-
-def _with_time(words: str, left: str) -> str:
-    return f"{words} · {left}" if left else words
+def _counted(status: GroupStatus, loaded: float, step: int) -> tuple[str, float | None]:
+    """Returns what the running request counts in words, and the part that is done; ("", None) if it counts nothing."""
+    phase = status.phase
+    if phase is not None and phase.kind is PhaseKind.LOADING:
+        reading = f"reading {in_gb(phase.size)}" if phase.size else f"loading {100 * loaded:.0f} %"
+        return reading if loaded else "importing libraries", round(loaded, 3)
+    if phase is None or phase.kind not in _COUNTED or not status.steps:
+        return "", None
+    done = min(step, status.steps)
+    return f"step {done} of {status.steps}", round(done / status.steps, 3)
 
 
 def _progress(status: GroupStatus, rank: RankStatus) -> Shown:
     """Returns {"device", "words", "progress", "left"}. `progress`: 0 to 1, None if nothing is counted; `left`: the
     remaining time in words, "" if unknown."""
-    words, progress = "", None
-    kind = status.phase and status.phase.kind
-    if status.state == State.RUNNING.value and rank.pid is not None:
-        if kind is PhaseKind.LOADING:
-            words, progress = _loading(status, rank.loaded), round(rank.loaded, 3)
-        elif kind in _COUNTED and status.steps:
-            step = min(rank.step, status.steps)
-            words, progress = _counted(status, step), round(step / status.steps, 3)
+    counts = status.state == State.RUNNING.value and rank.pid is not None
+    words, progress = _counted(status, rank.loaded, rank.step) if counts else ("", None)
     left = "" if rank.pid is None else time_left(status, rank.loaded, rank.step)
     return {"device": rank.device, "words": words, "progress": progress, "left": left}
 

@@ -9,11 +9,11 @@ from ..sidecar.group.events import Event, RequestEnded
 MOST_PROMPTS = 32  # the latest ones
 # By request kind, in the order of a prompt.
 _PHASES = {
-    "text": "text {time} s ({share})",
-    "encode": "encoding {time} s ({share})",
-    "load": "loading {time} s ({share})",
-    "sample": "sampling {time} s ({share})",
-    "decode": "decoding {time} s ({share})",
+    "text": "text",
+    "encode": "encoding",
+    "load": "loading",
+    "sample": "sampling",
+    "decode": "decoding",
 }
 _ALONE = {"load", "sample"}  # reports have separate lines for these
 
@@ -71,10 +71,7 @@ class PromptPhases:
         total = sum(spent.values())
         if not total:
             return []
-        words = [
-            _PHASES[phase].format(time=f"{seconds:.3g}", share=f"{seconds / total:.0%}")
-            for phase, seconds in spent.items()
-        ]
+        words = (f"{_PHASES[phase]} {took:.3g} s ({took / total:.0%})" for phase, took in spent.items())
         return [f"this prompt on the devices: {total:.3g} s so far: {', '.join(words)}"]
 
 

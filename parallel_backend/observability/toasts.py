@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..sidecar.group.events import Event, Recovering, RequestEnded, RequestFailed, Started
-from ..sidecar.group.failures import FAILING, FailingDevices, left_out
+from ..sidecar.group.failures import FAILING, left_out
 
 _BRIEF, _LONGER = 4000, 15_000  # ms
 
@@ -27,9 +27,8 @@ class Toast:
 class Notifier:
     """Turns events (`on_event` is a listener of sidecar/group/events.py) into toasts, and passes them to `show`."""
 
-    def __init__(self, show: Callable[[Toast], None], failing: FailingDevices = FAILING) -> None:
+    def __init__(self, show: Callable[[Toast], None]) -> None:
         self._show = show
-        self._failing = failing
         self._left_out: frozenset[str] = frozenset()  # devices that a toast has named
         self._lock = threading.Lock()
 
@@ -55,7 +54,7 @@ class Notifier:
 
     def _look_for_failing(self, devices: tuple[str, ...]) -> None:
         with self._lock:
-            failing = frozenset(self._failing.among(devices))
+            failing = frozenset(FAILING.among(devices))
             fresh = sorted(failing - self._left_out)
             self._left_out = (self._left_out - frozenset(devices)) | failing
         if fresh:

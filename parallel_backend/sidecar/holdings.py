@@ -16,7 +16,7 @@ from ..strategy import ParallelStrategy
 from ..wire import deadlines
 from ..wire.file_identity import check_same
 from ..wire.payloads import Tensors
-from ..wire.protocol import Done, KeepModels, Load, MoveOut, RankModels, TakeBack
+from ..wire.protocol import Done, KeepModels, Load, Message, MoveOut, RankModels, TakeBack
 from .group.events import Loaded, emit
 from .group.exchange import AGREED_ERRORS, Exchange, reports
 from .group.group import RankGroupRunner
@@ -88,59 +88,58 @@ class RankInventory:
 
     def load(self, message: Load, tensors: Tensors, size: int, exchange: Exchange) -> list[LoadInfo]:
         """Makes the ranks load what `message` names, of `size` bytes; returns the record of each rank."""
-        self.is_synced = False
-        exchange.send(message, tensors or None)
-        done = exchange.wait(lambda: deadlines.load_budget(size))
-        infos = reports(done, lambda answer: answer.load)
-        models = self._take(done, exchange)[0].models
-        if not models or models[-1] != message.model:
-            raise exchange.refuse(f"the processes hold {models} after they were given {message.model}")
-        return infos
+        done, (first, *_) = self._change(message, exchange, deadlines.load_budget(size), tensors)
+        if first.models[-1:] != (message.model,):
+            raise exchange.refuse(f"the processes hold {first.models} after they were given {message.model}")
+        return reports(done, lambda answer: answer.load)
 
     def keep(
         self, models: list[CountedModel], lease: Lease, *, modules: Sequence[int] | None = None
     ) -> list[RankModels]:
         """Makes the ranks drop all but these models and `modules` (None: all); returns what each rank then holds."""
-        self.is_synced = False
-        exchange = lease.exchange(AGREED_ERRORS)
         module_numbers = tuple(self.modules if modules is None else modules)
-        exchange.send(KeepModels((*module_numbers, *(model.number for model in models))))
-        return self._take(exchange.wait(lambda: deadlines.LOAD_BASE), exchange)
+        message = KeepModels((*module_numbers, *(model.number for model in models)))
+        return self._change(message, lease.exchange(AGREED_ERRORS), deadlines.LOAD_BASE)[1]
 
     def move(self, message: MoveOut | TakeBack, lease: Lease) -> None:
         """Makes the ranks move weights; models that then have no room are dropped."""
         size = sum(held.info.bytes for held in self.models)
         exchange = lease.exchange(AGREED_ERRORS)
-        exchange.send(message)
         try:
-            done = exchange.wait(lambda: deadlines.load_budget(size))
+            self._change(message, exchange, deadlines.load_budget(size))
         except BaseException:
             self.forget_models()  # where the weights are now is unknown
             raise
-        self._take(done, exchange)
 
-    def _take(self, done: list[Done], exchange: Exchange) -> list[RankModels]:
-        """Updates this record by what the ranks report that they hold."""
+    def _change(
+        self, message: Message, exchange: Exchange, budget: float, tensors: Tensors | None = None
+    ) -> tuple[list[Done], list[RankModels]]:
+        """Sends a message that changes what the ranks hold, and updates this record by what they report. Returns their
+        answers, and what each of them then holds."""
+        self.is_synced = False
+        exchange.send(message, tensors or None)
+        done = exchange.wait(lambda: budget)
         ranks = reports(done, lambda answer: answer.models)
         if len({rank.models for rank in ranks}) > 1:
             raise exchange.refuse(f"processes hold different models: {[rank.models for rank in ranks]}")
         self.models = [model for model in self.models if model.number in ranks[0].models]
         self.modules = {number: one for number, one in self.modules.items() if number in ranks[0].models}
         self.is_synced = True
-        return ranks
+        return done, ranks
 
 
 class RankHoldings:
     """The holdings of one sidecar's ranks. `sent`: the sender's record of what they got beside; None once they end
     or sleep, since they then lose it."""
 
+    held: RankInventory
     sent: Any
     _discarded: tuple[ModelKey, ...] | None  # the models that sleeping ranks held before; None if awake
 
     def __init__(self, ranks: RankGroupRunner) -> None:
-        self._ranks, self.held = ranks, RankInventory(ranks.devices)
+        self._ranks = ranks
         self._took: dict[ModelKey, Room] = {}  # by each model when it was loaded before
-        self._one_at_a_time = False  # True once memory ran out in a request beside other held models
+        self.one_at_a_time = False  # True once memory ran out in a request beside other held models
         self._pending_notes: list[str] = []  # dropped models, reported with the next request
         self.forget()
 
@@ -161,13 +160,7 @@ class RankHoldings:
 
     def forget(self) -> None:
         """Notes that the ranks are gone, and all that they held."""
-        self._discarded = None
-        self._forget_modules()
-        self.held.forget_models()
-
-    def _forget_modules(self) -> None:
-        self.sent = None
-        self.held.modules = {}
+        self._discarded, self.sent, self.held = None, None, RankInventory(self._ranks.devices)
 
     # Preparing a request.
 
@@ -236,7 +229,7 @@ class RankHoldings:
 
     def _conflicts(self, key: ModelKey, free: Room) -> dict[CountedModel, str]:
         """Returns the held models to drop for `key`, each with the reason. `free`: the room now."""
-        if self._one_at_a_time:
+        if self.one_at_a_time:
             return dict.fromkeys(self.held.models, "models are held one at a time now")
         return choose_to_drop(self.held.models, key, self._needed(key), free)
 
@@ -349,18 +342,14 @@ class RankHoldings:
         """Returns True if a request for `spec`, in which memory ran out, may be tried again without what else was held.
         From then on models are held one at a time."""
         conflicting = [model for model in self.held.models if model.key.spec != absolute(spec)]
-        if self._one_at_a_time or not (conflicting or self.held.has_modules_on_devices):
+        if self.one_at_a_time or not (conflicting or self.held.has_modules_on_devices):
             return False
-        self._one_at_a_time = True
+        self.one_at_a_time = True
         self._pending_notes += [
             f"dropped {model.key.name}: memory ended in a request beside it, so models are held one at a time now"
             for model in conflicting
         ]
         return True
-
-    def undo_drop(self) -> None:
-        """Reverts the decision of `drop_conflicting`."""
-        self._one_at_a_time = False
 
     def _take_pending_notes(self) -> tuple[str, ...]:
         notes, self._pending_notes = tuple(self._pending_notes), []
@@ -372,8 +361,7 @@ class RankHoldings:
             return
         discarded = tuple(held.key for held in self.held.models)
         self.held.keep([], lease, modules=())
-        self._discarded = discarded
-        self._forget_modules()
+        self._discarded, self.sent = discarded, None
 
     def wake(self, lease: Lease) -> None:
         """Loads again what `sleep` discarded, see Sidecar.wake."""

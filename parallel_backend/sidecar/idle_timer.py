@@ -6,10 +6,10 @@ The timer fires at least every minute while there are ranks, so that changed set
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import Lock, Timer
 
 from ..errors import Cancelled, ParallelError
 from .group.events import Event, RequestEnded, Started
@@ -33,44 +33,28 @@ class Timeouts:
 class IdleWatch:
     """The watch over `sidecars()`: it puts idle ones to sleep or ends them. `on_event` is a listener of events.py.
 
-    Ranks that serve a request are left alone. `clock` and `timer(seconds, function)` are for tests.
+    Ranks that serve a request are left alone.
     """
 
-    def __init__(
-        self,
-        sidecars: Callable[[], Iterable[Sidecar]],
-        timeouts: Callable[[], Timeouts],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
-    ) -> None:
-        self._sidecars, self._timeouts, self._clock, self._make_timer = sidecars, timeouts, clock, timer
-        self._lock = threading.Lock()
+    def __init__(self, sidecars: Callable[[], Iterable[Sidecar]], timeouts: Callable[[], Timeouts]) -> None:
+        self._sidecars, self._timeouts = sidecars, timeouts
+        self._lock = Lock()
         self._used: dict[tuple[str, ...], float] = {}  # when the last request of these devices ended
-        self._timer: threading.Timer | None = None
+        self._timer: Timer | None = None
         self._runs_out = 0.0
 
     def on_event(self, event: Event) -> None:
         """Notes when ranks have started, or a request other than a sleep has ended."""
         if isinstance(event, Started) or (isinstance(event, RequestEnded) and event.request != "sleep"):
             with self._lock:
-                self._used[event.devices] = self._clock()
+                self._used[event.devices] = time.monotonic()
                 self._arm()
-
-    def close(self) -> None:
-        """Forgets all ranks and cancels the timer."""
-        with self._lock:
-            self._used.clear()
-            self._arm()
 
     def _arm(self) -> None:
         """Sets the timer to the next due time; one that fires earlier is left alone."""
         if not self._used:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
             return
-        timeouts, now = self._wished(), self._clock()
+        timeouts, now = self._wished(), time.monotonic()
         due = [
             at + seconds
             for at in self._used.values()
@@ -83,7 +67,7 @@ class IdleWatch:
                 return
             self._timer.cancel()
         self._runs_out = at
-        self._timer = self._make_timer(at - now, self._look)
+        self._timer = Timer(at - now, self._look)
         self._timer.daemon = True  # ComfyUI may exit before it fires
         self._timer.start()
 
@@ -100,7 +84,7 @@ class IdleWatch:
             for sidecar in self._sidecars():
                 at, timeouts = self._used.get(sidecar.devices), self._wished()
                 if at is not None and sidecar.state in _IDLE:
-                    _act(sidecar, self._clock() - at, timeouts)
+                    _act(sidecar, time.monotonic() - at, timeouts)
         except Exception:  # the timer must still be set again
             log.exception("parallel sampling: looking after idle processes met an error and goes on")
         living = {sidecar.devices for sidecar in self._sidecars() if sidecar.pids}

@@ -240,7 +240,7 @@ class Sidecar(ModuleRequests):
         try:
             return self._ranks.retry_after_crash(read, lease, survive)
         except OutOfMemory:
-            self._holdings.undo_drop()  # dropping them did not help
+            self._holdings.one_at_a_time = False  # dropping them did not help
             raise
 
     # Starting and ending ranks, and freeing memory.

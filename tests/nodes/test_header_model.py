@@ -7,9 +7,14 @@ from safetensors.torch import load_file, save_file
 from comfy_weight_files import write
 from pack_nodes import module_fixture
 from parallel_backend.errors import CheckpointError
+from parallel_backend.requests import ComfyUISource, ModelSpec
 from tiny_flux import write_tiny_flux
 
 header_model = module_fixture("nodes.model.header_model")
+
+
+def file_of(path):
+    return ModelSpec(str(path), "comfyui", comfyui=ComfyUISource(root=""))
 
 
 def outlines(model):
@@ -27,7 +32,7 @@ def test_with_dynamic_vram_a_model_has_its_parameters_too(header_model, tmp_path
     write(path, form)
 
     def found():
-        model = header_model.open_model(path, "diffusion_model", {}).model
+        model = header_model.open_model(file_of(path)).model
         return outlines(model), comfy.lora.model_lora_keys_unet(model, {})
 
     expected = found()
@@ -55,7 +60,7 @@ def test_every_spelling_of_flux_gives_the_same_outlines(header_model, tmp_path, 
     file = write_tiny_flux(tmp_path / "flux.safetensors", layout=layout, prefix=prefix, **sizes)
 
     def found(path):
-        model = header_model.open_model(str(path), "diffusion_model", {}).model
+        model = header_model.open_model(file_of(path)).model
         return type(model), outlines(model), model.get_dtype(), model.manual_cast_dtype
 
     assert found(file) == found(original)
@@ -66,7 +71,7 @@ def test_scaled_weights_in_diffusers_layout_are_refused_by_name(header_model, tm
     tensors = load_file(file) | {"transformer_blocks.0.attn.to_q.weight_scale": torch.ones(())}
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"scaled\.safetensors is refused: .* in diffusers' key layout"):
-        header_model.open_model(str(file), "diffusion_model", {})
+        header_model.open_model(file_of(file))
 
 
 def test_ace_step_computes_its_codebook_and_has_no_weights(header_model):

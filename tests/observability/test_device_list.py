@@ -1,6 +1,7 @@
 """The devices to choose from: the memory and the known users of each."""
 
 import os
+import sys
 
 import pytest
 
@@ -8,6 +9,7 @@ from fake_nvml import h100_nvswitch
 from parallel_backend import devices as names
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.observability import device_list
+from parallel_backend.observability import gauges as module
 from parallel_backend.observability.device_list import list_clusters, list_devices, local_devices, selected
 from parallel_backend.observability.gauges import DeviceGauges
 from parallel_backend.sidecar.group.lease import Phase, PhaseKind
@@ -22,12 +24,14 @@ def _group(state: str, device: str, pid: int | None) -> GroupStatus:
 
 
 @pytest.fixture
-def gauges():
+def gauges(monkeypatch):
     nvml = h100_nvswitch(3)
     nvml.boards[0].used_gib = 20.0
     nvml.boards[0].programs = {RANK: 19.0, os.getpid(): 1.0}
     nvml.boards[1].programs = {BLENDER: 9.5, UNSEEN: 12.0, DESKTOP: 0.01}
-    found = DeviceGauges(nvml, read_topology(nvml).visible({}))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(module, "visible_topology", lambda: read_topology(nvml).visible({}))
+    found = DeviceGauges()
     yield found
     found.close()
 

@@ -1,16 +1,29 @@
 """Gauges from NVML, those that NVML lacks, and the machine's memory for ranks on the CPU."""
 
+import sys
+
+import pytest
+
 from fake_nvml import GIB, h100_nvswitch, two_4090
 from parallel_backend.host_memory import host_memory
 from parallel_backend.machine.probe import read_topology
+from parallel_backend.observability import gauges as module
 from parallel_backend.observability.gauges import DeviceGauges, available_memory, read_free_bytes
 
 
-def gauges_of(nvml):
-    return DeviceGauges(nvml, read_topology(nvml).visible({}))
+@pytest.fixture
+def gauges_of(monkeypatch):
+    """Returns a function that gives gauges of a machine with these GPUs. `nvml`: what answers, if not the GPUs'."""
+
+    def made(gpus, nvml=None):
+        monkeypatch.setattr(module, "visible_topology", lambda: read_topology(gpus).visible({}))
+        monkeypatch.setitem(sys.modules, "pynvml", nvml or gpus)
+        return DeviceGauges()
+
+    return made
 
 
-def test_each_gpu_has_its_own_numbers_and_nvml_stays_open_until_nobody_looks():
+def test_each_gpu_has_its_own_numbers_and_nvml_stays_open_until_nobody_looks(gauges_of):
     nvml = h100_nvswitch(2)
     gauges = gauges_of(nvml)
     one, other = (gauges.read(("cuda:1", "cuda:0"))[name] for name in ("cuda:0", "cuda:1"))
@@ -24,19 +37,18 @@ def test_each_gpu_has_its_own_numbers_and_nvml_stays_open_until_nobody_looks():
     assert gauges.read(("cuda:0",))["cuda:0"] == one
 
 
-def test_what_a_card_does_not_measure_is_missing_and_what_nobody_knows_is_left_out():
+def test_what_a_card_does_not_measure_is_missing_and_what_nobody_knows_is_left_out(gauges_of):
     found = gauges_of(two_4090()).read(("cuda:0", "cuda:7"))
     assert (found["cuda:0"].power, found["cuda:0"].utilisation) == (None, 0.1)
     assert "cuda:7" not in found
 
 
-def test_a_driver_that_does_not_answer_leaves_names_and_sizes():
+def test_a_driver_that_does_not_answer_leaves_names_and_sizes(gauges_of):
     class Silent:
         def nvmlInit(self):
             raise OSError("libnvidia-ml.so.1 is missing")
 
-    topology = read_topology(h100_nvswitch(1)).visible({})
-    gauge = DeviceGauges(Silent(), topology).read(("cuda:0",))["cuda:0"]
+    gauge = gauges_of(h100_nvswitch(1), Silent()).read(("cuda:0",))["cuda:0"]
     assert (gauge.total_bytes, gauge.free_bytes, gauge.temperature) == (int(79.65 * GIB), 0, None)
 
 

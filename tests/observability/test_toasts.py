@@ -1,5 +1,6 @@
 """The events that become toasts, each of them only once."""
 
+from parallel_backend.observability import toasts as module
 from parallel_backend.observability.toasts import Notifier
 from parallel_backend.sidecar.group.events import Changed, Recovering, RequestEnded, RequestFailed, Started
 from parallel_backend.sidecar.group.failures import FailingDevices
@@ -12,9 +13,10 @@ def failed(broken=False):
     return RequestFailed(DEVICES, 1, "killed by signal 9", crashed=True, broken=broken, reason="signal")
 
 
-def test_starts_failures_and_left_out_devices_are_shown_once():
-    toasts, failing = [], FailingDevices(clock=lambda: 0.0)
-    notifier = Notifier(toasts.append, failing)
+def test_starts_failures_and_left_out_devices_are_shown_once(monkeypatch):
+    toasts, failing = [], FailingDevices()
+    monkeypatch.setattr(module, "FAILING", failing)
+    notifier = Notifier(toasts.append)
 
     def shown_after(*events):
         toasts.clear()
@@ -45,7 +47,7 @@ def test_starts_failures_and_left_out_devices_are_shown_once():
 
 def test_a_failure_is_told_at_once_and_the_start_that_follows_takes_its_place():
     toasts = []
-    notifier = Notifier(toasts.append, FailingDevices(clock=lambda: 0.0))
+    notifier = Notifier(toasts.append)
     words = "process 1 on cuda:1 failed (killed); the job goes on after step 52 on processes started anew"
     for event in (failed(), Recovering(DEVICES, words), Started(DEVICES, 2.5, "process 1 failed: killed")):
         notifier.on_event(event)

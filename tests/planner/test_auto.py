@@ -8,7 +8,7 @@ import torch
 import fake_nvml
 from jobs import FP8, flux_file, flux_job
 from loop_jobs import loop_job, tiny_model
-from parallel_backend.commands.bench.measure import random_request
+from parallel_backend.commands.doctor.rank_probe import random_request
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology

@@ -8,7 +8,7 @@ import pytest
 
 import fake_nvml
 from jobs import BF16, FP8, flux_file, flux_job
-from parallel_backend.commands.bench.measure import random_request
+from parallel_backend.commands.doctor.rank_probe import random_request
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine import device_shares, local
 from parallel_backend.machine.local import LOWVRAM, NOVRAM, order_devices

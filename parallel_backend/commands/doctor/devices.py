@@ -4,13 +4,14 @@ For a cluster: findings about its machines, from what each reported when it join
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ...devices import cluster_of, is_cpu, machine_of, resolve_devices
 from ...machine.topology import Device, Topology
 from ...wire import deadlines
 from ...wire.calibration import RankFacts
 from ...wire.checks.findings import Finding
+from .report import say_progress
 
 NO_BF16 = (8, 0)  # compute capability below which bfloat16 is emulated
 SMALL_MEMORY = 11e9  # bytes; Flux.1 in fp8 has 12 GB of weights
@@ -107,9 +108,9 @@ def _paths(topology: Topology) -> list[str]:
     return rows
 
 
-def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Returns resolve_devices(text) after waiting for the cluster's machines; reports the wait with `say`. For
-    `cluster:NAME`, waits until no more machines join. Raises DeviceError."""
+def resolve_for_command(text: str) -> tuple[str, ...]:
+    """Returns resolve_devices(text) after waiting for the cluster's machines, which it tells. For `cluster:NAME`, waits
+    until no more machines join. Raises DeviceError."""
     cluster = cluster_of(text)
     if not cluster:
         return resolve_devices(text)
@@ -117,7 +118,7 @@ def resolve_for_command(text: str, say: Callable[[str], None]) -> tuple[str, ...
 
     clusters.find_by_name()
     head = clusters.open_head(cluster)
-    say(f"waiting on port {head.port} for the machines of the cluster {cluster}")
+    say_progress(f"waiting on port {head.port} for the machines of the cluster {cluster}")
     names = set(text.lower().replace(",", " ").replace(";", " ").split())
     until, found, since = time.monotonic() + deadlines.MACHINES, head.devices(), time.monotonic()
     while time.monotonic() < until and (not found or time.monotonic() - since < deadlines.GATHER):

@@ -16,7 +16,7 @@ from ...models.proof.installed import digests_in, find_folder, version_in
 from ...models.proof.states import is_proven
 from .devices import KERNELS
 from .system import VARIABLES, System
-from .versions import SHOWN
+from .versions import BOUNDS
 
 _MODELS = ("diffusion_models", "unet", "checkpoints")  # folders
 _ENDINGS = (".safetensors", ".gguf")
@@ -27,7 +27,7 @@ _RANK = b"parallel_backend.rank"
 
 def probe_versions() -> dict[str, str]:
     """Returns versions by package name, "" for a package that is not installed. Imports none of them."""
-    names = (*SHOWN, "triton", "nvidia-ml-py")
+    names = (*(bound.package for bound in BOUNDS), "triton", "nvidia-ml-py")
     return {n: platform.python_version() if n == "python" else installed_version(n) for n in names}
 
 

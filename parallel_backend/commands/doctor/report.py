@@ -23,6 +23,12 @@ _HOMES = re.compile(r"(/home/|/Users/|/root\b)[^\s:'\",)\]]*")
 _SERIALS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{8,}")
 
 
+def say_progress(text: str) -> None:
+    """Writes a line of progress to stderr if that is a terminal, so that stdout has the report alone."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{text} …\n")
+
+
 def in_group(group: str, findings: Iterable[Finding]) -> list[Finding]:
     """Returns the findings with `group` as their heading."""
     return [replace(finding, group=group) for finding in findings]
@@ -89,12 +95,15 @@ class Private:
     words: tuple[tuple[str, str], ...]
 
 
-def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
-    """Returns the folders and names of this process, and of a cluster's `machines`: CLUSTER/MACHINE -> replacement."""
-    home = str(Path("~").expanduser())
+def find_private(machines: Mapping[str, str] = MappingProxyType({}), model: str = "") -> Private:
+    """Returns the folders and names of this process, of a cluster's `machines` (CLUSTER/MACHINE -> replacement), and of
+    the file `model`, if there is one."""
+    home, file = str(Path("~").expanduser()), Path(model)
     # If two entries are the same folder, the first name counts.
     named: dict[str, str] = {}
     for path, name in (
+        (model, "<model>"),
+        (str(file.parent), "<models>"),
         (str(_PACK_ROOT), "<pack>"),
         (sys.prefix, "<python>"),
         (sys.base_prefix, "<python>"),
@@ -109,6 +118,7 @@ def find_private(machines: Mapping[str, str] = MappingProxyType({})) -> Private:
     paths = sorted(named.items(), key=lambda found: -len(found[0]))
     host = socket.gethostname()
     words = {(host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")}
+    words |= {(file.name, "<model>"), (file.stem, "<model>")}
     for machine, called in machines.items():
         # The two forms used in device names and in error texts. A bare machine name could be any word.
         words |= {(machine, f"<{called}>"), (f"Machine {machine.partition('/')[2]}", f"<{called}>")}

@@ -8,47 +8,48 @@ from dataclasses import dataclass
 
 from ...wire.checks.findings import Finding
 
-SHOWN = ("python", "torch", "diffusers", "xfuser", "safetensors", "numpy")
 _INSTALL = "pip install -r requirements.txt, in ComfyUI's Python environment, from this pack's folder"
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound: `package` below version `least` (or missing, if `required`) gets `status` for the reason `why`."""
+    """A lower bound: `package` below version `least`, or missing, cannot work if it is `required`, for the reason
+    `why`. `tested`: the version that docs/ and the tests were made with; newer ones probably work but are untested."""
 
     package: str
     least: str
-    status: str
     why: str
     remedy: str = _INSTALL
     required: bool = True
+    tested: str = ""
 
 
-# The lower bounds of requirements.txt: each is the oldest version that has what the code needs.
+# The lower bounds of requirements.txt, in the report's order: each is the oldest version that has what the code needs.
 BOUNDS = (
-    Bound("python", "3.10", "broken", "the pack uses syntax of 3.10", "a ComfyUI with Python 3.10 or newer"),
+    Bound("python", "3.10", "the pack uses syntax of 3.10", "a ComfyUI with Python 3.10 or newer"),
     Bound(
         "torch",
         "2.6",
-        "broken",
         "sealed payloads, gloo's all-to-all and its attention kernels are used as 2.6 has them",
         "install a newer torch the way ComfyUI's own instructions say for your GPU",
+        tested="2.13",
     ),
     Bound(
-        "diffusers", "0.42", "broken", "the Flux transformer and its attention dispatch changed up to 0.42"
+        "diffusers",
+        "0.42",
+        "the Flux transformer and its attention dispatch changed up to 0.42",
+        tested="0.42",
     ),
-    Bound("safetensors", "0.4.2", "broken", "fp8 weights cannot be read"),
-    Bound("numpy", "1.25", "broken", "torch's bridge to numpy needs it"),
     Bound(
         "xfuser",
         "0.7.0",
-        "slow",
         "its sequence parallelism was adjusted for 0.7; without it only engine native is there, which is exact too",
         required=False,
+        tested="0.7",
     ),
+    Bound("safetensors", "0.4.2", "fp8 weights cannot be read"),
+    Bound("numpy", "1.25", "torch's bridge to numpy needs it"),
 )
-# The versions that docs/ and the tests were made with. Newer ones probably work but are untested.
-TESTED = {"torch": "2.13", "diffusers": "0.42", "xfuser": "0.7"}
 
 
 def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str = "") -> Iterator[Finding]:
@@ -56,7 +57,7 @@ def check_versions(installed: Mapping[str, str], gpus: int, torch_problem: str =
 
     `installed`: versions by name, "" if missing; `torch_problem`: why torch cannot be imported, or empty.
     """
-    yield from (_check_bound(name, installed.get(name, "")) for name in SHOWN)
+    yield from (_check_bound(bound, installed.get(bound.package, "")) for bound in BOUNDS)
     torch = installed.get("torch", "")
     if torch and torch_problem:
         finding = f"torch {torch} is installed and cannot be imported: {torch_problem}"
@@ -108,18 +109,16 @@ def check_platform(platform: str, release: str) -> Finding:
     return Finding("system", "ok", "Linux")
 
 
-def _check_bound(name: str, version: str) -> Finding:
-    bound = next(b for b in BOUNDS if b.package == name)
+def _check_bound(bound: Bound, version: str) -> Finding:
+    name = bound.package
     if not version:
-        status = bound.status if bound.required else "skipped"
+        status = "broken" if bound.required else "skipped"
         return Finding(name, status, f"is not installed: {bound.why}", bound.remedy)
     if parse(version) < parse(bound.least):
-        return Finding(
-            name, bound.status, f"{version} is older than {bound.least}: {bound.why}", bound.remedy
-        )
-    tested = TESTED.get(name)
-    if tested and parse(version)[:2] > parse(tested)[:2]:
-        return Finding(name, "ok", f"{version}; tested with {tested}, this is newer")
+        status, words = "broken" if bound.required else "slow", f"{version} is older than {bound.least}"
+        return Finding(name, status, f"{words}: {bound.why}", bound.remedy)
+    if bound.tested and parse(version)[:2] > parse(bound.tested):
+        return Finding(name, "ok", f"{version}; tested with {bound.tested}, this is newer")
     return Finding(name, "ok", version)
 
 

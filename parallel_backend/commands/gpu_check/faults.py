@@ -15,7 +15,6 @@ from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
 from ...wire.checks.fault_injection import VARIABLE
 from ...wire.checks.findings import Finding
-from .checks import Check
 from .ranks import Ranks, compared, environment
 
 _KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
@@ -76,36 +75,23 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
     """Lets rank 0 use up its memory (simulated on the CPU): the job must raise OutOfMemory, the next one must run."""
     strategy = ranks.split()
     expected = ranks.sample(strategy)
-    with (
-        tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder,
-        environment(VARIABLE, _fault(folder)),
-    ):
-        sidecar = ranks.group(strategy.world_size, fresh=True)
-        sidecar.start()
-        before = sidecar.pids
-        try:
-            ranks.sample(strategy)
-        except OutOfMemory as error:
-            words = str(error).splitlines()[0][:200]
-        else:
-            remedy = "report it with the card and the driver"
-            return [Finding("out of memory", "broken", "nothing failed, though all memory was taken", remedy)]
-        result = ranks.sample(strategy)
-        after = sidecar.pids
+    with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
+        # After one step, once: the file marks that it has happened.
+        fault = {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": f"{folder}/once"}
+        with environment(VARIABLE, json.dumps(fault)):
+            sidecar = ranks.group(strategy.world_size, fresh=True)
+            sidecar.start()
+            before = sidecar.pids
+            try:
+                ranks.sample(strategy)
+            except OutOfMemory as error:
+                words = str(error).splitlines()[0][:200]
+            else:
+                remedy = "report it with the card and the driver"
+                finding = "nothing failed, though all memory was taken"
+                return [Finding("out of memory", "broken", finding, remedy)]
+            result = ranks.sample(strategy)
+            after = sidecar.pids
     processes = "the same processes" if after == before else "new processes"
     ranks.close()  # these ranks still have the fault in their environment
     return [compared("out of memory", result, expected, f"told ({words}); the next job on {processes}")]
-
-
-def _fault(folder: str) -> str:
-    """Returns a fault: rank 0 runs out of memory after one step, once. A file in `folder` marks that it has."""
-    return json.dumps(
-        {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": f"{folder}/once"}
-    )
-
-
-FAULTS = (
-    Check("cancel", check_cancel),
-    Check("kill", check_kill),
-    Check("out of memory", check_out_of_memory),
-)

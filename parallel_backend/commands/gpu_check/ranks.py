@@ -1,16 +1,17 @@
-"""The ranks on which checks run their jobs: one group for one device and one for several."""
+"""A check of the GPU check as data, and the ranks on which it runs jobs: a group for one device, one for several."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
+from ...devices import is_cpu
 from ...errors import Cancelled, ParallelError
 from ...models.model_file import ModelFile
 from ...models.registry import inspect_model
@@ -19,13 +20,13 @@ from ...requests import ModelSpec, Placement, SampleRequest, SampleResult
 from ...sidecar.sidecar import Sidecar
 from ...sidecar.status import RankStatus
 from ...strategy import ParallelStrategy
-from ...wire.checks.findings import CheckSubject, Finding
-from ..bench.measure import random_request
+from ...wire.checks.findings import NO_GPU, CheckSubject, Finding
 from ..doctor.parity import LIMITS, largest_difference
+from ..doctor.rank_probe import random_request
 
 ALONE = ParallelStrategy()
 PLAIN = ComputeOptions(compile="off")
-_COARSEST = max(LIMITS.values())
+USUAL_LIMIT = 600.0  # s; enough to load 24 GB from a slow disk and to compile the blocks
 
 
 class Ranks:
@@ -136,6 +137,30 @@ class Ranks:
         return ParallelStrategy(ulysses_degree=ulysses, ring_degree=ring)
 
 
+Examine = Callable[[Ranks], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. `name`: its name in --only; `examine`: the function that runs it; `needs_gpu`, `needs_two`: skipped
+    without a GPU or without two devices; `limit_s`: seconds after which its jobs are ended and it is reported as
+    broken."""
+
+    name: str
+    examine: Examine
+    needs_gpu: bool = False
+    needs_two: bool = False
+    limit_s: float = USUAL_LIMIT
+
+    def why_not(self, subject: CheckSubject) -> str:
+        """Returns why the check cannot run on `subject`, or an empty string."""
+        if self.needs_gpu and is_cpu(subject.devices):
+            return f"{NO_GPU}: this is about CUDA alone"
+        if self.needs_two and len(subject.devices) < 2:
+            return "one device: it takes two"
+        return ""
+
+
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
     """Sets an environment variable for the ranks that start meanwhile."""
@@ -146,15 +171,15 @@ def environment(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
 
 
-def rounding(result: SampleResult) -> float:
-    """Returns the largest difference that counts as rounding in the compute dtype of `result`."""
+def dtype_of(result: SampleResult) -> str:
+    """Returns the dtype of LIMITS by which differences from `result` are judged: bfloat16 for all but float32."""
     load = result.info.load
-    return LIMITS.get("" if load is None else load.compute_dtype, _COARSEST)
+    return "float32" if load is not None and load.compute_dtype == "float32" else "bfloat16"
 
 
 def compared(name: str, result: SampleResult, expected: SampleResult, words: str) -> Finding:
     """Compares the latent of `result` with the expected one. `words`: text before the difference in the finding."""
-    found, limit = largest_difference(result.latent, expected.latent), rounding(expected)
+    found, limit = largest_difference(result.latent, expected.latent), LIMITS[dtype_of(expected)]
     finding = f"{words}, largest difference {found:.1e} of the largest value"
     if found <= limit:
         return Finding(name, "ok", finding)

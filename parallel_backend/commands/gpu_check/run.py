@@ -17,28 +17,44 @@ from ...models.registry import inspect_model
 from ...options import COMPILE_BACKEND
 from ...wire.checks.findings import STATUSES, CheckSubject, Finding
 from ..doctor.rank_probe import DEMO_MODEL
-from ..doctor.report import Private, Report, find_private, in_group, scrub, scrub_findings
-from .checks import Check
-from .faults import FAULTS
-from .memory import MEMORY
-from .one_device import INSTALLATION, ONE_GPU
-from .ranks import Ranks, environment
-from .several_devices import SEVERAL_GPUS
-
-
-def check_profile(ranks: Ranks) -> Iterator[Finding]:
-    return ranks.check("profile", ranks.count)
-
+from ..doctor.report import Report, find_private, in_group, scrub, scrub_findings
+from . import faults, one_device, several_devices
+from .ranks import Check, Ranks, environment
 
 Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
 # All checks, in the order in which they run.
 GROUPS: Groups = {
-    "Installation": INSTALLATION,
-    "One GPU": ONE_GPU,
-    "Weights and memory": MEMORY,
-    "Several GPUs": SEVERAL_GPUS,
-    "Faults": FAULTS,
-    "Time": (Check("profile", check_profile, limit_s=900.0),),
+    "Installation": (Check("installation", one_device.check_installation),),
+    "One GPU": (
+        Check("device", lambda ranks: ranks.check("device", len(ranks.subject.devices)), limit_s=180.0),
+        Check("attention", lambda ranks: ranks.check("attention", len(ranks.subject.devices)), limit_s=300.0),
+        Check("identity", one_device.check_identity, needs_gpu=True),
+        Check("checkpoint", one_device.check_checkpoint),
+        Check("steps", one_device.check_steps, limit_s=900.0),
+        Check("syncs", lambda ranks: ranks.check("syncs", ranks.count)),
+        Check("same bits", one_device.check_same_bits),
+    ),
+    "Weights and memory": (
+        Check("fp8", one_device.check_fp8),
+        Check("offload", one_device.check_offload),
+        Check("sleep", one_device.check_sleep),
+        Check("comfyui", one_device.check_comfyui),
+    ),
+    "Several GPUs": (
+        Check("links", several_devices.check_all_links, needs_two=True),
+        Check("strategies", several_devices.check_strategies, needs_two=True, limit_s=1200.0),
+        *(
+            Check(f"pipefusion {w} {p}", several_devices.pipefusion(w, p), needs_two=True, limit_s=300.0)
+            for w, p in several_devices.PIPES
+        ),
+        Check("one process", several_devices.check_one_process, needs_two=True, limit_s=1200.0),
+    ),
+    "Faults": (
+        Check("cancel", faults.check_cancel),
+        Check("kill", faults.check_kill),
+        Check("out of memory", faults.check_out_of_memory),
+    ),
+    "Time": (Check("profile", lambda ranks: ranks.check("profile", ranks.count), limit_s=900.0),),
 }
 FILES = ("gpu-check.md", "gpu-check.json")
 _FRAMES = 12  # last lines of a traceback to show
@@ -118,10 +134,6 @@ def _in_markdown(verdict: Finding) -> Sequence[str]:
     return lines
 
 
-OnReport = Callable[[GpuReport], None]
-OnBegin = Callable[[str, int, int], None]  # the check's name, its number from 1, the number of checks
-
-
 def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     """Returns what to check on `devices`: pictures of the usual size on GPUs, small ones on the CPU. `model`: path of a
     model file, the demo model if empty."""
@@ -155,11 +167,12 @@ def run_checks(
     subject: CheckSubject,
     checks: Sequence[tuple[str, Check]],
     *,
-    on_begin: OnBegin = lambda name, number, count: None,
-    on_report: OnReport = lambda report: None,
+    on_begin: Callable[[str, int, int], None] = lambda name, number, count: None,
+    on_report: Callable[[GpuReport], None] = lambda report: None,
 ) -> GpuReport:
-    """Runs `checks` and returns the report; `on_report` gets it after each check."""
-    private = _private(subject)
+    """Runs `checks` and returns the report; `on_report` gets it after each check. `on_begin` gets a check's name, its
+    number from 1, and the number of checks."""
+    private = find_private(model="" if subject.is_demo else subject.model)
     report = GpuReport(tuple(scrub(line, private) for line in _words(subject)), planned=len(checks))
     ranks = Ranks(subject)
     with ExitStack() as stack:
@@ -219,13 +232,3 @@ def _words(subject: CheckSubject) -> Sequence[str]:
         f"model: {whose}, {sizes}",
         f"pictures: {side} × {side} and {width} × {height}, {subject.text} tokens of text, {subject.steps} steps, CFG",
     )
-
-
-def _private(subject: CheckSubject) -> Private:
-    """Returns the private texts of this process, and the model's path and name."""
-    private = find_private()
-    if subject.is_demo:
-        return private
-    path = Path(subject.model)
-    paths = ((subject.model, "<model>"), (str(path.parent), "<models>"), *private.paths)
-    return Private(paths, ((path.name, "<model>"), (path.stem, "<model>"), *private.words))

@@ -12,8 +12,7 @@ from ...wire.checks.findings import Finding
 from ..doctor.links import check_links, of_ranks
 from ..doctor.parity import Parity, check_parity, largest_difference
 from ..doctor.rank_probe import probe_links
-from .checks import Check, Examine
-from .ranks import Ranks, gigabytes, steps_in_words
+from .ranks import Examine, Ranks, dtype_of, gigabytes, steps_in_words
 
 # One strategy per way to split. "sharded 2" shards the weights and the tokens over two ranks.
 SPLITS = {
@@ -54,9 +53,7 @@ def check_strategies(ranks: Ranks) -> Iterator[Finding]:
         for dtype in dtypes:
             for size in sizes:
                 result, expected = ranks.sample(strategy, size=size, dtype=dtype), ranks.expected(size, dtype)
-                load = expected.info.load
-                computed = "float32" if load is None else load.compute_dtype
-                computed = computed if computed == "float32" else "bfloat16"  # LIMITS has no float16
+                computed = dtype_of(expected)
                 runs[size].append(Parity(computed, name, largest_difference(result.latent, expected.latent)))
                 if size == ranks.square:
                     times.append(f"{name}, {computed}: {steps_in_words(result)}")
@@ -106,14 +103,3 @@ def judge_growth(first: dict[str, int], second: dict[str, int]) -> Finding:
         )
     remedy = "report it with this table; stop the processes in the status panel when memory is short"
     return Finding("memory after each", "slow", f"grows with {', '.join(grown)}", remedy, table)
-
-
-SEVERAL_GPUS = (
-    Check("links", check_all_links, needs_two=True),
-    Check("strategies", check_strategies, needs_two=True, limit_s=1200.0),
-    *(
-        Check(f"pipefusion {warmup} {patches}", pipefusion(warmup, patches), needs_two=True, limit_s=300.0)
-        for warmup, patches in PIPES
-    ),
-    Check("one process", check_one_process, needs_two=True, limit_s=1200.0),
-)

@@ -50,9 +50,6 @@ def begin_log(price: Callable[[], float]) -> Callable[[], None] | None:
     handler: logging.Handler = _Stderr()
     if target.lower() != "stderr":
         handler = _File(target, maxBytes=FILE_BYTES, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)
-    # A separate logger, so that the console's handlers do not see the lines.
-    lines = logging.Logger(__name__ + ".lines", logging.INFO)
-    lines.addHandler(_Waiting(waiting))
     ending = threading.Event()
 
     def write_all() -> None:
@@ -63,9 +60,17 @@ def begin_log(price: Callable[[], float]) -> Callable[[], None] | None:
         with contextlib.suppress(OSError):  # the last line could not be flushed
             handler.close()
 
+    def put(event: Event) -> None:
+        if line := _line(event, price):
+            record = logging.makeLogRecord({"msg": line})
+            try:
+                waiting.put_nowait(record)
+            except queue.Full:
+                handler.handleError(record)
+
     writer = threading.Thread(target=write_all, name="parallel-log", daemon=True)
     writer.start()
-    stop_listening = listen(lambda event: _put(lines, event, price))
+    stop_listening = listen(put)
 
     def end() -> None:
         atexit.unregister(end)
@@ -138,14 +143,17 @@ def _rounded(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def _put(lines: logging.Logger, event: Event, price: Callable[[], float]) -> None:
+def _line(event: Event, price: Callable[[], float]) -> str:
+    """Returns the line of an event as JSON, "" if it has none."""
     word, known = _facts(event)
-    if word:
-        if isinstance(event, RequestEnded) and (per_hour := price()):
-            known["cost"] = _rounded(money(device_seconds(event), per_hour))
-        at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = {"time": at, "event": word, "devices": list(event.devices), **known}
-        lines.info(json.dumps(line, ensure_ascii=False))
+    if not word:
+        return ""
+    if isinstance(event, RequestEnded) and (per_hour := price()):
+        known["cost"] = _rounded(money(device_seconds(event), per_hour))
+    at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps(
+        {"time": at, "event": word, "devices": list(event.devices), **known}, ensure_ascii=False
+    )
 
 
 class _WarnsOnce(logging.Handler):
@@ -161,10 +169,6 @@ class _WarnsOnce(logging.Handler):
                 VARIABLE,
                 sys.exc_info()[1],
             )
-
-
-class _Waiting(_WarnsOnce, logging.handlers.QueueHandler):
-    """The queue of lines for the writer thread."""
 
 
 class _File(_WarnsOnce, logging.handlers.RotatingFileHandler):

@@ -14,7 +14,6 @@ from ...errors import (
     StrategyError,
     TransportError,
 )
-from ...models.comfyui.model_file import ANY_MODEL
 from ...models.model_file import ModelFile
 from ...planner.rules import StrategySettings
 from ...requests import WEIGHT_DTYPES
@@ -137,10 +136,7 @@ def check_inputs(
         previewed = preview(inputs.settings(), file, dtype, pixels)
     except ParallelError as error:
         return _answer(inputs, Preview(notes=notes), _problems(error, file))
-    is_known = file is not None and file is not ANY_MODEL
-    # The memory of an unknown model was computed for a typical one.
-    memory = previewed.memory if is_known else ""
-    return _answer(inputs, replace(previewed, notes=notes + previewed.notes, memory=memory))
+    return _answer(inputs, replace(previewed, notes=notes + previewed.notes))
 
 
 def find_problems(inputs: SelectorInputs, files: Sequence[ModelFile] = ()) -> tuple[Problem, ...]:
@@ -166,20 +162,11 @@ def _problems(error: ParallelError, file: ModelFile | None) -> tuple[Problem, ..
 
 
 def _answer(
-    inputs: SelectorInputs,
-    previewed: Preview,
-    problems: Sequence[Problem] = (),
+    inputs: SelectorInputs, previewed: Preview, problems: Sequence[Problem] = ()
 ) -> dict[str, object]:
     return {
         "decided": list(_OF_STRATEGY) if inputs.mode == "auto" else [],
         "problems": [{"inputs": list(p.inputs), "message": p.message} for p in problems],
         "nearest": dict(change for p in problems for change in p.nearest),
-        "why": previewed.why,
-        "basis": previewed.basis,
-        "layout": [
-            {"title": case.title, "seats": [device.as_dict() for device in case.assignments]}
-            for case in previewed.cases
-        ],
-        "notes": list(previewed.notes),
-        "memory": previewed.memory,
+        **vars(previewed),
     }

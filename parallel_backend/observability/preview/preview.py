@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...errors import StrategyError
 from ...machine.local import LocalMachine
@@ -12,11 +12,12 @@ from ...models.model_file import ModelFile
 from ...planner.plan import find_machine
 from ...planner.rules import StrategySettings, resolve_strategy
 from ...planner.workload.checkpoint_model import CheckpointModel
-from ...planner.workload.fit import MemoryCheck, check_capacity, fits
+from ...planner.workload.fit import MemoryCheck, check_capacity
 from ...planner.workload.workload import Job
 from ...sidecar.group.failures import left_out
 from ...strategy import ModelShape, ParallelStrategy
-from .rank_diagram import DeviceAssignment, assign_devices
+from ..panel import Shown
+from .rank_diagram import assign_devices
 
 PIXELS = 1024  # sides of the image that memory is predicted for
 
@@ -33,14 +34,6 @@ class _AnyModel(CheckpointModel):
 _ANY_JOB = Job(_AnyModel(TYPICAL), batch=64, prompts=2)  # gives every degree something to do
 
 
-@dataclass(frozen=True)
-class PreviewCase:
-    """One way in which settings may run. `title`: for which requests; `assignments`: one for each selected device."""
-
-    title: str
-    assignments: tuple[DeviceAssignment, ...]
-
-
 ONE_CPU = "cpu:1"  # a number of ranks, although it looks like the second rank's name
 CPU_COUNT = (
     "cpu:1 asks for one process on the CPU, which is called cpu:0; cpu:2 asks for two, cpu:0 and cpu:1."
@@ -49,33 +42,15 @@ CPU_COUNT = (
 
 @dataclass(frozen=True)
 class Preview:
-    """The preview of settings. `why`: everything in words, as in the node's output; `basis`: what the cases depend on;
-    `memory`: of the fullest device, in words."""
+    """The preview of settings. `why`: everything in words, as in the node's output; `basis`: what the layout depends
+    on; `layout`: {"title": for which requests, "seats": as from assign_devices} for each way in which they may run;
+    `memory`: of the fullest device, in words, "" for an unknown model."""
 
     why: str = ""
     basis: str = ""
-    cases: tuple[PreviewCase, ...] = ()
+    layout: list[Shown] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     memory: str = ""
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """The model and image size of a preview. `model`: a typical one if none was given; `has_rules`: True if one was
-    given; `is_known`: True if its sizes are also known."""
-
-    model: CheckpointModel
-    pixels: int
-    has_rules: bool
-    is_known: bool
-
-    @property
-    def size(self) -> str:
-        return f"{self.pixels}x{self.pixels}"
-
-    @property
-    def job(self) -> Job:
-        return Job(self.model, width=self.pixels, height=self.pixels, steps=20, text=512)
 
 
 def preview(
@@ -91,37 +66,43 @@ def preview(
     """
     machine = find_machine(settings.devices, in_order=settings.fixes_order)
     model = CheckpointModel(file or PUBLISHED_DEV, weight_dtype)
-    subject = _Subject(model, pixels, file is not None, file is not None and file is not ANY_MODEL)
-    preview_mode = _manual if settings.mode == "manual" else _auto
-    found = preview_mode(settings, machine, subject)
-    if settings.devices.strip().lower() != ONE_CPU:
-        return found
-    return replace(found, notes=(CPU_COUNT, *found.notes))
+    if settings.mode == "manual":
+        ruled = _ANY_JOB if file is None else replace(_ANY_JOB, model=model)
+        found, strategy = _manual(settings, machine, model, ruled)
+    else:
+        found, strategy = _auto(settings, machine, model)
+    if file is not None and file is not ANY_MODEL:
+        job = Job(model, width=pixels, height=pixels, steps=20, text=512)
+        memory = _memory(job, strategy, machine)
+        why = ". ".join([found.why, *(line.rstrip(".") for line in memory.splitlines())])
+        lacks = _capacity(settings, job, strategy, machine)
+        found = replace(found, why=why, memory=memory, notes=found.notes + lacks)
+    notes = (CPU_COUNT,) if settings.devices.strip().lower() == ONE_CPU else ()
+    return replace(found, why=f"{found.why}.", notes=notes + found.notes)
 
 
-def _manual(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:
-    model = subject.model
-    job = replace(_ANY_JOB, model=model) if subject.has_rules else _ANY_JOB
-    decision = resolve_strategy(settings, job, machine.devices)
+def _manual(
+    settings: StrategySettings, machine: LocalMachine, model: CheckpointModel, ruled: Job
+) -> tuple[Preview, ParallelStrategy]:
+    """Returns the preview without memory, and the strategy. `ruled`: the job by whose rules the settings count."""
+    decision = resolve_strategy(settings, ruled, machine.devices)
     strategy, notes = decision.strategy, decision.notes
-    memory = _memory(subject, strategy, machine)
-    summary = f"{model.shape.describe(strategy)} on {', '.join(machine.devices)}, set by hand"
-    why = ". ".join([summary, *(note.rstrip(".") for note in notes), *_lines(memory, subject)]) + "."
-    if subject.is_known:
-        notes += _capacity(subject, strategy, machine)
     title = model.shape.describe(strategy)
+    summary = f"{title} on {', '.join(machine.devices)}, set by hand"
     if strategy.data_degree > 1:
         title += f", for {strategy.data_degree} images or more"
-    case = PreviewCase(title, assign_devices(strategy, machine.devices, model.file))
-    return Preview(why, "Set by hand", (case,), notes, memory)
+    seats = assign_devices(strategy, machine.devices, model.file)
+    why = ". ".join([summary, *(note.rstrip(".") for note in notes)])
+    return Preview(why, "Set by hand", [{"title": title, "seats": seats}], notes), strategy
 
 
-def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) -> Preview:
-    model = subject.model
+def _auto(
+    settings: StrategySettings, machine: LocalMachine, model: CheckpointModel
+) -> tuple[Preview, ParallelStrategy]:
+    """Returns the preview without memory, and the strategy without a negative prompt."""
     plain, with_cfg = (
         resolve_strategy(settings, Job(model, prompts=prompts), machine.devices) for prompts in (1, 2)
     )
-    memory = _memory(subject, plain.strategy, machine)
     name = model.file.name
     sentences = [f"auto on {', '.join(machine.devices)}"]
     cases = [("With or without a negative prompt", plain.strategy, 1)]
@@ -135,45 +116,41 @@ def _auto(settings: StrategySettings, machine: LocalMachine, subject: _Subject) 
             ("With a negative prompt", with_cfg.strategy, 2),
         ]
     left = [left_out(machine.failing)] if machine.failing else []
+    layout: list[Shown] = [
+        {
+            "title": f"{title}: {model.shape.describe(strategy)}",
+            "seats": assign_devices(strategy, machine.devices, model.file, images=1, prompts=prompts),
+        }
+        for title, strategy, prompts in cases
+    ]
+    basis = f"Plan for {name}. The first run measures and may pick a faster one."
     notes = tuple(dict.fromkeys([*left, *plain.notes, *with_cfg.notes]))
-    if subject.is_known and not fits(MemoryCheck(subject.job, plain.strategy, machine.devices)):
-        notes += (
-            f"At {subject.size} that does not fit in the memory of these devices: auto then shards the weights or "
-            f"keeps them in host memory.",
-        )
-    return Preview(
-        ". ".join([*sentences, *_lines(memory, subject)]) + ".",
-        f"Plan for {name}. The first run measures and may pick a faster one.",
-        tuple(
-            PreviewCase(
-                f"{title}: {model.shape.describe(strategy)}",
-                assign_devices(strategy, machine.devices, model.file, images=1, prompts=prompts),
-            )
-            for title, strategy, prompts in cases
-        ),
-        notes,
-        memory,
-    )
+    return Preview(". ".join(sentences), basis, layout, notes), plain.strategy
 
 
-def _lines(memory: str, subject: _Subject) -> list[str]:
-    return [line.rstrip(".") for line in memory.splitlines()] if subject.is_known else []
-
-
-def _memory(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> str:
-    model = subject.model
+def _memory(job: Job, strategy: ParallelStrategy, machine: LocalMachine) -> str:
+    model = job.model
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
-    fullest = MemoryCheck.on(subject.job, strategy, machine.devices).fullest
+    fullest = MemoryCheck.on(job, strategy, machine.devices).fullest
     where = "process" if machine.on_cpu else "GPU"
     return (
-        f"{fullest.in_short(where)}\nPredicted for {model.file.name} in {dtype} at {subject.size}, on the fullest "
-        f"device: {fullest.describe()}"
+        f"{fullest.in_short(where)}\nPredicted for {model.file.name} in {dtype} at {job.width}x{job.height}, on the "
+        f"fullest device: {fullest.describe()}"
     )
 
 
-def _capacity(subject: _Subject, strategy: ParallelStrategy, machine: LocalMachine) -> tuple[str, ...]:
+def _capacity(
+    settings: StrategySettings, job: Job, strategy: ParallelStrategy, machine: LocalMachine
+) -> tuple[str, ...]:
+    """Returns a note if the job does not fit: auto then chooses another strategy, a strategy set by hand fails."""
+    size, check = f"At {job.width}x{job.height}", MemoryCheck.on(job, strategy, machine.devices)
     try:
-        check_capacity(MemoryCheck.on(subject.job, strategy, machine.devices))
+        check_capacity(check)
     except StrategyError as error:
-        return (f"At {subject.size}: {error}",)
+        if settings.mode == "manual":
+            return (f"{size}: {error}",)
+        return (
+            f"{size} that does not fit in the memory of these devices: auto then shards the weights or keeps them in "
+            f"host memory.",
+        )
     return ()

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 
 from ...layout import RankCoordinates, slice_of, split_sizes
 from ...models.model_file import ModelFile
 from ...strategy import ParallelStrategy
+from ..panel import Shown
 
 PROMPTS = ("prompt", "negative prompt")
-
-
-@dataclass(frozen=True)
-class Role:
-    """A device's part on one axis. `axis`: rows (data and cfg), pipefusion, ring, ulysses, tensor, share or idle."""
-
-    axis: str
-    text: str
-
-
-@dataclass(frozen=True)
-class DeviceAssignment:
-    """The work of one device. `rank`: None if it is idle; `roles`: one for each split axis, slowest axis first."""
-
-    device: str
-    rank: int | None
-    roles: tuple[Role, ...]
-
-    def describe(self) -> str:
-        """Returns one line, e.g. `cuda:0 · prompt · ring 1/2 · heads 1/3`."""
-        return " · ".join([self.device, *(role.text for role in self.roles)])
-
-    def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "text": self.describe()}
 
 
 def assign_devices(
@@ -43,30 +19,39 @@ def assign_devices(
     *,
     images: int = 0,
     prompts: int = 0,
-) -> tuple[DeviceAssignment, ...]:
-    """Returns one assignment for each of `devices`, those in use first: device i is rank i.
+) -> list[Shown]:
+    """Returns {"device", "rank": None if it is idle, "roles": [{"axis", "text"}] with the slowest axis first, "text"}
+    for each of `devices`, those in use first: device i is rank i. "text": e.g. `cuda:0 · prompt · heads 1/3`.
 
     `images`, `prompts` (2 with CFG): of the request; 0 for as many as the strategy splits.
     """
     images, prompts = images or strategy.data_degree, prompts or strategy.cfg_degree
-    return tuple(
-        DeviceAssignment(device, rank, tuple(_roles(strategy, rank, file, images, prompts)))
-        if rank < strategy.world_size
-        else DeviceAssignment(device, None, (Role("idle", "idle"),))
-        for rank, device in enumerate(devices)
-    )
+    shown: list[Shown] = []
+    for rank, device in enumerate(devices):
+        is_idle = rank >= strategy.world_size
+        roles = [("idle", "idle")] if is_idle else list(_roles(strategy, rank, file, images, prompts))
+        shown.append(
+            {
+                "device": device,
+                "rank": None if is_idle else rank,
+                "roles": [{"axis": axis, "text": text} for axis, text in roles],
+                "text": " · ".join([device, *(text for _, text in roles)]),
+            }
+        )
+    return shown
 
 
 def _roles(
     strategy: ParallelStrategy, rank: int, file: ModelFile, images: int, prompts: int
-) -> Iterator[Role]:
+) -> Iterator[tuple[str, str]]:
+    """Yields (axis, its text). The axes are rows (data and cfg), pipefusion, ring, ulysses, tensor and share."""
     place = RankCoordinates.of(strategy, rank)
     if strategy.row_degree > 1:
-        yield Role("rows", _rows(strategy, place, images, prompts))
+        yield "rows", _rows(strategy, place, images, prompts)
     if strategy.pipefusion_degree > 1:
         blocks = place.blocks(strategy, file.shape.blocks)
         of = f"{len(blocks)} of {file.shape.blocks} blocks"
-        yield Role("pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}")
+        yield "pipefusion", f"stage {place.stage + 1} of {strategy.pipefusion_degree}, {of}"
     heads = "heads" if file.shape.splits_tokens else "queries"
     if bands := file.shape.band_rows > 0:
         heads = "band"
@@ -76,10 +61,10 @@ def _roles(
         ("tensor", place.tensor, strategy.tensor_degree, "tensor"),
     ):
         if degree > 1:
-            yield Role(axis, f"{what} {index + 1}/{degree}")
+            yield axis, f"{what} {index + 1}/{degree}"
     if strategy.device_shares and strategy.sequence_degree > 1:
         tenths = place.split_tokens(strategy, 1000)[place.ring * strategy.ulysses_degree + place.ulysses]
-        yield Role("share", f"{tenths / 10:.0f} % of the tokens")
+        yield "share", f"{tenths / 10:.0f} % of the tokens"
 
 
 def _rows(strategy: ParallelStrategy, place: RankCoordinates, images: int, prompts: int) -> str:

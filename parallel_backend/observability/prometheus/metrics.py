@@ -43,6 +43,8 @@ RESULTS = ("done", "cancelled", "refused", "out_of_memory", "failed")
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 _MOST_LETTERS = 80  # of a model's name in a label
 MOST_MODELS = 50  # models with their own label; others are labelled `other`
+# Lines on creation times of series, which double the text. The library's own switch for them would affect other packs.
+_TIMES = re.compile(rb"^(?:# \w+ )?\w+_created[ {].*\n", re.MULTILINE)
 _PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 Statuses = Callable[[], Iterable[GroupStatus]]
@@ -152,7 +154,7 @@ class Metrics:
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format; its type is CONTENT_TYPE."""
         with self._scraping:  # one thread reads the gauges at a time
-            return generate_latest(_WithoutTimes(self._registry))
+            return _TIMES.sub(b"", generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
         """Yields group states, rank notes and device readings of this moment. CPUs have no readings, because their
@@ -240,19 +242,6 @@ def pack_version(project: Path = _PROJECT) -> str:
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(PREFIX + name, text, labels=labels)
-
-
-class _WithoutTimes:
-    """A registry without the creation times of series, which double the text. The library's own switch for them would
-    affect other packs."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
-            yield family
 
 
 def _named(strategy: ParallelStrategy) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...devices import is_cpu, machine_of
@@ -21,23 +21,22 @@ FAILURES_UNTIL_BROKEN, FAILURES_UNTIL_LEFT_OUT = 3, 2  # within deadlines.BROKEN
 class Crash:
     """The record of a crash. It has no exception: a traceback would keep the model and the latent of the job alive."""
 
-    at: float  # seconds of CrashHistory's clock
+    at: float  # time.monotonic()
     rank: int | None  # the one that failed first
     device: str | None  # the one of `rank`
     line: str
 
 
 class CrashHistory:
-    """The crashes of the last ten minutes. `clock`: a monotonic clock in seconds."""
+    """The crashes of the last ten minutes."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._crashes: deque[Crash] = deque(maxlen=FAILURES_UNTIL_BROKEN)
 
     def add(self, error: RankFailed, device: str | None) -> None:
         """Records a crash. `device`: of the rank that failed, None if all failed together."""
         line = f"{error.who(device)}: {error.summary}"
-        self._crashes.append(Crash(self._clock(), error.rank, device, line))
+        self._crashes.append(Crash(time.monotonic(), error.rank, device, line))
 
     def clear(self) -> None:
         self._crashes.clear()
@@ -45,7 +44,7 @@ class CrashHistory:
     @property
     def count(self) -> int:
         """The number of crashes in the last BROKEN_WINDOW seconds, FAILURES_UNTIL_BROKEN at most."""
-        now = self._clock()
+        now = time.monotonic()
         return sum(now - crash.at < BROKEN_WINDOW for crash in self._crashes)
 
     @property
@@ -55,7 +54,7 @@ class CrashHistory:
 
     def refusal(self) -> RankFailed:
         """Returns the error for a request to a broken group: the crashes, and what to do."""
-        now = self._clock()
+        now = time.monotonic()
         history = "\n".join(f"- {now - crash.at:.0f} s ago, {crash.line}" for crash in self._crashes)
         devices = {crash.device for crash in self._crashes}
         only = devices.pop() if len(devices) == 1 else None
@@ -71,17 +70,16 @@ class CrashHistory:
 
 
 class FailingDevices:
-    """The failures of each device in this process; thread-safe. `clock`: a monotonic clock in seconds."""
+    """The failures of each device in this process; thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._failures: dict[str, list[float]] = {}
         self._lock = threading.Lock()
 
     def add(self, device: str, failures: int = 1) -> None:
         """Records that a rank on `device` failed; several `failures` at once for a device that no longer exists."""
         with self._lock:
-            self._failures.setdefault(device, []).extend([self._clock()] * failures)
+            self._failures.setdefault(device, []).extend([time.monotonic()] * failures)
 
     def clear(self) -> None:
         with self._lock:
@@ -93,7 +91,7 @@ class FailingDevices:
         absent = tuple(device for device in devices if clusters.departure_reason(device))
         if is_cpu(devices):
             return absent if len(absent) < len(devices) else ()
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             recent = {d: sum(now - at < BROKEN_WINDOW for at in self._failures.get(d, ())) for d in devices}
         failing = tuple(d for d in devices if recent[d] >= FAILURES_UNTIL_LEFT_OUT or d in absent)

@@ -7,7 +7,7 @@ import pytest
 from cluster_machines import BareMachine, make_cluster
 from parallel_backend import devices
 from parallel_backend.cluster import endpoint as endpoints
-from parallel_backend.commands.doctor.devices import resolve_for_command
+from parallel_backend.commands.doctor import devices as for_command
 from parallel_backend.errors import DeviceError
 from parallel_backend.sidecar.cluster import head as clusters
 from parallel_backend.wire import deadlines
@@ -35,7 +35,8 @@ def test_machines_are_waited_for(secret, monkeypatch, text, gather, order):
         assert re.fullmatch(r"waiting on port \d+ for the machines of the cluster lab", line)
         machines.extend(BareMachine(clusters.open_head("lab"), secret, machine=name) for name in "ba")
 
-    assert resolve_for_command(text, say) == tuple(f"cpu:0@lab/{name}" for name in order)
+    monkeypatch.setattr(for_command, "say_progress", say)
+    assert for_command.resolve_for_command(text) == tuple(f"cpu:0@lab/{name}" for name in order)
     for machine in machines:
         machine.close()
 
@@ -43,8 +44,8 @@ def test_machines_are_waited_for(secret, monkeypatch, text, gather, order):
 def test_what_is_not_there_is_named_with_its_remedy(secret, monkeypatch):
     monkeypatch.setattr(deadlines, "MACHINES", 0.1)
     with pytest.raises(DeviceError, match=r"no machine has joined it yet\. Start torchrun"):
-        resolve_for_command("cluster:lab", lambda text: None)
+        for_command.resolve_for_command("cluster:lab")
     with pytest.raises(DeviceError, match=r"no cluster of that name \(known: lab\)"):
-        resolve_for_command("cluster:other", lambda text: None)
+        for_command.resolve_for_command("cluster:other")
     with pytest.raises(DeviceError, match=r"'' is no name of a cluster; .*such as cluster:lab"):
-        resolve_for_command("cluster:", lambda text: None)
+        for_command.resolve_for_command("cluster:")

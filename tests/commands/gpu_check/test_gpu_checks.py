@@ -8,10 +8,10 @@ import torch
 
 import fake_nvml
 from parallel_backend.commands.doctor import rank_probe
-from parallel_backend.commands.gpu_check import faults, memory, ranks, run
 from parallel_backend.commands.gpu_check import one_device as one_gpu
+from parallel_backend.commands.gpu_check import ranks
 from parallel_backend.commands.gpu_check import several_devices as several_gpus
-from parallel_backend.commands.gpu_check.run import make_subject
+from parallel_backend.commands.gpu_check.run import choose, make_subject
 from parallel_backend.errors import ParallelError
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.options import COMPILE_BACKEND
@@ -20,6 +20,7 @@ from parallel_backend.strategy import ParallelStrategy
 
 pytestmark = pytest.mark.xdist_group("gpu_checks")  # all tests share the groups of ranks
 TINY = replace(make_subject(("cpu:0", "cpu:1")), pixels=64, odd_pixels=(56, 72), text=8, steps=2)
+CHECKS = {check.name: check for _, check in choose(())}
 
 
 @pytest.fixture(scope="module")
@@ -41,49 +42,47 @@ def result(latent, dtype="float32"):
 # On real ranks of the CPU: first the checks that use one device, then those that use two.
 
 GOOD = [
-    (one_gpu.check_installation, {"Software: torch": "ok", "Devices: CPU": "ok"}),
-    (one_gpu.check_device, {"device, process 0": "ok", "allocator, process 1": "skipped"}),
-    (one_gpu.check_attention, {"torch, process 0": "ok", "merge by torch, process 1": "ok"}),
-    (one_gpu.check_checkpoint, {"loading": "ok", "memory": "ok", "NVML": "skipped"}),
-    (one_gpu.check_steps, {"uncompiled": "ok", "compiled": "ok"}),
-    (one_gpu.check_synchronisations, {"host reads, process 1": "ok"}),
-    (one_gpu.check_same_bits, {"two runs": "ok"}),
-    (memory.check_fp8, {"fp8": "ok"}),
-    (memory.check_offload, {"offload": "ok"}),
-    (memory.check_sleep, {"give back": "ok", "sleep": "ok"}),
-    (memory.check_comfyui, {"text encoder and VAE": "skipped"}),
+    ("installation", {"Software: torch": "ok", "Devices: CPU": "ok"}),
+    ("device", {"device, process 0": "ok", "allocator, process 1": "skipped"}),
+    ("attention", {"torch, process 0": "ok", "merge by torch, process 1": "ok"}),
+    ("checkpoint", {"loading": "ok", "memory": "ok", "NVML": "skipped"}),
+    ("steps", {"uncompiled": "ok", "compiled": "ok"}),
+    ("syncs", {"host reads, process 1": "ok"}),
+    ("same bits", {"two runs": "ok"}),
+    ("fp8", {"fp8": "ok"}),
+    ("offload", {"offload": "ok"}),
+    ("sleep", {"give back": "ok", "sleep": "ok"}),
+    ("comfyui", {"text encoder and VAE": "skipped"}),
     (
-        several_gpus.check_strategies,
+        "strategies",
         {"same latent at 64 × 64": "ok", "same latent at 72 × 56": "ok", "steps": "ok"},
     ),
-    (several_gpus.check_all_links, {"all-reduce": "ok", "data": "ok"}),
-    *((several_gpus.pipefusion(w, p), {f"warm-up {w}, {p} patches": "ok"}) for w, p in several_gpus.PIPES),
-    (several_gpus.check_one_process, {"memory after each": "ok"}),
-    (faults.check_cancel, {"cancel": "ok"}),
-    (faults.check_kill, {"killed process": "ok"}),
-    (faults.check_out_of_memory, {"out of memory": "ok"}),
+    ("links", {"all-reduce": "ok", "data": "ok"}),
+    *((f"pipefusion {w} {p}", {f"warm-up {w}, {p} patches": "ok"}) for w, p in several_gpus.PIPES),
+    ("one process", {"memory after each": "ok"}),
+    ("cancel", {"cancel": "ok"}),
+    ("kill", {"killed process": "ok"}),
+    ("out of memory", {"out of memory": "ok"}),
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("check", "expected"), GOOD, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_check_on_the_cpu_finds_nothing_wrong(two, check, expected):
-    found = {finding.name: finding for finding in check(two)}
+@pytest.mark.parametrize(("name", "expected"), GOOD, ids=[name for name, _ in GOOD])
+def test_a_check_on_the_cpu_finds_nothing_wrong(two, name, expected):
+    found = {finding.name: finding for finding in CHECKS[name].examine(two)}
     assert {name: found[name].status for name in expected} == expected, found
 
 
 def test_the_profile_of_a_compiled_model_call_is_the_first_process_s(two):
-    (found,) = run.check_profile(two)
+    (found,) = CHECKS["profile"].examine(two)
     assert (found.name, found.status) == ("profile, process 0", "ok")
     assert found.finding.startswith("Ulysses 2, compiled: one model call takes")
     assert any("addmm" in line for line in found.details)
 
 
 def test_each_check_is_tried_above():
-    """The exception is the check of card identities, which needs NVML."""
-    tried = {check.__qualname__ for check, _ in GOOD} | {"check_profile"}
-    every = {check.examine.__qualname__ for _, check in run.choose(())}
-    assert every - tried == {"check_identity"}
+    """The exceptions: the profile has a test of its own, and the check of card identities needs NVML."""
+    assert set(CHECKS) - {name for name, _ in GOOD} == {"profile", "identity"}
 
 
 # What is wrong is found.
@@ -126,7 +125,7 @@ class Scripted(ranks.Ranks):
 
 
 def test_another_picture_in_fp8_and_under_a_split_is_found():
-    (fp8,) = memory.check_fp8(Scripted(EXPECTED, -EXPECTED))
+    (fp8,) = one_gpu.check_fp8(Scripted(EXPECTED, -EXPECTED))
     assert fp8.status == "broken" and "another picture" in fp8.finding
     splits = [EXPECTED] * 2 * len(several_gpus.SPLITS)
     wrong = list(several_gpus.check_strategies(Scripted(EXPECTED, EXPECTED, EXPECTED + 1, *splits[1:])))

@@ -4,14 +4,14 @@ import json
 import os
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fault_injection import fault
 from parallel_backend.__main__ import main
-from parallel_backend.commands.gpu_check.checks import Check
-from parallel_backend.commands.gpu_check.one_device import check_synchronisations
+from parallel_backend.commands.gpu_check.ranks import Check
 from parallel_backend.commands.gpu_check.run import CheckResult, GpuReport, choose, make_subject, run_checks
 from parallel_backend.errors import RequestError
 from parallel_backend.options import COMPILE_BACKEND
@@ -20,6 +20,7 @@ from parallel_backend.wire.checks.findings import Finding
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[3]
 CPU = ("cpu:0", "cpu:1")
+((_, SYNCS),) = choose(("syncs",))
 # The checks that an audit requires in the first minutes on a GPU, in its order.
 LIST = (
     *("installation", "device", "attention", "identity", "checkpoint", "steps", "syncs", "same bits"),
@@ -96,7 +97,7 @@ def test_after_a_check_that_raises_the_next_one_runs_in_new_processes(no_leaks):
 @pytest.mark.parametrize(("kind", "words"), [("kill", "killed by SIGKILL"), ("raise", "a fault on purpose")])
 def test_a_process_that_ends_while_it_is_checked_is_a_finding(kind, words, no_leaks):
     with fault(kind, "an all-to-all"):
-        (result,) = _run(Check("syncs", check_synchronisations)).results
+        (result,) = _run(SYNCS).results
     (ended,) = result.verdicts
     assert (ended.name, ended.status) == ("syncs", "broken")
     assert "process 1" in ended.finding and words in ended.finding
@@ -104,7 +105,7 @@ def test_a_process_that_ends_while_it_is_checked_is_a_finding(kind, words, no_le
 
 def test_a_process_that_does_not_answer_within_the_limit_is_a_finding_with_its_stack(no_leaks):
     with fault("sleep", "an all-to-all"):
-        _, result = _run(Check("start", start), Check("syncs", check_synchronisations, limit_s=2.0)).results
+        _, result = _run(Check("start", start), replace(SYNCS, limit_s=2.0)).results
     (ended,) = result.verdicts
     assert ended.status == "broken" and "process 1 failed: gave no sign of life" in ended.finding
     assert re.search(r"the limit here is (1\.\d+|2) s", ended.finding)

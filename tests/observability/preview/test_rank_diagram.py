@@ -31,7 +31,7 @@ def _assigned(strategy, idle=0, **request):
 
 
 def _roles(assigned):
-    return {role.axis: role.text for role in assigned.roles}
+    return {role["axis"]: role["text"] for role in assigned["roles"]}
 
 
 @pytest.mark.parametrize("strategy", HYBRIDS, ids=ParallelStrategy.describe)
@@ -80,10 +80,10 @@ def _numbers(text, images, prompts):
 
 def test_a_device_in_a_line_those_beyond_the_strategy_are_idle():
     third, *_, last = _assigned(HYBRIDS[1])[2:]
-    assert third.describe() == "cuda:2 · prompt · stage 2 of 2, 29 of 57 blocks · heads 1/2"
-    assert last.describe() == "cuda:7 · negative prompt · stage 2 of 2, 29 of 57 blocks · heads 2/2"
+    assert third["text"] == "cuda:2 · prompt · stage 2 of 2, 29 of 57 blocks · heads 1/2"
+    assert last["text"] == "cuda:7 · negative prompt · stage 2 of 2, 29 of 57 blocks · heads 2/2"
     *_, idle = _assigned(HYBRIDS[1], idle=1)
-    assert (idle.device, idle.rank, idle.describe()) == ("cuda:8", None, "cuda:8 · idle")
+    assert (idle["device"], idle["rank"], idle["text"]) == ("cuda:8", None, "cuda:8 · idle")
 
 
 def test_unequal_shares_are_said_in_hundredths_of_the_tokens():

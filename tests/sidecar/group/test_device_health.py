@@ -3,12 +3,14 @@ again, unless nothing would be left."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fault_injection import fault
 from parallel_backend.errors import RankFailed
 from parallel_backend.sidecar import pool
-from parallel_backend.sidecar.group import exchange, group
+from parallel_backend.sidecar.group import exchange, failures, group
 from parallel_backend.sidecar.group.failures import (
     FAILING,
     FAILURES_UNTIL_BROKEN,
@@ -31,17 +33,19 @@ class Clock:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 @pytest.fixture
 def failing(clock):
-    return FailingDevices(clock)
+    return FailingDevices()
 
 
 def test_three_failures_in_ten_minutes_are_too_many_and_three_in_eleven_are_not(clock):
-    history = CrashHistory(clock)
+    history = CrashHistory()
     for number in range(2 * FAILURES_UNTIL_BROKEN):
         history.add(RankFailed(1, f"crash {number}"), "cuda:1")
         assert not history.is_broken
@@ -55,7 +59,7 @@ def test_three_failures_in_ten_minutes_are_too_many_and_three_in_eleven_are_not(
 
 
 def test_the_refusal_has_the_history_and_what_to_do(clock):
-    history = CrashHistory(clock)
+    history = CrashHistory()
     for number in range(FAILURES_UNTIL_BROKEN):
         history.add(RankFailed(1, f"crash {number}\nwith a traceback"), "cuda:1")
         clock.now += 30
@@ -68,16 +72,16 @@ def test_the_refusal_has_the_history_and_what_to_do(clock):
 
 
 @pytest.mark.parametrize(
-    ("failures", "named"),
+    ("crashes", "named"),
     [
         ([(RankFailed(None, "silent"), None)], "0 s ago, all processes: silent"),
         ([(RankFailed(rank, "crash"), f"cuda:{rank}") for rank in (0, 1, 2)], "process 2 on cuda:2: crash"),
     ],
 )
-def test_failures_of_no_one_device_blame_none(clock, failures, named):
-    history = CrashHistory(clock)
+def test_failures_of_no_one_device_blame_none(clock, crashes, named):
+    history = CrashHistory()
     for number in range(FAILURES_UNTIL_BROKEN):
-        history.add(*failures[number % len(failures)])
+        history.add(*crashes[number % len(crashes)])
     text = str(history.refusal())
     assert "Leave the device that fails out" in text and named in text
 
