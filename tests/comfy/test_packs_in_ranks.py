@@ -18,7 +18,7 @@ from graphs import Graph
 from lora_files import write_loras
 
 TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
-PATIENCE = 5.0  # seconds for which ranks may stay silent
+PATIENCE = 3.0  # seconds for which ranks may stay silent
 
 
 def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
