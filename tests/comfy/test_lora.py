@@ -297,8 +297,8 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy, kind
     )
     stock, (positive, *others) = graph.stock(), graph.request()
     models = {"stock": stock, "ours": [graph.parallel(stock, **choice), 0]}
-    ways = graph.sampled_by(models, (graph.hooked(positive, [hook, 0]), *others), **SCHEDULED)
-    ways["without"] = graph.ksampler(stock, positive, *others, **SCHEDULED)
+    ways = graph.sampled_by(models, (graph.hooked(positive, [hook, 0]), *others), **SAMPLING)
+    ways["without"] = graph.ksampler(stock, positive, *others, **SAMPLING)
     compared(comfy, graph, ways)
 
 
