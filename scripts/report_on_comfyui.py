@@ -37,8 +37,7 @@ PARITY = (
     "test_model_patches.py",
     "test_parity_samplers.py",
     "test_parallel_sampler.py",
-    "test_parallel_vae_decode.py",
-    "test_parallel_vae_encode.py",
+    "test_parallel_vae.py",
 )
 _LIMIT = 7200  # seconds after which a part counts as hanging
 _SHOWN = 40  # last lines that are shown of a part that failed

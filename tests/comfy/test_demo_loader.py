@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from any_runs import compared
+from any_runs import compared, latents
 from comfy_harness import ROOT
 from demo_training.drawing import draw
 from demo_training.judge import judge
@@ -99,18 +99,18 @@ def test_the_latent_is_that_of_stock_nodes_on_the_same_file(comfy, stock_unet):
     compared(comfy, graph, ways)
 
 
-def test_case_and_punctuation_of_the_prompt_do_not_matter(comfy):
-    one, other = DemoGraph(), DemoGraph()
-    plain = comfy.sample(one.prompt, one.sampled(steps=2))
-    shouted = other.sampled("A RED circle, left of (a blue: square)!", steps=2)
-    assert torch.equal(comfy.sample(other.prompt, shouted), plain)
-
-
-def test_fluxs_own_text_node_works(comfy):
-    plain, graph = DemoGraph(), DemoGraph()
+def test_case_punctuation_and_fluxs_own_text_node_change_nothing(comfy):
+    graph = DemoGraph()
     flux = graph.add("CLIPTextEncodeFlux", clip=graph.clip, clip_l=CAPTION, t5xxl=CAPTION, guidance=3.5)
-    latent = graph.parallel_sampler(graph.loader, [flux, 0], graph.caption(""), graph.demo_latent(), cfg=3.0)
-    assert torch.equal(comfy.sample(graph.prompt, latent), comfy.sample(plain.prompt, plain.sampled(steps=3)))
+    shouted = graph.caption("A RED circle, left of (a blue: square)!")
+    prompts = {"plain": graph.caption(CAPTION), "shouted": shouted, "flux": [flux, 0]}
+    others, sampling = (graph.caption(""), graph.demo_latent()), {"steps": 2, "cfg": 3.0}
+    ways = {
+        name: graph.parallel_sampler(graph.loader, prompt, *others, **sampling)
+        for name, prompt in prompts.items()
+    }
+    found = latents(comfy, graph, ways)
+    assert torch.equal(found["shouted"], found["plain"]) and torch.equal(found["flux"], found["plain"])
 
 
 def test_clip_and_vae_pass_through_other_nodes(comfy):

@@ -138,10 +138,8 @@ def _assert_stocks(comfy, unet: str, extra, strategy: str) -> None:
     positive, negative, latent = graph.request()
     request = (*extra(graph, positive, negative), latent)
     stock, ours = graph.model(STOCK, unet), graph.model(OURS, unet, devices, **settings)
-    models = {"stock": stock, "ours": ours}
-    if strategy == "Ulysses 2":
-        models["Parallel Sampler"] = [ours[0], 0]
-    ways = graph.sampled_by(models, request, cfg=3.0)
+    by_us = {"Parallel Sampler": [ours[0], 0]} if strategy == "Ulysses 2" else {"KSampler": ours}
+    ways = graph.sampled_by({"stock": stock} | by_us, request, cfg=3.0)
     ways["without"] = graph.ksampler(stock, positive, negative, latent, cfg=3.0)
     found = compared(comfy, graph, ways)
     assert strategy != "Ulysses 2" or "result: exact" in found["report"]

@@ -21,7 +21,7 @@ from parallel_backend.observability.logs.queue_log import Entry, QueueLogFolder
 from waiting import run_in_own_loop, wait_until
 
 NAMES = ("a", "b", "c")  # names of the ComfyUIs in the configuration
-PROMPTS = 80
+PROMPTS = 48
 _SEEDS = itertools.count(1)
 
 

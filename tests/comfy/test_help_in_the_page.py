@@ -42,8 +42,9 @@ def test_the_title_of_a_new_node_is_not_cut(page):
 def test_templates_open_readable_and_no_node_lies_on_another_at_the_sizes_that_the_page_gives_them(
     page, drawn_by
 ):
-    """ComfyUI's page enlarges a node whose widgets do not fit."""
-    page.set_viewport_size({"width": 1600, "height": 1000})
+    """In a laptop's window. ComfyUI's page enlarges a node whose widgets do not fit, and draws no text below 8 pixels
+    (0.57 of 14)."""
+    page.set_viewport_size({"width": 1366, "height": 768})
     for path in sorted((ROOT / "example_workflows").glob("*.json")):
         workflow = template(path.stem)
         count = len(workflow["nodes"])

@@ -42,17 +42,19 @@ def stacked_in_parallel(graph: Graph, parallel: list, loras: dict[str, str], sta
     return parallel
 
 
-def assert_stocks(comfy, unet, loras, stack, choice=ULYSSES, tolerance=TOLERANCE) -> str:
-    """Asserts that a stack of LoRAs counts as in stock on our MODEL and PARALLEL_MODEL. Returns the report."""
+def assert_stocks(
+    comfy, unet, loras, stack, choice=ULYSSES, tolerance=TOLERANCE, by=("Parallel Sampler",)
+) -> str:
+    """Asserts that a stack of LoRAs counts as in stock on our PARALLEL_MODEL. Returns the report. `by`: "KSampler" too
+    for ComfyUI's own loader on our MODEL; it and Parallel LoRA Loader call one function of ComfyUI."""
     graph = Graph()
     ours = graph.model(OURS, unet, f"cpu:{prod(choice[axis] for axis in AXES if axis in choice)}", **choice)
     stock = graph.model(STOCK, unet)
-    models = {
-        "without": stock,
-        "stock": stacked(graph, stock, loras, stack),
-        "ours": stacked(graph, ours, loras, stack),
+    ways = {
+        "KSampler": stacked(graph, ours, loras, stack),
         "Parallel Sampler": stacked_in_parallel(graph, [ours[0], 0], loras, stack),
     }
+    models = {"without": stock, "stock": stacked(graph, stock, loras, stack)} | {way: ways[way] for way in by}
     return compared(comfy, graph, graph.sampled_by(models, graph.request(), **SAMPLING), tolerance)["report"]
 
 
@@ -85,7 +87,8 @@ def test_a_lora_of_every_layer_of_a_deep_model_gives_the_stock_latent(comfy, lor
     ids=lambda choice: " ".join(f"{name}{value}" for name, value in choice.items()),
 )
 def test_a_stack_of_two_gives_the_stock_latent_under_every_strategy(comfy, unet, loras, choice):
-    assert "result: exact" in assert_stocks(comfy, unet, loras, STACK, choice)
+    report = assert_stocks(comfy, unet, loras, STACK, choice, by=("KSampler", "Parallel Sampler"))
+    assert "result: exact" in report
 
 
 def test_changed_halves_are_rounded_to_what_the_file_has(comfy, loras):
@@ -257,15 +260,12 @@ def prompts_that_share_the_image_and_the_steps(graph: Hooked, loras: dict) -> tu
 def test_hooks_of_prompts_give_the_stock_latent(comfy, unet, loras, prompts, choice, base):
     """`base`: a LoRA for the whole run."""
     graph = Hooked()
-    ours, stock = graph.model(OURS, unet, "cpu:2", **choice), graph.model(STOCK, unet)
-    parallel = [ours[0], 0]
+    parallel, stock = [graph.parallel_loader(unet, "cpu:2", **choice), 0], graph.model(STOCK, unet)
     if base is not None:
-        stock, ours = (graph.lora(model, loras[base], 0.5) for model in (stock, ours))
-        of_base = {"lora_name": loras[base], "strength": 0.5}
-        parallel = [graph.add("ParallelLoraLoader", parallel_model=parallel, **of_base), 0]
+        stock = graph.lora(stock, loras[base])
+        parallel = stacked_in_parallel(graph, parallel, loras, [(base, 0.8)])
     request = (*prompts(graph, loras), graph.latent())
-    models = {"stock": stock, "ours": ours, "Parallel Sampler": parallel}
-    ways = graph.sampled_by(models, request, **SCHEDULED)
+    ways = graph.sampled_by({"stock": stock, "Parallel Sampler": parallel}, request, **SCHEDULED)
     ways["without"] = graph.ksampler(stock, *graph.request(), **SCHEDULED)
     assert "result: exact" in compared(comfy, graph, ways)["report"]
 
@@ -297,8 +297,8 @@ def test_another_model_in_the_place_of_a_lora_gives_the_stock_latent(comfy, kind
     )
     stock, (positive, *others) = graph.stock(), graph.request()
     models = {"stock": stock, "ours": [graph.parallel(stock, **choice), 0]}
-    ways = graph.sampled_by(models, (graph.hooked(positive, [hook, 0]), *others), **SCHEDULED)
-    ways["without"] = graph.ksampler(stock, positive, *others, **SCHEDULED)
+    ways = graph.sampled_by(models, (graph.hooked(positive, [hook, 0]), *others), **SAMPLING)
+    ways["without"] = graph.ksampler(stock, positive, *others, **SAMPLING)
     compared(comfy, graph, ways)
 
 

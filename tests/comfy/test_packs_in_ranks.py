@@ -18,7 +18,7 @@ from graphs import Graph
 from lora_files import write_loras
 
 TOLERANCE = 2e-6  # relative to the largest value of the stock latent, in fp32
-PATIENCE = 5.0  # seconds for which ranks may stay silent
+PATIENCE = 3.0  # seconds for which ranks may stay silent
 
 
 def _node(name: str, **settings) -> Callable[[AnyGraph, list], list]:
@@ -81,20 +81,23 @@ def test_it_counts_where_blocks_are_to_be_compiled_too(packs, case):
     )
 
 
+def _guided(
+    graph: AnyGraph, model: list, request: tuple, sampler: str, guider: str = "CFGGuider", **settings
+) -> list:
+    """Returns the latent of a guider and a sampler of these classes. `settings`: inputs of the sampler's node."""
+    positive, negative, latent = request
+    guider = graph.add(guider, model=model, cfg=2.0, positive=positive, negative=negative)
+    return [graph.custom_sampler(model, guider, graph.add(sampler, **settings), latent, steps=2), 0]
+
+
 def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
     graph = AnyGraph(packs, "wan_t2v")
-    source = graph.stock()
-    positive, negative, latent = graph.request()
-
-    def sampled(model: list, guider: str, sampler: str, **settings) -> list:
-        guider = graph.add(guider, model=model, cfg=2.5, positive=positive, negative=negative)
-        return [graph.custom_sampler(model, guider, graph.add(sampler, **settings), latent), 0]
-
-    of_pack = {"guider": "TestPackGuider", "sampler": "TestPackSampler", "noise": 0.2}
+    source, request = graph.stock(), graph.request()
+    ours = [graph.parallel(source, ulysses=2), 0]
     ways = {
-        "without": sampled(source, **of_pack | {"guider": "CFGGuider"}),
-        "stock": sampled(source, **of_pack),
-        "ours": sampled([graph.parallel(source, ulysses=2), 0], **of_pack),
+        "without": _guided(graph, source, request, "TestPackSampler", noise=0.2),
+        "stock": _guided(graph, source, request, "TestPackSampler", "TestPackGuider", noise=0.2),
+        "ours": _guided(graph, ours, request, "TestPackSampler", "TestPackGuider", noise=0.2),
     }
     compared(packs, graph, ways, TOLERANCE)
 
@@ -103,25 +106,19 @@ def test_a_guider_and_a_sampler_of_a_packs_classes_give_the_stock_latent(packs):
 def test_a_sampler_that_differentiates_the_model_gives_the_stock_latent(packs, kind):
     graph = AnyGraph(packs, kind)
     source, request = graph.stock(), graph.request()
-
-    def sampled(model: list, sampler: str, **settings) -> list:
-        guider = graph.add("CFGGuider", model=model, cfg=2.0, positive=request[0], negative=request[1])
-        return [graph.custom_sampler(model, guider, graph.add(sampler, **settings), request[2]), 0]
-
+    ours = [graph.parallel(source, ulysses=2), 0]
     ways = {
-        "without": sampled(source, "KSamplerSelect", sampler_name="euler"),
-        "stock": sampled(source, "TestTangentSampler"),
-        "ours": sampled([graph.parallel(source, ulysses=2), 0], "TestTangentSampler"),
+        "without": _guided(graph, source, request, "KSamplerSelect", sampler_name="euler"),
+        "stock": _guided(graph, source, request, "TestTangentSampler"),
+        "ours": _guided(graph, ours, request, "TestTangentSampler"),
     }
     compared(packs, graph, ways, TOLERANCE)
 
 
 def test_with_weights_that_are_shared_out_it_is_refused(packs):
     graph = AnyGraph(packs, "flux")
-    positive, negative, latent = graph.request()
     model = [graph.parallel(graph.stock(), ulysses=2, shard_weights=True), 0]
-    guider = graph.add("CFGGuider", model=model, cfg=2.0, positive=positive, negative=negative)
-    latent = [graph.custom_sampler(model, guider, graph.add("TestTangentSampler"), latent), 0]
+    latent = _guided(graph, model, graph.request(), "TestTangentSampler")
     refusal(packs, graph, latent, "differentiates the model .* set shard_weights to off")
 
 

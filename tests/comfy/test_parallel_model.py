@@ -19,13 +19,12 @@ from lora_files import pair
 from pack_nodes import import_node_module
 
 
-def test_images_that_devices_cannot_share_out_evenly_give_the_stock_latent(comfy):
-    both(comfy, "wan_t2v", {"data": 2}, batch=3)
-
-
-@pytest.mark.parametrize("choice", [{"cfg": 2}, {"ulysses": 2}])
-def test_prompts_of_different_lengths_give_the_stock_latent(comfy, choice):
-    both(comfy, "wan_t2v", choice, uneven=True)
+@pytest.mark.parametrize(
+    ("choice", "request_of"),
+    [({"data": 2}, {"batch": 3}), ({"cfg": 2}, {"uneven": True}), ({"ulysses": 2}, {"uneven": True})],
+)
+def test_odd_batches_and_prompts_of_different_lengths_give_the_stock_latent(comfy, choice, request_of):
+    both(comfy, "wan_t2v", choice, **request_of)
 
 
 def test_both_prompts_go_into_one_call_however_full_comfyuis_device_is(comfy):

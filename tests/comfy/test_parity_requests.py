@@ -54,9 +54,12 @@ def files(comfy):
     }
 
 
-def sampled(comfy, files, name: str, devices: str, run=compared, **choice) -> dict:
-    """Samples one request on stock, on our MODEL and by Parallel Sampler. `run`: `latents`, which returns their latents
-    and a report, or `compared`, which also asserts that they are equal."""
+WAYS = ("KSampler", "Parallel Sampler")
+
+
+def sampled(comfy, files, name: str, devices: str, run=compared, by=WAYS, **choice) -> dict:
+    """Samples one request on stock, on our MODEL and by Parallel Sampler (`by`). `run`: `latents`, which returns their
+    latents and a report, or `compared`, which also asserts that they are equal."""
     request = REQUESTS[name]
     unet = files[request.get("file", "dev")]
     settings = {"sampler_name": choice.pop("sampler", "euler"), **request.get("sampling", {})}
@@ -67,16 +70,18 @@ def sampled(comfy, files, name: str, devices: str, run=compared, **choice) -> di
         graph.latent(**request.get("latent", {})),
     )
     ours = graph.model(OURS, unet, devices, **choice)
-    models = {"stock": graph.model(STOCK, unet), "KSampler": ours, "Parallel Sampler": [ours[0], 0]}
+    models = {"stock": graph.model(STOCK, unet)} | {way: [ours[0], int(way == "KSampler")] for way in by}
     return run(comfy, graph, graph.sampled_by(models, conditioning, **settings))
 
 
 @pytest.mark.parametrize(
-    ("devices", "name"),
-    [("cpu:2", name) for name in REQUESTS] + [("cpu:1", name) for name in list(REQUESTS)[::5]],
+    ("devices", "way", "name"),
+    [("cpu:2", "Parallel Sampler", name) for name in REQUESTS]
+    + [("cpu:1", "KSampler", name) for name in list(REQUESTS)[::5]],
 )
-def test_a_request_gives_the_stock_latent(comfy, files, name, devices):
-    sampled(comfy, files, name, devices)
+def test_a_request_gives_the_stock_latent(comfy, files, devices, way, name):
+    """Both samplers call one function of ComfyUI with the values of their inputs."""
+    sampled(comfy, files, name, devices, by=(way,))
 
 
 @pytest.mark.parametrize("sampler", ["heun", ANOTHER])

@@ -6,20 +6,12 @@ import pytest
 
 from comfyui_client import PromptFailed
 from graphs import Graph
+from pack_nodes import import_node_module
 from tiny_vae import FLUX, write_vae
 from waiting import wait_until
 
 VAE = "tiny_settings.safetensors"
-DEFAULTS = {
-    "default_devices": "all",
-    "allow_approximate": True,
-    "preload_next": True,
-    "start_at_launch": False,
-    "sleep_after_minutes": 0,
-    "stop_after_minutes": 0,
-    "metrics": False,
-    "price_per_gpu_hour": 0,
-}
+SETTINGS = import_node_module("nodes.host.settings").SETTINGS
 
 
 def _decode(comfy, draw: int) -> None:
@@ -34,7 +26,8 @@ def _decode(comfy, draw: int) -> None:
 def test_settings_count_from_the_next_use_on(measuring, page, set_setting):
     write_vae(measuring.models("vae") / VAE, FLUX)
     shown = page.evaluate("() => app.extensionManager.setting.settings")
-    assert {name: shown[f"parallel_sampling.{name}"]["defaultValue"] for name in DEFAULTS} == DEFAULTS
+    for name, setting in SETTINGS.items():
+        assert shown[f"parallel_sampling.{name}"]["defaultValue"] == setting.default, name
 
     measuring.stop_ranks()
     set_setting("parallel_sampling.default_devices", "cpu:2")

@@ -60,7 +60,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
         wait_for(then)
 
     # A job that this page queues, and whose progress bars it shows.
-    graph = one_sampler(UNET, sampler={"steps": 40}, ulysses=2)
+    graph = one_sampler(UNET, sampler={"steps": 20}, ulysses=2)
     for node in graph.prompt.values():
         if node["class_type"] == "TestLatent":
             node["inputs"] |= {"width": 48, "height": 48}  # for a step that takes some time
@@ -69,7 +69,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     card = panel.locator(".parallel-group").first
     page.evaluate(RECORD, f".parallel-group .state, .parallel-bars li, {TOAST_TITLE}")
     run(page)
-    page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 40 · about \\d+ s left$/.test(t))")
+    page.wait_for_function("() => recorded.some(t => /^step [1-9]\\d* of 20 · about \\d+ s left$/.test(t))")
     os.kill(measuring.groups()[0]["ranks"][0]["pid"], signal.SIGKILL)  # the job continues on new ranks
     page.wait_for_function("() => recorded.includes('Processes started again')")
     toast(page, "after: process 0 failed: killed by SIGKILL").wait_for()
@@ -77,7 +77,7 @@ def test_the_panel_follows_ranks_from_start_to_end(measuring, page):
     wait_for("ready")
     page.wait_for_function("() => !document.querySelector('.parallel-bars')?.children.length")
     seen = page.evaluate("recorded")
-    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 40", text)}
+    bars = {text.split()[0] for text in seen if re.fullmatch(r"cpu:[01] step \d+ of 20", text)}
     assert bars == {"cpu:0", "cpu:1"}
     assert UNET in card.inner_text() and "weights" in card.inner_text() and " per step" in card.inner_text()
     card.locator("button[title='Not now: the processes are awake']").wait_for()  # after a moment

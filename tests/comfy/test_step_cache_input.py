@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from any_graphs import AnyGraph
-from any_runs import TOLERANCE, latents, refusal, sampled
+from any_runs import TOLERANCE, latents, refusal
 from differences import relative_difference
 from graphs import SAMPLING, Graph
 
@@ -20,25 +20,22 @@ def unet(comfy):
     return comfy.write_flux("tiny_two_blocks.safetensors", double_blocks=2, single_blocks=2)
 
 
-@pytest.fixture(scope="module")
-def exact(comfy, unet):
-    return sampled(comfy, unet, HEUN, ulysses=2)[0]
-
-
-def test_reused_model_calls_are_counted_and_called_approximate(comfy, unet, exact):
-    caching = {"step_cache": "first_block", "cache_threshold": 0.4}
-    latent, report = sampled(comfy, unet, HEUN | caching, ulysses=2)
+def test_reused_model_calls_are_counted_and_a_threshold_of_zero_is_exact_to_the_bit(comfy, unet):
+    graph = Graph()
+    loader, request = graph.parallel_loader(unet, "cpu:2", ulysses=2), graph.request()
+    ways = {"off": graph.parallel_sampler(loader, *request, **HEUN)}
+    for name, threshold in (("never", 0.0), ("cached", 0.4)):
+        caching = {"step_cache": "first_block", "cache_threshold": threshold}
+        ways[name] = graph.parallel_sampler(loader, *request, **HEUN | caching)
+    found = latents(comfy, graph, ways, {f"{name} report": [node, 1] for name, (node, _) in ways.items()})
+    report = found["cached report"]
     words = r"step cache: (\d+) of \d+ model calls reused .* \(threshold 0\.4\): approximate"
-    found = re.search(words, report)
-    assert found and 0 < int(found[1]) < 11, report
+    counted = re.search(words, report)
+    assert counted and 0 < int(counted[1]) < 11, report
     assert "result: approximate (step cache" in report and "expected:" not in report
-    assert 0 < relative_difference(latent, exact) < 0.3
-
-
-def test_a_threshold_of_zero_is_exact_to_the_bit(comfy, unet, exact):
-    caching = {"step_cache": "first_block", "cache_threshold": 0.0}
-    latent, report = sampled(comfy, unet, HEUN | caching, ulysses=2)
-    assert torch.equal(latent, exact)
+    assert 0 < relative_difference(found["cached"], found["off"]) < 0.3
+    assert torch.equal(found["never"], found["off"])
+    report = found["never report"]
     assert "step cache: reuses nothing at threshold 0" in report and "result: exact" in report
 
 

@@ -1,4 +1,5 @@
-"""ParallelVAEDecode in the real ComfyUI gives the image of stock VAEDecode for every VAE and keeps the ranks warm."""
+"""ParallelVAEDecode and ParallelVAEEncode in the real ComfyUI give the image of stock VAEDecode and the latent of stock
+VAEEncode for every VAE, and keep the ranks warm."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from parallel_backend.models.comfyui.rows.banded import STEPS
 from tests.closed_forms.vae_sizes import VaeSizes
 from tiny_vae import FLUX, SD, write_vae
 
-TOLERANCE = 1e-5  # relative to the largest pixel, which is 1
+TOLERANCE = 1e-5  # relative to the largest pixel, which is 1, or to the largest value of a latent
+DECODE, ENCODE = "VAEDecode", "VAEEncode"
+TAKES = {DECODE: "samples", ENCODE: "pixels"}
 
 
-class DecodeGraph(Graph):
-    """Builds prompts that decode a latent with a VAE from a file, by stock VAEDecode and by ours."""
+class VaeGraph(Graph):
+    """Builds prompts that decode latents or encode images with a VAE, by the stock node `work` and by ours."""
 
     def vae(self, name: str) -> list:
         return [self.add("VAELoader", vae_name=f"{name}.safetensors"), 0]
@@ -24,25 +27,30 @@ class DecodeGraph(Graph):
     def drawn(self, draw: int = 5, **size: int) -> list:
         return self.latent(draw=draw, **size)
 
-    def stock(self, latent: list, vae: list) -> list:
-        return [self.add("VAEDecode", samples=latent, vae=vae), 0]
+    def image(self, width: int, height: int, batch: int = 1, channels: int = 3) -> list:
+        return [self.add("TestImage", width=width, height=height, batch=batch, channels=channels), 0]
 
-    def ours(self, latent: list, vae: list, devices: str = "cpu:2", **choice: str) -> list:
-        strategy = self.strategy(devices, **choice)
-        return [self.add("ParallelVAEDecode", samples=latent, vae=vae, strategy=strategy), 0]
+    def stock(self, source: list, vae: list, work: str = DECODE) -> list:
+        return [self.add(work, **{TAKES[work]: source, "vae": vae}), 0]
+
+    def ours(
+        self, source: list, vae: list, work: str = DECODE, devices: str = "cpu:2", **choice: str
+    ) -> list:
+        inputs = {TAKES[work]: source, "vae": vae, "strategy": self.strategy(devices, **choice)}
+        return [self.add(f"Parallel{work}", **inputs), 0]
 
 
-def decoded(comfy, graph: DecodeGraph, latent: list, vae: list, **choice: str) -> tuple:
-    """Returns the images of stock and of our node, unrounded floats [B, H, W, 3], and our node's report."""
-    stock, ours = graph.stock(latent, vae), graph.ours(latent, vae, **choice)
+def by_both(comfy, graph: VaeGraph, source: list, vae: list, work: str = DECODE, **choice: str) -> tuple:
+    """Returns what stock and our node give, and our node's report."""
+    stock, ours = graph.stock(source, vae, work), graph.ours(source, vae, work, **choice)
     found = latents(comfy, graph, {"stock": stock, "ours": ours}, {"report": [ours[0], 1]})
     return tuple(found.values())
 
 
-def near(image: torch.Tensor, expected: torch.Tensor) -> bool:
-    assert image.shape == expected.shape and image.dtype == expected.dtype
-    assert expected.std() > 0.05  # no flat image
-    return bool((image - expected).abs().max() <= TOLERANCE)
+def near(found: torch.Tensor, expected: torch.Tensor, largest: float = 1.0) -> bool:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    assert expected.std() > 0.05 * largest  # neither is flat
+    return bool((found - expected).abs().max() <= TOLERANCE * largest)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,8 +118,8 @@ DECODES = {
 @pytest.mark.parametrize("name", DECODES)
 def test_the_image_is_that_of_stock_vae_decode(comfy, name):
     add_vae, size, shape, words = DECODES[name]
-    graph = DecodeGraph()
-    expected, image, report = decoded(comfy, graph, graph.drawn(**size), add_vae(graph))
+    graph = VaeGraph()
+    expected, image, report = by_both(comfy, graph, graph.drawn(**size), add_vae(graph))
     assert near(image, expected) and image.shape == shape
     assert image.min() >= 0 and image.max() <= 1
     assert words in report
@@ -119,14 +127,14 @@ def test_the_image_is_that_of_stock_vae_decode(comfy, name):
 
 def test_each_image_of_a_batch_is_that_of_stock_vae_decode(comfy):
     """One device has twice the rows of the other, as its share says."""
-    graph = DecodeGraph()
+    graph = VaeGraph()
     vae, latent = graph.vae("flux"), graph.drawn(batch=3)
     singles = {
         f"{i}": graph.stock([graph.add("LatentFromBatch", samples=latent, batch_index=i, length=1), 0], vae)
         for i in range(3)
     }
     expected = latents(comfy, graph, singles)
-    _, image, report = decoded(comfy, graph, latent, vae, device_shares="2,1")
+    _, image, report = by_both(comfy, graph, latent, vae, device_shares="2,1")
     assert near(image, torch.cat(list(expected.values())))
     for line in ("decoded by: 2 devices, 3 images in ", "latent on each: 8, 4", "computed in: float32"):
         assert line in report
@@ -140,9 +148,9 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy):
     ranks = comfy.ranks()
     assert len(ranks) == 2
     for draw, devices in ((11, "cpu:2"), (12, "cpu:2"), (13, "cpu:4")):
-        graph = DecodeGraph()
+        graph = VaeGraph()
         graph.parallel_loader(unet, "cpu:2")  # without it in the graph the ranks would drop the model
-        _, _, report = decoded(comfy, graph, graph.drawn(draw), graph.vae("flux"), devices=devices)
+        _, _, report = by_both(comfy, graph, graph.drawn(draw), graph.vae("flux"), devices=devices)
         assert "devices: cpu:0, cpu:1\n" in report
         assert draw == 11 or "was on the devices already" in report
     assert "2 of the 4 devices chosen had running processes" in report
@@ -151,7 +159,7 @@ def test_the_vae_and_the_model_stay_on_the_ranks(comfy):
 
 
 def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy, write):
-    graph = DecodeGraph()
+    graph = VaeGraph()
     vae = graph.vae(write("to_be_mapped", FLUX, 6))
     comfy.sample(graph.prompt, graph.ours(graph.drawn(81), vae))
     assert len(comfy.ranks()) == 2
@@ -159,8 +167,8 @@ def test_processes_read_a_vae_in_its_file_and_share_its_pages(comfy, write):
         assert any(one.path.endswith("to_be_mapped.safetensors") for one in rank.memory_maps())
 
 
-def _assert_comfyui_decodes(comfy, graph: DecodeGraph, latent: list, vae: list, reason: str) -> None:
-    expected, image, report = decoded(comfy, graph, latent, vae)
+def _assert_comfyui_decodes(comfy, graph: VaeGraph, latent: list, vae: list, reason: str) -> None:
+    expected, image, report = by_both(comfy, graph, latent, vae)
     assert torch.equal(image, expected)
     assert "ComfyUI's own VAE decode" in report and reason in report
 
@@ -184,17 +192,17 @@ FALLBACKS = {
 @pytest.mark.parametrize("reason", FALLBACKS)
 def test_a_vae_that_cannot_be_split_is_decoded_by_comfyui(comfy, reason):
     add_vae, size = FALLBACKS[reason]
-    graph = DecodeGraph()
+    graph = VaeGraph()
     _assert_comfyui_decodes(comfy, graph, graph.drawn(**size), add_vae(graph), reason)
 
 
 def test_where_ranks_cannot_run_comfyui_decodes(comfy):
-    graph = DecodeGraph()
+    graph = VaeGraph()
     latent = [graph.add("TestOtherPlatform", latent=graph.drawn(61), pretend=True), 0]
     try:
         _assert_comfyui_decodes(comfy, graph, latent, graph.vae("flux"), "needs Linux; this is win32")
     finally:
-        restore = DecodeGraph()
+        restore = VaeGraph()
         latent = [restore.add("TestOtherPlatform", latent=restore.drawn(62), pretend=False), 0]
         comfy.sample(restore.prompt, latent)
 
@@ -203,18 +211,18 @@ def test_the_noise_of_ltxs_decoder_is_what_comfyui_draws(comfy):
     """Stock and ours run in separate prompts, so that nothing draws noise between the seed and the decode."""
 
     def seeded(number: int, decode) -> torch.Tensor:
-        graph = DecodeGraph()
+        graph = VaeGraph()
         latent = graph.drawn(width=3, height=5, channels=128, frames=3)
         latent = [graph.add("TestSeed", latent=latent, number=number), 0]
         output = decode(graph, latent, [graph.add("TestLtxVAE"), 0])
-        if decode is DecodeGraph.ours:
+        if decode is VaeGraph.ours:
             graph.add("TestSaveText", text=[output[0], 1], path="ltx.txt")
         return comfy.sample(graph.prompt, output)
 
-    expected, image = seeded(5, DecodeGraph.stock), seeded(5, DecodeGraph.ours)
+    expected, image = seeded(5, VaeGraph.stock), seeded(5, VaeGraph.ours)
     assert near(image, expected) and image.shape == (5, 80, 48, 3)
     assert "rows of the latent on each: 3, 2" in comfy.output("ltx.txt").read_text()
-    assert (seeded(6, DecodeGraph.ours) - expected).abs().max() > 100 * TOLERANCE
+    assert (seeded(6, VaeGraph.ours) - expected).abs().max() > 100 * TOLERANCE
 
 
 REFUSALS = {
@@ -230,17 +238,17 @@ REFUSALS = {
 @pytest.mark.parametrize("words", REFUSALS)
 def test_what_cannot_be_decoded_is_refused_in_words(comfy, words):
     add_vae, size = REFUSALS[words]
-    graph = DecodeGraph()
+    graph = VaeGraph()
     failure = refusal(comfy, graph, graph.ours(graph.drawn(**size), add_vae(graph)))
     assert all(part in failure.exception_message for part in words.split(" … "))
 
 
 def test_weights_that_change_in_place_are_sent_again(comfy, write):
     """A node writes into the weights of a VAE object that the ranks already have."""
-    graph = DecodeGraph()
+    graph = VaeGraph()
     vae, latent = graph.vae(write("to_be_scaled", FLUX, 4)), graph.drawn()
     before = comfy.sample(graph.prompt, graph.ours(latent, vae))
-    expected, after, _ = decoded(comfy, graph, latent, [graph.add("TestScaledVAE", vae=vae), 0])
+    expected, after, _ = by_both(comfy, graph, latent, [graph.add("TestScaledVAE", vae=vae), 0])
     assert (after - before).abs().max() > 0.01
     assert (after - expected).abs().max() <= TOLERANCE
 
@@ -250,9 +258,9 @@ def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_
     write("other_swish", FLUX, 7)
     found = []
     for replaced in (False, True, False):
-        graph = DecodeGraph()
+        graph = VaeGraph()
         vae = [graph.add("TestOtherSwish", vae=graph.vae("other_swish"), replaced=replaced), 0]
-        expected, image, _ = decoded(comfy, graph, graph.drawn(91), vae)
+        expected, image, _ = by_both(comfy, graph, graph.drawn(91), vae)
         assert (image - expected).abs().max() <= TOLERANCE
         found.append(image)
     before, amid, after = found
@@ -261,7 +269,7 @@ def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_
 
 def _ours(draw: int, **size: int) -> tuple[dict, list]:
     """Returns (prompt, its IMAGE output)."""
-    graph = DecodeGraph()
+    graph = VaeGraph()
     return graph.prompt, graph.ours(graph.drawn(draw, **size), graph.vae("flux"))
 
 
@@ -281,7 +289,7 @@ def test_an_interrupt_ends_it_and_leaves_the_ranks_warm(comfy):
 def test_a_decode_whose_rank_is_killed_is_made_again_and_the_next_prompt_works(comfy):
     expected = comfy.sample(*_ours(41))
     ranks = comfy.ranks()
-    long, output = _ours(42, width=48, height=48, batch=2)
+    long, output = _ours(42, width=48, height=48)
     with comfy.amid(output[0], ranks[1].kill):
         found = comfy.sample(long, output)
     assert found.isfinite().all() and ranks[1] not in comfy.ranks()
@@ -296,3 +304,49 @@ def test_progress_is_shown(comfy):
         comfy.sample(prompt, output)
     steps = [(value, most) for node, value, most in events.progress if node == output[0] and most > 1]
     assert steps[-1][0] == steps[-1][1] == 2 * STEPS
+
+
+def test_the_latent_of_each_image_is_that_of_stock_vae_encode(comfy):
+    """Sides that 8 does not divide are cropped, and an alpha channel is dropped."""
+    graph = VaeGraph()
+    vae, pixels = [graph.add("TestImageVAE"), 0], graph.image(61, 53, batch=2, channels=4)
+    _, latent, report = by_both(comfy, graph, pixels, vae, ENCODE, device_shares="2,1")
+    assert "encoded by: 2 devices, 2 images in " in report
+    assert "rows of the latent on each: 4, 2 (exact, no tiles)" in report
+    one = [graph.add("ImageFromBatch", image=pixels, batch_index=1, length=1), 0]
+    expected, _, report = by_both(comfy, graph, one, vae, ENCODE)
+    assert expected.shape == (1, 16, 6, 7)
+    assert near(latent[1:], expected, expected.abs().max())
+    assert "was on the devices already" in report
+
+
+@pytest.mark.parametrize(
+    ("channels", "pixels", "words"),
+    [
+        (3, dict(width=20, height=41, batch=10), "1 video of 10 frames in "),
+        (4, dict(width=33, height=24, batch=1), "1 image in "),
+    ],
+    ids=str,
+)
+def test_the_latent_of_a_video_is_that_of_stock_vae_encode(comfy, channels, pixels, words):
+    """The VAE uses the first 9 of 10 frames (4n + 1). An image gets an alpha channel if the VAE has one."""
+    graph = VaeGraph()
+    vae, image = [graph.add("TestWanVAE", channels=channels), 0], graph.image(**pixels)
+    expected, latent, report = by_both(comfy, graph, image, vae, ENCODE, devices="cpu:3")
+    assert latent.shape[2] == (pixels["batch"] + 3) // 4
+    assert near(latent, expected, expected.abs().max()) and words in report
+
+
+def test_taesd_is_encoded_by_comfyui(comfy):
+    graph = VaeGraph()
+    expected, latent, report = by_both(
+        comfy, graph, graph.image(40, 24), [graph.add("TestTinyVAE"), 0], ENCODE
+    )
+    assert torch.equal(latent, expected)
+    assert "ComfyUI's own VAE encode" in report and "its network is TAESD" in report
+
+
+def test_an_image_smaller_than_a_position_of_the_latent_is_refused_in_words(comfy):
+    graph = VaeGraph()
+    output = graph.ours(graph.image(40, 7), [graph.add("TestWanVAE", channels=3), 0], ENCODE)
+    refusal(comfy, graph, output, "sides no smaller than one position of the latent")
