@@ -22,6 +22,7 @@ from parallel_backend.sidecar.group.exchange import Exchange
 from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import deadlines
 from parallel_backend.wire.protocol import MoveOut, RunJob, TakeBack
 from scripted import NO_MEMORY, call_model, is_held, is_running, scripted_request, two_ranks
 from shipped_jobs import ship_call
@@ -209,7 +210,8 @@ def test_a_crash_of_idle_ranks_is_noticed_and_forgets_all(sidecar, held):
     assert not sidecar.load(low).cached
 
 
-def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, held):
+def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, held, monkeypatch):
+    monkeypatch.setattr(deadlines, "REPORT", 0.5)
     high, low = held
     assert scale_of(sidecar, low)[0] == 3.0
     found, load = scale_of(sidecar, low, NO_MEMORY)
@@ -219,7 +221,8 @@ def test_a_call_that_finds_no_memory_beside_others_is_made_again_alone(sidecar, 
     assert "one at a time" in sidecar.load(high).notes[0] and sidecar.models == (high,)
 
 
-def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, held):
+def test_a_job_that_finds_no_memory_alone_either_leaves_room_for_several(sidecar, held, monkeypatch):
+    monkeypatch.setattr(deadlines, "REPORT", 0.5)
     high, low = held
     with pytest.raises(OutOfMemory):
         sidecar.sample(low, scripted_request(NO_MEMORY), two_ranks())
