@@ -15,6 +15,7 @@ from parallel_backend.commands.gpu_check.one_device import check_synchronisation
 from parallel_backend.commands.gpu_check.run import CheckResult, GpuReport, choose, make_subject, run_checks
 from parallel_backend.errors import RequestError
 from parallel_backend.options import COMPILE_BACKEND
+from parallel_backend.wire import deadlines
 from parallel_backend.wire.checks.findings import Finding
 
 pytestmark = pytest.mark.timeout(600)
@@ -94,7 +95,8 @@ def test_after_a_check_that_raises_the_next_one_runs_in_new_processes(no_leaks):
 
 
 @pytest.mark.parametrize(("kind", "words"), [("kill", "killed by SIGKILL"), ("raise", "a fault on purpose")])
-def test_a_process_that_ends_while_it_is_checked_is_a_finding(kind, words, no_leaks):
+def test_a_process_that_ends_while_it_is_checked_is_a_finding(kind, words, no_leaks, monkeypatch):
+    monkeypatch.setattr(deadlines, "REPORT", 0.5)
     with fault(kind, "an all-to-all"):
         (result,) = _run(Check("syncs", check_synchronisations)).results
     (ended,) = result.verdicts
