@@ -19,7 +19,7 @@ from parallel_backend.requests import Placement
 from parallel_backend.sidecar import holdings, model_room, pool
 from parallel_backend.sidecar.group.events import Loaded
 from parallel_backend.sidecar.group.exchange import Exchange
-from parallel_backend.sidecar.model_room import MOST_MAPPED, Room
+from parallel_backend.sidecar.model_room import Room
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire import deadlines
@@ -91,20 +91,6 @@ def test_two_models_in_turn_are_loaded_once_each_and_keep_their_own_prompts(side
     info = sidecar.load(high, two_ranks().strategy, on_phase=phases.append)
     assert phases == ["switched to 2.safetensors"]
     assert info.model == "2.safetensors" and 0 < info.seconds < 0.05 and info.notes == ()
-
-
-def test_one_more_than_the_most_drops_the_one_that_was_not_used_for_longest(sidecar, scaled, events):
-    specs = [scaled(float(scale)) for scale in range(1, MOST_MAPPED + 2)]
-    for spec in specs[:-1]:
-        assert sidecar.load(spec).notes == ()
-    assert sidecar.load(specs[0]).switched  # so the second one is the oldest now
-    info = sidecar.load(specs[-1])
-    assert info.notes == ("dropped 2.safetensors: 4 are the most",)
-    assert sidecar.models == (specs[-1], specs[0], specs[3], specs[2])
-    for spec in (specs[0], specs[2], specs[3], specs[4]):
-        assert sidecar.load(spec).cached
-    assert not sidecar.load(specs[1]).cached
-    assert len(loaded(events)) == MOST_MAPPED + 2
 
 
 def test_memory_that_ends_in_a_load_costs_the_oldest_only_and_is_told(sidecar, scaled, events, held):

@@ -65,13 +65,6 @@ def test_a_machine_that_joined_is_a_device_set_by_name(head, join):
         devices.resolve_devices("cpu:4@lab/a")
 
 
-def test_a_cluster_without_machines_and_one_that_nobody_made_are_refused_by_name(head):
-    with pytest.raises(DeviceError, match="no machine has joined it yet"):
-        devices.resolve_devices("cluster:lab")
-    with pytest.raises(DeviceError, match=r"no cluster of that name \(known: lab\)"):
-        devices.resolve_devices("cluster:other")
-
-
 def test_an_intruder_with_another_certificate_never_joins(head, join, tmp_path, secret):
     key, certificate = make_certificate("lab machines")  # the right name, but not made for this cluster
     own = endpoints.read_endpoint(secret, endpoints.MACHINE)
