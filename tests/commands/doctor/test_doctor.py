@@ -196,6 +196,13 @@ def test_it_runs_where_torch_is_missing_and_says_so():
     assert "cannot start without what is missing" in done.stdout
 
 
+def test_one_whose_parent_is_gone_does_nothing():
+    """Where the parent ends later: tests/comfy/test_other_comfyui.py."""
+    command = [sys.executable, "-m", "parallel_backend", "doctor", "--parent", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
 @pytest.mark.real_start
 def test_ranks_that_cannot_start_are_one_broken_line(no_leaks, monkeypatch):
     monkeypatch.setitem(
