@@ -14,18 +14,11 @@ from parallel_backend.strategy import ParallelStrategy
 
 # (machine, bytes of the weights, True with CFG, expected strategy: None if the weights do not fit on one card)
 CASES = [
-    (fake_nvml.h100_nvswitch, BF16, False, ParallelStrategy(ulysses_degree=8)),
     (fake_nvml.h100_nvswitch, BF16, True, ParallelStrategy(cfg_degree=2, ulysses_degree=4)),
     (fake_nvml.two_4090, FP8, False, ParallelStrategy(ulysses_degree=2)),
     (fake_nvml.two_4090, FP8, True, ParallelStrategy(cfg_degree=2)),
     (fake_nvml.two_4090, BF16, False, None),
-    (fake_nvml.a6000_pairs, BF16, False, ParallelStrategy(ulysses_degree=4)),
-    (fake_nvml.a6000_pairs, BF16, True, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
-    (fake_nvml.l40_two_sockets, FP8, False, ParallelStrategy(ulysses_degree=8)),
-    (fake_nvml.l40_two_sockets, FP8, True, ParallelStrategy(cfg_degree=2, ulysses_degree=4)),
-    (fake_nvml.mixed_4080_4090, FP8, False, ParallelStrategy(ulysses_degree=2)),
     (fake_nvml.mig, FP8, False, ParallelStrategy()),
-    (fake_nvml.mig, FP8, True, ParallelStrategy()),
 ]
 
 
