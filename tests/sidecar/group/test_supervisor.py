@@ -43,15 +43,6 @@ def spawn():
         group.close()
 
 
-def test_stop_blocks_until_every_rank_is_gone(spawn):
-    group = spawn("tests.support.rank_programs.scripted_rank")
-    pids = group.pids
-    get_supervisor().stop(group)
-    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert group.death is None
-    get_supervisor().stop(group)  # a second stop does nothing
-
-
 @pytest.mark.parametrize("what", ["memfd_create", "pidfd_open"])
 def test_a_start_without_descriptors_leaves_nothing(spawn, monkeypatch, what):
     def none_left(*_):
