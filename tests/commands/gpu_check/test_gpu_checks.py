@@ -138,12 +138,9 @@ def test_pipefusion_that_gives_no_numbers_is_found():
     assert found.status == "broken" and "not finite" in found.finding
 
 
-def test_a_job_that_does_not_end_within_its_limit_is_ended(two):
+def test_a_job_that_does_not_end_within_its_own_limit_or_its_checks_is_ended(two, monkeypatch):
     with pytest.raises(ParallelError, match="did not end within 0 s"):
         two.sample(steps=50, limit_s=0.0)
-
-
-def test_a_job_that_does_not_end_within_its_checks_limit_is_ended(two, monkeypatch):
     monkeypatch.setattr(two, "deadline", 0.0)
     with pytest.raises(ParallelError, match="did not end within 0 s"):
         two.sample(steps=50)
