@@ -139,6 +139,8 @@ def _make_repository(comfyui: Path, repository: Path, tag: str) -> None:
     (repository / "custom_nodes" / ".keep").touch()
     for words in (
         ["init", "--quiet"],
+        ["config", "core.compression", "0"],  # a clone of it takes a fifth of the time
+        ["config", "pack.window", "0"],
         ["add", "--all", "--force"],
         ["commit", "--quiet", "-m", tag],
         ["tag", tag],

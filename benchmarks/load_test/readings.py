@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+import numpy
 from adversaries.soak import MIB, Usage, growth
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Returns the smallest value that at least `share` of them do not exceed (nearest rank); 0.0 without values."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)] if ordered else 0.0
+    return float(numpy.quantile(values, share, method="inverted_cdf")) if values else 0.0
 
 
 def grown_mib(seen: Mapping[str, Sequence[Usage]]) -> float:

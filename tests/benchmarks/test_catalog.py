@@ -5,7 +5,6 @@ from catalog import FAMILIES, guess_family, split_name
 from catalog_model import CatalogModel, estimate_memory
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import FLUX_DEV_JOB, STRATEGIES, _expected, _name
 
 from parallel_backend.machine.cards import CARDS
 from parallel_backend.options import ComputeOptions
@@ -98,15 +97,3 @@ def test_models_are_found_by_alias_and_storage():
     assert split_name("hunyuanvideo-q4") == ("hunyuanvideo", "q4")
     assert guess_family("wan14b-lingbot").name == "wan14b"
     assert not guess_family("something-new").known
-
-
-EACH_SENDS = [strategy for strategy, _ in STRATEGIES if strategy.pipefusion_degree == 1]
-
-
-@pytest.mark.parametrize(("strategy", "cfg"), STRATEGIES, ids=lambda value: getattr(value, "describe", str)())
-def test_each_strategy_of_the_traffic_benchmark_has_a_closed_form(strategy, cfg):
-    bytes_sent = [
-        _expected(strategy, rank, FLUX_DEV_JOB, rows=1 + (cfg != 1.0)) for rank in range(strategy.world_size)
-    ]
-    assert max(bytes_sent) > 0
-    assert len(set(bytes_sent)) == 1 or strategy not in EACH_SENDS, _name(strategy)

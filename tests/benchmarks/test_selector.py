@@ -2,15 +2,10 @@
 
 import csv
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import published
 import pytest
 import selector as benchmark
-
-ROOT = Path(__file__).resolve().parents[2]
 
 KEYS = {"groups", "within_5pct", "mean_regret", "worst_regret", "rule_mean_regret"}
 
@@ -50,7 +45,7 @@ def test_the_choice_is_never_worse_than_the_rule(rows):
         assert outcome.regret <= outcome.rule_regret, (group.source, outcome.chosen.strategy)
 
 
-def test_a_new_file_is_judged_and_reported_as_one_json_object(tmp_path):
+def test_a_new_file_is_judged_and_reported_as_one_json_object(tmp_path, monkeypatch, capsys):
     """The file has runs on 1, 2 and 4 devices: one has no time because memory ran out, one does not state its split."""
     path = _write(
         tmp_path / "new.csv",
@@ -62,15 +57,13 @@ def test_a_new_file_is_judged_and_reported_as_one_json_object(tmp_path):
             {"latency_s": "5", "n_gpus": "4", "ulysses": "0"},
         ],
     )
-    done = subprocess.run(
-        [sys.executable, "benchmarks/selector.py", "--data", str(path), "--details", "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr("sys.argv", ["selector.py", "--data", str(path), "--details", "--json"])
+    benchmark.main()
+    said = capsys.readouterr().out
+    result = json.loads(said.splitlines()[-1])
     assert set(result) == KEYS
     assert result["groups"] == 1 and result["mean_regret"] == 0.0 and result["within_5pct"] == 1.0
-    assert "1 rows are left out" in done.stdout
+    assert "1 rows are left out" in said
 
 
 def test_what_ran_out_of_memory_is_a_candidate_and_not_chosen(tmp_path):

@@ -17,7 +17,7 @@ import yaml
 
 from comfy_harness import require_comfyui
 from comfyui_server import free_port
-from exercise_containerfile import CONTAINERFILE, copy, exercise, read_instructions
+from exercise_containerfile import CONTAINERFILE, exercise, read_instructions
 from steps import SetupError
 from waiting import wait_until
 
@@ -45,26 +45,6 @@ def test_the_images_steps_make_a_comfyui_that_is_healthy(tmp_path, monkeypatch):
         path.name for path in (tmp_path / "home/ComfyUI/custom_nodes/comfyui-parallel-sampling").iterdir()
     }
     assert "nodes" in packed and not packed & {"tests", "benchmarks", ".git", ".venv"}
-
-
-@pytest.mark.parametrize(
-    ("words", "copied"),
-    [
-        ("one.txt pack/", ["pack/one.txt"]),
-        ("--chown=1:1 one.txt two.txt deep/pack/", ["deep/pack/one.txt", "deep/pack/two.txt"]),
-        ("one.txt first.txt", ["first.txt"]),
-        ("sub new/sub/", ["new/sub/three.txt"]),
-        (". all/", ["all/one.txt", "all/sub/three.txt", "all/two.txt"]),
-    ],
-)
-def test_files_are_copied_as_the_image_copies_them(tmp_path, words, copied):
-    context, home = tmp_path / "any", tmp_path / "other"
-    (context / "sub").mkdir(parents=True)
-    home.mkdir()
-    for name in ("one.txt", "two.txt", "sub/three.txt"):
-        (context / name).write_text(name)
-    copy(words, context, home)
-    assert sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()) == copied
 
 
 def test_a_folder_with_something_in_it_is_refused_in_words(tmp_path):

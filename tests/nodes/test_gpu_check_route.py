@@ -1,4 +1,7 @@
-"""The routes of the doctor and the GPU check: they send a line of JSON for each line of progress, then the report."""
+"""The routes of the doctor and the GPU check: they send a line of JSON for each line of progress, then the report.
+
+tests/comfy/test_doctor_route.py starts a second one, and closes the page of the first.
+"""
 
 import json
 from types import SimpleNamespace
@@ -9,16 +12,14 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import parallel_backend.sidecar.pool as pool
 from pack_nodes import import_node_module
-from scripted import is_running
-from waiting import run_in_own_loop, wait_until
+from waiting import run_in_own_loop
 
 doctor = import_node_module("nodes.routes.doctor")
 
-# Replaces `python -m parallel_backend`: prints its options, then leaves a report, leaves none, or waits.
+# Replaces `python -m parallel_backend`: prints its options, then leaves a report or none.
 PROGRAM = """
-import json, os, sys, time
+import json, sys
 from pathlib import Path
-Path("pid").write_text(str(os.getpid()))
 print(" ".join(a for a in sys.argv[1:] if a.startswith("--")), flush=True)
 if "--json" in sys.argv:
     print(json.dumps({"phase": "looking"}))
@@ -32,8 +33,6 @@ if "{ending}" in ("report", "result"):
     (folder / "gpu-check.md").write_text("# GPU check")
 if "{ending}" == "result":
     Path(sys.argv[sys.argv.index("--share") + 1]).write_text("{}")
-if "{ending}" == "wait":
-    time.sleep(3600)
 sys.exit(1)
 """
 
@@ -53,14 +52,13 @@ def ranks(monkeypatch):
 
 @pytest.fixture
 def ends(tmp_path, monkeypatch):
-    """Returns a function that makes the doctor end in the given way and returns the file with its process id."""
+    """Returns a function that makes the doctor end in the given way."""
 
     def say(ending):
         package = tmp_path / "parallel_backend"
         package.mkdir()
         (package / "__main__.py").write_text(PROGRAM.replace("{ending}", ending))
         monkeypatch.setattr(doctor, "_PACK_ROOT", tmp_path)
-        return tmp_path / "pid"
 
     return say
 
@@ -119,19 +117,3 @@ def test_it_does_not_run_beside_a_prompt(ends, ranks):
     ranks.idle = False
     status, (said,) = asked(post)
     assert status == 409 and "a prompt uses the devices" in said["error"]
-
-
-def test_a_second_one_waits_and_the_first_ends_with_its_page(ends, ranks):
-    pid_file = ends("wait")
-
-    async def talk(client):
-        first = await client.post(doctor.GPU_ROUTE)
-        await first.content.readline()
-        second = await post(client)
-        first.close()  # as when the page is closed
-        return second
-
-    status, (said,) = asked(talk)
-    assert (status, said["error"]) == (409, "the doctor is examining this machine already")
-    pid = int(pid_file.read_text())
-    wait_until(lambda: not is_running(pid))

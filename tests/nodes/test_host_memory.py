@@ -1,6 +1,5 @@
 """The ranks' memory as ComfyUI sees it: what lies on its own GPU counts, and while a node runs only that is freed."""
 
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -234,18 +233,3 @@ def test_what_comfyui_takes_from_the_ranks_is_told_once(host, monkeypatch):
     (note,) = host.memory.eviction_notes()
     assert "took the room of flux.safetensors on cuda:0" in note and "6.00 GiB" in note
     assert host.memory.eviction_notes() == []
-
-
-@pytest.mark.parametrize(("file", "looked"), [("sub/flux.safetensors", 3), ("other.safetensors", 1)])
-def test_ranks_keep_a_dropped_model_while_a_prompt_runs_that_names_its_file(host, monkeypatch, file, looked):
-    """If an earlier node has changed, ComfyUI drops the network and makes it anew, over the same file."""
-    prompt = {
-        "1": {"class_type": "UNETLoader", "inputs": {"unet_name": file}},
-        "2": {"class_type": "ModelSamplingFlux", "inputs": {"model": ["1", 0]}},
-        "3": {"class_type": "ParallelModel", "inputs": {"model": ["2", 0]}},
-    }
-    looks = iter([{"7": prompt}, {"7": prompt}, {}, {}])
-    links = SimpleNamespace(running_prompts=lambda: next(looks))
-    monkeypatch.setitem(sys.modules, "pack_of_nodes.nodes.host.prompt_links", links)
-    host.memory._sleep_unless_used(SPEC)
-    assert host.asked == ["all"] and len(list(looks)) == 4 - looked

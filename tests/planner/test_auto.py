@@ -3,28 +3,22 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import fake_nvml
 from jobs import FP8, flux_file, flux_job
-from loop_jobs import loop_job, tiny_model
-from parallel_backend.commands.doctor.rank_probe import random_request
 from parallel_backend.machine.local import LocalMachine
 from parallel_backend.machine.probe import read_topology
 from parallel_backend.machine.topology import Topology
-from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.options import CompileStats, ComputeOptions
 from parallel_backend.planner import history as module
 from parallel_backend.planner.history import MeasurementHistory, record_run
-from parallel_backend.planner.plan import job_from_request, plan_execution
+from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
-from parallel_backend.requests import Placement, RunInfo
+from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.trials import NO_TRIALS, SWITCH_CPU, Trial
 from parallel_backend.wire.cache_folder import VARIABLE
-from shipped_jobs import ship
-from tiny_flux import write_tiny_flux
 
 ONE, ULYSSES, CFG = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(cfg_degree=2)
 RING = ParallelStrategy(ring_degree=2)
@@ -129,23 +123,3 @@ def test_a_run_without_a_warm_step_that_computes_says_nothing(cpus, info):
 def test_remembering_never_costs_a_finished_picture(monkeypatch):
     monkeypatch.setattr(module, "visible_topology", lambda: 1 / 0)
     record_run(CPUS, job(), run(ONE, 1.0))
-
-
-def test_a_first_job_on_two_real_ranks_ends_in_the_fastest_and_the_next_begins_with_it(
-    cpus, two_real_ranks, tmp_path
-):
-    file, spec = inspect_flux(write_tiny_flux(tmp_path / "tiny.safetensors")), tiny_model(tmp_path)
-    request = random_request(file.inputs, width=128, height=128, batch=1, text=8, steps=20, with_cfg=True)
-    asked = job_from_request(CheckpointModel(file), request)
-    first = plan(cpus, asked, tries=True)
-    assert first.strategy == CFG and first.trials.strategies == (ONE, ULYSSES, RING)
-    shipped = ship(spec, loop_job(steps=20, size=(16, 16)), trials=first.trials)
-    result = two_real_ranks.sample(spec, shipped, Placement(CFG))
-    assert torch.isfinite(result.latent).all() and cpus.record(asked, result.info)
-    assert len(result.info.trials) > 1
-    timed = {t.strategy: min(t.seconds) for t in result.info.trials if t.seconds}
-    assert timed[result.info.strategy] <= 1.03 * min(timed.values())
-    second = plan(cpus, asked)
-    medians = {c.strategy: c.step_s for c in second.candidates if c.step_s is not None}
-    assert set(medians) == set(timed)
-    assert medians[second.strategy] <= 1.03 * min(medians.values())

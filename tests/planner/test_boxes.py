@@ -12,22 +12,6 @@ from parallel_backend.planner.plan import plan_execution
 from parallel_backend.planner.rules import StrategySettings
 from parallel_backend.strategy import ParallelStrategy
 
-# (machine, bytes of the weights, True with CFG, expected strategy: None if the weights do not fit on one card)
-CASES = [
-    (fake_nvml.h100_nvswitch, BF16, False, ParallelStrategy(ulysses_degree=8)),
-    (fake_nvml.h100_nvswitch, BF16, True, ParallelStrategy(cfg_degree=2, ulysses_degree=4)),
-    (fake_nvml.two_4090, FP8, False, ParallelStrategy(ulysses_degree=2)),
-    (fake_nvml.two_4090, FP8, True, ParallelStrategy(cfg_degree=2)),
-    (fake_nvml.two_4090, BF16, False, None),
-    (fake_nvml.a6000_pairs, BF16, False, ParallelStrategy(ulysses_degree=4)),
-    (fake_nvml.a6000_pairs, BF16, True, ParallelStrategy(cfg_degree=2, ulysses_degree=2)),
-    (fake_nvml.l40_two_sockets, FP8, False, ParallelStrategy(ulysses_degree=8)),
-    (fake_nvml.l40_two_sockets, FP8, True, ParallelStrategy(cfg_degree=2, ulysses_degree=4)),
-    (fake_nvml.mixed_4080_4090, FP8, False, ParallelStrategy(ulysses_degree=2)),
-    (fake_nvml.mig, FP8, False, ParallelStrategy()),
-    (fake_nvml.mig, FP8, True, ParallelStrategy()),
-]
-
 
 @pytest.fixture
 def planned(monkeypatch):
@@ -41,31 +25,37 @@ def planned(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "weights", "has_cfg", "strategy"),
-    CASES,
-    ids=[f"{c[0].__name__}-{'bf16' if c[1] == BF16 else 'fp8'}{'-cfg' if c[2] else ''}" for c in CASES],
+    ("shape", "weights", "prompts", "strategy"),
+    [
+        (fake_nvml.h100_nvswitch, BF16, 2, ParallelStrategy(cfg_degree=2, ulysses_degree=4)),
+        (fake_nvml.two_4090, FP8, 1, ParallelStrategy(ulysses_degree=2)),
+        (fake_nvml.two_4090, FP8, 2, ParallelStrategy(cfg_degree=2)),
+    ],
 )
-def test_each_box_has_its_choice_and_says_why(shape, weights, has_cfg, strategy, tmp_path, planned):
+def test_each_box_has_its_choice_and_says_why(shape, weights, prompts, strategy, tmp_path, planned):
     box = read_topology(shape(), sys_root=tmp_path)
-    job = flux_job(weights, prompts=2 if has_cfg else 1)
-    found = planned(box, job)
+    found = planned(box, flux_job(weights, prompts=prompts))
     best, reason = found.candidates[0], found.reason
-    assert best.fits and best.strategy.exact and best.strategy == found.strategy
+    assert best.strategy == found.strategy == strategy and best.fits and best.step_s is None
     assert best.memory_bytes == found.memory.private_bytes <= 0.94 * min(d.memory for d in box.devices)
-    assert best.step_s is None and ParallelStrategy() in [c.strategy for c in found.candidates]
-    if strategy is None:
-        # 24 GB of weights on 24 GB cards: the chosen strategy splits them over both.
-        assert best.strategy.world_size == 2
-        assert best.strategy.tensor_degree == 2 or best.strategy.shard_weights
-        assert "the rule, as far as memory goes" in reason
-        unfit = [c.strategy for c in found.candidates if not c.fits]
-        assert ParallelStrategy(ulysses_degree=2) in unfit and ParallelStrategy() in unfit
-    else:
-        assert best.strategy == strategy
-    assert found.devices == tuple(f"cuda:{i}" for i in range(best.strategy.world_size))
-    assert best.strategy.describe() in reason or reason == "one device is selected"
-    assert reason.count("\n") == 0 and "measured" not in reason and "predicted" not in reason
-    assert not any(c.strategy.violations(job.model.shape, len(found.devices)) for c in found.candidates[:1])
+    assert ParallelStrategy() in [c.strategy for c in found.candidates]
+    assert found.devices == tuple(f"cuda:{i}" for i in range(strategy.world_size))
+    assert strategy.describe() in reason and "\n" not in reason
+    assert "measured" not in reason and "predicted" not in reason
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA Mystery 1"])  # one has no data sheet
+def test_weights_that_fill_a_card_are_split_over_both(name, tmp_path, planned):
+    nvml = fake_nvml.two_4090()
+    for board in nvml.boards:
+        board.name = name
+    found = planned(read_topology(nvml, sys_root=tmp_path), flux_job(BF16))
+    best = found.candidates[0]
+    assert best.fits and best.strategy == found.strategy and best.strategy.world_size == 2
+    assert best.strategy.tensor_degree == 2 or best.strategy.shard_weights
+    assert "the rule, as far as memory goes" in found.reason
+    unfit = [c.strategy for c in found.candidates if not c.fits]
+    assert ParallelStrategy(ulysses_degree=2) in unfit and ParallelStrategy() in unfit
 
 
 def test_cards_that_differ_and_slices_of_one_gpu_are_noted(tmp_path, planned):
@@ -83,14 +73,6 @@ def test_slices_of_two_gpus_work_together(tmp_path, planned):
         board.slices = [("3g.40gb", 39.5)]
     found = planned(read_topology(nvml, sys_root=tmp_path), flux_job(FP8))
     assert found.strategy.world_size == 2
-
-
-def test_a_card_without_a_data_sheet_is_planned_by_its_memory(tmp_path, planned):
-    nvml = fake_nvml.two_4090()
-    for board in nvml.boards:
-        board.name = "NVIDIA Mystery 1"
-    found = planned(read_topology(nvml, sys_root=tmp_path), flux_job(BF16))
-    assert found.candidates[0].fits and found.strategy.world_size == 2
 
 
 def test_one_card_of_a_large_box_is_one_card(tmp_path, planned):

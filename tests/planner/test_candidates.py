@@ -9,7 +9,6 @@ from parallel_backend.planner.candidates import (
     Candidate,
     enumerate_candidates,
     rank_candidates,
-    rule_key,
     table,
 )
 from parallel_backend.strategy import ParallelStrategy
@@ -36,13 +35,6 @@ def test_a_unet_is_split_by_rows_only():
     job = unet_job(prompts=2, batch=2)
     found = {c.describe() for c in enumerate_candidates(job, 4)}
     assert found == {"one device", "CFG 2", "data 2", "data 2 × CFG 2"}
-
-
-def test_the_rule_is_cfg_then_ulysses_then_ring_on_all_devices():
-    ordered = sorted(enumerate_candidates(flux_job(prompts=2), 8), key=rule_key, reverse=True)
-    assert ordered[0] == ParallelStrategy(cfg_degree=2, ulysses_degree=4)
-    five = max(enumerate_candidates(FLUX, 5), key=rule_key)
-    assert five == ParallelStrategy(ulysses_degree=5)
 
 
 def entries(*strategies, seconds=None, unfit=()):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import comfyui_source
+from comfyui_copies import make_comfyui
 from comfyui_source import PINNED_VERSION, comfyui_version, find_comfyui
 from parallel_backend.wire.cache_folder import user_cache
 from steps import SetupError
@@ -19,14 +20,6 @@ def empty_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
-def make_comfyui(folder: Path, version: str = "0.30.0") -> Path:
-    (folder / "comfy").mkdir(parents=True)
-    (folder / "main.py").touch()
-    (folder / "comfy" / "samplers.py").touch()
-    (folder / "comfyui_version.py").write_text(f'__version__ = "{version}"\n')
-    return folder
 
 
 def test_nothing_is_found_in_an_empty_home():

@@ -9,17 +9,13 @@ from pathlib import Path
 import pytest
 
 import run_tests
+from comfyui_copies import make_comfyui
 from steps import SetupError
 
 
 @pytest.fixture
 def other(tmp_path):
-    """A folder with the files by which a ComfyUI is recognised, of another version."""
-    (tmp_path / "comfy").mkdir()
-    (tmp_path / "main.py").touch()
-    (tmp_path / "comfy" / "samplers.py").touch()
-    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.33.0"\n')
-    return tmp_path
+    return make_comfyui(tmp_path, "0.33.0")
 
 
 def started(monkeypatch, *arguments: str) -> dict:

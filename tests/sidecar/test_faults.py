@@ -110,8 +110,9 @@ def test_the_hosts_out_of_memory_killer_is_named_with_how_much_the_rank_held(no_
 
 
 def test_memory_that_ends_on_one_rank_is_raised_as_such_and_not_tried_again(
-    resuming_sidecar, weights, expected, tmp_path
+    resuming_sidecar, weights, expected, monkeypatch, tmp_path
 ):
+    monkeypatch.setattr(deadlines, "REPORT", 0.5)  # s; the other rank waits in the collective
     with (
         fault("oom", "an all-reduce", step=2, once=tmp_path / "fired"),
         pytest.raises(OutOfMemory, match=r"Process 1 ran out of memory on cpu .*smaller image"),
@@ -139,12 +140,12 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
 
 @pytest.mark.parametrize("point", ["an all-reduce", "load"])
 def test_a_rank_that_computes_for_longer_than_its_limit_is_not_taken_for_hung(
-    works_again, sidecar, weights, expected, monkeypatch, point
+    works_again, sidecar, weights, expected, monkeypatch, tmp_path, point
 ):
     # s; longer than ranks wait for each other on a busy processor, and shorter than the fault computes
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 2.0)
     monkeypatch.setattr(deadlines, "load_budget", lambda size: 2.0)
-    with fault("compute", point, step=2 if point == "an all-reduce" else 0):
+    with fault("compute", point, step=2 if point == "an all-reduce" else 0, once=tmp_path / "fired"):
         result = sidecar.sample(weights, scripted_request(), two_ranks())
     assert torch.equal(result.latent, expected)
 
@@ -187,7 +188,7 @@ def test_ranks_that_hang_are_gone_soon_after_comfyui_was_killed(no_leaks, tmp_pa
 
 
 def test_a_rank_that_never_becomes_ready_is_named_and_nothing_stays(resuming_sidecar, weights, monkeypatch):
-    monkeypatch.setattr(deadlines, "START", 5.0)  # s; the other rank, a fork, has said hello by then
+    monkeypatch.setattr(deadlines, "START", 3.0)  # s; the other rank, a fork, has said hello by then
     with fault("stop", "start"), pytest.raises(RankFailed, match="process 1 failed: was stopped by a signal"):
         resuming_sidecar.sample(weights, scripted_request(), two_ranks())
     assert resuming_sidecar.pids == ()

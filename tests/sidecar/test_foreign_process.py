@@ -5,28 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from flux_requests import flux_request
+from hostile_bytes import Touches
 from parallel_backend.requests import ModelSpec, Placement
 from parallel_backend.strategy import ParallelStrategy
 from tiny_flux import write_tiny_flux
 
 TWO = Placement(ParallelStrategy(ulysses_degree=2))
-
-
-class _Touches:
-    """A hostile object: unpickling it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self._path,))
 
 
 def _listening(pid: int) -> list[tuple[str, int]]:
@@ -44,7 +34,7 @@ def served(two_real_ranks, tmp_path):
 def test_what_listens_takes_no_message_of_a_stranger(two_real_ranks, served, tmp_path):
     spec, expected = served
     mark, pids = tmp_path / "was unpickled", two_real_ranks.pids
-    garbage = pickle.dumps(_Touches(mark))
+    garbage = pickle.dumps(Touches(mark))
     addresses = [address for pid in pids for address in _listening(pid)]
     assert all(ip.startswith("127.") or ip == "::1" for ip, _ in addresses), addresses
     held = []

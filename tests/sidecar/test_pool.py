@@ -23,13 +23,6 @@ def empty_pool(no_leaks):
     pool.stop_all()
 
 
-def test_the_same_devices_get_the_same_sidecar_and_nothing_starts():
-    sidecar = pool.get_sidecar(("cpu:0", "cpu:1"))
-    assert pool.get_sidecar(("cpu:0", "cpu:1")) is sidecar
-    assert sidecar.state is State.DOWN
-    assert pool.all_sidecars() == (sidecar,)
-
-
 def test_a_group_gives_way_to_one_that_needs_its_devices():
     older = pool.get_sidecar(("cpu:0",))
     apart = pool.get_sidecar(("cpu:7",))

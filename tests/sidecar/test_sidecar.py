@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.errors import CheckpointError, StrategyError
+from parallel_backend.errors import CheckpointError, RequestError, StrategyError
 from parallel_backend.requests import Placement
+from parallel_backend.sidecar.resume import ShippedRequest
 from parallel_backend.sidecar.sidecar import State
 from parallel_backend.strategy import ParallelStrategy
 from scripted import call_model, is_running, scripted_request, scripted_sidecar, scripted_weights, two_ranks
@@ -66,6 +67,13 @@ def test_a_file_that_is_not_there_is_refused_before_a_rank_starts(sidecar, weigh
 def test_a_strategy_of_another_size_is_refused(sidecar, weights):
     with pytest.raises(StrategyError, match="needs 3 processes; this group has 2"):
         sidecar.sample(weights, scripted_request(), Placement(ParallelStrategy(ring_degree=3)))
+
+
+@pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf")])
+def test_a_cache_threshold_that_compares_with_nothing_is_refused(sidecar, weights, threshold):
+    job = replace(ShippedRequest.of(scripted_request()), cache_threshold=threshold)
+    with pytest.raises(RequestError, match="cache_threshold"):
+        sidecar.sample(weights, job, two_ranks())
 
 
 def test_requests_of_several_threads_are_served_one_after_another(sidecar, weights):

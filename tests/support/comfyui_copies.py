@@ -1,4 +1,4 @@
-"""Copies of the real ComfyUI with changed source text that stand for other versions of it."""
+"""Copies of the real ComfyUI with changed source text that stand for other versions of it, and empty ones."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ IMAGE_BEFORE_TEXT = {
         ("img = img[:, txt.shape[1]: img_len + txt.shape[1]]", "img = img[:, :img_len]"),
     ],
 }
+
+
+def make_comfyui(folder: Path, version: str = "0.30.0") -> Path:
+    """Makes the files in `folder` by which a ComfyUI of that version is recognised."""
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "main.py").touch()
+    (folder / "comfy" / "samplers.py").touch()
+    (folder / "comfyui_version.py").write_text(f'__version__ = "{version}"\n')
+    return folder
 
 
 def copy_of_comfyui(folder: Path, changes: Mapping[str, Sequence[tuple[str, str]]]) -> Path:

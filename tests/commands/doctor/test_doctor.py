@@ -12,7 +12,7 @@ import pytest
 
 from parallel_backend.__main__ import main
 from parallel_backend.commands.doctor import examine as examination
-from parallel_backend.commands.doctor import probes
+from parallel_backend.commands.doctor import probes, rank_probe
 from parallel_backend.commands.doctor.report import Private, Report, find_private, scrub, scrub_findings
 from parallel_backend.commands.doctor.versions import check_classes
 from parallel_backend.machine.self_tests import SelfTestStore
@@ -145,6 +145,7 @@ def test_ranks_without_their_parent_are_found(tmp_path):
 
 def test_a_good_installation_passes_and_the_report_can_be_shared(no_leaks, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(rank_probe, "LINKS_S", 3.0)
     status = main(["doctor", "--devices", "cpu:2", "--json"])
     said = capsys.readouterr().out
     report = json.loads(said)
@@ -193,6 +194,13 @@ def test_it_runs_where_torch_is_missing_and_says_so():
     assert done.returncode == 1, done.stderr
     assert re.search(r"broken +torch +is not installed", done.stdout)
     assert "cannot start without what is missing" in done.stdout
+
+
+def test_one_whose_parent_is_gone_does_nothing():
+    """Where the parent ends later: tests/comfy/test_other_comfyui.py."""
+    command = [sys.executable, "-m", "parallel_backend", "doctor", "--parent", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"")
 
 
 @pytest.mark.real_start

@@ -17,6 +17,7 @@ from parallel_backend.machine.probe import read_topology
 from parallel_backend.options import COMPILE_BACKEND
 from parallel_backend.requests import LoadInfo, RunInfo, SampleResult
 from parallel_backend.strategy import ParallelStrategy
+from parallel_backend.wire import deadlines
 
 pytestmark = pytest.mark.xdist_group("gpu_checks")  # all tests share the groups of ranks
 TINY = replace(make_subject(("cpu:0", "cpu:1")), pixels=64, odd_pixels=(56, 72), text=8, steps=2)
@@ -28,7 +29,8 @@ def two():
     """The ranks for all tests of this file: a group of one and a group of two, each started on first use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(COMPILE_BACKEND, "eager")
-        patch.setattr(rank_probe, "LINKS_S", 2.0)
+        patch.setattr(rank_probe, "LINKS_S", 1.0)
+        patch.setattr(deadlines, "REPORT", 0.5)
         held = ranks.Ranks(TINY)
         yield held
         held.close()
@@ -137,12 +139,9 @@ def test_pipefusion_that_gives_no_numbers_is_found():
     assert found.status == "broken" and "not finite" in found.finding
 
 
-def test_a_job_that_does_not_end_within_its_limit_is_ended(two):
+def test_a_job_that_does_not_end_within_its_own_limit_or_its_checks_is_ended(two, monkeypatch):
     with pytest.raises(ParallelError, match="did not end within 0 s"):
         two.sample(steps=50, limit_s=0.0)
-
-
-def test_a_job_that_does_not_end_within_its_checks_limit_is_ended(two, monkeypatch):
     monkeypatch.setattr(two, "deadline", 0.0)
     with pytest.raises(ParallelError, match="did not end within 0 s"):
         two.sample(steps=50)

@@ -24,7 +24,7 @@ EVERYTHING_PAUSES = """
 import subprocess, time
 from parallel_backend.wire import deadlines
 from scripted import SLOW
-deadlines.step_budget = lambda earlier: 3.0
+deadlines.step_budget = lambda earlier: 2.0
 sidecar = scripted_sidecar()
 sidecar.load(weights)
 pids, times = sidecar.pids, []
@@ -32,10 +32,10 @@ def on_step(step, steps, denoised):
     times.append(time.monotonic())
     if step == 3:
         everything = " ".join(map(str, [os.getpid(), *pids]))
-        subprocess.Popen(["sh", "-c", f"kill -STOP {everything}; sleep 4.5; kill -CONT {everything}"])
+        subprocess.Popen(["sh", "-c", f"kill -STOP {everything}; sleep 3; kill -CONT {everything}"])
 sidecar.sample(weights, scripted_request(SLOW, steps=30), two_ranks(), on_step=on_step)
 longest = max(after - before for before, after in zip(times, times[1:]))
-print("same" if sidecar.pids == pids else "other", "ranks,", "paused" if longest > 4 else "not paused")
+print("same" if sidecar.pids == pids else "other", "ranks,", "paused" if longest > 2.5 else "not paused")
 sidecar.stop()
 """
 

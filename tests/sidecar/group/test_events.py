@@ -12,6 +12,7 @@ from parallel_backend.sidecar.group.events import (
     Stepped,
     listen,
 )
+from parallel_backend.wire import deadlines
 from scripted import CRASH, NO_MEMORY, scripted_request, two_ranks
 
 
@@ -32,7 +33,8 @@ def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, events):
     assert isinstance(events[-1], Changed)
 
 
-def test_every_way_to_end_has_its_name(sidecar, weights, events):
+def test_every_way_to_end_has_its_name(sidecar, weights, events, monkeypatch):
+    monkeypatch.setattr(deadlines, "REPORT", 0.5)
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *_: sidecar.cancel())
     cancelled = facts(events)[-1]

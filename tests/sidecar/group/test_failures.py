@@ -82,6 +82,7 @@ def test_errors_that_the_code_raises_end_the_group_and_count_against_neither_it_
     counted = []
     monkeypatch.setattr(FAILING, "add", lambda *failure: counted.append(failure))
     monkeypatch.setattr(deadlines, "step_budget", lambda earlier: 3600.0)  # no step reaches its limit
+    monkeypatch.setattr(deadlines, "REPORT", 0.5)
     on_one = r"(?s)process 1 failed: ValueError: the tensor is upside down.*Traceback"
     for behaviour, words in ((RAISE, on_one), (RAISE_ALL, "every process refuses")) * 2:
         sidecar.load(weights)

@@ -43,13 +43,11 @@ def spawn():
         group.close()
 
 
-def test_stop_blocks_until_every_rank_is_gone(spawn):
-    group = spawn("tests.support.rank_programs.scripted_rank")
-    pids = group.pids
-    get_supervisor().stop(group)
-    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert group.death is None
-    get_supervisor().stop(group)  # a second stop does nothing
+def python(*arguments, **options):
+    """Returns what a new Python prints."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **options)
+    assert not done.returncode, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("what", ["memfd_create", "pidfd_open"])
@@ -149,10 +147,7 @@ def test_a_pack_folder_may_have_spaces_and_dots(tmp_path):
         sidecar.stop()
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "READY", done.stderr
+    assert python("-c", script, str(folder), cwd=tmp_path) == "READY\n"
 
 
 def test_a_rank_sees_its_devices_settings_but_no_secret():
@@ -185,14 +180,7 @@ def test_ranks_start_with_the_flags_of_comfyuis_own_python(flags, variables, exp
     script = "import sys; sys.path[:0] = sys.argv[1:]; from parallel_backend.sidecar.process import environment as e"
     script += "; print(*e.interpreter_flags())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", script, str(PACK_ROOT)],
-        env=kept | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.split() == expected, done.stderr
+    assert python(*flags, "-c", script, str(PACK_ROOT), env=kept | variables).split() == expected
 
 
 def test_a_rank_starts_with_the_flags_and_is_told_that_comfyui_is_deterministic(spawn, monkeypatch):
@@ -232,8 +220,4 @@ def test_comfyuis_half_imports_where_posix_is_missing():
             print(error)
         """
     )
-    environment = {**os.environ, "PYTHONPATH": str(PACK_ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert "WSL2" in done.stdout, done.stderr
+    assert "WSL2" in python("-c", script, env={**os.environ, "PYTHONPATH": str(PACK_ROOT)})

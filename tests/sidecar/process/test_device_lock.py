@@ -93,11 +93,12 @@ def test_a_killed_process_keeps_the_device_as_long_as_its_ranks_live(other, monk
     assert asked[0]["pid"] == holder.pid
 
 
-def test_a_group_holds_its_devices_from_its_start_to_its_end(folder):
+def test_a_group_holds_its_devices_from_its_start_to_its_end(folder, monkeypatch):
     sidecar, rival = pool.get_sidecar(("cpu:0",)), Sidecar(("cpu:0", "cpu:1"), exclusive=True)
     sidecar.start()
     try:
-        with pytest.raises(DeviceError, match=f"process {os.getpid()}"):
+        with monkeypatch.context() as hurried, pytest.raises(DeviceError, match=f"process {os.getpid()}"):
+            hurried.setattr(device_lock.deadlines, "TERMINATE", 0.1)
             rival.start()
         assert rival.state is State.DOWN and sidecar.state is State.READY
         sidecar.stop()
@@ -136,6 +137,7 @@ def test_gpus_are_locked_by_what_they_are_and_not_by_their_numbers(folder, monke
         return Properties
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(device_lock.deadlines, "TERMINATE", 0.1)
     held = lock_devices(("cuda:0",))
     with pytest.raises(DeviceError, match="cuda:3 is in use"):
         lock_devices(("cuda:3",))
