@@ -7,7 +7,7 @@ difference: memory and kernels are the CPU's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class HostAndDevice(TorchFunctionMode):
             return (
                 DEVICE if found == HOST and func == Tensor.device.__get__ and self.holds(args[0]) else found
             )
-        inputs = list(_tensors((args, kwargs)))
+        inputs = _tensors((*args, *kwargs.values()))
         is_there = any(map(self.holds, inputs))
         if is_there and name not in _MIXES and not all(one.ndim == 0 or self.holds(one) for one in inputs):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
@@ -69,7 +69,7 @@ class HostAndDevice(TorchFunctionMode):
         if name in _MOVES and place not in (None, self._device_of(args[0])):
             known, out = set(), out.clone() if out.untyped_storage()._cdata in known else out
         if is_there if place is None else place == DEVICE:
-            for tensor in _tensors(out):
+            for tensor in _tensors([out]):
                 if tensor.untyped_storage()._cdata not in known:
                     self._mark(tensor)
         return out
@@ -91,15 +91,17 @@ class HostAndDevice(TorchFunctionMode):
         self._there[storage._cdata] = StorageWeakRef(storage)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value. torch's tree_leaves takes half of a call's time."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors in values. torch's tree_leaves would take a third of the time of a test."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
 
 
 def active() -> HostAndDevice | None:
