@@ -30,9 +30,13 @@ class Reference:
         self.args, self.kwargs = inputs(*size)
         self.kwargs["transformer_options"] = dict(options or {})
         self.rows = size[0]
-        with torch.inference_mode():
-            args, kwargs = copy.deepcopy((self.args, self.kwargs))
-            self.answer = self.model.module(*args, **kwargs)
+        self.answer = self.alone()
+
+    @torch.inference_mode()
+    def alone(self) -> Any:
+        """Returns the answer of one process."""
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        return self.model.module(*args, **kwargs)
 
     @property
     def mode(self) -> str:
