@@ -13,7 +13,7 @@ from nccl_device import NcclError
 from nccl_semantics import NCCL_STREAMS
 from ranks import RankError, run_ranks
 
-SHORT = 2.0  # s after which an operation counts as hanging
+SHORT = 1.0  # s after which an operation counts as hanging
 
 
 def run(fn, *args, **how):
@@ -192,7 +192,7 @@ def _sizes_differ(world):
     def exchange(group):
         return dist.all_to_all_single(torch.zeros(3), torch.zeros(2), [1, 2], [1, 1], group=group)
 
-    nccl_device.PATIENCE = 3 * SHORT  # for the rank whose message is not received
+    nccl_device.PATIENCE = 6 * SHORT  # for the rank whose message is not received
     said = []
     for act in (
         lambda group: dist.all_reduce(torch.zeros(2 + world.rank), group=group),

@@ -67,6 +67,7 @@ STRATEGIES = {
     6: [ParallelStrategy(tensor_degree=2, ring_degree=3)],
 }
 ALL = [strategy for of_size in STRATEGIES.values() for strategy in of_size]
+NO_TOKENS = ParallelStrategy(ring_degree=2)  # for rank 1, if each sequence is one token
 ALL_CALLS = STRATEGIES[2][:2]
 SOME_CALLS = ["odd sides", "three texts of one token", "single tokens"]
 
@@ -173,29 +174,34 @@ def closed_form(path, strategy, rank, name):
 
 
 @torch.inference_mode()
-def compiled_and_cached(world, path, strategy):
-    """Returns (the answer of compiled blocks, blocks that ran uncompiled, answers under a step cache to calls of which
-    some are alike, the number of reused calls)."""
-    layouts, (args, kwargs) = Layouts(world), CALLS["single tokens"]()
-    model = loaded(path, layouts, strategy)
-    forward = make_module_forward(model, layouts, Placement(strategy, "native", ComputeOptions("blocks")))
-    compiled = forward(module_call("single tokens"))
-    uncompiled = compiling.compiler().take().uncompiled
-    forward, cache = make_module_forward(model, layouts, Placement(strategy)), ModuleCache(0.2)
-    calls = [ModuleCall((times * args[0], args[1]), kwargs, 1, STAY) for times in (1.0, -1.0, -0.9, 1.0)]
-    return compiled, uncompiled, torch.stack([forward(one, cache) for one in calls]), cache.reused
+def compiled(world, path):
+    """Returns (the answer of compiled blocks, blocks that ran uncompiled)."""
+    layouts, placement = Layouts(world), Placement(NO_TOKENS, "native", ComputeOptions("blocks"))
+    forward = make_module_forward(loaded(path, layouts, NO_TOKENS), layouts, placement)
+    return forward(module_call("single tokens")), compiling.compiler().take().uncompiled
 
 
-def test_compiled_blocks_and_the_step_cache_where_a_rank_has_no_tokens(subject, monkeypatch):
+def test_compiled_blocks_where_a_rank_has_no_tokens(subject, monkeypatch):
     monkeypatch.setenv(COMPILE_BACKEND, "eager")
     path, expected = subject
-    ((*_, cached, reused),) = run_ranks(compiled_and_cached, 1, path, ParallelStrategy())
+    for answer, uncompiled in run_ranks(compiled, 2, path):
+        assert uncompiled == 0 and relative_difference(answer, expected["single tokens"]) <= EXACT
+
+
+@torch.inference_mode()
+def cached(world, path, strategy):
+    """Returns (answers under a step cache to calls of which some are alike, the number of reused calls)."""
+    layouts, (args, kwargs), cache = Layouts(world), CALLS["single tokens"](), ModuleCache(0.2)
+    forward = make_module_forward(loaded(path, layouts, strategy), layouts, Placement(strategy))
+    calls = [ModuleCall((times * args[0], args[1]), kwargs, 1, STAY) for times in (1.0, -1.0, -0.9, 1.0)]
+    return torch.stack([forward(one, cache) for one in calls]), cache.reused
+
+
+def test_the_step_cache_where_a_rank_has_no_tokens(subject):
+    ((expected, reused),) = run_ranks(cached, 1, subject[0], ParallelStrategy())
     assert 0 < reused < 3
-    for compiled, uncompiled, found, reused_there in run_ranks(
-        compiled_and_cached, 3, path, STRATEGIES[3][1]
-    ):
-        assert uncompiled == 0 and relative_difference(compiled, expected["single tokens"]) <= EXACT
-        assert reused_there == reused and relative_difference(found, cached) <= EXACT
+    for found, reused_there in run_ranks(cached, 2, subject[0], NO_TOKENS):
+        assert reused_there == reused and relative_difference(found, expected) <= EXACT
 
 
 @torch.inference_mode()

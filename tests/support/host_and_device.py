@@ -7,13 +7,14 @@ difference: memory and kernels are the CPU's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 # Functions whose result is on the device that they name, or on the device of their second argument.
@@ -59,7 +60,7 @@ class HostAndDevice(TorchFunctionMode):
             return (
                 DEVICE if found == HOST and func == Tensor.device.__get__ and self.holds(args[0]) else found
             )
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = _tensors((*args, *kwargs.values()))
         is_there = any(map(self.holds, inputs))
         if is_there and name not in _MIXES and not all(one.ndim == 0 or self.holds(one) for one in inputs):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
@@ -68,9 +69,9 @@ class HostAndDevice(TorchFunctionMode):
         if name in _MOVES and place not in (None, self._device_of(args[0])):
             known, out = set(), out.clone() if out.untyped_storage()._cdata in known else out
         if is_there if place is None else place == DEVICE:
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
-                    self._mark(leaf)
+            for tensor in _tensors([out]):
+                if tensor.untyped_storage()._cdata not in known:
+                    self._mark(tensor)
         return out
 
     def _device_of(self, tensor: Tensor) -> torch.device:
@@ -88,6 +89,19 @@ class HostAndDevice(TorchFunctionMode):
     def _mark(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self._there[storage._cdata] = StorageWeakRef(storage)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors in values. torch's tree_leaves would take a third of the time of a test."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
 
 
 def active() -> HostAndDevice | None:

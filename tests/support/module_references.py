@@ -26,13 +26,17 @@ class Reference:
     """A tiny model, a call of it and its answer in one process. `size`: (rows, latent height, latent width)."""
 
     def __init__(self, build, inputs, size, options=None):
-        self.model = _model(build)
+        self.model = tiny_model(build)
         self.args, self.kwargs = inputs(*size)
         self.kwargs["transformer_options"] = dict(options or {})
         self.rows = size[0]
-        with torch.inference_mode():
-            args, kwargs = copy.deepcopy((self.args, self.kwargs))
-            self.answer = self.model.module(*args, **kwargs)
+        self.answer = self.alone()
+
+    @torch.inference_mode()
+    def alone(self) -> Any:
+        """Returns the answer of one process."""
+        args, kwargs = copy.deepcopy((self.args, self.kwargs))
+        return self.model.module(*args, **kwargs)
 
     @property
     def mode(self) -> str:
@@ -61,7 +65,8 @@ class Reference:
 
 
 @functools.cache
-def _model(build):
+def tiny_model(build):
+    """Returns the model of this builder with random weights."""
     return TinyModel(fill(build()))
 
 

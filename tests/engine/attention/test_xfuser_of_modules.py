@@ -58,10 +58,12 @@ def computed(world, strategies, references):
             make_module_forward(reference.model, layouts, Placement(strategy, "xfuser"))
             for strategy in strategies
         ]
-        for tokens in (STAY, BLOCK) if reference.mode == STAY else (reference.mode,):
-            found += [
-                (reference.difference(forward, tokens), forward.engine, forward.notes) for forward in forwards
-            ]
+        modes = (STAY, BLOCK) if reference.mode == STAY else (reference.mode,)
+        found += [
+            (reference.difference(forward, tokens), forward.engine, forward.notes)
+            for forward in forwards  # a change of the strategy makes all groups anew
+            for tokens in modes
+        ]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -29,13 +28,6 @@ def ulysses(ranks, **others):
 def on_ranks(one, strategy):
     """Returns for each rank [[difference, bytes sent, notes]]."""
     return run_ranks(one.on_ranks, strategy.world_size, BANDS, Placement(strategy))
-
-
-def alone(one):
-    """Returns the answer of one process."""
-    args, kwargs = copy.deepcopy((one.args, one.kwargs))
-    with torch.inference_mode():
-        return one.model.module(*args, **kwargs)
 
 
 @functools.cache
@@ -149,7 +141,7 @@ def test_patches_of_attention_see_the_whole_image_and_it_is_said():
     found = foreign_in(options, NetworkState(module, regions), Foreign())
     mode = mode_of(found, one.kwargs, type(module).__name__, BANDS, bool(regions))
     assert mode == ATTENTION
-    plain, one.answer = one.answer, alone(one)
+    plain, one.answer = one.answer, one.alone()
     assert (one.answer - plain).abs().max() > 1e-3 * plain.abs().max()
     for ((worst, _, notes),) in run_ranks(one.on_ranks, 2, mode, Placement(ulysses(2))):
         assert worst <= EXACT and "share out the queries" in notes[0]
@@ -178,7 +170,7 @@ def test_a_call_leaves_the_module_as_it_was():
             for each in (one, other, one)
             for worst, _, _ in each.on_ranks(world, BANDS, Placement(ulysses(2)), Placement())
         ]
-        same = (alone(one) - one.answer).abs().max() <= 1e-6 * one.answer.abs().max()
+        same = (one.alone() - one.answer).abs().max() <= 1e-6 * one.answer.abs().max()
         return [max(found), bool(same) and kinds == [type(layer) for layer in one.model.module.modules()]]
 
     for worst, unchanged in run_ranks(several, 2):

@@ -169,7 +169,6 @@ def test_a_sidecar_compiles_with_inductor_says_so_and_leaves_nothing_behind(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")  # plain C++ compiles faster
-    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # pays off for many kernels only
     spec, case, said = ModelSpec(weights), request((8, 12), 1.0, 1), []
     plain, compiled = (Placement(compute_options=ComputeOptions(mode)) for mode in ("off", "blocks"))
     with_ranks = Sidecar(("cpu:0",))

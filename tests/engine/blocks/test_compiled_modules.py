@@ -9,13 +9,12 @@ import torch
 
 from comfy_modules import CASES, UNETS
 from differences import relative_difference
+from module_references import tiny_model
 from parallel_backend.engine.blocks import compile as compiling
 from parallel_backend.engine.blocks.step_cache import ModuleCache
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.models.comfyui import attention_router as router
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
-from parallel_backend.models.comfyui.tiny.weights import fill
 from parallel_backend.options import COMPILE_BACKEND, ROUNDED, ComputeOptions
 from parallel_backend.requests import BLOCK, ROWS, STAY, ModuleCall, Placement
 from parallel_backend.strategy import ParallelStrategy
@@ -43,7 +42,7 @@ def compiled_and_plain(world, case, calls):
     """Returns for each (strategy, size, token mode, exchange dtype or nothing) [difference of compiled from uncompiled
     blocks relative to the largest value, new graphs, calls that ran uncompiled, notes]."""
     build, inputs = case
-    model, layouts, found = TinyModel(fill(build())), Layouts(world), []
+    model, layouts, found = tiny_model(build), Layouts(world), []
     for strategy, size, tokens, *exchange_dtype in calls:
         plain, compiled = (
             make_module_forward(
@@ -138,7 +137,7 @@ def test_blocks_that_are_not_compiled_are_named(case, strategy, tokens, said):
 def reused(world, options):
     """Returns (answers to a call and to its repetition under a step cache, reused calls, number of graphs)."""
     build, inputs = CASES["wan2.1 t2v"]
-    model, cache = TinyModel(fill(build())), ModuleCache(0.01)
+    model, cache = tiny_model(build), ModuleCache(0.01)
     forward = make_module_forward(model, Layouts(world), Placement(compute_options=options))
     args, kwargs = inputs(*ONE)
     call = ModuleCall(args, kwargs | {"transformer_options": dict(OPTIONS)}, ONE[0], STAY)

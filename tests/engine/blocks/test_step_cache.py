@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from comfy_modules import CASES
 from comfy_weight_files import inputs, spec, write
-from module_references import tensors_of
+from module_references import tensors_of, tiny_model
 from parallel_backend.engine.blocks.step_cache import ModuleCache, ReuseVote
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.load import load_under
 from parallel_backend.engine.module_forward import make_module_forward
-from parallel_backend.models.comfyui.tiny.cases import TinyModel
-from parallel_backend.models.comfyui.tiny.weights import fill, random
+from parallel_backend.models.comfyui.tiny.weights import random
 from parallel_backend.models.tokens.cached_outputs import why_not_reused
 from parallel_backend.requests import (
     ATTENTION,
@@ -56,11 +55,6 @@ WAYS = {
     "kandinsky5": ("visual_transformer_blocks.0", 0, None, None),
 }
 pytestmark = pytest.mark.usefixtures("comfyui_here")
-
-
-@functools.cache
-def _model(name):
-    return TinyModel(fill(CASES[name][0]()))
 
 
 def _calls(name, options=None):
@@ -103,7 +97,7 @@ def _by_hooks(name, options=None):
     """Returns the answers of the plain module, with all its blocks, to the same calls. In calls that reuse, hooks
     replace the blocks' output by the first block's output plus what the others added in the last computed call."""
     first_path, place, leave_path, last_path = WAYS[name]
-    module = _model(name).module
+    module = tiny_model(CASES[name][0]).module
     first = _submodule(module, first_path)
     blocks = module.get_submodule(first_path.rpartition(".")[0])
     state, kept = {}, {}
@@ -156,7 +150,7 @@ def _job(world, strategy, calls, options=None):
     layouts, found = Layouts(world), []
     for name, tokens in calls:
         cache = ModuleCache(THRESHOLD)
-        forward = make_module_forward(_model(name), layouts, Placement(strategy))
+        forward = make_module_forward(tiny_model(CASES[name][0]), layouts, Placement(strategy))
         found.append((_answers(forward, name, cache, tokens, options), cache.calls, cache.reused))
     return found
 
@@ -175,7 +169,7 @@ def test_one_rank_gives_what_blocks_left_out_would_have_added_before(name):
     assert counts == COUNTS
     assert _difference(answers, _expected(name)) <= EXACT
     for number, (_, args, kwargs) in enumerate(_calls(name)):
-        exact = tensors_of(_model(name).module(*args, **kwargs))
+        exact = tensors_of(tiny_model(CASES[name][0]).module(*args, **kwargs))
         difference = _difference([answers[number]], [exact])
         assert (difference > 10 * EXACT) if REUSED[number // 2] else (difference <= EXACT)
 
@@ -211,7 +205,7 @@ def test_a_model_that_nodes_have_changed_reuses_what_all_changes_added(options):
 @torch.inference_mode()
 def test_without_its_first_block_nothing_is_left_out():
     options = {"patches_replace": {"dit": {("double_block", 0): lambda args, extra: args}}}
-    module = _model(CHANGED).module
+    module = tiny_model(CASES[CHANGED][0]).module
     expected = [
         tensors_of(module(*args, **copy.deepcopy(kwargs))) for _, args, kwargs in _calls(CHANGED, options)
     ]
@@ -283,7 +277,7 @@ def _near_the_threshold(world, name):
         return largest(meeting, change, before)
 
     ReuseVote.largest = noted
-    forward = make_module_forward(_model(name), Layouts(world), Placement(ULYSSES_2))
+    forward = make_module_forward(tiny_model(CASES[name][0]), Layouts(world), Placement(ULYSSES_2))
     _answers(forward, name, ModuleCache(0.0), STAY)
     own = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
     dist.all_gather(own, torch.tensor([seen[2]], dtype=torch.float64))
@@ -303,7 +297,7 @@ def test_ranks_that_would_decide_apart_decide_together():
 
 def _around_a_job(world, name):
     """Returns (answers without a cache, with one that never reuses, and without again; reused calls)."""
-    forward = make_module_forward(_model(name), Layouts(world), Placement(ULYSSES_2))
+    forward = make_module_forward(tiny_model(CASES[name][0]), Layouts(world), Placement(ULYSSES_2))
     never = ModuleCache(0.0)
     return [_answers(forward, name, cache, STAY) for cache in (None, never, None)], never.reused
 
@@ -316,7 +310,7 @@ def test_a_threshold_of_zero_is_exact_to_the_bit_and_nothing_outlives_a_job():
 
 def _failed_and_other_sizes(world, name):
     """Returns the reused calls so far after each call: before and after a failed call, and with another size."""
-    forward = make_module_forward(_model(name), Layouts(world), Placement(ULYSSES_2))
+    forward = make_module_forward(tiny_model(CASES[name][0]), Layouts(world), Placement(ULYSSES_2))
     cache, found = ModuleCache(float("inf")), []
     _, args, kwargs = _calls(name)[0]
 
@@ -348,7 +342,7 @@ def test_what_was_kept_counts_for_the_same_shapes_only():
 
 @pytest.mark.parametrize("name", ["hidream", "chroma radiance", "boogu"])
 def test_classes_that_cannot_leave_blocks_out_compute_all_and_say_so(name):
-    model = _model(name)
+    model = tiny_model(CASES[name][0])
     with torch.inference_mode():
         args, kwargs = CASES[name][1](1, 8, 8)
         call = ModuleCall(args, kwargs | {"transformer_options": {}}, 1, BLOCK, prompts=(0,))

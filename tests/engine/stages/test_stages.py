@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from module_references import alone, difference_of_patches, make_others, relative
+from module_references import alone, difference_of_patches, make_others, relative, tiny_model
 from parallel_backend.engine.comm.groups import Layouts
 from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.stages.owners import pack
 from parallel_backend.engine.stages.p2p import P2PChannel
 from parallel_backend.engine.stages.stale_keys import StaleKeyCache
-from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel, build_tiny, tiny_inputs
-from parallel_backend.models.comfyui.tiny.weights import fill
+from parallel_backend.models.comfyui.tiny.cases import CASES, tiny_builder, tiny_inputs
 from parallel_backend.models.tokens.table import TABLE, has_stages, token_mode
 from parallel_backend.options import ROUNDED, SAME, ComputeOptions
 from parallel_backend.requests import ModuleCall, Placement
@@ -83,10 +82,7 @@ def _with_answer(model, inputs, rows=ROWS):
 def _subjects():
     """Returns {class: {case: model, call and answer}}. Ranks forked afterwards have them too."""
     return {
-        name: {
-            case: _with_answer(TinyModel(fill(build())), inputs)
-            for case, (build, inputs) in CASES[name].items()
-        }
+        name: {case: _with_answer(tiny_model(build), inputs) for case, (build, inputs) in CASES[name].items()}
         for name in STAGED
     }
 
@@ -138,7 +134,7 @@ def staged(world):
                 found[f"{case} {cut.device_shares}"] = _case(layouts, subject, cut)
                 found[f"{case} {cut.device_shares}"]["as sent"] = all(torch.equal(*both) for both in sent)
                 sent.clear()
-    at_zero = _with_answer(TinyModel(fill(build_tiny("flux2"))), _reference_at_zero, 1)
+    at_zero = _with_answer(tiny_model(tiny_builder("flux2")), _reference_at_zero, 1)
     found["flux2 + reference at t=0"] = _case(layouts, at_zero)
     return found
 
@@ -184,7 +180,7 @@ def rounded(world):
     """Returns by strategy and exchange dtype: (difference from one process, bytes sent, notes, forward.exact)."""
     layouts, found = Layouts(world), {}
     build, inputs = CASES["WanModel"]["wan2.1 t2v"]
-    model = TinyModel(fill(build()))
+    model = tiny_model(build)
     call = _call(model, inputs)
     expected = alone(model, call)
     for strategy in (ULYSSES, RING):
@@ -223,7 +219,7 @@ def unlike(world):
     for number, (name, case) in enumerate(TEXT_FIRST.items()):
         build, inputs = CASES[name][case]
         strategy = (ULYSSES, RING)[number % 2]
-        model, keys = TinyModel(fill(build())), StaleKeyCache()
+        model, keys = tiny_model(build), StaleKeyCache()
         longer = replace(_call(model, inputs), prompts=(0,))
         calls = (longer, _shorter(longer))
         expected = [alone(model, call) for call in calls]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 
@@ -17,7 +16,7 @@ from parallel_backend.engine.module_forward import make_module_forward
 from parallel_backend.engine.tensor_parallel import slices_of
 from parallel_backend.errors import RequestError
 from parallel_backend.models.comfyui.formats.slices import slice_blocks
-from parallel_backend.models.comfyui.tiny.cases import CASES, TinyModel
+from parallel_backend.models.comfyui.tiny.cases import CASES
 from parallel_backend.models.diffusers.checkpoint import inspect_flux
 from parallel_backend.models.tokens.table import slices_layers
 from parallel_backend.requests import STAY, ModuleCall, Placement
@@ -33,19 +32,21 @@ WITH_OTHERS = [TENSOR.replace(ulysses_degree=2), TENSOR.replace(ring_degree=2), 
 pytestmark = pytest.mark.usefixtures("comfyui_here")
 
 
-def _sliced(reference, layouts, strategy):
-    """Returns a copy of the reference's model with this rank's slice of its layers."""
-    module = copy.deepcopy(reference.model.module)
-    model = TinyModel(module)
-    slice_blocks(module, model.regions, slices_of(layouts.get(strategy).tensor, layouts))
-    return model
+def _slice(model, layouts, strategy):
+    """Leaves this forked rank's slice of each layer in the model."""
+    slice_blocks(model.module, model.regions, slices_of(layouts.get(strategy).tensor, layouts))
 
 
 def _differences(world, strategies, references):
     """Returns each model's difference from one process; the strategies take turns."""
-    layouts, found = Layouts(world), {}
+    layouts, found, sliced = Layouts(world), {}, {}
     for (name, reference), strategy in zip(references.items(), itertools.cycle(strategies)):
-        forward = make_module_forward(_sliced(reference, layouts, strategy), layouts, Placement(strategy))
+        model = reference.model
+        if model not in sliced:  # several calls have the same model
+            _slice(model, layouts, strategy)
+            sliced[model] = strategy
+        assert sliced[model] == strategy
+        forward = make_module_forward(model, layouts, Placement(strategy))
         found[f"{name}, {strategy.describe()}"] = reference.difference(forward, reference.mode)
     return found
 
@@ -146,7 +147,7 @@ def test_blocks_with_layers_that_nobody_has_described_are_refused():
         layouts = Layouts(world)
         reference.model.module.double_blocks[0].gate = torch.nn.Linear(4, 4)
         with pytest.raises(RequestError, match=r"DoubleStreamBlock.* layers gate are not known"):
-            _sliced(reference, layouts, TENSOR)
+            _slice(reference.model, layouts, TENSOR)
         return True
 
     assert run_ranks(refused, 2) == [True, True]
