@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -30,7 +30,6 @@ from .guides import Guides
 from .head_groups import by_rank_view, head_count, head_groups, is_even, one_each, sharing_heads
 from .kernel_choice import kernel_for
 from .kernels import HALVES, HEAD_DIM, additive, attend_with_lse, merge
-from .projections import PairedProjections
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ class SequenceAttention:
         self._wish, self._rounds = wish, exchange_dtype == ROUNDED
         self._stale_keys = stale_keys
         self.calls = 0
-        self.projections: PairedProjections | None = None  # for the block's first attention; None after that
+        # PairedProjections.arrive, for the block's first attention; None after that.
+        self.arrive_projected: Callable[[Sequence[Tensor], str], list[Tensor]] | None = None
 
     def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
         """Answers a call of attention for this rank's tokens."""
@@ -133,9 +133,9 @@ class SequenceAttention:
         groups = head_groups(shares, self._groups, group)
         lengths = self.group_lengths(streams.queries)
         send = partial(self._send, q, k, v, group, streams.queries, streams.keys)
-        if self.projections is not None:
-            send = partial(self._here, self.projections.arrive((q, k, v), streams.keys), mine.start)
-            self.projections = None
+        if self.arrive_projected is not None:
+            send = partial(self._here, self.arrive_projected((q, k, v), streams.keys), mine.start)
+            self.arrive_projected = None
         arriving = send(groups[0])
         leaving = []
         for number, of_ranks in enumerate(groups, 1):
