@@ -224,15 +224,7 @@ def _refusing_damage(path: str) -> Iterator[None]:
     memory and devices pass unchanged."""
     try:
         yield
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-        RuntimeError,
-    ) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("Error(s) in loading state_dict"):
             raise
         raise CheckpointError(
