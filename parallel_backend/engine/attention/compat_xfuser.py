@@ -100,12 +100,7 @@ def _import_for_cpu() -> None:
 
 
 def _flash_attention_for_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    attention_kwargs: dict[str, object] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *unused: object, **options: object
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
     return out, lse.float()
