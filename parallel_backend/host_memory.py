@@ -3,30 +3,22 @@ files from this process."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_UNLIMITED = 2**60  # bytes; a version 1 control group without a limit reports a larger number
-
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Returns the limit in bytes. `cgroups`: mount point of the control groups; `membership`: file that names this
     process's."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_limits(cgroups, membership)])
-
-
-def _limits(cgroups: Path, membership: Path) -> Iterator[int]:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _limit_files(cgroups, membership):
-        try:
-            limit = int(file.read_text())
-        except (OSError, ValueError):  # no such file, or `max`
-            continue
-        if limit < _UNLIMITED:
-            yield limit
+        with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 def _limit_files(cgroups: Path, membership: Path) -> Iterator[Path]:

@@ -33,7 +33,7 @@ from demo_training.judge import judge  # noqa: E402
 from demo_training.scenes import RELATIONS, Scene, random_scene  # noqa: E402
 from parallel_backend.models.demo.image_coder import CHANNELS, DOWNSCALE, SCALE, SHIFT, DemoImageCoder  # noqa: E402
 from parallel_backend.models.demo.text_encoder import CONTEXT_DIM, POOLED_DIM, DemoTextEncoder, tokenize  # noqa: E402
-from parallel_backend.models.diffusers.adapter import image_ids, pack, text_ids, unpack  # noqa: E402
+from parallel_backend.models.diffusers.adapter import image_ids, pack, unpack  # noqa: E402
 from parallel_backend.models.diffusers.keys import FluxDims, diffusers_sources, original_shapes  # noqa: E402
 
 DIMS = FluxDims(
@@ -201,7 +201,7 @@ def predict(model, text, x: Tensor, sigma: Tensor, captions: list[str]) -> Tenso
         pooled_projections=pooled,
         timestep=sigma,
         img_ids=image_ids(height, width),
-        txt_ids=text_ids(context.shape[1]),
+        txt_ids=torch.zeros(context.shape[1], 3),
         return_dict=False,
     )
     return unpack(tokens, height, width)
@@ -212,9 +212,8 @@ def save_transformer(model: FluxTransformer2DModel, path: Path) -> None:
     state = model.state_dict()
     shapes = original_shapes(DIMS)
     originals = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
-    for name, source in diffusers_sources(DIMS).items():
-        value = state[name].to(torch.bfloat16)
-        originals[source.key][source.start : source.stop] = halves_swapped(name, value)
+    for name, (key, rows) in diffusers_sources(DIMS).items():
+        originals[key][rows] = halves_swapped(name, state[name].to(torch.bfloat16))
     save_file(originals, path)
 
 
@@ -222,11 +221,10 @@ def load_transformer(path: Path) -> FluxTransformer2DModel:
     """Loads the shipped file into diffusers' model, in float32."""
     stored = load_file(path)
     model = new_transformer()
-    state = {}
-    for name, source in diffusers_sources(DIMS).items():
-        value = stored[source.key][source.start : source.stop].float()
-        state[name] = halves_swapped(name, value)
-    model.load_state_dict(state)
+    sources = diffusers_sources(DIMS).items()
+    model.load_state_dict(
+        {name: halves_swapped(name, stored[key][rows].float()) for name, (key, rows) in sources}
+    )
     return model.eval()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import RequestError
 from ..layout import slice_of
-from ..models.attention import attention_by, attention_kernel
+from ..models.attention import Replacement, attention_by, attention_kernel
 from ..models.base import ModuleModel
 from ..models.tokens.rounded_drift import drift_in_words
 from ..models.tokens.table import has_stages
@@ -21,7 +21,7 @@ from ..requests import ATTENTION, BANDS, BLOCK, ROWS, STAY, ModuleCall, Placemen
 from . import notes
 from .attention import queries
 from .attention.kernel_choice import kernel_for
-from .attention.kernels import OVERRIDE, ChosenKernel
+from .attention.kernels import OVERRIDE, attend_by
 from .attention.projections import OtherProjections
 from .attention.sequence import SequenceAttention
 from .attention.xfuser import UspAttention, XfuserEngine, why_not_xfuser
@@ -135,7 +135,7 @@ class ModuleForward:
         self.stages: ModuleStages | None = None  # under PipeFusion
         self.xfuser: XfuserEngine | None = None  # if requested and able to compute something
         self.wish = AUTO  # the attention kernel that the user chose
-        self.chosen: ChosenKernel | None = None  # that kernel, instead of ComfyUI's own function
+        self.chosen: Replacement | None = None  # that kernel, instead of ComfyUI's own function
         self.exchange_dtype = SAME  # of the tensors that ranks exchange for attention
         self._sends_tokens = layout.strategy.sends_tokens  # until a block does not allow it
         self.rounds = False  # True once an exchange of this request was rounded (exchange_dtype)
@@ -158,7 +158,7 @@ class ModuleForward:
     def use_kernel(self, name: str) -> None:
         """Makes this kernel compute attention. Raises RequestError if it cannot run here."""
         self.kernel = kernel_for(self.model.device, self.model.compute_dtype, name).name
-        self.wish, self.chosen = name, ChosenKernel(name)
+        self.wish, self.chosen = name, partial(attend_by, name)
         if name in APPROXIMATE_KERNELS:
             self._is_exact = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.tokens.table import token_mode
-from ..requests import Conditioning, ModuleCall, Rows
+from ..requests import ModuleCall, Rows
 
 Compute = Callable[[ModuleCall], Any]
 
@@ -33,19 +33,17 @@ def _form(entry: Rows) -> tuple[torch.Size, bool]:
 
 
 def _call(rows: Sequence[Rows], module: torch.nn.Module, prompts: tuple[int, ...]) -> ModuleCall:
-    def joined(of: Callable[[Rows], Tensor]) -> Tensor:
-        return torch.cat([of(entry).expand(len(entry.x), *of(entry).shape[1:]) for entry in rows])
+    def joined(tensors: Iterable[Tensor]) -> Tensor:
+        pairs = zip(rows, tensors, strict=True)
+        return torch.cat([one.expand(len(entry.x), *one.shape[1:]) for entry, one in pairs])
 
+    prompts_of = [entry.conditioning for entry in rows]
     kwargs = {
-        "context": joined(lambda r: r.conditioning.context),
-        "y": joined(lambda r: r.conditioning.pooled),
+        "context": joined(one.context for one in prompts_of),
+        "y": joined(one.pooled for one in prompts_of),
     }
-    if rows[0].conditioning.guidance is not None:
-        kwargs["guidance"] = joined(lambda r: _guidance(r.conditioning))
-    args = joined(lambda r: r.x), joined(lambda r: r.sigma)
+    guidances = [one.guidance for one in prompts_of if one.guidance is not None]
+    if guidances:  # prompts of one call all have it, or none has
+        kwargs["guidance"] = joined(guidances)
+    args = joined(entry.x for entry in rows), joined(entry.sigma for entry in rows)
     return ModuleCall(args, kwargs, len(args[0]), token_mode(type(module).__name__, kwargs), prompts)
-
-
-def _guidance(prompt: Conditioning) -> Tensor:
-    assert prompt.guidance is not None, "prompts of one call are alike"
-    return prompt.guidance

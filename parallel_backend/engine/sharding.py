@@ -86,7 +86,8 @@ class AbsentWeight(nn.Parameter):
 
 
 class ByteSharding:
-    """A base.WeightSharding of a module over `axis`. `offload`: a device's shares lie in pinned host memory."""
+    """A base.WeightSharding of a module over `axis`. `offload`: a device's shares lie in pinned host memory; `shares`:
+    the shards that this rank stores, as parameters."""
 
     def __init__(self, axis: Axis, device: torch.device, *, offload: bool) -> None:
         self._axis = axis
@@ -97,7 +98,7 @@ class ByteSharding:
         self._around: _Part | None = None
         self._order: list[_Part] = []  # blocks in the order in which the previous call gathered them
         self._taken: list[_Part] = []  # blocks that this call has gathered so far
-        self._ahead: tuple[_Part, _Arrival] | None = None
+        self._ahead: tuple[_Part, Callable[[], Tensor]] | None = None
         self._rests = False  # True if the rest of this call gathers no more blocks
 
     @torch.inference_mode(False)
@@ -106,6 +107,7 @@ class ByteSharding:
         self, module: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
     ) -> None:
         """Replaces the parameters of a module in host memory by this rank's share of them. Buffers stay unchanged.
+        `dtypes`: by name, the dtype of each parameter that shall not keep its dtype.
 
         A block is a module that is called through its `forward` or another method. If one of `blocks` has neither, its
         children are the blocks. A parameter that several blocks hold belongs to the part around the blocks.
@@ -144,11 +146,12 @@ class ByteSharding:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Wraps a call of the module: gathers the part around the blocks; hooks gather the blocks."""
+        """Wraps each call of any of the module's methods: gathers the part around the blocks; hooks gather the
+        blocks."""
         self._taken, self._rests = [], False
         try:
             if self._around is not None:
-                self._around.fill(self._finish(self._start(self._around)))
+                self._around.fill(self._start(self._around)())
             self._look_ahead()
             yield
             self._order = self._order if self._rests else self._taken
@@ -158,6 +161,8 @@ class ByteSharding:
                 self._around.drop()
 
     def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Sets the shapes that parameters show while they are not gathered, by name in the module: a patch that is
+        applied on use may make a weight larger. All others show the shapes that they have."""
         for part in self._parts:
             part.show_shapes(shapes)
 
@@ -178,11 +183,11 @@ class ByteSharding:
         if part.turns > 1 or self._rests:
             return
         if self._ahead is not None and self._ahead[0] is part:
-            arrival, self._ahead = self._ahead[1], None
+            arrive, self._ahead = self._ahead[1], None
         else:
             self._drop_ahead()  # the order has changed
-            arrival = self._start(part)
-        part.fill(self._finish(arrival))
+            arrive = self._start(part)
+        part.fill(arrive())
         self._taken.append(part)
         self._look_ahead()
 
@@ -200,40 +205,33 @@ class ByteSharding:
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
-            self._finish(self._ahead[1])
+            self._ahead[1]()
             self._ahead = None
 
-    def _start(self, part: _Part) -> _Arrival:
-        """Starts to gather a part, without waiting."""
+    def _start(self, part: _Part) -> Callable[[], Tensor]:
+        """Starts to gather a part; returns a function that waits for its bytes."""
         axis, mine = self._axis, part.share.to(self._device, non_blocking=True)
         if axis.group is None:
-            return _Arrival(mine, mine, [])
+            return partial(self._arrived, mine, [], mine)
         whole = torch.empty(axis.size * mine.numel(), dtype=_BYTES, device=self._device)
         axis.traffic.add(mine.numel() * (axis.size - 1), mine)
         if not is_gloo(axis, self._device):
-            return _Arrival(whole, mine, [all_gather_single(whole, mine, group=axis.group, async_op=True)])
+            work = all_gather_single(whole, mine, group=axis.group, async_op=True)
+            return partial(self._arrived, whole, [work], mine)
         # Shares go straight to `whole`: gloo's own all-gather fills a buffer first, whose memory its thread keeps.
         shares, works = whole.chunk(axis.size), list[dist.Work | None]()
         shares[axis.index].copy_(mine)
         for peer in ((axis.index + hop) % axis.size for hop in range(1, axis.size)):
             works.append(dist.irecv(shares[peer], axis.ranks[peer], group=axis.group))
             works.append(dist.isend(mine, axis.ranks[peer], group=axis.group))
-        return _Arrival(whole, mine, works)
+        return partial(self._arrived, whole, works, mine)
 
-    def _finish(self, arrival: _Arrival) -> Tensor:
+    def _arrived(self, whole: Tensor, works: list[dist.Work | None], sent: Tensor) -> Tensor:
+        """Waits until `whole` is complete and returns it. `sent`: this rank's share, in use until then."""
         with heartbeat.inside("a gather of weights", self._axis.ranks):
-            for work in filter(None, arrival.works):
+            for work in filter(None, works):
                 work.wait()
-        return arrival.gathered
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A gather in progress. `gathered`: complete when `works` are done; `mine`: the sent share, in use until then."""
-
-    gathered: Tensor
-    mine: Tensor
-    works: list[dist.Work | None]
+        return whole
 
 
 @dataclass

@@ -98,34 +98,27 @@ def send_tree(leaves: list[Any], form: str, owner: int, layouts: Layouts, waitin
     if owner != world.rank:
         leaves = [_make_leaf(one, world.device) for one in forms]
     for place, one in enumerate(forms):
-        if one["is_tensor"]:
+        if "dtype" in one:
             leaves[place] = _spread(layouts, owner, leaves[place], waiting)
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))
 
 
 def _leaf_form(leaf: Any) -> dict[str, Any]:
     if not isinstance(leaf, Tensor):
-        return {"is_tensor": False, "value": leaf}  # json refuses values that are not plain
+        return {"value": leaf}  # json refuses values that are not plain
     dtype = str(leaf.dtype).removeprefix("torch.")
-    return {
-        "is_tensor": True,
-        "dtype": dtype,
-        "shape": list(leaf.shape),
-        "is_on_host": leaf.device.type == "cpu",
-    }
+    return {"dtype": dtype, "shape": list(leaf.shape), "is_on_host": leaf.device.type == "cpu"}
 
 
 def _make_leaf(form: dict[str, Any], device: torch.device) -> Any:
-    if not form["is_tensor"]:
+    if "value" in form:
         return form["value"]
     where = torch.device("cpu") if form["is_on_host"] else device
     return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=where)
 
 
 def _send_form(world: World, owner: int, form: str, waiting: str) -> bytes:
-    words = torch.zeros(_FORM_BYTES, dtype=torch.uint8)
-    data = form.encode()
-    words[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    words = torch.frombuffer(bytearray(form.encode().ljust(_FORM_BYTES, b"\0")), dtype=torch.uint8)
     with heartbeat.inside(waiting, range(world.world_size)):
         dist.broadcast(words, owner, group=world.control)
     return words.numpy().tobytes().rstrip(b"\0")

@@ -31,30 +31,19 @@ class Slices:
 
 
 class WeightSharding(Protocol):
-    """Shards weights of any format over ranks, as bytes. All ranks that share weights make the same calls."""
+    """Shards weights of any format over ranks, as bytes (engine/sharding.ByteSharding). All ranks that share weights
+    make the same calls."""
 
     @property
-    def shares(self) -> nn.Module:
-        """The shards that this rank stores, as parameters."""
+    def shares(self) -> nn.Module: ...
 
     def shard(
         self, module: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        """Replaces the parameters of a module, which are views of the mapped file, by this rank's shard of them.
+    ) -> None: ...
 
-        Parameters of a block in `blocks` are gathered while that block runs, all others for a whole call. `dtypes`: by
-        name, the dtype of each parameter that shall not keep the file's dtype.
-        """
-
-    def call(self) -> AbstractContextManager[None]:
-        """Gathers weights for one call of the module; wrap it around each call of any of its methods."""
-
-    def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Sets the shapes that parameters show while they are not gathered, by name in the module: a patch that is
-        applied on use may make a weight larger. All others show the shapes that they have."""
-
-    def rest(self) -> None:
-        """Stops gathering: the remaining blocks of this call do not compute. All ranks call it at the same block."""
+    def call(self) -> AbstractContextManager[None]: ...
+    def show_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None: ...
+    def rest(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,24 +63,20 @@ class ModelPart:
 class ModuleModel(Protocol):
     """A module that all ranks call with the arguments that it would get on one device.
 
-    `module`: ComfyUI's diffusion model, or diffusers' behind the same signature; `regions`: which arguments of its
-    blocks are tokens (models/tokens/regions.py), empty if unknown: ranks then split its rows or its attention only.
+    `module`: ComfyUI's diffusion model, or diffusers' behind the same signature; `bytes`: of all tensors that the whole
+    model reads from its file, most of them of the dtype `stored_dtype` (torch's name); `byte_sharding`: gathers weights
+    that are sharded over ranks, None if this rank has all weights; `regions`: which arguments of its blocks are tokens
+    (models/tokens/regions.py), empty if unknown: ranks then split its rows or its attention only.
     """
+
+    device: torch.device
+    bytes: int
+    stored_dtype: str
+    byte_sharding: WeightSharding | None
 
     @property
     def chunks(self) -> tuple[nn.Module, ...]:
         """The modules whose parameters are this rank's weights."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors that the whole model reads from its file."""
-
-    @property
-    def stored_dtype(self) -> str:
-        """torch's name of the dtype that most bytes of the file have."""
 
     @property
     def compute_dtype(self) -> torch.dtype: ...
@@ -114,10 +99,6 @@ class ModuleModel(Protocol):
     @property
     def splits_layers(self) -> bool:
         """True if its provider can load a slice of each layer (ModelPart.slices)."""
-
-    @property
-    def byte_sharding(self) -> WeightSharding | None:
-        """Gathers weights that are sharded over ranks; None if this rank has all weights."""
 
     @property
     def attention(self) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
+from ..wire.strict_json import without_repeats
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
@@ -123,7 +124,7 @@ def _what_it_is(start: bytes, file_bytes: int) -> str:
 
 def _parse(name: str, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise refused(name, f"its header is not valid JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
@@ -134,13 +135,6 @@ def _parse(name: str, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, st
     if not content:
         raise refused(name, "it holds no tensors")
     return {key: _entry(name, key, value) for key, value in content.items()}, metadata
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _entry(name: str, key: str, value: object) -> TensorEntry:

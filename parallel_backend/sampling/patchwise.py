@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,14 +23,14 @@ class OnPatchStep(Protocol):
         """Returns True if the request was cancelled, as known `lag` calls ago; the same on all ranks."""
 
 
+@dataclass(eq=False)
 class SharedNoise:
     """The noise that all patches of a run share: drawn in the latent's shape, as if it were sampled whole."""
 
-    def __init__(self, history: History, like: Tensor, patches: ElementPatches) -> None:
-        self._history = history
-        self._like = like
-        self._patches = patches
-        self._draws: dict[int, Tensor] = {}
+    _history: History
+    _like: Tensor
+    _patches: ElementPatches
+    _draws: dict[int, Tensor] = field(default_factory=dict)
 
     def draw(self, number: int) -> Tensor:
         """Returns draw `number` of this run, [B, elements]. Patches take turns, so only the last two draws are kept."""
@@ -88,29 +88,24 @@ class _Patch:
         return True
 
 
+@dataclass(eq=False)
 class PatchSampling:
     """A run over `x` [B, …] from step `first` on, driven by rank/pipefusion/patch_flow.py. A patch is named by its
     slice in the elements that `patches` packs."""
 
-    def __init__(
-        self,
-        step: Callable[..., Step],
-        x: Tensor,
-        sigmas: Sigmas,
-        first: int,
-        history: History,
-        on_step: OnPatchStep,
-        patches: ElementPatches,
-    ) -> None:
-        self._patches = patches
-        self._start_latent = patches.pack(x)
-        self._step = step
-        self._sigmas = sigmas
-        self._first = first
-        self._noise = SharedNoise(history, x, patches)
-        self._past = None if history.denoised is None else patches.pack(history.denoised)
-        self._on_step = on_step
-        self._generator = history.generator
+    _step: Callable[..., Step]
+    x: InitVar[Tensor]
+    _sigmas: Sigmas
+    _first: int
+    _history: History
+    _on_step: OnPatchStep
+    _patches: ElementPatches
+
+    def __post_init__(self, x: Tensor) -> None:
+        past = self._history.denoised
+        self._start_latent = self._patches.pack(x)
+        self._noise = SharedNoise(self._history, x, self._patches)
+        self._past = None if past is None else self._patches.pack(past)
         self._states: dict[int, _Patch] = {}
 
     @property
@@ -133,7 +128,7 @@ class PatchSampling:
 
     def _start(self, patch: slice) -> _Patch:
         past = None if self._past is None else self._past[:, patch]
-        history = PatchHistory(self._generator, past, self._noise, patch)
+        history = PatchHistory(self._history.generator, past, self._noise, patch)
         state = _Patch(self._step, self._start_latent[:, patch], self._sigmas, self._first, history)
         self._states[patch.start] = state
         return state

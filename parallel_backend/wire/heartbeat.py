@@ -20,7 +20,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
 
 MOST_RANKS = 64  # bits in `waits_for`
 PAGE_BYTES = 4096
@@ -83,18 +86,6 @@ class _Place:
     entered: int = 0  # collectives so far
 
 
-class DeviceEvent(Protocol):
-    """A mark in the stream of a device's work (torch.cuda.Event)."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        """Returns True if the device has passed this mark."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Returns the device's milliseconds from this mark to a later one; it must have passed both."""
-
-
 class Heartbeat:
     """Records this process's beats, in private memory until `share`. `observer`: called before each collective."""
 
@@ -103,13 +94,13 @@ class Heartbeat:
         self._offset = 0
         self._asked = (0, 0)  # collective code and rank bits of the last `inside`
         self._host, self._device = _Place(), _Place()
-        self._make_event: Callable[[], DeviceEvent] | None = None
+        self._make_event: Callable[[], Event] | None = None
         # Marks that the device has not passed yet: (event, collective and ranks that it enters there or None if it
         # leaves, the step that this belongs to).
-        self._ahead: deque[tuple[DeviceEvent, tuple[int, int] | None, int]] = deque()
+        self._ahead: deque[tuple[Event, tuple[int, int] | None, int]] = deque()
         self._looking = threading.Lock()  # any thread may call `look`
         self._entered = 0.0  # the host's time.perf_counter()
-        self._entered_on_device: DeviceEvent
+        self._entered_on_device: Event
         self._given = 0  # steps of the request that the host has submitted, however far its device is
         self._inside_s: defaultdict[int, float] = defaultdict(float)  # by step
         self._step = 0
@@ -123,7 +114,7 @@ class Heartbeat:
         os.close(descriptor)
         self._offset = rank * _BEAT.size
 
-    def follow(self, make_event: Callable[[], DeviceEvent], choose_device: Callable[[], None]) -> None:
+    def follow(self, make_event: Callable[[], Event], choose_device: Callable[[], None]) -> None:
         """Records collectives when the device enters and leaves them, from now on. Starts a thread that first calls
         `choose_device()`: CUDA gives each new thread the first device, and any call there takes memory of it."""
         self._make_event = make_event

@@ -91,7 +91,7 @@ def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Hook for json.loads: refuses a field that appears twice, which parsers read differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a field appears twice")
+        raise ValueError("a name occurs twice")
     return found
 
 

@@ -50,6 +50,10 @@ DTYPES = {  # safetensors' name -> torch's, for all dtypes that may cross the li
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes, for the first tensor in a payload, as in torch's own allocations
 
+with contextlib.suppress(ImportError):  # on Windows, where this module must still import
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _INT = array.array("i").itemsize
 # Too many descriptors in flight, or no kernel memory for the datagram: as transient as a full buffer.
 _NO_ROOM = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
@@ -190,11 +194,9 @@ def seal(descriptor: int) -> None:
 
     The kernel refuses with EBUSY while it uses a page itself (swapping, moving memory), which passes: so this retries.
     """
-    import fcntl  # missing on Windows, where this module must still import
-
     for tries_left in reversed(range(_SEAL_TRIES)):
         try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             return
         except OSError as error:
             if error.errno != errno.EBUSY or not tries_left:
@@ -240,21 +242,13 @@ def _write(descriptor: int, view: memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _seals() -> int:
-    import fcntl
-
-    return fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-
-
 def _check_sealed(descriptor: int) -> None:
     """Raises TransportError for an unsealed file: while mapped it could change, or shrink and kill us with SIGBUS."""
-    import fcntl
-
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
         raise TransportError("a tensor payload is not a memfd") from None
-    if seals & _seals() != _seals():
+    if seals & _SEALS != _SEALS:
         raise TransportError("a tensor payload is not sealed against changes")
 
 

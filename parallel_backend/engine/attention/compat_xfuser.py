@@ -13,6 +13,7 @@ CUDA would otherwise need one for ranks on the CPU, and other ranks have chosen 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -48,18 +49,14 @@ _RUNTIME_OPTIONS = types.SimpleNamespace(
     runtime_config=types.SimpleNamespace(use_spargeattn_head_balance=False),
 )
 
-_loaded: Xfuser | None = None
 
-
+@functools.cache
 def load_xfuser(*, on_cpu: bool) -> Xfuser:
     """Imports xfuser, and adapts it to a rank on the CPU. Raises PlatformError if the import fails."""
-    global _loaded
-    if _loaded is None:
-        try:
-            _loaded = _import(on_cpu)
-        except Exception as error:
-            raise PlatformError(f"engine xfuser cannot be imported ({error}); use engine native.") from error
-    return _loaded
+    try:
+        return _import(on_cpu)
+    except Exception as error:
+        raise PlatformError(f"engine xfuser cannot be imported ({error}); use engine native.") from error
 
 
 def _import(on_cpu: bool) -> Xfuser:
@@ -100,12 +97,7 @@ def _import_for_cpu() -> None:
 
 
 def _flash_attention_for_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    attention_kwargs: dict[str, object] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *unused: object, **options: object
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
     return out, lse.float()

@@ -16,19 +16,11 @@ from .kernels import additive, attend_with_lse
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A mask [1, 1, 1 or n, S], added to the scores of queries [begin, end). `end` None: of all later queries."""
-
-    begin: int
-    end: int | None
-    mask: Tensor | None
-
-
-@dataclass(frozen=True)
 class Guides:
-    """The masks for all queries of a sequence over all its keys, both in the order of the sequence."""
+    """The masks for all queries of a sequence over all its keys, both in the order of the sequence. `parts`: (first
+    query, end, None for all later queries; a mask [1, 1, 1 or n, S] that is added to their scores, or None)."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[tuple[int, int | None, Tensor | None], ...]
 
     @classmethod
     def of(cls, value: Any) -> Guides | None:
@@ -36,20 +28,17 @@ class Guides:
         if value is None:
             return None
         first, end = value.guide_start, value.guide_start + value.tracked_count
-        return cls(
-            (_Part(0, first, value.noisy_mask), _Part(first, end, value.tracked_mask), _Part(end, None, None))
-        )
+        return cls(((0, first, value.noisy_mask), (first, end, value.tracked_mask), (end, None, None)))
 
     def of_queries(self, first: int, count: int) -> list[tuple[slice, Tensor | None]]:
         """Splits `count` queries, from number `first` on, into (slice relative to `first`, its mask or None)."""
         found = []
-        for part in self.parts:
-            begin = max(part.begin, first)
-            end = first + count if part.end is None else min(part.end, first + count)
+        for part_begin, part_end, mask in self.parts:
+            begin = max(part_begin, first)
+            end = first + count if part_end is None else min(part_end, first + count)
             if begin < end:
-                mask = part.mask
                 if mask is not None and mask.shape[2] > 1:
-                    mask = mask[:, :, begin - part.begin : end - part.begin]
+                    mask = mask[:, :, begin - part_begin : end - part_begin]
                 found.append((slice(begin - first, end - first), mask))
         return found
 

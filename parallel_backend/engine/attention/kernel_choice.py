@@ -24,15 +24,11 @@ _EXACT, _APPROXIMATE = 0.05, 0.2
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel to use. `name`: one of options.ATTENTION_KERNELS; `passed_over`: "kernel: fault" for each faster one
-    that does not work here, worded for users."""
+    """The kernel to use. `name`: one of options.ATTENTION_KERNELS; `notes`: for users, on each faster one that does not
+    work here."""
 
     name: str
-    passed_over: tuple[str, ...] = ()
-
-    @property
-    def notes(self) -> list[str]:
-        return [f"attention passed over {fault}" for fault in self.passed_over]
+    notes: tuple[str, ...] = ()
 
 
 def kernel_for(
@@ -60,15 +56,15 @@ def kernel_for(
 
 @functools.cache
 def _fastest(device: torch.device, dtype: torch.dtype, ring: bool, head_dim: int) -> KernelChoice:
-    passed_over: list[str] = []
+    notes: list[str] = []
     for kernel in candidates(device, dtype):
         if ring and kernel.with_lse is None:
             continue
         fault = fault_of(kernel.name, device, dtype, ring, head_dim)
         if fault is None:
-            return KernelChoice(kernel.name, tuple(passed_over))
-        passed_over.append(f"{kernel.name}: {fault}")
-    return KernelChoice(TORCH, tuple(passed_over))
+            return KernelChoice(kernel.name, tuple(notes))
+        notes.append(f"attention passed over {kernel.name}: {fault}")
+    return KernelChoice(TORCH, tuple(notes))
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
@@ -138,7 +134,7 @@ def _error(name: str, query: Tensor, key: Tensor, value: Tensor, ring: bool) -> 
     scores = query.float() @ key.float().mT / query.shape[-1] ** 0.5
     exact = scores.softmax(dim=-1) @ value.float()
     if not ring:
-        return (attend(query, key, value, None, name).float() - exact).abs().max().item()
+        return (attend(query, key, value, name).float() - exact).abs().max().item()
     out, lse = attend_with_lse(query, key, value, kernel=name)
     errors = torch.stack([(out.float() - exact).abs().max(), (lse - scores.logsumexp(dim=-1)).abs().max()])
     return errors.max().item()

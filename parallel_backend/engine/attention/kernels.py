@@ -85,18 +85,13 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: str) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> Tensor:
     """Returns softmax(q k^T / sqrt(D)) v, [B, H, S_q, D]."""
     if not query.numel():  # a rank may have no tokens, and kernels cannot launch on none
         return torch.empty_like(query)
-    if kernel == TORCH or mask is not None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return dispatched(query, key, value, BY_NAME[kernel].diffusers)
-
-
-def dispatched(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Tensor:
-    """Returns attention without a mask by the kernel that diffusers calls `backend`, [B, H, S_q, D]."""
-    return _dispatch(query, key, value, backend).transpose(1, 2)
+    if kernel == TORCH:
+        return F.scaled_dot_product_attention(query, key, value)
+    return _dispatch(query, key, value, BY_NAME[kernel].diffusers).transpose(1, 2)
 
 
 def _dispatch(query: Tensor, key: Tensor, value: Tensor, backend: str, **options: Any) -> Any:
@@ -171,27 +166,23 @@ def merge(parts: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-class ChosenKernel:
-    """Attention by kernel `name` (options.ATTENTION_KERNELS, not "auto"); the library's where that cannot run. An
-    attention.Replacement."""
+def attend_by(name: str, library: Attend, call: AttentionCall) -> Tensor:
+    """Answers a call by kernel `name` (options.ATTENTION_KERNELS, not "auto"), or by the library where that cannot run.
+    For one name, an attention.Replacement."""
+    given = call.q, call.k, call.v
+    if call.skip_reshape:
+        is_plain = all((t.shape[1], t.shape[3]) == (call.heads, HEAD_DIM) for t in given)
+    else:
+        is_plain = all(t.shape[2:] == (call.heads * HEAD_DIM,) for t in given)
+    if call.mask is not None or not is_plain or not _takes(name, call.q.dtype, call.options):
+        return library(call)
+    by_heads = call.by_heads()
+    return call.shaped(attend(by_heads.q, by_heads.k, by_heads.v, name))
 
-    def __init__(self, name: str) -> None:
-        self.name = name
 
-    def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
-        given = call.q, call.k, call.v
-        if call.skip_reshape:
-            is_plain = all((t.shape[1], t.shape[3]) == (call.heads, HEAD_DIM) for t in given)
-        else:
-            is_plain = all(t.shape[2:] == (call.heads * HEAD_DIM,) for t in given)
-        if call.mask is not None or not is_plain or not self._takes(call.q.dtype, call.options):
-            return library(call)
-        by_heads = call.by_heads()
-        return call.shaped(attend(by_heads.q, by_heads.k, by_heads.v, None, self.name))
-
-    def _takes(self, dtype: torch.dtype, options: Mapping[str, Any]) -> bool:
-        if options.get("scale") is not None or (options.get("transformer_options") or {}).get(OVERRIDE):
-            return False
-        needs_exact = options.get("low_precision_attention") is False
-        is_fit = self.name == TORCH or dtype in HALVES
-        return is_fit and not (needs_exact and self.name in APPROXIMATE_KERNELS)
+def _takes(name: str, dtype: torch.dtype, options: Mapping[str, Any]) -> bool:
+    if options.get("scale") is not None or (options.get("transformer_options") or {}).get(OVERRIDE):
+        return False
+    needs_exact = options.get("low_precision_attention") is False
+    is_fit = name == TORCH or dtype in HALVES
+    return is_fit and not (needs_exact and name in APPROXIMATE_KERNELS)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from ...models.tokens.regions import Projection, Projections, Tokens
 from ..comm.collectives import all_reduce
 from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
-from ..tokens.region_blocks import Block
+from ..tokens.region_blocks import BlockInputs
+from .sequence import SequenceAttention
 
 RANKS = 2
 _ROWS = {"weight", "bias"}  # parameters of a linear layer with one row per output
@@ -36,20 +37,6 @@ _ROWS = {"weight", "bias"}  # parameters of a linear layer with one row per outp
 
 class OtherProjections(Exception):
     """The error for a block that passes queries and keys from its layers to its attention in an unknown way."""
-
-
-class Exchanges(Protocol):
-    """The exchanges between ranks in one call of attention; sequence.SequenceAttention implements them."""
-
-    def group_lengths(self, stream: str) -> tuple[int, ...]: ...
-
-    def to_heads(
-        self, tensors: tuple[Tensor, ...], heads: tuple[list[slice], ...], lengths: tuple[int, ...]
-    ) -> Callable[[], list[Tensor]]: ...
-
-    def exchange(
-        self, send: Tensor, send_sizes: tuple[int, ...], receive_sizes: tuple[int, ...], channels: int
-    ) -> Callable[[], Tensor]: ...
 
 
 @dataclass(eq=False)
@@ -65,7 +52,7 @@ class PairedProjections:
     _model: ModuleModel
     _tokens: BlockTokens
     _layout: Layout
-    _attention: Exchanges
+    _attention: SequenceAttention
 
     def __post_init__(self) -> None:
         self._ulysses = self._layout.ulysses
@@ -220,17 +207,16 @@ class PairedProjections:
 
 
 def paired_projections(
-    block: Block,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: BlockInputs,
     model: ModuleModel,
     tokens: BlockTokens,
     layout: Layout,
-    attention: Exchanges,
+    attention: SequenceAttention,
 ) -> PairedProjections | None:
     """Returns the projections of one call of a block, or None if ranks must exchange queries, keys and values instead:
     there are not two ranks, one has no token, or the block has unexpected layers or is not described. The result is the
     same on all ranks."""
+    block = inputs.block
     module, words = block.module, block.kind.projections
     if words is None or words.rotary not in (None, *block.names):
         return None
@@ -253,7 +239,7 @@ def paired_projections(
     if not layers or not all(_has_rows(modules[layer.path], layer, heads, model) for layer in layers):
         return None
     rotary = None
-    if words.rotary is not None and (share := block.argument(words.rotary, args, kwargs)) is not None:
+    if words.rotary is not None and (share := inputs.get(words.rotary)) is not None:
         form = block.kind.arguments[words.rotary]
         assert isinstance(form, Tokens), "rotation goes by token"
         rotary = share, form

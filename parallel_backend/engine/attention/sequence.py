@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -30,7 +30,6 @@ from .guides import Guides
 from .head_groups import by_rank_view, head_count, head_groups, is_even, one_each, sharing_heads
 from .kernel_choice import kernel_for
 from .kernels import HALVES, HEAD_DIM, additive, attend_with_lse, merge
-from .projections import PairedProjections
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class StaleKeys(Protocol):
     def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]: ...
 
 
+@dataclass(eq=False)
 class SequenceAttention:
     """The attention.Replacement in one call of a block. `attends`: one entry per attention call inside, in order;
     `block`: has the attribute that a Window names; `guides`: the value of the argument that a Guided names; `wish`: the
@@ -57,37 +57,33 @@ class SequenceAttention:
     options.EXCHANGE_DTYPES; `stale_keys`: for a PipeFusion stage. That has the keys of all tokens, so a ring gathers
     the keys of the call's own tokens and merges no partial results: for a patch this sends least."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        tokens: BlockTokens,
-        attends: tuple[Attends, ...],
-        block: nn.Module | None = None,
-        guides: Guides | None = None,
-        wish: str = "auto",
-        exchange_dtype: str = SAME,
-        stale_keys: StaleKeys | None = None,
-    ) -> None:
-        self._ulysses, self._ring = layout.ulysses, layout.ring
-        self._groups = layout.strategy.head_groups
-        self._tokens = tokens
-        self._attends: Iterator[Attends] = iter(attends)
-        self._block = block
-        self._guides = guides
-        self._wish, self._rounds = wish, exchange_dtype == ROUNDED
-        self._stale_keys = stale_keys
+    layout: Layout
+    tokens: BlockTokens
+    attends: tuple[Attends, ...]
+    block: nn.Module | None = None
+    guides: Guides | None = None
+    wish: str = "auto"
+    exchange_dtype: str = SAME
+    stale_keys: StaleKeys | None = None
+
+    def __post_init__(self) -> None:
+        self._ulysses, self._ring = self.layout.ulysses, self.layout.ring
+        self._groups = self.layout.strategy.head_groups
+        self._rounds = self.exchange_dtype == ROUNDED
+        self._coming = iter(self.attends)
         self.calls = 0
-        self.projections: PairedProjections | None = None  # for the block's first attention; None after that
+        # PairedProjections.arrive, for the block's first attention; None after that.
+        self.arrive_projected: Callable[[Sequence[Tensor], str], list[Tensor]] | None = None
 
     def __call__(self, library: Attend, call: AttentionCall) -> Tensor:
         """Answers a call of attention for this rank's tokens."""
-        attends = next(self._attends, None)
+        attends = next(self._coming, None)
         self.calls += 1
         if isinstance(attends, Window):
             call, attends = replace(call, mask=self._band(attends, call.q)), attends.stream
         guides = None
         if isinstance(attends, Guided):
-            guides, attends = self._guides, attends.stream
+            guides, attends = self.guides, attends.stream
         queries, keys = attends if isinstance(attends, tuple) else (attends, attends)
         if keys is None:
             return library(call)
@@ -105,7 +101,7 @@ class SequenceAttention:
         options = {name: value for name, value in call.options.items() if name != "enable_gqa"}
         out = self._attend(library, by_heads.on(q, k, v, options=options), Streams(queries, keys, guides))
         if queries is not None:
-            out = self._tokens.with_stand_ins(out, queries, 2)
+            out = self.tokens.with_stand_ins(out, queries, 2)
         return call.shaped(out)
 
     def _attend(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
@@ -133,9 +129,9 @@ class SequenceAttention:
         groups = head_groups(shares, self._groups, group)
         lengths = self.group_lengths(streams.queries)
         send = partial(self._send, q, k, v, group, streams.queries, streams.keys)
-        if self.projections is not None:
-            send = partial(self._here, self.projections.arrive((q, k, v), streams.keys), mine.start)
-            self.projections = None
+        if self.arrive_projected is not None:
+            send = partial(self._here, self.arrive_projected((q, k, v), streams.keys), mine.start)
+            self.arrive_projected = None
         arriving = send(groups[0])
         leaving = []
         for number, of_ranks in enumerate(groups, 1):
@@ -157,18 +153,18 @@ class SequenceAttention:
 
     def _newest(self, k: Tensor, v: Tensor, mask: Tensor | None, streams: Streams) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of all tokens in a PipeFusion stage; elsewhere k and v unchanged."""
-        if self._stale_keys is None:
+        if self.stale_keys is None:
             return k, v
         if mask is not None or streams.guides is not None:
-            self._stale_keys.meet_mask()
+            self.stale_keys.meet_mask()
         if self._ring.size > 1 and k.shape[1]:
             lengths = self._ring_lengths(streams.keys)
             k, v = self._received(all_gather(self._to_send(k, v), lengths, self._ring), k.dtype)
-        return self._stale_keys.newest(k, v, streams.keys)
+        return self.stale_keys.newest(k, v, streams.keys)
 
     def _of_heads(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
         """Returns attention [B, h, S, D] for some heads and all tokens of this rank's Ulysses group."""
-        is_passed_on = self._ring.size > 1 and self._stale_keys is None
+        is_passed_on = self._ring.size > 1 and self.stale_keys is None
         q = call.q
         if is_passed_on and call.heads:  # even without tokens: the other ranks wait in the ring
             return self._over_ring(call, streams)
@@ -209,10 +205,10 @@ class SequenceAttention:
 
     def _band(self, window: Window, q: Tensor) -> Tensor | None:
         """Returns a window's mask [1, 1, S, S] over all tokens, to be added to the scores; None for no limit."""
-        reach: int | None = operator.attrgetter(window.attribute)(self._block)
+        reach: int | None = operator.attrgetter(window.attribute)(self.block)
         if reach is None:
             return None
-        places = torch.arange(self._tokens.total(window.stream), device=q.device)
+        places = torch.arange(self.tokens.total(window.stream), device=q.device)
         far = (places[:, None] - places).abs() > reach
         mask = torch.zeros(far.shape, device=q.device, dtype=q.dtype)
         return mask.masked_fill_(far, torch.finfo(q.dtype).min)[None, None]
@@ -220,11 +216,11 @@ class SequenceAttention:
     def group_lengths(self, stream: str) -> tuple[int, ...]:
         """Returns the number of tokens on each rank of this rank's Ulysses group."""
         size = self._ulysses.size
-        return self._tokens.lengths(stream)[self._ring.index * size : (self._ring.index + 1) * size]
+        return self.tokens.lengths(stream)[self._ring.index * size : (self._ring.index + 1) * size]
 
     def _ring_lengths(self, stream: str) -> tuple[int, ...]:
         """Returns the number of tokens in each Ulysses group."""
-        size, lengths = self._ulysses.size, self._tokens.lengths(stream)
+        size, lengths = self._ulysses.size, self.tokens.lengths(stream)
         return tuple(sum(lengths[group * size : (group + 1) * size]) for group in range(self._ring.size))
 
     def to_heads(
@@ -311,7 +307,7 @@ class SequenceAttention:
         if mask is not None:
             mask = additive(mask, q.dtype).expand(-1, -1, q.shape[2], -1)
         shares = ring_shares(self._to_send(call.k, call.v), sizes, self._ring)
-        wish = self._wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
+        wish = self.wish if q.dtype in HALVES and q.shape[-1] == HEAD_DIM else "auto"
         kernel = kernel_for(q.device, q.dtype, wish, ring=True, head_dim=q.shape[-1]).name
 
         def partial_results() -> Iterator[tuple[Tensor, Tensor]]:
@@ -344,22 +340,22 @@ class SequenceAttention:
         A mask over this rank's keys only, made from tokens already cut, is gathered first.
         """
         queries, keys = streams.queries, streams.keys
-        lengths, total = self._tokens.lengths(keys), self._tokens.total(keys)
+        lengths, total = self.tokens.lengths(keys), self.tokens.total(keys)
         if max(lengths) == total and len(lengths) > 1:  # a part and the whole then have the same length
             raise RequestError(
                 f"{total} tokens with an attention mask are too few for {len(lengths)} devices. Set ulysses_degree and "
                 f"ring_degree to 1."
             )
         if mask.shape[-1] == total:
-            order = self._tokens.order(keys, mask.device)
+            order = self.tokens.order(keys, mask.device)
             mask = mask.index_select(-1, order)
         else:
             flags = mask.dtype == torch.bool  # not every transport carries bool
-            mask = self._tokens.local(mask, keys, mask.ndim - 1)
-            mask = all_gather(mask.to(torch.uint8) if flags else mask, lengths, self._tokens.axis, -1)
+            mask = self.tokens.local(mask, keys, mask.ndim - 1)
+            mask = all_gather(mask.to(torch.uint8) if flags else mask, lengths, self.tokens.axis, -1)
             mask = mask.bool() if flags else mask
-        if queries is not None and mask.ndim > 1 and mask.shape[-2] == self._tokens.total(queries) > 1:
-            mask = mask.index_select(-2, self._tokens.order(queries, mask.device))
+        if queries is not None and mask.ndim > 1 and mask.shape[-2] == self.tokens.total(queries) > 1:
+            mask = mask.index_select(-2, self.tokens.order(queries, mask.device))
         if mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, heads[self._ulysses.index]]
         return mask
@@ -368,9 +364,9 @@ class SequenceAttention:
         """Removes stand-ins from `tensor`. Raises RequestError if its token count contradicts the table of blocks."""
         if stream is None:
             return tensor
-        if tensor.shape[2] != self._tokens.held(stream):
+        if tensor.shape[2] != self.tokens.held(stream):
             raise RequestError(
-                f"Attention has {tensor.shape[2]} tokens of {stream} where {self._tokens.held(stream)} belong to this "
+                f"Attention has {tensor.shape[2]} tokens of {stream} where {self.tokens.held(stream)} belong to this "
                 f"device, so this version of ComfyUI computes it another way. Set ulysses_degree and ring_degree to 1."
             )
-        return self._tokens.local(tensor, stream, 2)
+        return self.tokens.local(tensor, stream, 2)

@@ -115,11 +115,11 @@ class UspAttention(SequenceAttention):
 
     def __init__(self, engine: XfuserEngine, *of_call: Any, **options: Any) -> None:
         super().__init__(*of_call, **options)
-        assert self._stale_keys is None, "PipeFusion's stages attend by native"
+        assert self.stale_keys is None, "PipeFusion's stages attend by native"
         self._engine = engine
 
     def _attend(self, library: Attend, call: AttentionCall, streams: Streams) -> Tensor:
-        lengths = self._tokens.lengths(streams.keys)
+        lengths = self.tokens.lengths(streams.keys)
         reason = self._refusal(call, streams, lengths)
         if reason:
             self._engine.add_note(f"engine xfuser fell back to native: {reason}")

@@ -160,10 +160,7 @@ class UNetBands:
 
     def _heights(self, height: int) -> list[int]:
         """Returns the height of the whole image at each resolution."""
-        heights = [height]
-        for _ in self._levels[1:]:
-            heights.append(-(-heights[-1] // 2))
-        return heights
+        return [-(-height // 2**level) for level in range(len(self._levels))]
 
     def _share_out(self, heights: list[int]) -> list[slice]:
         """Sets the rows of all ranks at each resolution; returns this rank's."""

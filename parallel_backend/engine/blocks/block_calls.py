@@ -23,7 +23,7 @@ from ..attention.projections import paired_projections
 from ..attention.sequence import SequenceAttention, StaleKeys
 from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
-from ..tokens.region_blocks import Block, blocks_of, main_stream, tokens_of
+from ..tokens.region_blocks import BlockInputs, blocks_of, main_stream, tokens_of
 from .step_cache import CachedCall
 
 # Runs a block's own forward.
@@ -69,8 +69,7 @@ class BlockCalls:
                 region_stays = stay and region.leave is not None
                 passing = _Pass(self, region, region_stays, control, self._cached(cached, region))
                 for block in blocks:
-                    block.module.forward = passing.forward_of(block)
-                    restore.callback(block.module.__dict__.pop, "forward")
+                    block.answer_by(passing.answer, restore)
                 if region_stays and region.leave not in (None, LAST_BLOCK):
                     leave = self._model.module.get_submodule(str(region.leave))
                     restore.callback(leave.register_forward_pre_hook(passing.leave).remove)
@@ -82,9 +81,10 @@ class BlockCalls:
         """Makes a call of the module with all tokens run only the blocks that `cached` requests, inside the context."""
         with ExitStack() as restore:
             for region, blocks in self._regions:
+                in_region = self._cached(cached, region)
+                answer = self.run_unshared if in_region is None else partial(in_region.run, self.run_unshared)
                 for block in blocks:
-                    block.module.forward = self._unsplit_forward_of(block, self._cached(cached, region))
-                    restore.callback(block.module.__dict__.pop, "forward")
+                    block.answer_by(answer, restore)
             self._replace_what_leaves(cached, restore)
             yield
 
@@ -105,51 +105,38 @@ class BlockCalls:
             leave = self._model.module.get_submodule(str(region.leave))
             restore.callback(leave.register_forward_pre_hook(cached.take_leave, prepend=True).remove)
 
-    def _unsplit_forward_of(self, block: Block, cached: CachedCall | None) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            compute = partial(self.run_unshared, block, args, kwargs)
-            return compute() if cached is None else cached.run(block, args, kwargs, compute)
-
-        return forward
-
     def tokens(self) -> BlockTokens:
         return BlockTokens(self._layout.sequence, self._layout.sequence_shares)
 
-    def run(
-        self,
-        block: Block,
-        tokens: BlockTokens,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        stale_keys: StaleKeys | None = None,
-    ) -> Any:
+    def run(self, tokens: BlockTokens, inputs: BlockInputs, stale_keys: StaleKeys | None = None) -> Any:
         """Runs the block's own forward with attention over all ranks. `stale_keys`: for a PipeFusion stage. Raises
         AttentionBypassed if the block did not call that attention."""
+        block = inputs.block
         if self.careful and self._model.attention_is_replaced():  # on all ranks, before any exchange
             raise AttentionBypassed(f"{type(block.module).__name__} attends by a node's function")
-        args, kwargs, guides = block.without_guides(args, kwargs)
+        inputs, guides = inputs.without_guides()
         attention = self._make_attention(
             self._layout, tokens, block.kind.attends, block.module, Guides.of(guides), stale_keys=stale_keys
         )
         with ExitStack() as inside:
             inside.enter_context(attention_by(attention))
             if self.sends_tokens:
-                pair = paired_projections(block, args, kwargs, self._model, tokens, self._layout, attention)
+                pair = paired_projections(inputs, self._model, tokens, self._layout, attention)
                 if pair is not None:
-                    attention.projections = pair
+                    attention.arrive_projected = pair.arrive
                     inside.enter_context(pair.installed())
             for path, argument in block.kind.whole.items():
                 _compute_whole(block.module.get_submodule(path), tokens, argument, inside)
             run = run_unmodified if block.kind.whole else self._run_block
-            out = run(block.module, args, kwargs)
+            out = run(block.module, inputs.args, inputs.kwargs)
             left_out = self.careful and _leaves_out(block.kind, attention.calls)
             if left_out or (block.kind.attends and not attention.calls):
                 raise AttentionBypassed(f"{type(block.module).__name__} attended by itself")
             return out
 
-    def run_unshared(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_unshared(self, inputs: BlockInputs) -> Any:
         """Runs the block's own forward on all tokens."""
-        return self._run_block(block.module, args, kwargs)
+        return self._run_block(inputs.block.module, inputs.args, inputs.kwargs)
 
 
 @dataclass(eq=False)
@@ -163,34 +150,32 @@ class _Pass:
     _cached: CachedCall | None
     _tokens: BlockTokens | None = None
 
-    def forward_of(self, block: Block) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            tokens = self._tokens or self._calls.tokens()
-            args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            compute = partial(self._calls.run, block, tokens, args, kwargs)
-            cached = self._cached if self._stays else None
-            out = compute() if cached is None else cached.run(block, args, kwargs, compute, tokens)
-            if self._stays:
-                self._tokens = tokens
-                if self._control is not None:
-                    tokens.cut_residuals(self._control, main_stream(block.kind))
-                    self._control = None
-                if not block.is_last or self._region.leave != LAST_BLOCK:
-                    return out
-            self._tokens = None
-            outs = out if isinstance(out, tuple) else (out,)
-            arguments = block.kind.arguments
-            whole = tuple(
-                item if item is None or name is None else tokens.gather(item, tokens_of(arguments[name]))
-                for item, name in zip(outs, block.kind.gives, strict=True)
-            )
-            return whole if isinstance(out, tuple) else whole[0]
+    def answer(self, inputs: BlockInputs) -> Any:
+        """Answers a call of a block: with its share, or with whole tensors if they leave the blocks."""
+        if self._cached is None or self._stays:
+            return self._run(inputs)
+        return self._cached.run(self._run, inputs)  # a block that does not run has nothing to gather
 
-        cached = self._cached
-        if cached is None or self._stays:
-            return forward
-        # A block that does not run has nothing to gather.
-        return lambda *args, **kwargs: cached.run(block, args, kwargs, lambda: forward(*args, **kwargs))
+    def _run(self, inputs: BlockInputs) -> Any:
+        tokens, kind = self._tokens or self._calls.tokens(), inputs.block.kind
+        inputs = inputs.cut(tokens)
+        compute = partial(self._calls.run, tokens)
+        cached = self._cached if self._stays else None
+        out = compute(inputs) if cached is None else cached.run(compute, inputs, tokens)
+        if self._stays:
+            self._tokens = tokens
+            if self._control is not None:
+                tokens.cut_residuals(self._control, main_stream(kind))
+                self._control = None
+            if not inputs.block.is_last or self._region.leave != LAST_BLOCK:
+                return out
+        self._tokens = None
+        outs = out if isinstance(out, tuple) else (out,)
+        whole = tuple(
+            item if item is None or name is None else tokens.gather(item, tokens_of(kind.arguments[name]))
+            for item, name in zip(outs, kind.gives, strict=True)
+        )
+        return whole if isinstance(out, tuple) else whole[0]
 
     def leave(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gathers the tokens for the module that needs all of them again; a forward pre-hook."""
@@ -212,14 +197,3 @@ def _compute_whole(module: nn.Module, tokens: BlockTokens, argument: Tokens, ins
     cut = module.register_forward_hook(lambda _, args, out: tokens.cut(out, argument, carried=True))
     inside.callback(gather.remove)
     inside.callback(cut.remove)
-
-
-def cut_arguments(
-    block: Block, tokens: BlockTokens, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a block's arguments with this rank's tokens only."""
-    cut = {
-        name: tokens.cut(block.argument(name, args, kwargs), argument, name in block.kind.gives)
-        for name, argument in block.kind.arguments.items()
-    }
-    return block.with_arguments(cut, args, kwargs)

@@ -12,7 +12,7 @@ it does not matter what the module does between its blocks, such as adding resid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from ...models.tokens.cached_outputs import CachedOutput
 from ..comm.collectives import all_gather
 from ..comm.groups import Layout
 from ..tokens.block_tokens import BlockTokens
-from ..tokens.region_blocks import Block
+from ..tokens.region_blocks import BlockInputs
 
 # (prompts, strategy): only calls with the same key are compared.
 Key = tuple[tuple[int, ...], Hashable]
@@ -99,23 +99,18 @@ class CachedCall:
     reuses: bool = False
 
     def run(
-        self,
-        block: Block,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        compute: Callable[[], Any],
-        tokens: BlockTokens | None = None,
+        self, compute: Callable[[BlockInputs], Any], inputs: BlockInputs, tokens: BlockTokens | None = None
     ) -> Any:
-        """Returns a block's outputs; for a skipped block its inputs. `tokens`: set if the arguments are shares."""
-        if block.is_first:
-            taken = self._copied(block.handed_on(args, kwargs))  # blocks may change their inputs
-            out = compute()
+        """Returns a block's outputs; for a skipped block its inputs. `tokens`: set if the inputs are shares."""
+        if inputs.block.is_first:
+            taken = self._copied(inputs.handed_on())  # blocks may change their inputs
+            out = compute(inputs)
             self._first_gave = self._copied(out)
             self._changes = [after - before for after, before in zip(self._first_gave, taken, strict=True)]
             self._decide(tokens)
             return out
-        out = block.handed_on(args, kwargs) if self.reuses else compute()
-        if block.is_last and any(output.at_end for output in self._outputs):
+        out = inputs.handed_on() if self.reuses else compute(inputs)
+        if inputs.block.is_last and any(output.at_end for output in self._outputs):
             return self._ended(out)
         return out
 
@@ -133,28 +128,22 @@ class CachedCall:
         return [CachedResidual(change, self._added[number]) for number, change in enumerate(self._changes)]
 
     def _decide(self, tokens: BlockTokens | None) -> None:
-        rows = [_sums(change, output, tokens) for change, output in self._deciding(self._changes)]
-        change = torch.stack(rows, 1)
-        before, difference = torch.full_like(change, torch.nan), change
-        known = self._before
-        if known is not None and all(
-            one.change.shape == now.shape for one, now in zip(known, self._changes, strict=True)
-        ):
-            before = torch.stack(
-                [_sums(one.change, output, tokens) for one, output in self._deciding(known)], 1
-            )
-            moved = [now - one.change for one, now in zip(known, self._changes, strict=True)]
-            difference = torch.stack([_sums(one, output, tokens) for one, output in self._deciding(moved)], 1)
-        # NaN means that there is nothing to compare with; it is not below the threshold.
-        self.reuses = self._vote.largest(difference, before) < self._threshold
+        def sums(values: Sequence[Tensor]) -> Tensor:
+            pairs = zip(values, self._outputs, strict=True)
+            return torch.stack([_sums(value, output, tokens) for value, output in pairs if output.decides], 1)
+
+        changes, before = self._changes, [one.change for one in self._before or ()]
+        if [one.shape for one in before] == [one.shape for one in changes]:
+            difference = sums([now - one for one, now in zip(before, changes, strict=True)])
+            compared_with = sums(before)
+        else:  # NaN means that there is nothing to compare with; it is not below the threshold
+            difference = sums(changes)
+            compared_with = torch.full_like(difference, torch.nan)
+        self.reuses = self._vote.largest(difference, compared_with) < self._threshold
         if self.reuses:
             self._vote.on_reuse()
         else:
             self._before = None  # frees its memory for this call's residuals
-
-    def _deciding(self, of_outputs: Sequence[Any]) -> Iterator[tuple[Any, CachedOutput]]:
-        pairs = zip(of_outputs, self._outputs, strict=True)
-        return ((one, output) for one, output in pairs if output.decides)
 
     def _copied(self, out: Any) -> list[Tensor]:
         found = _several(out)

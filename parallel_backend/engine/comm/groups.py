@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ PATIENCE = timedelta(days=1)
 _WEIGHTS, _RETURN = "weights", "return"
 
 
+@dataclass(eq=False, kw_only=True)
 class World:
     """This rank's place in its sidecar and the process groups that span it.
 
@@ -37,34 +38,29 @@ class World:
     torchrun's store; `devices`: those of all ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        backend: str,
-        store_path: str,
-        devices: tuple[torch.device, ...] = (),
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.devices = devices or (device,)
-        self.group: dist.ProcessGroup | None = None
-        self.control: dist.ProcessGroup | None = None
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: InitVar[str]
+    store_path: InitVar[str]
+    devices: tuple[torch.device, ...] = ()
+    group: dist.ProcessGroup | None = field(init=False, default=None)
+    control: dist.ProcessGroup | None = field(init=False, default=None)
+
+    def __post_init__(self, backend: str, store_path: str) -> None:
+        size, device = self.world_size, self.device
+        self.devices = self.devices or (device,)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             stay_near(device)
-            heartbeat.follow(
-                partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.set_device, device)
-            )
-        if world_size > 1:
-            store = _open_store(store_path, world_size)
+            choose_device = partial(torch.cuda.set_device, device)
+            heartbeat.follow(partial(torch.cuda.Event, enable_timing=True), choose_device)
+        if size > 1:
+            store = _open_store(store_path, size)
             store.set_timeout(PATIENCE)
             try:
                 dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=world_size, timeout=PATIENCE
+                    backend, store=store, rank=self.rank, world_size=size, timeout=PATIENCE
                 )
                 self.group = dist.group.WORLD
                 self.control = (

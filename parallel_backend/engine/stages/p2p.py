@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ...wire.heartbeat import heartbeat
 from ..comm.groups import Axis
-
-
-@dataclass
-class PendingRecv:
-    """A message to be received; `taken` waits for it and returns it."""
-
-    tensor: Tensor
-    work: dist.Work | None
-    ranks: tuple[int, ...] = ()  # this rank and the sender
-
-    def taken(self) -> Tensor:
-        if self.work is not None:
-            with heartbeat.inside("a PipeFusion hop", self.ranks):
-                self.work.wait()
-        return self.tensor
-
 
 _MOST_SENDS = 64
 
@@ -55,13 +39,21 @@ class P2PChannel:
         if len(self._leaving) > _MOST_SENDS:
             self._leaving.popleft()[0].wait()
 
-    def receive(self, tensor: Tensor, source: int) -> PendingRecv:
-        """Starts to receive the next message of `source`, an index in the axis, into `tensor`."""
+    def receive(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
+        """Starts to receive the next message of `source`, an index in the axis, into `tensor`; returns a function that
+        waits for it."""
         if not tensor.numel():
-            return PendingRecv(tensor, None)
+            return lambda: tensor
         ranks = self._axis.ranks
         work = dist.irecv(tensor, ranks[source], self._axis.group)
-        return PendingRecv(tensor, work, (ranks[self._axis.index], ranks[source]))
+        assert work is not None, "this rank is in the group"
+
+        def arrive() -> Tensor:
+            with heartbeat.inside("a PipeFusion hop", (ranks[self._axis.index], ranks[source])):
+                work.wait()
+            return tensor
+
+        return arrive
 
     def end_round(self) -> None:
         """Waits until all messages sent before this round have left, which frees their memory.

@@ -12,25 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ...errors import RequestError
 from ...layout import stage_blocks
 from ...models.base import ModuleModel
-from ...models.tokens.regions import LAST_BLOCK, Tokens
+from ...models.tokens.regions import LAST_BLOCK
 from ...requests import STAY, ModuleCall
-from ..blocks.block_calls import BlockCalls, cut_arguments
+from ..blocks.block_calls import BlockCalls
 from ..comm.collectives import broadcast
 from ..comm.groups import ALONE, Axis, Layout
 from ..tokens.block_tokens import BlockTokens, ImagePatch, LastTokens
-from ..tokens.region_blocks import Block, blocks_of, tokens_of
+from ..tokens.region_blocks import BlockInputs, blocks_of, tokens_of
 from .owners import pack, unpack
-from .p2p import P2PChannel, PendingRecv
-from .stale_keys import NO_KEYS, BlockKeys, StaleKeyCache
+from .p2p import P2PChannel
+from .stale_keys import BlockKeys, StaleKeyCache
 
 _MARKS = 4  # tries; a low-precision layer hides a change in all of them for one element in ten billion
 
@@ -57,7 +59,9 @@ class ModuleStages:
         self._blocks = blocks_of(model.module, self._region)
         self._refiners = [blocks_of(model.module, region) for region in model.regions[:-1]]
         self._pipe, self._return_group = layout.pipe, layout.return_group
-        self._leaves = self._leaving_tokens()
+        # The place of the image's tokens in what leaves the blocks.
+        last = self._region.leave == LAST_BLOCK
+        self._leaves = self._blocks[-1].image[1] if last else tokens_of(self._region.leaves)
         self._local_blocks = stage_blocks(len(self._blocks), layout.stage_shares)[layout.pipe.index]
         self._onward = P2PChannel(layout.pipe)
         self._back = P2PChannel(layout.return_group)
@@ -65,12 +69,6 @@ class ModuleStages:
         self._like: Any = None  # the answer to that call without rows, in the module's own form
         # True if the ranks of this stage shared out the tokens of the last call.
         self.shares_tokens = True
-
-    def _leaving_tokens(self) -> Tokens:
-        """Returns the place of the image's tokens in what leaves the blocks."""
-        if self._region.leave != LAST_BLOCK:
-            return tokens_of(self._region.leaves)
-        return self._blocks[-1].image[1]
 
     @property
     def count(self) -> int:
@@ -103,9 +101,8 @@ class ModuleStages:
         self._onward.settle()
         packed = broadcast(packed.contiguous(), self.count - 1, self._return_group)
         answer = unpack(packed, answer)
-        several = isinstance(answer, (list, tuple))
-        empty = [one.new_empty(0, *one.shape[1:]) for one in (answer if several else [answer])]
-        self._like = empty if several else empty[0]  # no views, which would keep the answer's memory
+        # No views, which would keep the answer's memory.
+        self._like = tree_map(lambda one: one.new_empty(0, *one.shape[1:]), answer)
         return answer
 
     def flow_blocked_by(self, call: ModuleCall, keys: StaleKeyCache) -> str:
@@ -132,8 +129,9 @@ class ModuleStages:
         """Sends an answer from the last stage to the first."""
         self._back.send(answer, 0)
 
-    def expect_back(self, empty: Tensor) -> PendingRecv:
-        """Starts to receive on the first stage what the last one sends back next, into `empty`."""
+    def expect_back(self, empty: Tensor) -> Callable[[], Tensor]:
+        """Starts to receive on the first stage what the last one sends back next, into `empty`; returns a function that
+        waits for it."""
         return self._back.receive(empty, self.count - 1)
 
     def end_round(self) -> None:
@@ -150,17 +148,13 @@ class ModuleStages:
         there is no such patch. Runs the module without its blocks: an element belongs to the patch whose tokens change
         it. In answers after the first, elements that no patch changes (audio, whose tokens are whole in each patch)
         belong to the last patch, which has the newest keys. No other rank takes part."""
-        plain, found = self._marked(call, None, 0, keys), None
+        plain = self._marked(call, None, 0, keys)
+        found = torch.zeros(patches, plain.numel(), dtype=torch.bool, device=plain.device)
         for mark in range(1, _MARKS + 1):
-            changed = [
-                (self._marked(call, ImagePatch(n, patches), mark, keys) != plain).flatten()
-                for n in range(patches)
-            ]
-            stacked = torch.stack(changed)
-            found = stacked if found is None else found | stacked
+            for n in range(patches):
+                found[n] |= (self._marked(call, ImagePatch(n, patches), mark, keys) != plain).flatten()
             if bool(found.any(0).all()):
                 break
-        assert found is not None, "there is a mark"
         owner, owners = found.int().argmax(0), found.sum(0)
         first: Tensor = self._like if isinstance(self._like, Tensor) else self._like[0]  # of several answers
         behind = torch.arange(len(owner), device=owner.device) >= first.shape[1:].numel()
@@ -179,17 +173,15 @@ class ModuleStages:
             local = cut.gather(torch.ones_like(cut.cut(tokens, self._leaves)), self._leaves)
             return torch.where(local > 0, _values(mark, tokens), plain)
 
-        def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            assert cut is not None, "of a patch"
-            cut_arguments(self._blocks[0], cut, args, kwargs)
+        def first(inputs: BlockInputs) -> Any:
+            if cut is not None:
+                inputs.cut(cut)  # `cut` learns the number of tokens of each stream
+            return inputs.handed_on()
 
         with ExitStack() as restore:
-            for block in chain(*self._refiners, self._blocks):
-                block.module.forward = lambda *args, _block=block, **kwargs: _block.handed_on(args, kwargs)
-                restore.callback(block.module.__dict__.pop, "forward")
-            if cut is not None:  # `cut` learns the number of tokens of each stream
-                first = self._blocks[0].module
-                restore.callback(first.register_forward_pre_hook(learn, with_kwargs=True).remove)
+            self._blocks[0].answer_by(first, restore)
+            for block in chain(*self._refiners, self._blocks[1:]):
+                block.answer_by(BlockInputs.handed_on, restore)
             restore.callback(self._on_leaving(marked))
             answer = pack(self._model.module(*call.args, **call.kwargs))
         assert answer is not None, "whole images went before"
@@ -240,8 +232,7 @@ class ModuleStages:
 
         with ExitStack() as restore:
             for number, block in enumerate(self._blocks):
-                block.module.forward = self._forward_of(number, block, call, tokens, keys)
-                restore.callback(block.module.__dict__.pop, "forward")
+                block.answer_by(partial(self._answer, number, call, tokens, keys), restore)
             last = None
             if self.is_first and stay and keys is not None:
                 # A refiner's tokens are the last ones of the image's stream, which the self-test verifies.
@@ -249,74 +240,65 @@ class ModuleStages:
                 last = self._tokens_of(patch, ALONE, among)
             for region, blocks in enumerate(self._refiners):
                 for number, block in enumerate(blocks):
-                    block.module.forward = self._refiner_of((region, number), block, call, last, keys)
-                    restore.callback(block.module.__dict__.pop, "forward")
+                    block.answer_by(partial(self._refine, (region, number), call, last, keys), restore)
             restore.callback(self._on_leaving(leave))
             yield
 
-    def _forward_of(
+    def _answer(
         self,
         number: int,
-        block: Block,
         call: ModuleCall,
         tokens: BlockTokens | None,
         keys: StaleKeyCache | None,
-    ) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            is_whole = tokens is None or tokens.patch is None
-            if number == 0 and is_whole and keys is not None:  # on every stage
-                keys.counts[call.prompts] = block.image_tokens(args, kwargs)
-            if tokens is not None:
-                args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            if number == self._local_blocks.stop:
-                leaving = block.carried(args, kwargs)
-                for tensor in leaving:
-                    self._onward.send(tensor, self._pipe.index + 1)
-                if not is_whole:
-                    raise _Left
-                # Code between blocks may write into tokens (a ControlNet's residuals), and these are still being sent.
-                args, kwargs = block.with_carried([tensor.clone() for tensor in leaving], args, kwargs)
-            if number not in self._local_blocks:
-                return block.handed_on(args, kwargs)
-            if number == self._local_blocks.start and not self.is_first:
-                args, kwargs = block.with_carried(self._received(block.carried(args, kwargs)), args, kwargs)
-            if tokens is None:
-                return self._calls.run_unshared(block, args, kwargs)
-            stale = NO_KEYS if keys is None else BlockKeys(keys, (call.prompts, number), tokens)
-            return self._calls.run(block, tokens, args, kwargs, stale)
+        inputs: BlockInputs,
+    ) -> Any:
+        """Answers a call of block `number`."""
+        is_whole = tokens is None or tokens.patch is None
+        if number == 0 and is_whole and keys is not None:  # on every stage
+            keys.counts[call.prompts] = inputs.image_tokens()
+        if tokens is not None:
+            inputs = inputs.cut(tokens)
+        if number == self._local_blocks.stop:
+            leaving = inputs.carried()
+            for tensor in leaving:
+                self._onward.send(tensor, self._pipe.index + 1)
+            if not is_whole:
+                raise _Left
+            # Code between blocks may write into tokens (a ControlNet's residuals), and these are still being sent.
+            inputs = inputs.with_carried([tensor.clone() for tensor in leaving])
+        if number not in self._local_blocks:
+            return inputs.handed_on()
+        if number == self._local_blocks.start and not self.is_first:
+            inputs = inputs.with_carried(self._received(inputs.carried()))
+        if tokens is None:
+            return self._calls.run_unshared(inputs)
+        return self._calls.run(tokens, inputs, BlockKeys(keys, (call.prompts, number), tokens))
 
-        return forward
-
-    def _refiner_of(
+    def _refine(
         self,
         place: tuple[int, int],
-        block: Block,
         call: ModuleCall,
         tokens: BlockTokens | None,
         keys: StaleKeyCache | None,
-    ) -> Callable[..., Any]:
-        """Returns the forward of a block in a list before the stages' blocks; each rank of the first stage computes it.
+        inputs: BlockInputs,
+    ) -> Any:
+        """Answers a call of a block in a list before the stages' blocks, which each rank of the first stage computes.
         `place`: (number of its region, its number there). Only the first region computes patches; the others (for
         references) are small and computed whole."""
         region, number = place
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_first:
-                return block.handed_on(args, kwargs)
-            if region > 0 or tokens is None or keys is None:
-                return self._calls_alone.run_unshared(block, args, kwargs)
-            args, kwargs = cut_arguments(block, tokens, args, kwargs)
-            stale = BlockKeys(keys, (call.prompts, "refiner", number), tokens)
-            out = self._calls_alone.run(block, tokens, args, kwargs, stale)
-            return tokens.gather(out, block.image[1]) if block.is_last else out
-
-        return forward
+        if not self.is_first:
+            return inputs.handed_on()
+        if region > 0 or tokens is None or keys is None:
+            return self._calls_alone.run_unshared(inputs)
+        stale = BlockKeys(keys, (call.prompts, "refiner", number), tokens)
+        out = self._calls_alone.run(tokens, inputs.cut(tokens), stale)
+        return tokens.gather(out, inputs.block.image[1]) if inputs.block.is_last else out
 
     def _received(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Receives what the previous stage sent, in new tensors like these."""
         empty = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in like]
         coming = [self._onward.receive(one, self._pipe.index - 1) for one in empty]
-        return [one.taken() for one in coming]
+        return [arrive() for arrive in coming]
 
 
 def _values(mark: int, like: Tensor) -> Tensor:

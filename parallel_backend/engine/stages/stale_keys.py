@@ -30,34 +30,26 @@ class StaleKeyCache:
         return max(counts) if len(counts) > 1 else 0
 
 
-class NoKeys:
-    """A replacement for BlockKeys if no patches follow: attention uses only the keys of its call."""
-
-    def meet_mask(self) -> None: ...
-
-    def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]:
-        return k, v
-
-
-NO_KEYS = NoKeys()
-
-
 class BlockKeys:
     """The keys for one call of a block (sequence.StaleKeys); its attention calls come in the same order each time.
-    `place`: (prompts of the rows, block); `tokens`: those of a patch, whose keys and values replace older ones, or of
-    whole images, which are all stored."""
+    `keys`: None if no patches follow, so that attention uses only the keys of its call; `place`: (prompts of the rows,
+    block); `tokens`: those of a patch, whose keys and values replace older ones, or of whole images, which are all
+    stored."""
 
-    def __init__(self, keys: StaleKeyCache, place: Hashable, tokens: BlockTokens) -> None:
+    def __init__(self, keys: StaleKeyCache | None, place: Hashable, tokens: BlockTokens) -> None:
         self._keys, self._place, self._tokens = keys, place, tokens
         self._calls = 0
 
     def meet_mask(self) -> None:
         """Notes that attention has a mask."""
-        self._keys.masked = True
+        if self._keys is not None:
+            self._keys.masked = True
 
     def newest(self, k: Tensor, v: Tensor, stream: str) -> tuple[Tensor, Tensor]:
         """Stores keys and values [B, h, s, D], with tokens in the order of an exchange. Returns those to attend to: the
         given ones for whole images, the stored ones of all tokens for a patch."""
+        if self._keys is None:
+            return k, v
         place, whole = (self._place, self._calls), self._tokens.patch is None
         self._calls += 1
         if whole:

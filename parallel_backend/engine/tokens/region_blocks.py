@@ -1,9 +1,10 @@
-"""The blocks of a module as its table describes them, and the places of their arguments."""
+"""The blocks of a module as its table describes them, and the arguments of their calls."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import RequestError
 from ...models.tokens.regions import Argument, Blocks, Guided, Region, Tokens
+from .block_tokens import BlockTokens
 
 
 @dataclass(frozen=True)
@@ -36,72 +38,90 @@ class Block:
         given = ((name, arguments.get(name)) for name in self.kind.gives if name is not None)
         return next((name, one) for name, one in given if isinstance(one, Tokens) and one.stream == stream)
 
-    def image_tokens(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Returns the number of the image's tokens in a call."""
-        name, tokens = self.image
-        given = self.argument(name, args, kwargs)
-        value: Tensor = given if tokens.item is None else given[tokens.item]
-        return value.shape[tokens.dim :][: tokens.over].numel()
+    def answer_by(self, answer: Callable[[BlockInputs], Any], restore: ExitStack) -> None:
+        """Makes `answer` replace the block's forward until `restore` closes."""
+        self.module.forward = lambda *args, **kwargs: answer(BlockInputs(self, args, kwargs))
+        restore.callback(self.module.__dict__.pop, "forward")
 
-    def handed_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the block's output if it changed nothing: its inputs."""
-        found = [self.argument(name, args, kwargs) for name in self.kind.gives if name is not None]
-        # A block whose output is one tuple of several values also takes them as one argument.
-        return tuple(found) if len(found) > 1 else found[0]
 
-    def carried(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Returns the arguments that the previous block gave, each once; of a tuple (video, sound) its items."""
-        found: list[Tensor] = []
-        for name in self._carried_names():
-            value = self.argument(name, args, kwargs)
-            found += [value] if isinstance(value, Tensor) else value
-        return found
+@dataclass(frozen=True, eq=False)
+class BlockInputs:
+    """The arguments of one call of a block."""
 
-    def with_carried(
-        self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with `values` in place of those that `carried` returns."""
-        rest, replaced = iter(values), {}
-        for name in self._carried_names():
-            old = self.argument(name, args, kwargs)
-            replaced[name] = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
-        return self.with_arguments(replaced, args, kwargs)
+    block: Block
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    def _carried_names(self) -> list[str | int]:
-        return list(dict.fromkeys(name for name in self.kind.gives if name is not None))
+    def get(self, name: str | int) -> Any:
+        """Returns the value of an argument, or None if the call leaves it out."""
+        if name in self.kwargs:
+            return self.kwargs[str(name)]
+        place = self.block.place(name)
+        return self.args[place] if place is not None and place < len(self.args) else None
 
-    def without_guides(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Returns (args, kwargs, guides). Removes the argument that a Guided of the block's attention names: the block
-        would apply its token numbers to a share. `guides`: the removed value, None for a tensor (which stays) or none.
-        """
-        for attends in self.kind.attends:
-            if isinstance(attends, Guided):
-                found = self.argument(attends.argument, args, kwargs)
-                if found is not None and not isinstance(found, Tensor):
-                    return *self.with_arguments({attends.argument: None}, args, kwargs), found
-        return args, kwargs, None
-
-    def argument(self, name: str | int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the value of an argument in a call, or None if it is left out."""
-        if name in kwargs:
-            return kwargs[str(name)]
-        place = self.place(name)
-        return args[place] if place is not None and place < len(args) else None
-
-    def with_arguments(
-        self, values: Mapping[str | int, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns a call's arguments with these values, by name. An argument that the call leaves out stays so."""
-        listed, named = list(args), dict(kwargs)
+    def replaced(self, values: Mapping[str | int, Any]) -> BlockInputs:
+        """Returns the arguments with these values, by name. An argument that the call leaves out stays so."""
+        listed, named = list(self.args), dict(self.kwargs)
         for name, value in values.items():
-            place = self.place(name)
+            place = self.block.place(name)
             if name in named:
                 named[str(name)] = value
             elif place is not None and place < len(listed):
                 listed[place] = value
-        return tuple(listed), named
+        return BlockInputs(self.block, tuple(listed), named)
+
+    def cut(self, tokens: BlockTokens) -> BlockInputs:
+        """Returns the arguments with this rank's tokens only."""
+        kind = self.block.kind
+        return self.replaced(
+            {
+                name: tokens.cut(self.get(name), argument, name in kind.gives)
+                for name, argument in kind.arguments.items()
+            }
+        )
+
+    def image_tokens(self) -> int:
+        """Returns the number of the image's tokens."""
+        name, tokens = self.block.image
+        given = self.get(name)
+        value: Tensor = given if tokens.item is None else given[tokens.item]
+        return value.shape[tokens.dim :][: tokens.over].numel()
+
+    def handed_on(self) -> Any:
+        """Returns the block's output if it changed nothing: its inputs."""
+        found = [self.get(name) for name in self.block.kind.gives if name is not None]
+        # A block whose output is one tuple of several values also takes them as one argument.
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def carried(self) -> list[Tensor]:
+        """Returns the arguments that the previous block gave, each once; of a tuple (video, sound) its items."""
+        found: list[Tensor] = []
+        for name in self._carried_names():
+            value = self.get(name)
+            found += [value] if isinstance(value, Tensor) else value
+        return found
+
+    def with_carried(self, values: Sequence[Tensor]) -> BlockInputs:
+        """Returns the arguments with `values` in place of those that `carried` returns."""
+        rest, replaced = iter(values), {}
+        for name in self._carried_names():
+            old = self.get(name)
+            replaced[name] = next(rest) if isinstance(old, Tensor) else type(old)(next(rest) for _ in old)
+        return self.replaced(replaced)
+
+    def _carried_names(self) -> list[str | int]:
+        return list(dict.fromkeys(name for name in self.block.kind.gives if name is not None))
+
+    def without_guides(self) -> tuple[BlockInputs, Any]:
+        """Returns (arguments, guides). Removes the argument that a Guided of the block's attention names: the block
+        would apply its token numbers to a share. `guides`: the removed value, None for a tensor (which stays) or none.
+        """
+        for attends in self.block.kind.attends:
+            if isinstance(attends, Guided):
+                found = self.get(attends.argument)
+                if found is not None and not isinstance(found, Tensor):
+                    return self.replaced({attends.argument: None}), found
+        return self, None
 
 
 def blocks_of(module: nn.Module, region: Region) -> list[Block]:

@@ -30,9 +30,8 @@ def install_router(device: torch.device) -> None:
     from comfy.ldm.modules import attention
 
     prepare_order(device.type)
-    container = getattr(attention, _CONTAINER, ())
     for name in _NAMES:
-        setattr(attention, name, _routed(name, getattr(attention, name), container))
+        setattr(attention, name, _routed(name, getattr(attention, name)))
 
 
 def is_replaced() -> bool:
@@ -43,13 +42,12 @@ def is_replaced() -> bool:
     return any(getattr(one, _ROUTED, None) is not getattr(one, "__wrapped__", one) for one in functions)
 
 
-def _routed(
-    name: str, stock: Callable[..., Tensor], container: type[Any] | tuple[()], *, replaceable: bool = True
-) -> Callable[..., Tensor]:
-    """Wraps `stock` in the router. `container`: the class in which models may pass tensors to attention, or ();
-    `replaceable`: True if `stock` is ComfyUI's, which a chosen kernel may replace."""
+def _routed(name: str, stock: Callable[..., Tensor], *, replaceable: bool = True) -> Callable[..., Tensor]:
+    """Wraps `stock` in the router. `replaceable`: True if `stock` is ComfyUI's, which a chosen kernel may replace."""
+    from comfy.ldm.modules import attention
 
     library = methodcaller("by", stock)
+    container = getattr(attention, _CONTAINER, ())  # the class in which models may pass tensors to attention
 
     @functools.wraps(stock)
     def routed(*args: Any, **kwargs: Any) -> Tensor:
@@ -76,9 +74,7 @@ def is_attention(name: str) -> bool:
 
 def reroute(name: str, replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Routes the function by which another pack replaced ComfyUI's attention `name`."""
-    from comfy.ldm.modules import attention
-
-    return _routed(name, replacement, getattr(attention, _CONTAINER, ()), replaceable=False)
+    return _routed(name, replacement, replaceable=False)
 
 
 def routed_functions() -> dict[int, Callable[..., Tensor]]:

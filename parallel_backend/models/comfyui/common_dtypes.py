@@ -31,10 +31,21 @@ def agree_on_dtypes(management: Any, devices: Sequence[torch.device]) -> Iterato
     """Makes `management` (comfy.model_management) answer each of QUESTIONS with True only if it holds for all `devices`
     (GPUs, as this process numbers them), and MEMORY with that of the smallest one, in the `with` block."""
     stock = {name: getattr(management, name) for name in (*QUESTIONS, MEMORY) if hasattr(management, name)}
+
+    def of_all(question: Callable[..., bool], device: Any = None, *args: Any, **kwargs: Any) -> bool:
+        if _is_cpu(device):
+            return question(device, *args, **kwargs)
+        return all(question(each, *args, **kwargs) for each in devices)
+
+    def least_memory(question: Callable[..., Any], dev: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or _is_cpu(dev):
+            return question(dev, *args, **kwargs)
+        # Reading device properties creates no CUDA context on other ranks' cards.
+        return min(torch.cuda.get_device_properties(each).total_memory for each in devices)
+
     if len(devices) > 1:
         for name, question in stock.items():
-            answer = _least_memory if name == MEMORY else _of_all
-            setattr(management, name, partial(answer, question, tuple(devices)))
+            setattr(management, name, partial(least_memory if name == MEMORY else of_all, question))
     try:
         yield
     finally:
@@ -42,26 +53,5 @@ def agree_on_dtypes(management: Any, devices: Sequence[torch.device]) -> Iterato
             setattr(management, name, question)
 
 
-def _of_all(
-    question: Callable[..., bool],
-    devices: tuple[torch.device, ...],
-    device: torch.device | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    if device is not None and torch.device(device).type == "cpu":
-        return question(device, *args, **kwargs)
-    return all(question(each, *args, **kwargs) for each in devices)
-
-
-def _least_memory(
-    question: Callable[..., Any],
-    devices: tuple[torch.device, ...],
-    dev: torch.device | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Returns bytes. Reads device properties, which creates no CUDA context on other ranks' cards."""
-    if args or kwargs or (dev is not None and torch.device(dev).type == "cpu"):
-        return question(dev, *args, **kwargs)
-    return min(torch.cuda.get_device_properties(each).total_memory for each in devices)
+def _is_cpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"

@@ -6,7 +6,6 @@ reads of the file bring them there (models/staging.py).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from .formats.key_layouts import from_diffusers, without_prefix
 from .formats.quantised import METADATA
 from .formats.slices import Cut, slice_blocks
 from .model import ComfyUIModel
+from .model_file import ComfyUIModelFile, inspect
 from .placing import absent_parameters, place
 
 StateDict = dict[str, Tensor]
@@ -67,9 +67,8 @@ def load(
         dtypes = {f"diffusion_model.{name}": dtype for name, dtype in read.dtypes.items()}
         open_reader = partial(staged_reader, spec.path, read.opened, device)
         files = FileWeights(read.patcher.model, originals, device, dtypes, open_reader)
-    return ComfyUIModel(
-        read.patcher, device, read.bytes, read.stored_dtype, originals, own.byte_sharding, files, cuts
-    )
+    size, dtype = read.file.tensor_bytes, read.file.dtype
+    return ComfyUIModel(read.patcher, device, size, dtype, originals, own.byte_sharding, files, cuts)
 
 
 def map_model(spec: ModelSpec) -> Any:
@@ -80,13 +79,12 @@ def map_model(spec: ModelSpec) -> Any:
 
 @dataclass(frozen=True)
 class _Read:
-    """A file's model over its mapped weights. `opened`: the mapping, None for GGUF; `bytes`, `stored_dtype`: size and
-    most common dtype of its tensors in the file; `dtypes`: by name, dtypes that parameters shall have on the device."""
+    """A file's model over its mapped weights. `opened`: the mapping, None for GGUF; `dtypes`: by name, dtypes that
+    parameters shall have on the device."""
 
+    file: ComfyUIModelFile
     opened: safe_open | None
     patcher: Any
-    bytes: int
-    stored_dtype: str
     dtypes: dict[str, torch.dtype]
 
 
@@ -103,18 +101,16 @@ def _read(
     opened, tensors, metadata = (None, gguf.mapped(spec.path), {}) if packed else _mapped(spec.path)
     if source.part == "diffusion_model":
         tensors = without_prefix(tensors, metadata)
-    own = _model_tensors(tensors)
-    size = sum(tensor.nbytes for tensor in own)
-    stored = _most_common_format(own)
+    file = inspect(spec.path)
     options: dict[str, Any] = {"load_device": device, "offload_device": torch.device("cpu")}
     options |= _options(spec, source)
     left_to_comfyui = "dtype" not in options and not _flag_sets_dtype()
     keeps_file_dtype = (
         left_to_comfyui and device.type == "cpu" and not packed and _is_plain(tensors, metadata)
     )
-    if keeps_file_dtype and BYTES_PER_VALUE.get(stored, 4) < 4:
+    if keeps_file_dtype and BYTES_PER_VALUE[file.dtype] < 4:
         # On the CPU ComfyUI computes in float32 and would copy the weights to it. Casting on use gives the same values.
-        options["dtype"] = getattr(torch, stored)
+        options["dtype"] = getattr(torch, file.dtype)
     import comfy.model_management
 
     if source.part == "diffusion_model" and _assigns_weights() and _is_plain(tensors, metadata):
@@ -122,7 +118,7 @@ def _read(
     with agree_on_dtypes(comfy.model_management, [peer for peer in peers if peer.type == "cuda"]):
         patcher, built = _load(spec.path, source.part, tensors, metadata, options)
     gguf.unpack_as(patcher.model.diffusion_model, built)
-    return _Read(opened, patcher, size, stored, {} if keeps_file_dtype else built)
+    return _Read(file, opened, patcher, {} if keeps_file_dtype else built)
 
 
 def _sliced(module: nn.Module, part: ModelPart) -> dict[str, Cut]:
@@ -144,22 +140,6 @@ def _mapped(path: str) -> tuple[safe_open, StateDict, dict[str, str]]:
         raise CheckpointError(
             f"{path} cannot be read as a .safetensors file: {error}. Check that it is there and whole."
         ) from error
-
-
-def _model_tensors(tensors: StateDict) -> list[Tensor]:
-    """Returns the diffusion model's tensors; a checkpoint has others besides."""
-    from comfy.model_detection import unet_prefix_from_state_dict
-
-    prefix = unet_prefix_from_state_dict(tensors)
-    own = [tensor for name, tensor in tensors.items() if name.startswith(prefix)]
-    return own or list(tensors.values())
-
-
-def _most_common_format(tensors: list[Tensor]) -> str:
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[gguf.format_of(tensor)] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
 def _is_plain(tensors: StateDict, metadata: dict[str, str]) -> bool:
@@ -224,15 +204,7 @@ def _refusing_damage(path: str) -> Iterator[None]:
     memory and devices pass unchanged."""
     try:
         yield
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-        RuntimeError,
-    ) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("Error(s) in loading state_dict"):
             raise
         raise CheckpointError(

@@ -57,10 +57,6 @@ class LatentSizes:
     patch: tuple[int, int, int] = (1, 2, 2)
     pixels: int = 8
 
-    @property
-    def token_channels(self) -> int:
-        return self.channels * math.prod(self.patch)
-
 
 @dataclass(frozen=True)
 class ComfyUIModelFile:
@@ -152,7 +148,7 @@ class ComfyUIModelFile:
 
     @property
     def token_channels(self) -> int:
-        return self.latent.token_channels
+        return self.latent.channels * math.prod(self.latent.patch)
 
     def describe(self) -> str:
         counts = "+".join(str(kind.count) for kind in self.weights.blocks)

@@ -70,7 +70,7 @@ class DiffusersFlux(nn.Module):
             timestep=timestep,
             guidance=guidance.to(self.dtype) if distilled and guidance is not None else None,
             img_ids=image_ids(height, width, x.device),
-            txt_ids=text_ids(context.shape[1], x.device),
+            txt_ids=torch.zeros(context.shape[1], 3, device=x.device),  # text has no position in Flux
             joint_attention_kwargs={},
             return_dict=False,
         )
@@ -106,8 +106,3 @@ def image_ids(height: int, width: int, device: torch.device | None = None) -> Te
     ids[..., 1] = torch.arange(rows, device=device).unsqueeze(1)
     ids[..., 2] = torch.arange(columns, device=device)
     return ids.reshape(rows * columns, 3)
-
-
-def text_ids(tokens: int, device: torch.device | None = None) -> Tensor:
-    """Returns [T, 3] float32 zeros: text has no position in Flux."""
-    return torch.zeros(tokens, 3, device=device)

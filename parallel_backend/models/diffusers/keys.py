@@ -57,15 +57,6 @@ _STREAMS = {
 _HEAD_NORMS = {"q": "query_norm", "k": "key_norm"}
 
 
-@dataclass(frozen=True)
-class Source:
-    """The origin of a diffusers parameter: rows [start, stop) of the original tensor `key`."""
-
-    key: str
-    start: int
-    stop: int
-
-
 def _layers(dims: FluxDims) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Yields (a layer of the original layout, the shape of its weight, its layers in diffusers). If those are several,
     each has as many rows as the model's width, and the last one has the rest. A weight with one dim is a norm's."""
@@ -113,19 +104,19 @@ def original_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def diffusers_sources(dims: FluxDims) -> dict[str, Source]:
-    """Returns every parameter of diffusers' FluxTransformer2DModel with the rows of the original tensor that it is."""
-    sources: dict[str, Source] = {}
+def diffusers_sources(dims: FluxDims) -> dict[str, tuple[str, slice]]:
+    """Returns every parameter of diffusers' FluxTransformer2DModel with (the original tensor, its rows) that it is."""
+    sources: dict[str, tuple[str, slice]] = {}
     for key, shape, targets in _layers(dims):
         stops = [*(dims.hidden * n for n in range(1, len(targets))), shape[0]]
         parts = {"weight": "scale"} if len(shape) == 1 else {"weight": "weight", "bias": "bias"}
         for target, start, stop in zip(targets, [0, *stops], stops, strict=False):
             for part, stored in parts.items():
-                sources[f"{target}.{part}"] = Source(f"{key}.{stored}", start, stop)
+                sources[f"{target}.{part}"] = (f"{key}.{stored}", slice(start, stop))
     return sources
 
 
 def diffusers_shapes(dims: FluxDims) -> dict[str, tuple[int, ...]]:
     """Returns every parameter of diffusers' layout with its shape."""
     original, sources = original_shapes(dims), diffusers_sources(dims)
-    return {name: (one.stop - one.start, *original[one.key][1:]) for name, one in sources.items()}
+    return {name: (rows.stop - rows.start, *original[key][1:]) for name, (key, rows) in sources.items()}

@@ -27,7 +27,6 @@ from ..dtypes import FP8, HALVES, Dtypes, halves_of_card
 from ..staging import staged_reader
 from ..tokens.block_kinds import DIFFUSERS_FLUX
 from ..tokens.regions import Region
-from ..tokens.table import entry_of
 from .adapter import DiffusersFlux
 from .casting import CastingLinear, HalvesSwapped, cast_on_use
 from .checkpoint import AXES_DIMS, FluxFile, inspect_flux
@@ -36,7 +35,7 @@ from .keys import FluxDims, diffusers_sources
 from .memory import device_dtype, stays_in_compute_dtype
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DiffusersModel(WeightChunks):
     """A base.ModuleModel. `bytes`, `stored_dtype`: of the tensors in the file."""
 
@@ -51,12 +50,7 @@ class DiffusersModel(WeightChunks):
     splits_layers: ClassVar[bool] = True
     inseparable_rows: ClassVar[bool] = False
     scales_by_largest: ClassVar[bool] = False
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        entry = entry_of(type(self.module).__name__)
-        assert entry is not None, "the table has a row for it"
-        return entry.regions
+    regions: ClassVar[tuple[Region, ...]] = (DIFFUSERS_FLUX,)
 
     def leave_device(self) -> None:
         pass
@@ -136,10 +130,7 @@ def mapped_parameters(file: FluxFile, opened: safe_open) -> dict[str, Tensor]:
     sources = diffusers_sources(file.dims)
     if file.layout == "diffusers":
         return {name: opened.get_tensor(file.stored_key(name)) for name in sources}
-    return {
-        name: opened.get_tensor(file.stored_key(source.key))[source.start : source.stop]
-        for name, source in sources.items()
-    }
+    return {name: opened.get_tensor(file.stored_key(key))[rows] for name, (key, rows) in sources.items()}
 
 
 def loaded_dtype(name: str, stored: torch.dtype, dtypes: Dtypes, as_stored: bool) -> torch.dtype:

@@ -275,24 +275,13 @@ def _all_reduce_error(world: World) -> float:
 
 
 def _try_kernel(device: torch.device) -> tuple[str, str]:
-    """Returns (name, problem) of the kernel for half precision here, run once against plain torch arithmetic."""
-    name = ""
+    """Returns (name, problem) of the kernel for half precision here, from its test (kernel_choice.py)."""
     try:
-        from ...engine.attention.kernel_choice import kernel_for  # takes seconds: diffusers
-        from ...engine.attention.kernels import attend
-        from .gpu_attention import exact
+        from ...engine.attention.kernel_choice import fault_of, kernel_for  # takes seconds: diffusers
+        from ...engine.attention.kernels import HEAD_DIM
 
         choice = kernel_for(device, torch.bfloat16)
-        name = choice.name
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (3, 1, 2, 256, 128)
-        inputs = torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
-        with torch.inference_mode():
-            query, key, value = inputs.unbind()
-            out = attend(query, key, value, None, name).float()
-            name = "; ".join([name, *choice.notes])
-            error = (out - exact(query, key, value)).abs().max().item()
-        # Outputs are of order 0.1. bf16 rounds them by 4e-4; a kernel that quantises is off by a few percent.
-        return name, "" if error < 0.1 else f"it is off by {error:.2g} from exact attention"
     except Exception as error:  # a build that does not fit this torch fails in its own way
-        return name, f"{type(error).__name__}: {error}"[:500]
+        return "", f"{type(error).__name__}: {error}"[:500]
+    fault = fault_of(choice.name, device, torch.bfloat16, False, HEAD_DIM)
+    return "; ".join([choice.name, *choice.notes]), fault or ""

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ...engine.attention import kernel_choice, kernels
+from ...engine.attention.kernels import BY_NAME, HEAD_DIM, TORCH
 from ...options import APPROXIMATE_KERNELS, ATTENTION_KERNELS
 from ...wire.checks.findings import Finding
 
-HEAD_DIM = 128
 _HEADS = {"cpu": 2, "cuda": 12}  # 12: Flux.1's 24 heads on two ranks
 # Largest difference, relative to the largest value. bfloat16 rounds by 0.004, a quantised kernel by a few percent.
 LIMIT, LIMIT_QUANTISED = 0.02, 0.2
@@ -62,12 +63,10 @@ def judge(name: str, found: float, limit: float, remedy: str, seconds: float = 0
 
 
 def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor, expected: Tensor) -> Finding:
-    from ...engine.attention.kernels import attend
-
     if reason := _why_not(name, query):
         return Finding(name, "skipped", reason)
     try:
-        out, seconds = _timed(lambda: attend(query, key, value, None, name), query.device)
+        out, seconds = _timed(lambda: kernels.attend(query, key, value, name), query.device)
     except Exception as error:  # a build that does not fit this torch fails in its own way
         return _raised(name, error, _TORCH_INSTEAD)
     limit = LIMIT_QUANTISED if name in APPROXIMATE_KERNELS else LIMIT
@@ -83,17 +82,16 @@ def _merges(
 
     The shares are an eighth and the rest: two halves have about equal log-sum-exps, which would hide an error in them.
     """
-    from ...engine.attention.kernels import BY_NAME, TORCH, attend_with_lse, merge
-
     cut = key.shape[2] // 8
     parts = [(key[:, :, :cut], value[:, :, :cut]), (key[:, :, cut:], value[:, :, cut:])]
 
     def merged(kernel: str, masked: bool) -> Tensor:
         masks = [query.new_zeros(1, 1, query.shape[2], k.shape[2]) if masked else None for k, _ in parts]
         results = [
-            attend_with_lse(query, k, v, mask, kernel) for (k, v), mask in zip(parts, masks, strict=True)
+            kernels.attend_with_lse(query, k, v, mask, kernel)
+            for (k, v), mask in zip(parts, masks, strict=True)
         ]
-        return merge(results, query.dtype)
+        return kernels.merge(results, query.dtype)
 
     for kernel, masked in [*((name, False) for name in names), (TORCH, True)]:
         if kernel in BY_NAME and (BY_NAME[kernel].with_lse is None or _why_not(kernel, query)):
@@ -108,10 +106,7 @@ def _merges(
 
 def _why_not(name: str, query: Tensor) -> str | None:
     """Returns why a kernel cannot run here, in a user's words; None if it can."""
-    from ...engine.attention.kernel_choice import why_not
-    from ...engine.attention.kernels import BY_NAME
-
-    return why_not(BY_NAME[name], query.device, query.dtype) if name in BY_NAME else None
+    return kernel_choice.why_not(BY_NAME[name], query.device, query.dtype) if name in BY_NAME else None
 
 
 def _raised(name: str, error: Exception, remedy: str) -> Finding:

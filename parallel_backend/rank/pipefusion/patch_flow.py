@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...engine.comm.collectives import all_gather, broadcast
 from ...engine.module_forward import ModuleForward
-from ...engine.stages.p2p import PendingRecv
 from ...engine.stages.stages import ModuleStages
 from ...engine.stages.stale_keys import StaleKeyCache
 from ...engine.tokens.block_tokens import ImagePatch
@@ -94,12 +93,8 @@ def history_of(request: FlowRequest, device: torch.device) -> History:
     return start_history(request.seed, device, request.noise_scale if is_flow else 1.0)
 
 
-@dataclass(frozen=True)
-class _Coming:
-    """A patch's part of one network answer, on its way back to the first stage. `shares`: rows of each pipeline."""
-
-    answer: PendingRecv
-    shares: tuple[int, ...]
+# A patch's part of one network answer, on its way back to the first stage: (waits for it, rows of each pipeline).
+_Coming = tuple[Callable[[], Tensor], tuple[int, ...]]
 
 
 class PatchFlow:
@@ -239,7 +234,7 @@ class PatchFlow:
             self._stages.send_back(self.patches.take(found[:local], self._patch.number))
         if self._stages.is_first and self._returns:
             empty = self._stages.empty_answer(local, size.stop - size.start)
-            self._sent.append(_Coming(self._stages.expect_back(empty), shares))
+            self._sent.append((self._stages.expect_back(empty), shares))
         return self._stages.in_form(answer)
 
     def answers(self, requested: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
@@ -289,7 +284,7 @@ class PatchFlow:
     def _take_back(self, number: int, *, drop: bool = False) -> None:
         """Waits for the result of a patch's last call, if any, and passes it to the sampler unless `drop`."""
         coming, sigma = self._returning.pop(number, ([], None))
-        arrived = [(one.answer.taken(), one.shares) for one in coming]
+        arrived = [(arrive(), shares) for arrive, shares in coming]
         if drop or sigma is None or not self._has_elements(number):
             return
         found = [all_gather(answer, shares, self._layout.row) for answer, shares in arrived]

@@ -56,10 +56,6 @@ def arm(rank: int, heartbeat: Heartbeat) -> None:
         heartbeat.observer = fault
 
 
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
 def _no_memory() -> None:
     import torch
 
@@ -88,10 +84,6 @@ def _exhaust() -> None:
     time.sleep(HANG)
 
 
-def _hold_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(HANG)
-
-
 def _raise() -> None:
     raise RuntimeError("a fault on purpose")
 
@@ -105,14 +97,14 @@ def _compute() -> None:
 
 KINDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "segfault": _segfault,
+    "segfault": lambda: ctypes.string_at(0),
     "abort": os.abort,
     "oom": _no_memory,
     "fill_device": _fill_device,
     "exhaust": _exhaust,
     "sleep": lambda: time.sleep(HANG),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "gil": _hold_the_gil,
+    "gil": lambda: ctypes.PyDLL(None).sleep(HANG),  # holds it
     "raise": _raise,
     "compute": _compute,
 }

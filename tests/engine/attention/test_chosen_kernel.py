@@ -1,11 +1,11 @@
-"""ChosenKernel, which replaces ComfyUI's attention: its answers, and the calls that it leaves to ComfyUI's function."""
+"""attend_by, which replaces ComfyUI's attention: its answers, and the calls that it leaves to ComfyUI's function."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from parallel_backend.engine.attention import kernels
-from parallel_backend.engine.attention.kernels import HEAD_DIM, ChosenKernel
+from parallel_backend.engine.attention.kernels import HEAD_DIM, attend_by
 from parallel_backend.models.attention import AttentionCall
 
 HEADS = 2
@@ -33,7 +33,7 @@ def test_it_answers_as_comfyuis_functions_do(skip_reshape, skip_output_reshape):
     given = by_heads(q, k, v) if skip_reshape else (q, k, v)
     shapes = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
     call = AttentionCall(*given, HEADS, **shapes, options={"transformer_options": {}})
-    found = ChosenKernel("torch")(refused, call)
+    found = attend_by("torch", refused, call)
     assert torch.equal(found, expected if skip_output_reshape else expected.transpose(1, 2).flatten(2))
 
 
@@ -54,24 +54,24 @@ def test_it_answers_as_comfyuis_functions_do(skip_reshape, skip_output_reshape):
 def test_calls_that_a_kernel_cannot_answer_stay_comfyuis(monkeypatch, name, dtype, changes):
     monkeypatch.setattr(kernels, "attend", refused)
     call = AttentionCall(*tensors(dtype), HEADS, **changes)
-    assert ChosenKernel(name)(lambda given: given, call) is call
+    assert attend_by(name, lambda given: given, call) is call
 
 
 @pytest.mark.parametrize("sizes", [{"dim": 64}, {"heads": 3}])
 def test_other_heads_than_it_was_tried_with_stay_comfyuis(monkeypatch, sizes):
     monkeypatch.setattr(kernels, "attend", refused)
     call = AttentionCall(*tensors(**sizes), HEADS)
-    assert ChosenKernel("torch")(lambda given: given, call) is call
+    assert attend_by("torch", lambda given: given, call) is call
 
 
 def test_a_kernel_is_asked_by_its_name(monkeypatch):
     asked = []
 
-    def attend(q, k, v, mask, kernel):
+    def attend(q, k, v, kernel):
         asked.append((kernel, tuple(q.shape)))
         return q
 
     monkeypatch.setattr(kernels, "attend", attend)
     call = AttentionCall(*tensors(torch.bfloat16), HEADS, options={"low_precision_attention": True})
-    ChosenKernel("sage")(refused, call)
+    attend_by("sage", refused, call)
     assert asked == [("sage", (1, HEADS, 5, HEAD_DIM))]

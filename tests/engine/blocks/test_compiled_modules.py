@@ -170,7 +170,7 @@ def test_a_compiled_block_hands_on_the_attention_that_its_file_wants(monkeypatch
         return v + 0 if preferred_attention is None else preferred_attention.function(q, k, v, heads)
 
     monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "test_int8", other)
-    routed = router._routed("optimized_attention", stock, ())
+    routed = router._routed("optimized_attention", stock)
     monkeypatch.setattr(attention, "optimized_attention", routed)
     wanted, x = Wanted(), torch.randn(1, 6, 8)
     compiled = torch.compile(

@@ -53,11 +53,6 @@ def is_packed(tensor: Tensor) -> bool:
     return LAYOUT in sys.modules and _layout().is_packed(tensor)
 
 
-def format_of(tensor: Any) -> str:
-    """Returns the name of the tensor's format or dtype, as in models/dtypes.py."""
-    return tensor._params.kind if is_packed(tensor) else str(tensor.dtype).removeprefix("torch.")
-
-
 def unpacked(tensor: Tensor) -> Tensor:
     """Returns the tensor unpacked, in order to change it: nothing can pack it again."""
     return tensor.dequantize() if is_packed(tensor) else tensor

@@ -265,12 +265,7 @@ def _patch_hook_weight(
 
 
 def _load_sharded(
-    self: Any,
-    sharding: WeightSharding,
-    device_to: Any = None,
-    lowvram_model_memory: int = 0,
-    force_patch_weights: bool = False,
-    full_load: bool = False,
+    self: Any, sharding: WeightSharding, device_to: Any = None, *unused: Any, **options: Any
 ) -> None:
     """Patches weights on use, as ComfyUI patches offloaded ones: they are gathered only while their block runs."""
     import comfy.lora
