@@ -94,7 +94,8 @@ def _cluster_words(devices: tuple[str, ...]) -> str:
     if not devices:
         return "no machine has joined yet"
     count, machines = len(devices), len({machine_of(device) for device in devices})
-    where = f"{machines} machines" if machines > 1 else "one machine"
-    words = f"{count} devices on {where}" if count > 1 else f"one device on {where}"
+    words = f"{count} devices on one machine" if count > 1 else "one device on one machine"
+    if machines > 1:
+        words = f"{count} devices on {machines} machines"
     size = sum(map(memory_elsewhere, devices))
     return f"{words}, {in_gib(size)} GiB" if size else words
