@@ -109,6 +109,11 @@ def _facts_with(modules: int) -> tuple[Packs, bytes]:
     return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _PACK, packs, tuple(sys.path), folders))
 
 
+def replaced_now() -> list[Replaced]:
+    """Returns what packs have replaced in ComfyUI's modules."""
+    return replaced_by(_facts_with(len(sys.modules))[0], comfyui_root(), _PACK)
+
+
 def _plain(value: Any) -> Any:
     """Copies a dict of ComfyUI's folders as plain lists and sets; returns any other value unchanged."""
     if not isinstance(value, dict):
@@ -161,7 +166,7 @@ class Shipment:
         self._objects: dict[int, Any] = {}  # that the job consists of, by number
         self._job = PickledJob(
             work=work,
-            replaced=replaced_by(self._loaded_packs, comfyui_root(), _PACK),
+            replaced=replaced_now(),
             changes=changes,
             random_states=generator_states(device),
             settings=torch_settings(),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...parallel_backend.devices import devices_of_a_run, machine_of
 from ...parallel_backend.errors import RequestError
 from ...parallel_backend.job.payload import INPUTS, HalfVae, VaeCall
+from ...parallel_backend.job.purity import is_pure
 from ...parallel_backend.machine.device_shares import read_shares
 from ...parallel_backend.models.comfyui.rows.banded import STEPS
 from ...parallel_backend.models.tokens.vae_networks import (
@@ -43,7 +44,7 @@ from ..host.comfyui_flags import comfyui_root, numeric_flags
 from ..host.offload import comfyui_device, release_cache, unload
 from ..host.settings import setting
 from .outline import unloaded
-from .ship import HeldByRanks, Shipment, held_numbers
+from .ship import HeldByRanks, Shipment, held_numbers, replaced_now
 
 # Methods that some node packs replace on single layers or on a whole VAE, such as those for seamless tiles.
 _METHODS = ("forward", "_conv_forward", "decode", "encode")
@@ -81,7 +82,14 @@ def _why_not_split(vae: comfy.sd.VAE, *, encodes: bool) -> str:
     own = getattr(type(vae), method) is getattr(comfy.sd.VAE, method) and method not in vars(vae)
     if not own or _is_changed(network) or (not encodes and getattr(half, "tanh_out", False)):
         return "another node has changed how it computes"
-    return "another node has patched it" if vae.patcher.patches or vae.patcher.object_patches else ""
+    if vae.patcher.patches or vae.patcher.object_patches:
+        return "another node has patched it"
+    modules = {kind.__module__ for kind in map(type, network.modules())}
+    if any(one.module in modules and not is_pure(one.value) for one in replaced_now()):
+        return (
+            "a pack has put a function into it that may keep something from one part of a picture to the next"
+        )
+    return ""
 
 
 def refuse_other_kinds(vae: comfy.sd.VAE) -> None:

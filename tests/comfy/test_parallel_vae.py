@@ -267,6 +267,18 @@ def test_a_function_that_a_pack_has_replaced_in_comfyui_computes_on_the_devices_
     assert (amid - before).abs().max() > 100 * TOLERANCE and torch.equal(after, before)
 
 
+def test_a_function_of_a_pack_that_keeps_something_is_called_in_comfyuis_process_alone(comfy):
+    try:
+        graph = VaeGraph()
+        swish = {"replaced": True, "counts": True}
+        vae = [graph.add("TestOtherSwish", vae=graph.vae("flux"), **swish), 0]
+        _assert_comfyui_decodes(comfy, graph, graph.drawn(92), vae, "may keep something")
+    finally:
+        restore = VaeGraph()
+        vae = [restore.add("TestOtherSwish", vae=restore.vae("flux"), replaced=False), 0]
+        comfy.sample(restore.prompt, restore.stock(restore.drawn(92), vae))
+
+
 def _ours(draw: int, **size: int) -> tuple[dict, list]:
     """Returns (prompt, its IMAGE output)."""
     graph = VaeGraph()
