@@ -46,8 +46,8 @@ class AttributesSet:
 
 class Original:
     """The state of a model's modules before a job. After `restored`, every module has its earlier class, attributes,
-    hooks and children again, so nothing that a node stores on the network reaches the next job. Weights, and
-    attributes in which ComfyUI keeps its own state, stay as they are."""
+    hooks and children again: what a node stores on the network goes to ComfyUI's process (`attributes_set`), and to
+    later jobs from there. Weights, and attributes in which ComfyUI keeps its own state, stay as they are."""
 
     def __init__(self, base: nn.Module) -> None:
         self._base = base
@@ -116,7 +116,7 @@ def _stored_by_comfyui(kind: type) -> set[str]:
         for name, value in vars(base).items()
         if isinstance(value, types.FunctionType) and name != "__init__"
     ]
-    theirs = [one for one in methods if one.__module__.startswith(("comfy.", "torch."))]
+    theirs = [one for one in methods if (one.__module__ or "").startswith(("comfy.", "torch."))]
     return {
         step.argval for one in theirs for step in dis.get_instructions(one) if step.opname == "STORE_ATTR"
     }
