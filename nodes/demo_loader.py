@@ -20,7 +20,7 @@ from ..parallel_backend.planner.rules import StrategySettings
 from .host.settings import fingerprint
 from .links import CATEGORY, check_links, parallel_model_output, refuse_literals, strategy_input
 from .loaders import over_file
-from .model.named_file import DEMO, DEMO_MODEL
+from .model.named_file import DEMO_MODEL, demo_spec
 
 FOLDER = DEMO_MODEL.parent
 
@@ -58,7 +58,7 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"The demo model is incomplete: {', '.join(missing)} is missing from {FOLDER.name}; install the pack "
                 f"again."
             )
-        parallel = over_file(DEMO, strategy)
+        parallel = over_file(demo_spec(), strategy)
         set_preview_colours(parallel.model.latent_format)
         kinds = SimpleNamespace(clip=lambda **_: _TextModel(), tokenizer=lambda **_: _Tokenizer(), params={})
         clip = comfy.sd.CLIP(kinds)

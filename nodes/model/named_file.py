@@ -202,7 +202,9 @@ def make_spec(path: str, part: str, options: Options) -> ModelSpec:
     )
 
 
-DEMO = make_spec(str(DEMO_MODEL), "diffusion_model", {})
+def demo_spec() -> ModelSpec:
+    """Returns the spec of the demo model."""
+    return make_spec(str(DEMO_MODEL), "diffusion_model", {})
 
 
 def find_spec(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
@@ -253,7 +255,7 @@ def read_named(loader: str, name: str, source: str = "") -> ModelFile | None:
     file is unknown, returns ANY_MODEL. Raises CheckpointError or RequestError for a file that is refused, and OSError.
     """
     if loader == "ParallelDemoLoader":
-        return facts_of(DEMO)
+        return facts_of(demo_spec())
     found = FILE_LOADERS.get(source if loader == "ParallelModel" else loader)
     if found is not None and found.folder_of(name) is not None:
         return facts_of(found.find(name, next(iter(found.options))))

@@ -21,7 +21,7 @@ from ..host.prompt_graph import Prompt, class_of, inputs_of, loader_before, with
 from ..host.settings import default_settings
 from ..job.model import JobPatcher, ShippedModel
 from ..loaders import over_file
-from ..model.named_file import DEMO, FILE_LOADERS, STOCK_LOADERS
+from ..model.named_file import FILE_LOADERS, STOCK_LOADERS, demo_spec
 
 
 def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[LoadInfo, tuple[str, ...]]:
@@ -54,7 +54,7 @@ def named_model(prompt: Prompt, node: str) -> tuple[JobPatcher, StrategySettings
                 "Load Checkpoint leads to it directly. Its first prompt loads it."
             )
     if kind == "ParallelDemoLoader":  # running the node would also make a text encoder and a VAE
-        spec = DEMO
+        spec = demo_spec()
     elif kind in FILE_LOADERS and (is_behind or kind not in STOCK_LOADERS):
         loader = FILE_LOADERS[kind]
         dtype = _literal(inputs, "weight_dtype") if "weight_dtype" in inputs else next(iter(loader.options))
