@@ -27,8 +27,8 @@ from .tensors import OF_DEVICES
 # Name of the tensor with the changes as JSON; the tensors in them are named alike, with a number behind it.
 CHANGES = "changes"
 UNSENT = (
-    "A later sampling may differ from one device: what changed in {names} stays on the devices, as it is neither plain "
-    "values nor tensors of at most 256 MiB in all."
+    "A later sampling or text may differ from one device: what changed in {names} stays on the devices, as it is "
+    "neither plain values nor tensors of at most 256 MiB in all."
 )
 # Of the tensors in one job's changes. Most of what is larger is the cache of a video's steps, which starts anew.
 MOST_BYTES = 2**28
