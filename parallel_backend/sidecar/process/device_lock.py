@@ -167,7 +167,18 @@ def _is_leaving(holder: Mapping[str, object]) -> bool:
     pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
-    return pid == os.getpid() or not Path(f"/proc/{pid}").exists()
+    return pid == os.getpid() or not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    """Returns True if there is a process with this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's process; too large for a process id
+        pass
+    return True
 
 
 def _who(holder: Mapping[str, object]) -> str:
