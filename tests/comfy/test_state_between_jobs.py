@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from any_graphs import AnyGraph
@@ -20,7 +22,7 @@ PLACES = (
 )
 
 
-def _remembering(graph: AnyGraph, model: list, place: str, label: str = "") -> list:
+def _remembering(graph: AnyGraph, model: list, place: str, label: str) -> list:
     return [graph.add("TestMemory", model=model, place=place, label=label), 0]
 
 
@@ -30,15 +32,14 @@ def _twice(graph: AnyGraph, models: tuple[list, list], request: tuple[list, list
     return graph.ksampler(models[1], *request[:2], first, steps=2, denoise=0.6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, place):
+def _is_there_in_the_second(packs, remembering: Callable[[AnyGraph, list, str], list]) -> None:
+    """Checks that two samplings give stock's latent, which nodes that share nothing do not give. `remembering(graph,
+    model, label)`: adds a node that keeps something; nodes of another label share nothing with it."""
     graph = AnyGraph(packs, "flux")
     source, request = graph.stock(), graph.request()
     ours = [graph.parallel(source, ulysses=2), 0]
-    stock, parallel, first, second = (
-        _remembering(graph, model, place, label)
-        for model, label in ((source, ""), (ours, ""), (ours, "first"), (ours, "second"))
-    )
+    labelled = ((source, "stock"), (ours, "ours"), (ours, "first"), (ours, "second"))
+    stock, parallel, first, second = (remembering(graph, model, label) for model, label in labelled)
     ways = {
         "stock": _twice(graph, (stock, stock), request),
         "ours": _twice(graph, (parallel, parallel), request),
@@ -47,31 +48,24 @@ def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, p
     found = latents(packs, graph, ways)
     assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
     assert relative_difference(found["forgetful"], found["stock"]) > TELLING
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_node_keeps_in_the_first_sampling_is_there_in_the_second(packs, place):
+    _is_there_in_the_second(packs, lambda graph, model, label: _remembering(graph, model, place, label))
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["of the network", "of a block"])
 @pytest.mark.parametrize("attribute", ["a number", "a list", "an attribute that is removed"])
 def test_attributes_that_a_job_writes_on_the_network_are_there_in_the_second(packs, attribute, block):
-    graph = AnyGraph(packs, "flux")
-    source, request = graph.stock(), graph.request()
-    ours = [graph.parallel(source, ulysses=2), 0]
-
-    def remembering(model: list, label: str) -> list:
-        inputs = {"attribute": attribute, "block": block, "label": label}
-        return [graph.add("TestNetworkMemory", model=model, **inputs), 0]
-
-    stock, parallel, first, second = (
-        remembering(model, label)
-        for model, label in ((source, "stock"), (ours, "ours"), (ours, "first"), (ours, "second"))
+    inputs = {"attribute": attribute, "block": block}
+    _is_there_in_the_second(
+        packs,
+        lambda graph, model, label: [
+            graph.add("TestNetworkMemory", model=model, label=label, **inputs),
+            0,
+        ],
     )
-    ways = {
-        "stock": _twice(graph, (stock, stock), request),
-        "ours": _twice(graph, (parallel, parallel), request),
-        "forgetful": _twice(graph, (first, second), request),
-    }
-    found = latents(packs, graph, ways)
-    assert relative_difference(found["ours"], found["stock"]) <= TOLERANCE
-    assert relative_difference(found["forgetful"], found["stock"]) > TELLING
 
 
 @pytest.mark.parametrize(
