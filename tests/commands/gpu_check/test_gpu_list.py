@@ -22,6 +22,13 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[3]
 CPU = ("cpu:0", "cpu:1")
 ((_, SYNCS),) = choose(("syncs",))
+# The checks that an audit requires in the first minutes on a GPU, in its order.
+LIST = (
+    *("installation", "device", "attention", "identity", "checkpoint", "steps", "syncs", "same bits"),
+    *("fp8", "offload", "sleep", "comfyui", "links", "strategies"),
+    *("pipefusion 1 2", "pipefusion 1 6", "pipefusion 0 2", "pipefusion 0 6"),
+    *("one process", "cancel", "kill", "out of memory", "profile"),
+)
 
 
 def _run(*checks, subject=None, **wishes):
@@ -39,6 +46,10 @@ def raises(ranks):
 
 
 # The list.
+
+
+def test_the_list_is_the_audits_in_its_order():
+    assert [check.name for _, check in choose(())] == list(LIST)
 
 
 @pytest.mark.parametrize(
