@@ -28,10 +28,12 @@ async def comfy_entrypoint() -> ComfyExtension:
 
             from .nodes.host import prompt_links
             from .nodes.host.settings import price_per_gpu_hour
+            from .nodes.job.replaced import note_values
             from .nodes.preload import route as preload
             from .nodes.routes import doctor, front_door, launch, ranks, strategy
             from .parallel_backend.observability.logs.event_log import begin_log
 
+            note_values()
             server = PromptServer.instance
             for module in (doctor, ranks, strategy):
                 module.add_routes(server.routes)

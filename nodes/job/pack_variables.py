@@ -16,7 +16,7 @@ import torch
 
 from ...parallel_backend.job.changes import are_same
 from ...parallel_backend.job.restore import Replaced, is_as_imported
-from .replaced import Packs
+from .replaced import Packs, classes_of
 
 _MOST = 10_000  # values in one variable that are compared
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
@@ -48,7 +48,7 @@ def _modules_of(packs: Packs) -> dict[str, types.ModuleType]:
 def _note(modules: Mapping[str, types.ModuleType], is_known: Callable[[Any], bool]) -> None:
     _imported.update({(name, ""): {} for name in modules})
     for module in modules.values():
-        for owner in (module, *_classes(module)):
+        for owner in (module, *classes_of(module)):
             _imported[_key(owner)] = {
                 name: (value, _all_in(value)) for name, value in vars(owner).items() if is_known(value)
             }
@@ -76,8 +76,11 @@ def variables_of(code: Iterable[Any]) -> list[Replaced]:
 
 
 def was_set(variable: Replaced) -> bool:
-    """Returns True if a variable is not as the import has set it."""
-    before, held = _imported[variable.module, variable.path].get(variable.name, (None, []))
+    """Returns True if a variable is not as the import has set it, or is one of ComfyUI's (values_set)."""
+    noted = _imported.get((variable.module, variable.path))
+    if noted is None:
+        return True
+    before, held = noted.get(variable.name, (None, []))
     return variable.value is not before or not are_same(_all_in(variable.value), held)
 
 
@@ -113,11 +116,6 @@ def _pack_of(module: str) -> str:
 
 def _key(owner: _Owner) -> tuple[str, str]:
     return (owner.__module__, owner.__qualname__) if isinstance(owner, type) else (owner.__name__, "")
-
-
-def _classes(module: types.ModuleType) -> list[type]:
-    kinds = [one for one in vars(module).values() if isinstance(one, type)]
-    return [one for one in kinds if _key(one) == (module.__name__, one.__name__)]
 
 
 def _owner_of(module: str, path: str) -> Any:

@@ -1,7 +1,9 @@
-"""Functions and classes of ComfyUI's own modules that other packs have replaced in this process."""
+"""What other packs have replaced in ComfyUI's own modules in this process: functions, classes and plain values."""
 
 from __future__ import annotations
 
+import dis
+import functools
 import operator
 import os
 import sys
@@ -13,15 +15,23 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...parallel_backend.job.changes import are_same
 from ...parallel_backend.job.restore import Replaced
 
 # Types of callables that are held. Any other, such as a method of ComfyUI's cache, would keep what it belongs to alive.
 _HELD = (type, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod, types.ModuleType)
-# Functions of ComfyUI, by module, that work for this process alone: they decide where weights lie, read files, or run
-# before a job begins. Ranks have devices of their own, and compare their weights with the MODEL's.
+_PLAIN = (bool, int, float, str, types.NoneType, torch.dtype)
+# What works for this process alone in ComfyUI's modules: it decides where weights lie, reads files, or runs before a
+# job begins. Ranks have devices of their own, and compare their weights with the MODEL's.
 _LOCAL = {
     "comfy.model_management": {
+        "DISABLE_SMART_MEMORY",
+        "EXTRA_RESERVED_VRAM",
+        "MAX_PINNED_MEMORY",
+        "MIN_WEIGHT_MEMORY_RATIO",
+        "NUM_STREAMS",
         "cleanup_models",
         "cleanup_models_gc",
         "current_stream",
@@ -39,6 +49,8 @@ _LOCAL = {
         "text_encoder_device",
         "text_encoder_initial_device",
         "text_encoder_offload_device",
+        "total_ram",
+        "total_vram",
         "unet_inital_load_device",
         "unet_offload_device",
         "unload_all_models",
@@ -55,6 +67,7 @@ _LOCAL = {
         "load_diffusion_model_state_dict",
         "load_state_dict_guess_config",
     },
+    "comfy.utils": {"DISABLE_MMAP", "MMAP_TORCH_FILES"},
 }
 # Packs by their name in sys.modules: (file, True if it is a package).
 Packs = dict[str, tuple[str, bool]]
@@ -123,6 +136,63 @@ class _Search:
 
 
 _latest: _Search | None = None
+_spaces: list[_Space] = []
+
+
+@dataclass(frozen=True)
+class _Space:
+    """A module of ComfyUI, or a class in it (`path`), when it was first seen. `space`: its namespace; `names`: those in
+    it then; `plain`: the plain values."""
+
+    module: str
+    path: str
+    space: Mapping[str, Any]
+    names: frozenset[str]
+    plain: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: str, path: str, owner: types.ModuleType | type) -> _Space:
+        space = vars(owner)
+        names = {name: value for name, value in space.items() if not name.startswith("__")}
+        plain = {name: value for name, value in names.items() if _is_plain(value)}
+        return cls(module, path, space, frozenset(space), plain)
+
+
+def note_values() -> None:
+    """Notes the plain values in those of ComfyUI's modules that are new: a rank's import sets them alike."""
+    noted = {one.module for one in _spaces}
+    for name, module in _comfyui_modules().items():
+        if name not in noted:
+            _spaces.append(_Space.of(name, "", module))
+            _spaces.extend(_Space.of(name, one.__qualname__, one) for one in classes_of(module))
+
+
+def values_set() -> list[Replaced]:
+    """Returns the plain values that were set since, but for those that functions of the same module set."""
+    changed = [
+        (one, name, value)
+        for one in _spaces
+        for name, before in one.plain.items()
+        if (value := one.space.get(name, before)) is not before and value != before
+    ]
+    grown = [one for one in _spaces if len(one.space) > len(one.names)]
+    changed += [(one, name, one.space[name]) for one in grown for name in one.space.keys() - one.names]
+    return [
+        Replaced(one.module, one.path, name, value)
+        for one, name, value in changed
+        if _is_plain(value)
+        and name not in _LOCAL.get(one.module, ())
+        and name not in _set_by_itself(one.module)
+    ]
+
+
+@functools.cache
+def _set_by_itself(module: str) -> set[str]:
+    """Returns the names of the variables that functions of a module set."""
+    owners = (sys.modules[module], *classes_of(sys.modules[module]))
+    code = [getattr(_function(value), "__code__", None) for one in owners for value in vars(one).values()]
+    steps = chain.from_iterable(dis.get_instructions(one) for one in code if one is not None)
+    return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
 
 
 def loaded_packs() -> Packs:
@@ -150,33 +220,47 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
     return _latest.found
 
 
+def classes_of(module: types.ModuleType) -> list[type]:
+    """Returns the classes that a module defines, under their names."""
+    return [
+        value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and key == value.__name__
+    ]
+
+
 def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
-    names = list(sys.modules)
-    modules = {
-        name: module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, types.ModuleType) and (name == "comfy" or name.startswith("comfy."))
-    }
+    names, modules = list(sys.modules), _comfyui_modules()
     found: list[Replaced] = []
     spaces: list[Mapping[str, Any]] = []
     for name, module in modules.items():
         spaces.append(vars(module))
         ignored = _LOCAL.get(name, set())
+        for kind in classes_of(module):
+            spaces.append(vars(kind))
+            theirs = _theirs_of_class(kind, name, folders)
+            found += [Replaced(name, kind.__qualname__, *pair) for pair in theirs if pair[0] not in ignored]
         for key, value in list(vars(module).items()):
-            if isinstance(value, type) and value.__module__ == name and key == value.__name__:
-                spaces.append(vars(value))
-                theirs = _theirs_of_class(value, name, folders)
-                found += [
-                    Replaced(name, value.__qualname__, *pair) for pair in theirs if pair[0] not in ignored
-                ]
-            elif key not in ignored and _is_of(value, folders):
+            if key not in ignored and _is_of(value, folders):
                 found.append(Replaced(name, "", key, value))
     return _Search(packs, found, names, modules, _Code(spaces))
 
 
+def _comfyui_modules() -> dict[str, types.ModuleType]:
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and (name == "comfy" or name.startswith("comfy."))
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
 def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yields a class's attributes that come from a pack, and its own methods that a pack moved to another name."""
-    values = [(key, _plain(value), value) for key, value in vars(kind).items()]
+    values = [(key, _function(value), value) for key, value in vars(kind).items()]
     is_touched = any(_is_of(plain, folders) for _, plain, _ in values)
     for key, plain, value in values:
         is_moved = (
@@ -191,7 +275,7 @@ def _theirs_of_class(kind: type, module: str, folders: tuple[str, ...]) -> Itera
             yield key, value
 
 
-def _plain(value: Any) -> Any:
+def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 

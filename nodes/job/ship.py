@@ -71,7 +71,7 @@ from .pack_variables import (
     variables_of,
     was_set,
 )
-from .replaced import Packs, loaded_packs, replaced_by
+from .replaced import Packs, loaded_packs, note_values, replaced_by, values_set
 
 _PACK = __name__.rsplit(".nodes.", 1)[0]
 _UNSENT = (
@@ -100,8 +100,9 @@ class _SentToRanks:
 @functools.lru_cache(maxsize=1)
 def _facts_with(modules: int) -> tuple[Packs, bytes]:
     """Returns the packs that ComfyUI has imported and the packed facts of this process, and notes new variables of
-    packs. `modules`: the number of imported modules; a new number makes all anew."""
+    packs and values of ComfyUI. `modules`: the number of imported modules; a new number makes all anew."""
     loaded = loaded_packs()
+    note_values()
     note_late_variables(loaded)
     packs = {name: file for name, file in loaded.items() if name != _PACK}
     folders = {name: _plain(getattr(folder_paths, name)) for name in _FOLDERS}
@@ -158,7 +159,8 @@ class Shipment:
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # packs that the ranks have not imported yet, in words
-        self._variables: list[Replaced] = []  # of packs, that the job's code uses
+        self._values = values_set()  # in ComfyUI's modules
+        self._variables: list[Replaced] = []  # these, and those of packs that the job's code uses
         self._unsent = ""  # variables of packs that ranks cannot be given, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
@@ -252,11 +254,11 @@ class Shipment:
     def _pickled(
         self, job: PickledJob, known: Known, sent: SentTensors, find_in_file: FindInFile | None
     ) -> Pickled:
-        """Pickles the job with the variables that its code uses. Only the pickled code tells which: those of the last
-        job are tried first, so that most jobs are pickled once."""
+        """Pickles the job with the variables that its code uses. Only the pickled code tells which of packs: those of
+        the last job are tried first, so that most jobs are pickled once."""
         variables, tensors, found = latest_variables(), dict[str, Tensor](), list[Replaced]()
         for is_guess in (True, False, False):  # the code of functions in variables may name others
-            there = self._sendable(variables, known)
+            there = self._sendable([*variables, *self._values], known)
             self._variables = [one if was_set(one) else replace(one, value=AS_IMPORTED) for one in there]
             whole = replace(job, replaced=[*job.replaced, *self._variables])
             pickled = pickle_job(whole, known, sent, ModelPatcher, find_in_file)

@@ -129,8 +129,8 @@ def test_a_nodes_callback_gets_each_steps_latents_of_all_images(packs):
         assert relative_difference(found[way], found["stock"]) <= TOLERANCE, way
 
 
-@pytest.mark.parametrize("node", ["TestVariables", "TestLateVariables"])
-def test_variables_that_a_node_has_set_in_its_packs_modules_are_set_on_the_devices(packs, node):
+@pytest.mark.parametrize("node", ["TestVariables", "TestLateVariables", "TestValuesOfComfyUI"])
+def test_variables_that_a_node_has_set_in_modules_are_set_on_the_devices(packs, node):
     """Each of several kinds counts; the next prompt's values replace them."""
     for value in (0.3, -0.2):
         graph = AnyGraph(packs, "flux")

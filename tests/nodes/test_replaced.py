@@ -88,3 +88,31 @@ def test_an_array_in_the_place_of_a_constant_hides_nothing(search, monkeypatch):
     monkeypatch.setattr(comfy.lora, "A_CONSTANT", numpy.zeros(3))
     monkeypatch.setattr(comfy.lora, "calculate_weight", _of_the_pack())
     assert search() == {("comfy.lora", "", "calculate_weight")}
+
+
+def test_plain_values_that_were_set_in_a_module_or_a_class_are_found(replaced, monkeypatch):
+    import comfy.ldm.wan.vae
+    import comfy.supported_models
+
+    replaced.note_values()
+    before = replaced.values_set()
+    monkeypatch.setattr(comfy.ldm.wan.vae, "CACHE_T", 3)
+    monkeypatch.setattr(comfy.supported_models.Flux, "memory_usage_factor", 4.5)
+    monkeypatch.setattr(comfy.supported_models.Flux, "strength", "high", raising=False)
+    found = {(one.module, one.path, one.name, one.value) for one in replaced.values_set()}
+    assert before == []
+    assert found == {
+        ("comfy.ldm.wan.vae", "", "CACHE_T", 3),
+        ("comfy.supported_models", "Flux", "memory_usage_factor", 4.5),
+        ("comfy.supported_models", "Flux", "strength", "high"),
+    }
+
+
+def test_what_comfyui_sets_itself_and_what_places_weights_stays_in_its_process(replaced, monkeypatch):
+    import comfy.model_management
+
+    replaced.note_values()
+    monkeypatch.setattr(comfy.model_management, "EXTRA_RESERVED_VRAM", 2**30)
+    monkeypatch.setattr(comfy.model_management, "interrupt_processing", True)
+    monkeypatch.setattr(comfy.model_management, "PRIORITIZE_FP16", True)
+    assert [one.name for one in replaced.values_set()] == ["PRIORITIZE_FP16"]

@@ -101,7 +101,8 @@ def _is_replaced(state: Mapping[str, Any], kind: type) -> bool:
 
 def foreign_code(replaced: Iterable[Replaced]) -> Foreign:
     """Describes what packs have replaced in ComfyUI's network code: a call's arguments do not show it."""
-    inside = [one for one in replaced if one.module.startswith(_NETWORK_CODE)]
+    code = [one for one in replaced if not isinstance(one.value, (*_PLAIN, tuple, type(None)))]
+    inside = [one for one in code if one.module.startswith(_NETWORK_CODE)]
     kernels = [one for one in inside if not one.path and is_attention(one.name)]
     only_kernels = len(kernels) == len(inside)
     return Foreign(takes_part=bool(inside), between=only_kernels, is_pure=only_kernels, kernel=bool(kernels))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_backend.rank.work.call_mode import Foreign, NetworkState, foreign_in, mode_of
+from parallel_backend.job.restore import Replaced
+from parallel_backend.rank.work.call_mode import Foreign, NetworkState, foreign_code, foreign_in, mode_of
 from parallel_backend.requests import ATTENTION, BLOCK, ROWS, STAY
 
 CALL = {"context": object(), "y": object(), "guidance": object()}
@@ -63,6 +64,13 @@ def test_numbers_words_and_tensors_in_the_options_are_data():
         "context_window": Cache(),  # only ComfyUI's sampling reads it
     }
     assert foreign_in(options, NetworkState(nn.Linear(2, 2), ()), Foreign()) == Foreign()
+
+
+def test_functions_in_network_code_take_part_and_values_do_not():
+    module = "comfy.ldm.wan.vae"
+    values = [Replaced(module, "", name, value) for name, value in (("CACHE_T", 3), ("SIZES", (1, 2)))]
+    assert foreign_code(values) == Foreign()
+    assert foreign_code([*values, Replaced(module, "Resample", "forward", max)]).takes_part
 
 
 def test_hooks_that_the_load_left_are_no_change_and_those_that_come_later_are():

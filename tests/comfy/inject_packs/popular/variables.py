@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 
 import torch
+from comfy.ldm.modules import attention
+from comfy.supported_models import GenmoMochi, SV3D_u
 
 from . import modes
 from .node import node
@@ -57,6 +59,27 @@ def late_variables(model, value):
 
     def wrapper(apply_model, given):
         return apply_model(given["input"], given["timestep"], **given["c"]) + shift_of()
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
+@node("TestValuesOfComfyUI", model="MODEL", value="FLOAT")
+def values_of_comfyui(model, value):
+    """Shifts the model's outputs by three times `value`: it changes a value of a module of ComfyUI and of a class, and
+    adds one to a class."""
+    model = model.clone()
+    attention.SDP_BATCH_LIMIT, GenmoMochi.memory_usage_factor, SV3D_u.shift_of_test = (
+        2**31 + value,
+        2.0 + value,
+        value,
+    )
+
+    def wrapper(apply_model, given):
+        shift = (
+            attention.SDP_BATCH_LIMIT - 2**31 + GenmoMochi.memory_usage_factor - 2.0 + SV3D_u.shift_of_test
+        )
+        return apply_model(given["input"], given["timestep"], **given["c"]) + shift
 
     model.set_model_unet_function_wrapper(wrapper)
     return model
