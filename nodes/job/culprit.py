@@ -9,8 +9,7 @@ from comfy.model_patcher import ModelPatcher
 import nodes
 
 from ...parallel_backend.errors import RequestError
-from ...parallel_backend.job.pickling import PATCHER_STATE, CannotBeSent, Known, pickle_job
-from ...parallel_backend.job.tensors import SentTensors
+from ...parallel_backend.job.pickling import PATCHER_STATE, CannotBeSent, Known, can_be_sent
 from ..host.prompt_graph import Prompt, needed
 from ..host.prompt_links import current_node, models_before, title_of
 from .model import JobPatcher
@@ -37,12 +36,12 @@ def with_culprit(error: CannotBeSent, patcher: JobPatcher, known: Known) -> Requ
 def _first_with_it(prompt: Prompt, patcher: JobPatcher, known: Known) -> str:
     """Returns the id of the node that gives the first MODEL which cannot be sent; "" if that is unknown."""
     behind = [one for one in _with_parents(patcher) if isinstance(one, JobPatcher)]
-    found = next((one for one in behind if not _can_be_sent(one, known)), None)
+    found = next((one for one in behind if not _is_sendable(one, known)), None)
     if found is not behind[0] or found is None:
         return "" if found is None else found.made_by or ""
     before = _with_parents(found.made_from())
     path = models_before(prompt, found.made_by or "")
-    bad = next((number for number, one in enumerate(before) if not _can_be_sent(one, known)), None)
+    bad = next((number for number, one in enumerate(before) if not _is_sendable(one, known)), None)
     # Usually each node clones the MODEL once, so that patchers and nodes correspond.
     return path[bad] if bad is not None and len(path) == len(before) else ""
 
@@ -55,13 +54,9 @@ def _with_parents(patcher: ModelPatcher | None) -> list[ModelPatcher]:
     return found
 
 
-def _can_be_sent(patcher: ModelPatcher, known: Known) -> bool:
+def _is_sendable(patcher: ModelPatcher, known: Known) -> bool:
     state = {key: value for key, value in vars(patcher).items() if key not in PATCHER_STATE}
-    try:
-        pickle_job(state, known, SentTensors(), ModelPatcher)
-    except CannotBeSent:
-        return False
-    return True
+    return can_be_sent(state, known, ModelPatcher)
 
 
 def _of_its_code(prompt: Prompt, node: str, modules: tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...parallel_backend.devices import machine_of
 from ...parallel_backend.errors import RequestError
@@ -106,7 +106,7 @@ class Encoder(HeldByRanks, SharedByClones):
     ) -> None:
         self._source = source
         self._unload_stock()
-        self.outline = Outline(source, unloaded, _stand_in)
+        self.outline = Outline(source, unloaded, unloaded)
         self._settings, self._placement = settings, placement
         is_stock = type(source).__module__ == comfy.model_patcher.__name__
         self._kind = comfy.model_patcher.ModelPatcher if is_stock else type(source)
@@ -335,13 +335,6 @@ def _wait_for(early: Future[Any], shipment: _EncoderShipment) -> Any:
         wait([early], timeout=_LOOK)
         comfy.model_management.throw_exception_if_processing_interrupted()
     return shipment.run() if early.exception() is not None else early.result()
-
-
-def _stand_in(model: nn.Module, known: Known) -> nn.Module:
-    found = unloaded(model, known)
-    host = torch.device("cpu")
-    comfy.model_patcher.ModelPatcher(found, host, host)  # sets its notes to "not loaded"
-    return found
 
 
 def _on(device: torch.device, value: Any) -> Any:

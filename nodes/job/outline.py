@@ -11,10 +11,13 @@ from typing import Any
 
 import comfy.model_base
 import comfy.model_patcher
+import torch
 from torch import Tensor, nn
 
 from ...parallel_backend.job.changes import (
     HOOKS,
+    LOWVRAM,
+    MODEL_NOTES,
     NetworkChange,
     SameValues,
     changes_of,
@@ -28,20 +31,8 @@ from ..model.header_model import build_on_meta
 from ..model.unchanged import SameNetwork
 
 _NETWORK = "diffusion_model"
-# Attributes in which ComfyUI's memory manager notes where a model's weights lie.
-_NOTES = (
-    "current_patcher",
-    "current_weight_patches_uuid",
-    "dynamic_patchers",
-    "dynamic_pins",
-    "dynamic_vbars",
-    "lowvram_patch_counter",
-    "model_loaded_weight_memory",
-    "model_lowvram",
-    "model_offload_buffer_memory",
-)
 # Attributes that LoRAs put beside the weights of a loaded module.
-_FUNCTIONS, _LOWVRAM = ("weight_function", "bias_function"), "_lowvram_function"
+_FUNCTIONS = ("weight_function", "bias_function")
 
 
 class CaughtMethod:
@@ -224,11 +215,8 @@ def _shadow_base(source: comfy.model_base.BaseModel, known: Known) -> comfy.mode
     for group in ("_parameters", "_buffers", "_modules"):
         base.__dict__[group] = dict(source.__dict__[group])
     base._modules[_NETWORK] = shadow_of(source.diffusion_model, known)
+    _note_unloaded(base)
     base.current_patcher = None
-    base.current_weight_patches_uuid = None
-    base.model_loaded_weight_memory = 0
-    for name in ("dynamic_vbars", "dynamic_pins", "dynamic_patchers"):
-        base.__dict__.pop(name, None)
     return base
 
 
@@ -236,9 +224,16 @@ def unloaded(model: nn.Module, known: Known | None = None) -> nn.Module:
     """Returns a copy of the tree with the same parameters, as it was before ComfyUI loaded it onto a device. `known`:
     the modules, by id, whose loading to undo; all of them by default."""
     found = shadow_of(model, {id(module): () for module in model.modules()} if known is None else known)
-    for name in _NOTES:
-        found.__dict__.pop(name, None)
+    _note_unloaded(found)
     return found
+
+
+def _note_unloaded(model: nn.Module) -> None:
+    """Has ComfyUI note that it has not loaded the model."""
+    for name in MODEL_NOTES:
+        model.__dict__.pop(name, None)
+    host = torch.device("cpu")
+    comfy.model_patcher.ModelPatcher(model, host, host)
 
 
 def shadow_of(module: nn.Module, known: Known) -> nn.Module:
@@ -271,8 +266,6 @@ def _without_loaded_state(module: nn.Module) -> dict[str, Any]:
     state = {
         key: value
         for key, value in module.__dict__.items()
-        if key not in LOADED_STATE
-        and not key.endswith(_LOWVRAM)
-        and not is_put_back(key, value, type(module))
+        if key not in LOADED_STATE and not key.endswith(LOWVRAM) and not is_put_back(key, value, type(module))
     }
     return state | {key: [] for key in _FUNCTIONS if key in state}

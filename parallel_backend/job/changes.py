@@ -23,22 +23,20 @@ HOOKS = (
 )
 NESTED = ("_parameters", "_buffers", "_modules", *HOOKS)
 _GROUPS = {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl", *HOOKS}
-# Attributes in which ComfyUI's process keeps its own state of a model, and prefixes and a suffix of those on layers.
-_NOTES = {
+# Attributes in which ComfyUI's memory manager notes where a model's weights lie.
+MODEL_NOTES = (
     "current_patcher",
-    "device",
-    "to",
-    "model_loaded_weight_memory",
-    "lowvram_patch_counter",
-    "model_lowvram",
     "current_weight_patches_uuid",
-    "model_offload_buffer_memory",
-    "dynamic_vbars",
-    "dynamic_pins",
     "dynamic_patchers",
-    "latent_shapes",
-    *LOADED_STATE,
-}
+    "dynamic_pins",
+    "dynamic_vbars",
+    "lowvram_patch_counter",
+    "model_loaded_weight_memory",
+    "model_lowvram",
+    "model_offload_buffer_memory",
+)
+# Attributes in which ComfyUI's process keeps its own state of a model, and prefixes and a suffix of those on layers.
+_NOTES = {"device", "to", "latent_shapes", *MODEL_NOTES, *LOADED_STATE}
 _NOTES_BEGIN = (
     "comfy_",
     "prev_comfy",
@@ -48,7 +46,7 @@ _NOTES_BEGIN = (
     "_state_dict",
     "_load_state",
 )
-_NOTES_END = "_lowvram_function"
+LOWVRAM = "_lowvram_function"
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def _of_module(
 
 def is_note(name: str) -> bool:
     """Returns True for an attribute of a module in which torch or ComfyUI keeps its own state."""
-    return name in _GROUPS or name in _NOTES or name.startswith(_NOTES_BEGIN) or name.endswith(_NOTES_END)
+    return name in _GROUPS or name in _NOTES or name.startswith(_NOTES_BEGIN) or name.endswith(LOWVRAM)
 
 
 def _differs(name: str, value: Any, pristine: nn.Module) -> bool:
