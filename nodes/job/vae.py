@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...parallel_backend.devices import devices_of_a_run, machine_of
 from ...parallel_backend.errors import RequestError
+from ...parallel_backend.job.changes import is_put_back
 from ...parallel_backend.job.payload import INPUTS, HalfVae, VaeCall
 from ...parallel_backend.job.purity import is_pure
 from ...parallel_backend.machine.device_shares import read_shares
@@ -190,7 +191,8 @@ def _is_changed(network: nn.Module) -> bool:
     """Returns True if any layer has replaced methods, hooks or circular padding."""
     for layer in network.modules():
         own = vars(layer)
-        if any(name in own for name in _METHODS) or any(own.get(name) for name in _HOOKS):
+        methods = [name for name in _METHODS if name in own and not is_put_back(name, own[name], type(layer))]
+        if methods or any(own.get(name) for name in _HOOKS):
             return True
         if getattr(layer, "padding_mode", "zeros") == "circular":
             return True

@@ -50,6 +50,15 @@ def test_sound_stays_on_one_device_and_is_said_to(node):
     node.refuse_other_kinds(vae_of(TILED, network))
 
 
+def test_a_replaced_method_is_a_change_and_one_that_comfyui_has_put_back_is_none(node):
+    network = build(BANDED["taesd"])
+    layer = next(one for one in network.modules() if isinstance(one, torch.nn.Conv2d))
+    layer.forward = layer.forward
+    assert "forward" in vars(layer) and not node._is_changed(network)
+    layer.forward = lambda x: x
+    assert node._is_changed(network)
+
+
 class OnAGpu(torch.Tensor):
     """A tensor that, like one on a GPU, cannot be stacked with tensors of the host."""
 
