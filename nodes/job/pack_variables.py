@@ -76,7 +76,7 @@ def variables_of(code: Iterable[Any]) -> list[Replaced]:
 
 
 def was_set(variable: Replaced) -> bool:
-    """Returns True if a variable is not as the import has set it, or is one of ComfyUI's (values_set)."""
+    """Returns True if a variable is not as the import has set it, or is one of ComfyUI's."""
     noted = _imported.get((variable.module, variable.path))
     if noted is None:
         return True

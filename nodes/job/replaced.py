@@ -85,17 +85,16 @@ class _Code:
         self._others = self._take_others(values)
         self._held = values
 
-    def is_unchanged(self) -> bool:
+    def changed(self) -> list[Any] | None:
+        """Returns what has changed since the last call, each object before and after, or None if names have."""
         values = self._values()
         if len(values) != len(self._held) or not are_same(self._take_others(values), self._others):
-            return False
-        if not are_same(values, self._held):
-            pairs = zip(values, self._held, strict=True)
-            changed = [one for pair in pairs if pair[0] is not pair[1] for one in pair]
-            if any(callable(one) or isinstance(one, _HELD) for one in changed):
-                return False
-            self._held = values  # variables have other data
-        return True
+            return None
+        if are_same(values, self._held):
+            return []
+        pairs = zip(values, self._held, strict=True)
+        self._held = values
+        return [one for pair in pairs if pair[0] is not pair[1] for one in pair]
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable([space.values() for space in self._spaces]))
@@ -116,23 +115,30 @@ def _reference(value: Any) -> Any:
         return value
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Search:
-    """The latest search. `packs`: the packs; `found`: its result; `names`: of all modules of the process; `modules`:
-    ComfyUI's; `code`: in the namespaces of these and of their classes."""
+    """The latest search. `packs`: the packs; `found`: the code that it found; `values`: the plain values that were set
+    since they were noted; `names`: of all modules of the process; `modules`: ComfyUI's; `code`: in the namespaces of
+    these and of their classes."""
 
     packs: Packs
     found: list[Replaced]
+    values: list[Replaced]
     names: list[str]
     modules: dict[str, types.ModuleType]
     code: _Code
 
     def still_holds(self) -> bool:
-        return (
-            list(sys.modules) == self.names
-            and all(map(operator.is_, map(sys.modules.get, self.modules), self.modules.values()))
-            and self.code.is_unchanged()
+        """Returns True unless names or code have changed. Looks for values anew if some have."""
+        are_the_modules = list(sys.modules) == self.names and all(
+            map(operator.is_, map(sys.modules.get, self.modules), self.modules.values())
         )
+        changed = self.code.changed() if are_the_modules else None
+        if changed is None or any(callable(one) or isinstance(one, _HELD) for one in changed):
+            return False
+        if changed:
+            self.values = _values_set()
+        return True
 
 
 _latest: _Search | None = None
@@ -167,7 +173,7 @@ def note_values() -> None:
             _spaces.extend(_Space.of(name, one.__qualname__, one) for one in classes_of(module))
 
 
-def values_set() -> list[Replaced]:
+def _values_set() -> list[Replaced]:
     """Returns the plain values that were set since, but for those that functions of the same module set."""
     changed = [
         (one, name, value)
@@ -205,9 +211,10 @@ def loaded_packs() -> Packs:
     return found
 
 
-def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
-    """Finds what packs have put into modules below `comfy`. `comfyui`: its folder; `own`: this pack's name. Searches
-    again only if something differs from the last search."""
+def replaced_by(packs: Packs, comfyui: str, own: str) -> tuple[list[Replaced], list[Replaced]]:
+    """Returns (the code that packs have put into modules below `comfy`, the plain values that were set there since
+    note_values). `comfyui`: its folder; `own`: this pack's name. Searches again only if something differs from the last
+    search."""
     global _latest
     if _latest is None or _latest.packs is not packs or not _latest.still_holds():
         extras = str(Path(comfyui) / "comfy_extras")
@@ -217,7 +224,7 @@ def replaced_by(packs: Packs, comfyui: str, own: str) -> list[Replaced]:
             if name != own and not file.startswith(extras)
         )
         _latest = _search(packs, folders)
-    return _latest.found
+    return _latest.found, _latest.values
 
 
 def classes_of(module: types.ModuleType) -> list[type]:
@@ -243,7 +250,7 @@ def _search(packs: Packs, folders: tuple[str, ...]) -> _Search:
         for key, value in list(vars(module).items()):
             if key not in ignored and _is_of(value, folders):
                 found.append(Replaced(name, "", key, value))
-    return _Search(packs, found, names, modules, _Code(spaces))
+    return _Search(packs, found, _values_set(), names, modules, _Code(spaces))
 
 
 def _comfyui_modules() -> dict[str, types.ModuleType]:

@@ -71,7 +71,7 @@ from .pack_variables import (
     variables_of,
     was_set,
 )
-from .replaced import Packs, loaded_packs, note_values, replaced_by, values_set
+from .replaced import Packs, loaded_packs, note_values, replaced_by
 
 _PACK = __name__.rsplit(".nodes.", 1)[0]
 _UNSENT = (
@@ -110,8 +110,8 @@ def _facts_with(modules: int) -> tuple[Packs, bytes]:
     return loaded, pack_facts(ProcessFacts(comfyui_root(), version, _PACK, packs, tuple(sys.path), folders))
 
 
-def replaced_now() -> list[Replaced]:
-    """Returns what packs have replaced in ComfyUI's modules."""
+def replaced_now() -> tuple[list[Replaced], list[Replaced]]:
+    """Returns (the code, the plain values) that packs have set in ComfyUI's modules."""
     return replaced_by(_facts_with(len(sys.modules))[0], comfyui_root(), _PACK)
 
 
@@ -159,8 +159,8 @@ class Shipment:
         self._loaded_packs, self._facts = _facts_with(len(sys.modules))
         self._packs: tuple[str, ...] = ()
         self._new_packs = ""  # packs that the ranks have not imported yet, in words
-        self._values = values_set()  # in ComfyUI's modules
-        self._variables: list[Replaced] = []  # these, and those of packs that the job's code uses
+        replaced, self._values = replaced_now()
+        self._variables: list[Replaced] = []  # these values, and variables of packs that the job's code uses
         self._unsent = ""  # variables of packs that ranks cannot be given, in words
         self._sent_now: tuple[Any, _SentToRanks] | None = None
         self._is_elsewhere = False
@@ -168,7 +168,7 @@ class Shipment:
         self._objects: dict[int, Any] = {}  # that the job consists of, by number
         self._job = PickledJob(
             work=work,
-            replaced=replaced_now(),
+            replaced=replaced,
             changes=changes,
             random_states=generator_states(device),
             settings=torch_settings(),

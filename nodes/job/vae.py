@@ -86,7 +86,7 @@ def _why_not_split(vae: comfy.sd.VAE, *, encodes: bool) -> str:
     if vae.patcher.patches or vae.patcher.object_patches:
         return "another node has patched it"
     modules = {kind.__module__ for kind in map(type, network.modules())}
-    if any(one.module in modules and not is_pure(one.value) for one in replaced_now()):
+    if any(one.module in modules and not is_pure(one.value) for one in replaced_now()[0]):
         return (
             "a pack has put a function into it that may keep something from one part of a picture to the next"
         )

@@ -17,7 +17,16 @@ replaced = module_fixture("nodes.job.replaced")
 @pytest.fixture
 def search(replaced):
     return lambda: {
-        (one.module, one.path, one.name) for one in replaced.replaced_by(PACKS, "/comfyui", "ours")
+        (one.module, one.path, one.name) for one in replaced.replaced_by(PACKS, "/comfyui", "ours")[0]
+    }
+
+
+@pytest.fixture
+def values(replaced):
+    replaced.note_values()
+    return lambda: {
+        (one.module, one.path, one.name, one.value)
+        for one in replaced.replaced_by(PACKS, "/comfyui", "ours")[1]
     }
 
 
@@ -90,29 +99,28 @@ def test_an_array_in_the_place_of_a_constant_hides_nothing(search, monkeypatch):
     assert search() == {("comfy.lora", "", "calculate_weight")}
 
 
-def test_plain_values_that_were_set_in_a_module_or_a_class_are_found(replaced, monkeypatch):
+def test_plain_values_that_were_set_in_a_module_or_a_class_are_found_and_gone_again(values, monkeypatch):
     import comfy.ldm.wan.vae
     import comfy.supported_models
 
-    replaced.note_values()
-    before = replaced.values_set()
-    monkeypatch.setattr(comfy.ldm.wan.vae, "CACHE_T", 3)
-    monkeypatch.setattr(comfy.supported_models.Flux, "memory_usage_factor", 4.5)
-    monkeypatch.setattr(comfy.supported_models.Flux, "strength", "high", raising=False)
-    found = {(one.module, one.path, one.name, one.value) for one in replaced.values_set()}
-    assert before == []
-    assert found == {
-        ("comfy.ldm.wan.vae", "", "CACHE_T", 3),
-        ("comfy.supported_models", "Flux", "memory_usage_factor", 4.5),
-        ("comfy.supported_models", "Flux", "strength", "high"),
-    }
+    assert values() == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.ldm.wan.vae, "CACHE_T", 3)
+        patch.setattr(comfy.supported_models.Flux, "memory_usage_factor", 4.5)
+        expected = {
+            ("comfy.ldm.wan.vae", "", "CACHE_T", 3),
+            ("comfy.supported_models", "Flux", "memory_usage_factor", 4.5),
+        }
+        assert values() == values() == expected
+        patch.setattr(comfy.supported_models.Flux, "strength", "high", raising=False)
+        assert values() == {*expected, ("comfy.supported_models", "Flux", "strength", "high")}
+    assert values() == set()
 
 
-def test_what_comfyui_sets_itself_and_what_places_weights_stays_in_its_process(replaced, monkeypatch):
+def test_what_comfyui_sets_itself_and_what_places_weights_stays_in_its_process(values, monkeypatch):
     import comfy.model_management
 
-    replaced.note_values()
     monkeypatch.setattr(comfy.model_management, "EXTRA_RESERVED_VRAM", 2**30)
     monkeypatch.setattr(comfy.model_management, "interrupt_processing", True)
     monkeypatch.setattr(comfy.model_management, "PRIORITIZE_FP16", True)
-    assert [one.name for one in replaced.values_set()] == ["PRIORITIZE_FP16"]
+    assert values() == {("comfy.model_management", "", "PRIORITIZE_FP16", True)}
