@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -101,7 +102,7 @@ def _exit(code: int) -> NoReturn:
 def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> RankWorker:
     """Does the handshake: Hello, Setup, process group, Done. Reports a failure before this rank ends."""
     from ..cluster.handshake import versions
-    from ..wire.checks.fault_injection import arm
+    from ..options import FAULT
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import NO_REQUEST, Done, Envelope, Hello, Setup
     from .outcome.errors import failure
@@ -114,7 +115,9 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> 
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
     heartbeat.share(page, setup.rank)
-    arm(setup.rank, heartbeat)
+    if faults := os.environ.get(FAULT):
+        module, _, fault = faults.partition(" ")
+        importlib.import_module(module).arm(fault, setup.rank, heartbeat)
     try:
         heartbeat.point("start")
         if make_worker is None:

@@ -78,7 +78,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_with_its_signal(works_again, 
         sidecar.sample(weights, scripted_request(), two_ranks())
     assert caught.value.crashed
     if kind != "kill":
-        assert "fault_injection.py" in caught.value.cause  # faulthandler shows where it was
+        assert "faults.py" in caught.value.cause  # faulthandler shows where it was
 
 
 def test_nothing_of_a_job_that_crashed_is_kept(works_again, sidecar, weights):
@@ -135,7 +135,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective(works_again, sidecar, we
     assert caught.value.reason == "hang"
     assert "missed in an all-reduce by process 0, after 2 steps" in caught.value.cause
     assert ("was stopped by a signal" in caught.value.cause) == (kind == "stop")
-    assert ("fault_injection.py" in caught.value.cause) == (kind != "stop")  # where it hangs
+    assert ("faults.py" in caught.value.cause) == (kind != "stop")  # where it hangs
 
 
 @pytest.mark.parametrize("point", ["an all-reduce", "load"])
