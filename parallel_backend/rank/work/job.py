@@ -22,12 +22,12 @@ from ...models.comfyui.jobs.packages import Packages
 from ...models.comfyui.jobs.patchers import root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
 from ...models.comfyui.placing import moved
-from ...requests import InputShapes
+from ...requests import InputShapes, RunInfo
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.payloads import Tensors, take_state
-from ...wire.protocol import RankRun, RunJob
+from ...wire.protocol import RunJob
 from ..jobs.reader import JobReader, PatchedModel
 from ..jobs.set_up import set_up
 from ..outcome.agreement import RanksApart, agree
@@ -108,7 +108,7 @@ class Jobs:
         tensors: Tensors,
         on_step: StepBoundary,
         forward_under: Callable[[ParallelStrategy], ModuleForward],
-    ) -> tuple[Tensors, RankRun]:
+    ) -> tuple[Tensors, RunInfo]:
         """Runs a job over a model of ComfyUI's with the other ranks; returns (answer, record). Rank 0's answer counts.
         Collective."""
         started, placement = time.perf_counter(), message.placement
@@ -120,12 +120,10 @@ class Jobs:
             used.append(forward_under(strategy))
             return used[-1]
 
-        forward = use(placement.strategy)
+        trials = TrialRun(placement.strategy, message.trials, message.steps)
+        switching = Switching(world, trials, use, on_step)
+        forward = switching.current
         sent = forward.bytes_sent
-        switching: Switching | None = None
-        if message.trials:
-            trials = TrialRun(placement.strategy, message.trials, message.steps)
-            switching = Switching(world, trials, use, on_step)
         if not isinstance(held.of_jobs, ModelOfJobs):
             held.of_jobs = ModelOfJobs(cast("ComfyUIModel", held.model))
         model = held.of_jobs
@@ -141,15 +139,14 @@ class Jobs:
         meeting = ModuleMeeting(
             self._layouts,
             model.state,
-            (lambda: forward) if switching is None else (lambda: switching.current),
+            lambda: switching.current,
             answers,
             head.mode,
             InputShapes(*head.inputs),
             foreign_code(job.replaced),
             cache,
         )
-        end_step = on_step if switching is None else switching.on_step
-        run = _RunningJob(model, job, meeting, answers, on_step, end_step, self._reader.packages)
+        run = _RunningJob(model, job, meeting, answers, on_step, switching.on_step, self._reader.packages)
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -159,21 +156,22 @@ class Jobs:
         )
         with shared:
             answer = run.to_its_end(message.steps, forward)
-        record = run_record(forward if switching is None else switching.current, placement, started, sent)
+        seconds = [time.perf_counter() - started] if isinstance(job.work, NetworkCall) else on_step.seconds
+        record = run_record(switching.current, placement, sent)
         record = replace(
             record,
+            strategy=trials.strategy,
+            trials=trials.results,
             model_calls=meeting.calls,
-            inside_seconds=on_step.inside_seconds,
+            inside_seconds=(on_step.inside_seconds,),
             notes=(*record.notes, *meeting.notes, *run.notes),
             exact=all(one.exact for one in used) and run.is_exact,
         )
         if cache is not None:
             exact = record.exact and not cache.reused
             record = replace(record, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
-        if switching is not None:
-            record = switching.with_trials(record)
-        seconds = torch.tensor(on_step.seconds, dtype=torch.float64)
-        return {"step_seconds": seconds, **pack_answer(answer, run.denoised), **run.changes}, record
+        times = {"step_seconds": torch.tensor(seconds, dtype=torch.float64)}
+        return {**times, **pack_answer(answer, run.denoised), **run.changes}, record
 
 
 class _RunningJob:

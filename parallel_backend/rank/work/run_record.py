@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from ...options import SAME
-from ...requests import Placement
-from ...wire.protocol import RankRun
+from ...requests import Placement, RunInfo
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
 
 
-def run_record(forward: ModuleForward, placement: Placement, started: float, sent_before: int) -> RankRun:
-    """Returns the record of a request that began at `started` (time.perf_counter), when `sent_before` bytes had been
-    sent."""
+def run_record(forward: ModuleForward, placement: Placement, sent_before: int) -> RunInfo:
+    """Returns the record of a request that began when `sent_before` bytes had been sent."""
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
@@ -28,11 +25,10 @@ def run_record(forward: ModuleForward, placement: Placement, started: float, sen
 
         compiled = compiler().take()
         notes += compiler().notes_on(compiled)
-    return RankRun(
+    return RunInfo(
         engine=forward.engine,
         strategy=placement.strategy,
-        seconds=time.perf_counter() - started,
-        bytes_sent=forward.bytes_sent - sent_before,
+        bytes_sent=(forward.bytes_sent - sent_before,),
         notes=tuple(notes),
         exact=forward.exact,
         kernel=forward.kernel,

@@ -130,7 +130,7 @@ class StepBoundary:
 
     @property
     def inside_seconds(self) -> tuple[float, ...]:
-        """Seconds in collectives of each of the last steps, after `finish`; () if patches flowed (see RankRun)."""
+        """Seconds in collectives of each of the last steps, after `finish`; () if patches flowed."""
         if self._flows:
             return ()
         every = heartbeat.inside_seconds(len(self.seconds))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from ...engine.module_forward import ModuleForward
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.heartbeat import heartbeat
-from ...wire.protocol import RankRun
 from .step_boundary import StepBoundary
 
 
@@ -49,10 +47,6 @@ class Switching:
         if self._trials.current != number:
             self.current = self._make_forward(self._trials.strategy)
         self._started = time.perf_counter()
-
-    def with_trials(self, run: RankRun) -> RankRun:
-        """Returns `run` with the strategy that the job ended under, and the results of the trials."""
-        return replace(run, strategy=self._trials.strategy, trials=self._trials.results)
 
     def _take_time(self) -> None:
         """Records the time of the step, and follows rank 0's decision. Collective until the trials are settled."""

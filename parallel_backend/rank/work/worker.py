@@ -20,6 +20,7 @@ from ...requests import (
     LoadInfo,
     ModelSpec,
     Placement,
+    RunInfo,
 )
 from ...strategy import ParallelStrategy
 from ...wire.calibration import Calibration
@@ -34,7 +35,6 @@ from ...wire.protocol import (
     ProveClasses,
     RankCall,
     RankModels,
-    RankRun,
     RunCheck,
     RunJob,
     Setup,
@@ -130,12 +130,11 @@ class RankWorker:
 
     def run_plain_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors | None, RankRun]:
+    ) -> tuple[Tensors | None, RunInfo]:
         """Runs a job that needs no ComfyUI. Returns as `run_job`."""
         from .plain_job import PlainJob
 
         assert message.cfg is not None and message.placement is not None, "the sidecar gives both"
-        started = time.perf_counter()
         request = sample_request(message.cfg, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         held.begin_request()
@@ -148,10 +147,10 @@ class RankWorker:
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = run_record(forward, placement, started, sent)
+        run = run_record(forward, placement, sent)
         run = replace(
             run,
-            inside_seconds=on_step.inside_seconds,
+            inside_seconds=(on_step.inside_seconds,),
             notes=(*run.notes, *job.notes),
             exact=run.exact and job.is_exact,
         )
@@ -160,7 +159,7 @@ class RankWorker:
     @torch.inference_mode()
     def run_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors | None, RankRun | RankCall]:
+    ) -> tuple[Tensors | None, RunInfo | RankCall]:
         """Runs a job of ComfyUI's process; returns (answer, record), with the answer on one rank, None on others.
         `on_compile` is called before parts of the model are compiled."""
         held, placement = self.models.get(message.model), message.placement
