@@ -14,8 +14,9 @@ from ...errors import TransportError
 from ...job.payload import STEP
 from ...requests import LoopState
 from ...sampling.host_copy import HostCopy
+from ...wire.deadlines import SEND
 from ...wire.payloads import ANSWERS, state_tensors
-from ...wire.protocol import Cancel, Envelope, Progress
+from ...wire.protocol import Cancel, Compiling, Envelope, Progress
 from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
 
 _PAUSE = 0.01  # s, before another try to send what must arrive
@@ -41,6 +42,10 @@ class RequestLink:
             if envelope.request == self.request:
                 return True
         return False
+
+    def report_compiling(self) -> None:
+        """Tells ComfyUI's process that this rank starts to compile a part of the model."""
+        self.link.send(Envelope(self.epoch, self.request, Compiling()), timeout=SEND)
 
     def send(self, message: Progress, tensors: dict[str, Tensor], *, waits: bool = False) -> None:
         """Sends a message. If the link is full, drops it, or `waits` until ComfyUI's process has read others."""

@@ -1,4 +1,4 @@
-"""The requests that one rank serves: hold models, run a sampling job, make one model call."""
+"""The requests that one rank serves: hold models, run jobs, and check itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
-from ...errors import RequestError
+from ...errors import RequestError, TransportError
 from ...options import AUTO
 from ...requests import (
     ComfyUISource,
@@ -23,24 +23,26 @@ from ...requests import (
     RunInfo,
 )
 from ...strategy import ParallelStrategy
-from ...wire.calibration import Calibration
-from ...wire.checks.findings import Finding
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request
 from ...wire.protocol import (
     Calibrate,
+    Done,
     KeepModels,
     Load,
+    Message,
     MoveOut,
+    Prepare,
     ProveClasses,
     RankCall,
-    RankModels,
     RunCheck,
     RunJob,
     Setup,
+    TakeBack,
 )
 from ..outcome.agreement import worst_outcome
 from ..outcome.errors import PeerFailed, is_out_of_memory
+from ..outcome.progress import RequestLink
 from .device import MemoryMeter, device_of
 from .held_models import HeldModel, HeldModels, collect, import_for
 from .run_record import run_record
@@ -49,7 +51,6 @@ from .step_boundary import StepBoundary
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
-    from ...wire.checks.findings import SelfTest
     from ..jobs.modules import HeldEncoder, Modules
     from ..jobs.reader import JobReader
     from ..jobs.vaes import HeldVae
@@ -79,6 +80,53 @@ class RankWorker:
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
+
+    def answer(self, message: Message, tensors: Tensors, request: RequestLink) -> tuple[Done, Tensors | None]:
+        """Serves one request; returns its terminal message and, on one rank, the tensors of the result."""
+        match message:
+            case Load():
+                return Done(load=self.load(message, tensors), models=self.models.report()), None
+            case RunJob():
+                on_step = StepBoundary(
+                    request,
+                    control=self.world.control,
+                    device=self.world.device,
+                    steps=message.steps,
+                    previews=message.previews,
+                    states=message.states,
+                    meter=self.meter,
+                )
+                run = self.run_job if message.cfg is None else self.run_plain_job
+                answer, record = run(message, tensors, on_step, request.report_compiling)
+                if isinstance(record, RankCall):
+                    return Done(call=record), answer
+                return Done(run=record), answer
+            case Prepare():
+                import_for(message.spec, self.world.device, holds_nothing=not len(self.models))
+                return Done(), None
+            case ProveClasses():
+                from ..checks.module_parity import prove_all
+
+                return Done(proofs=prove_all(message.comfyui, message.names)), None
+            case Calibrate():
+                from ..checks.calibrate import calibrate
+
+                layout = self._layouts.get(message.strategy)
+                return Done(calibration=calibrate(self.world, layout, message)), None
+            case RunCheck():
+                from ..checks.gpu import run_check
+
+                return Done(findings=tuple(run_check(message, self._layouts))), None
+            case KeepModels():
+                self.models.keep(message.models)
+                self._record_weights()
+            case MoveOut():
+                self.move_out(message)
+            case TakeBack():
+                self.take_back()
+            case _:
+                raise TransportError(f"{type(message).__name__} is not a request")
+        return Done(models=self.models.report()), None
 
     def load(self, message: Load, tensors: Tensors) -> LoadInfo:
         """Loads one more model, on every rank or on none.
@@ -115,18 +163,6 @@ class RankWorker:
     def _locate(self, spec: ModelSpec, content: FileContent | None) -> ModelSpec:
         """Returns `spec` with the path on this machine: unchanged on ComfyUI's computer. Collective elsewhere."""
         return spec
-
-    def keep_models(self, message: KeepModels) -> RankModels:
-        """Drops all other models; returns a report on those held."""
-        self.models.keep(message.models)
-        self._record_weights()
-        return self.models.report()
-
-    def prove(self, message: ProveClasses) -> tuple[SelfTest, ...]:
-        """Tests classes of a ComfyUI against the table of classes."""
-        from ..checks.module_parity import prove_all
-
-        return prove_all(message.comfyui, message.names)
 
     def run_plain_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
@@ -201,18 +237,6 @@ class RankWorker:
         from ...models.comfyui.environment import import_comfyui
 
         import_comfyui(source, self.world.device)
-
-    def calibrate(self, message: Calibrate) -> Calibration:
-        """Measures the links over the groups of a strategy; needs no model."""
-        from ..checks.calibrate import calibrate
-
-        return calibrate(self.world, self._layouts.get(message.strategy), message)
-
-    def check(self, message: RunCheck) -> tuple[Finding, ...]:
-        """Runs one check of the GPU check, beside the held models."""
-        from ..checks.gpu import run_check
-
-        return tuple(run_check(message, self._layouts))
 
     def move_out(self, message: MoveOut) -> None:
         """Moves a model off the device of one rank. Collective: every rank takes part in the agreement."""
