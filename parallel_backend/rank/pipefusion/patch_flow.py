@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.comm.collectives import all_gather, broadcast
@@ -139,14 +138,12 @@ class PatchFlow:
         ranks if patches cannot flow. Collective."""
         layout, noise = self._layout, self.request.noise
         found = self._find_owners() if layout.everyone.index == 0 else ""
-        flows = torch.tensor([isinstance(found, Tensor)], dtype=torch.int32)
-        dist.broadcast(flows, 0, group=layout.world.control)
-        if not flows:
-            self.flow_blocked_by = str(found)
-            return False
         if not isinstance(found, Tensor):
-            found = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
+            self.flow_blocked_by = found
+            found = torch.full((noise[0].numel(),), -1, device=noise.device)
         owners = broadcast(found, 0, layout.everyone)
+        if int(owners.min()) < 0:
+            return False
         self._patches = ElementPatches(owners, noise.shape[1:], self._patch_count)
         return True
 

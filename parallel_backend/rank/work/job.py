@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.blocks.step_cache import ModuleCache
-from ...engine.comm.groups import Layouts
+from ...engine.comm.groups import Layouts, World
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer, pack_step
@@ -30,7 +30,7 @@ from ...wire.payloads import Tensors, take_state
 from ...wire.protocol import RunJob
 from ..jobs.reader import JobReader, PatchedModel
 from ..jobs.set_up import set_up
-from ..outcome.agreement import RanksApart, agree
+from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_fault
 from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
@@ -146,7 +146,9 @@ class Jobs:
             foreign_code(job.replaced),
             cache,
         )
-        run = _RunningJob(model, job, meeting, answers, on_step, switching.on_step, self._reader.packages)
+        run = _RunningJob(
+            world, model, job, meeting, answers, on_step, switching.on_step, self._reader.packages
+        )
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -179,6 +181,7 @@ class _RunningJob:
 
     def __init__(
         self,
+        world: World,
         model: ModelOfJobs,
         job: PickledJob,
         meeting: ModuleMeeting,
@@ -187,7 +190,7 @@ class _RunningJob:
         end_step: Callable[[int, Tensor, int], None],
         packages: Packages,
     ) -> None:
-        self._model, self._job, self._meeting = model, job, meeting
+        self._world, self._model, self._job, self._meeting = world, model, job, meeting
         self._answers, self._packages = answers, packages
         self._on_step, self._end = on_step, end_step
         self._step = self._steps = 0
@@ -214,7 +217,7 @@ class _RunningJob:
             if is_fault(failure):
                 raise
             error = as_refusal(failure)
-        self._meeting.leave(error)
+        leave(self._world, error)
         return answer
 
     def _run(self, forward: ModuleForward) -> Any:
@@ -226,7 +229,7 @@ class _RunningJob:
                 undo.enter_context(self._meeting.holding(model.state.network))
                 # Else the next job's patcher would take injections and objects out of a network without them.
                 undo.callback(patcher.unpatch_model, unpatch_weights=False)
-                if not self._meeting.is_first:
+                if self._world.rank > 0:
                     undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 answer = self._computed(work, forward)
             self.changes, notes = collect()
@@ -292,7 +295,7 @@ class _RunningJob:
         self.denoised = denoised
         if self._step <= self._answers.steps_done:
             return
-        flags = self._meeting.agree_on_step(self._step, self._on_step.flags())
+        flags = agree_on_call(self._world, False, -1 - self._step, 0, self._on_step.flags())
         self._check_numbers(denoised, f"in step {self._step} of {self._steps}")
         self._answers.step_ended(self._step)
         self._end(self._step - 1, denoised, flags)

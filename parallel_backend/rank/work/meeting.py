@@ -22,7 +22,7 @@ from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
 from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
-from ..outcome.agreement import agree_on_call, leave
+from ..outcome.agreement import agree_on_call
 from ..outcome.errors import refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
@@ -61,7 +61,8 @@ def lead_calls(kind: type) -> None:
 class ModuleMeeting:
     """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call; `mode`:
     the token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
-    replaced in the code of networks; `cache`: the job's step cache, if any."""
+    replaced in the code of networks; `cache`: the job's step cache, if any; `same_on_all`: True while all ranks compute
+    the same, False in a call of which each rank computes its share."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class ModuleMeeting:
         self._inputs = inputs
         self._has_blocks = bool(current().model.regions)
         self._is_inside = False
-        self._is_apart = False
+        self.same_on_all = True
         self._prompts: dict[Any, int] = {}
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._sigma = 0.0
@@ -106,24 +107,6 @@ class ModuleMeeting:
             yield
         finally:
             self._is_inside = before
-
-    @property
-    def same_on_all(self) -> bool:
-        """True while all ranks compute the same; False in a call of which each rank computes its share."""
-        return not self._is_apart
-
-    @property
-    def is_first(self) -> bool:
-        """True on rank 0, whose latent is the result."""
-        return self._layouts.world.rank == 0
-
-    def agree_on_step(self, step: int, flags: int) -> int:
-        """Returns rank 0's `flags`. Raises RanksApart on all ranks unless all of them end the same step. Collective."""
-        return agree_on_call(self._layouts.world, False, -1 - step, 0, flags)
-
-    def leave(self, error: Exception | None) -> None:
-        """Ends the job on all ranks; raises `error`, or that of another rank (see agreement.leave). Collective."""
-        leave(self._layouts.world, error)
 
     def end_round(self) -> None:
         """Resets the counts of calls by prompt, before the sampler calls the model again."""
@@ -181,21 +164,18 @@ class ModuleMeeting:
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks; under a strategy of one device, rank 0 computes and sends its answer to all."""
         forward, world = self._current(), self._layouts.world
-        if forward.layout.strategy.world_size == world.world_size:
-            self._is_apart = not call.inseparable
-            try:
-                return forward(call, cache)
-            finally:
-                self._is_apart = False
+        is_shared = forward.layout.strategy.world_size == world.world_size
         parts: list[Tensor] = []
         form = ""
-        if world.rank == 0:
-            self._is_apart = True
-            try:
+        self.same_on_all = is_shared and call.inseparable
+        try:
+            if is_shared:
+                return forward(call, cache)
+            if world.rank == 0:
                 with all_threads(world.device):
                     parts, form = flatten(_parts_of(forward(call, None)))
-            finally:
-                self._is_apart = False
+        finally:
+            self.same_on_all = True
         parts = send_tree(parts, form, 0, self._layouts, "the wait for a model call")
         return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
 
