@@ -228,10 +228,15 @@ def test_a_cancel_that_races_a_crash_ends_in_one_error(works_again, sidecar, wei
         def on_step(step, steps, denoised, killer=killer):
             if step == 2:
                 killer.start()
-                sidecar.cancel()
 
         try:
-            sidecar.sample(weights, scripted_request(SLOW, steps=20), two_ranks(), on_step=on_step)
+            sidecar.sample(
+                weights,
+                scripted_request(SLOW, steps=20),
+                two_ranks(),
+                on_step=on_step,
+                should_cancel=lambda killer=killer: killer.ident is not None,
+            )
         except ParallelError as error:
             outcomes.append(type(error))
         killer.join()

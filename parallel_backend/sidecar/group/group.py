@@ -110,9 +110,6 @@ class RankGroupRunner:
         group = self.group
         return () if group is None else group.pids
 
-    def cancel(self) -> None:
-        self._cancel.set()
-
     def stop(self) -> None:
         """Ends the ranks and waits until all are gone. Any thread may call; a running request raises Cancelled."""
         if self._owner == threading.get_ident():  # from a callback: the request cleans up as it ends
