@@ -278,7 +278,8 @@ class RankGroupRunner:
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
         lease.on_phase(Phase(PhaseKind.STARTING, f"{count} process{'es' if count > 1 else ''}"))
-        clusters.wait_for(self.devices, lease.cancelled)
+        if (head := clusters.head_of(self.devices)) is not None:
+            head.wait_for(self.devices, lease.cancelled)
         locks = lock_devices(self.devices) if self._exclusive else None
         self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
         try:
