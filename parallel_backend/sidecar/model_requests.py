@@ -71,10 +71,8 @@ class ModelRequests:
         self._devices = devices
         self.progress = StepProgress()
 
-    def sample(
-        self, spec: ModelSpec, job: ResumableJob, placement: Placement, lease: Lease, *, states: bool
-    ) -> SampleResult:
-        """Runs the job from its current state to its end. `states`: True to record its states on the way."""
+    def sample(self, spec: ModelSpec, job: ResumableJob, placement: Placement, lease: Lease) -> SampleResult:
+        """Runs the job from its current state to its end."""
         trials = job.trials
         strategies = (placement.strategy, *trials.strategies)
         load, latent = self._holdings.ensure_ready(spec, placement.strategy, lease), job.request.noise
@@ -107,7 +105,7 @@ class ModelRequests:
         exchange = lease.exchange()
         seconds = self.progress.seconds
         seconds.clear()
-        exchange.send(job.message(placement, held.number, states=states), job.begin(self._holdings))
+        exchange.send(job.message(placement, held.number), job.begin(self._holdings))
         packs = job.request.imports()
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
         exchange.guard(lambda: lease.on_phase(phase))

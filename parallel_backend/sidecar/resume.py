@@ -68,10 +68,10 @@ class ResumableJob:
         self._repeats = 0  # the step that ranks had reached before they crashed: earlier ones come again
         self._notes: tuple[str, ...] = ()
 
-    def message(self, placement: Placement, model: int, *, states: bool) -> RunJob:
+    def message(self, placement: Placement, model: int) -> RunJob:
         """Returns the message that requests the job; its tensors are sent with it."""
         previews, request = self._on_step is not None, self.request
-        return RunJob(placement, request.steps, previews, states, model, self.trials, request.cfg)
+        return RunJob(placement, request.steps, previews, model, self.trials, request.cfg)
 
     def begin(self, holdings: object = None) -> Tensors:
         """Returns the payload for ranks that hold the job's model. `holdings`: their RankHoldings, see ShippedRequest.

@@ -41,11 +41,11 @@ class Sidecar(ModuleRequests):
     """A group of ranks, one per device in `devices`, kept warm between requests.
 
     Requests are served one after another; any thread may call. If a rank crashes, the group is restarted, its model is
-    loaded again, and the request goes on where it was (`resumes`). A second crash is raised, and the next request
-    starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a 1-based step and a
-    preview [1, C, h, w] or None, `on_phase(text)`. An exception from a callback ends the request on the ranks, which
-    stay warm, and is raised again. `should_cancel()` is called at least every 50 ms. `exclusive`: the GPUs are locked
-    against exclusive ranks of other processes; a start raises DeviceError if such ranks use one.
+    loaded again, and the request goes on where it was. A second crash is raised, and the next request starts a group.
+    Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a 1-based step and a preview [1, C, h, w]
+    or None, `on_phase(text)`. An exception from a callback ends the request on the ranks, which stay warm, and is
+    raised again. `should_cancel()` is called at least every 50 ms. `exclusive`: the GPUs are locked against exclusive
+    ranks of other processes; a start raises DeviceError if such ranks use one.
     """
 
     def __init__(
@@ -53,14 +53,12 @@ class Sidecar(ModuleRequests):
         devices: tuple[str, ...],
         *,
         rank_module: str = RANK_MODULE,
-        resumes: bool = True,
         exclusive: bool = False,
     ) -> None:
         self._ranks = RankGroupRunner(
-            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=lambda: self._holdings.forget()
+            devices, rank_module, exclusive=exclusive, forget=lambda: self._holdings.forget()
         )
         self.devices = self._ranks.devices
-        self._resumes = resumes
         self._holdings = RankHoldings(self._ranks)
         self._requests = ModelRequests(self._holdings, self.devices)
         # Held during a request that ships objects: what the ranks have of them is recorded when it has ended.
@@ -164,7 +162,7 @@ class Sidecar(ModuleRequests):
 
             def attempt() -> SampleResult:
                 try:
-                    return self._requests.sample(spec, job, placement, lease, states=self._resumes)
+                    return self._requests.sample(spec, job, placement, lease)
                 except OutOfMemory:
                     if not job.give_up_trials():  # a trial may need more than was predicted
                         raise

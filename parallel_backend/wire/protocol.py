@@ -106,14 +106,12 @@ class RankModels:
 class RunJob:
     """Parent to all ranks: run a job shipped whole from ComfyUI's process (job/payload.py) on the held model number
     `model`, for `steps` steps. If it is resumed, the payload has the earlier calls' answers. `placement`: None for a
-    text encoder or VAE, whose placement is set at its load; `previews`: True to send denoised latents; `states`: True
-    to send the loop's states; `trials`: strategies to try while it runs; `cfg`: of a plain job, whose tensors are the
-    payload; None for any other."""
+    text encoder or VAE, whose placement is set at its load; `previews`: True to send denoised latents; `trials`:
+    strategies to try while it runs; `cfg`: of a plain job, whose tensors are the payload; None for any other."""
 
     placement: Placement | None
     steps: int
     previews: bool = False
-    states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
     cfg: float | None = None

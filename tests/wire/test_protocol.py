@@ -90,7 +90,7 @@ MESSAGES = [
     (RunCheck("device", SUBJECT), 0),
     (Done(findings=(Finding("device", "ok", "the CPU", details=("2 threads",)),)), 0),
     (Load(None, ParallelStrategy(), 7, (3, 1), rank=1, comfyui=ComfyUISource("/ComfyUI")), 1),
-    (RunJob(PLACEMENT, steps=4, previews=True, states=True, model=3), 1),
+    (RunJob(PLACEMENT, steps=4, previews=True, model=3), 1),
     (RunJob(None, steps=64, model=7), 1),
     (Done(call=RankCall(1.5, 20, parts=64, peak_bytes=0)), 1),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),

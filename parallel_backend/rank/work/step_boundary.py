@@ -88,13 +88,12 @@ class StepBoundary:
         device: torch.device,
         steps: int,
         previews: bool,
-        states: bool = False,
         meter: MemoryMeter | None = None,
         lag: int | None = None,
     ) -> None:
         """`lag`: the most steps that the host may be late; by default host_copy.most_lag of the device."""
         self._request = request
-        self.progress = ProgressSender(request, steps, previews=previews, states=states)
+        self.progress = ProgressSender(request, steps, previews=previews)
         self._control = control
         self._device = device
         self._meter = meter

@@ -93,7 +93,6 @@ class RankWorker:
                     device=self.world.device,
                     steps=message.steps,
                     previews=message.previews,
-                    states=message.states,
                     meter=self.meter,
                 )
                 run = self.run_job if message.cfg is None else self.run_plain_job

@@ -44,8 +44,8 @@ _RESULTS = {Cancelled: "cancelled", OutOfMemory: "out_of_memory"}
 class RankGroupRunner:
     """Ranks that stay alive between requests and are leased to one caller at a time.
 
-    `resumes`: True to retry a request after a crash. `exclusive`: True to lock the GPUs against ranks of other
-    processes. `forget` is called when the ranks are gone: records of what they held must be cleared.
+    `exclusive`: True to lock the GPUs against ranks of other processes. `forget` is called when the ranks are gone:
+    records of what they held must be cleared.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class RankGroupRunner:
         devices: tuple[str, ...],
         rank_module: str,
         *,
-        resumes: bool,
         exclusive: bool,
         forget: Callable[[], None],
     ) -> None:
@@ -67,7 +66,6 @@ class RankGroupRunner:
         self.group: RankGroup | None = None
         self.phase: Phase | None = None  # of the running request
         self._rank_module = rank_module
-        self._resumes = resumes
         self._exclusive = exclusive
         self._forget = forget
         self._lock = threading.Lock()
@@ -256,7 +254,7 @@ class RankGroupRunner:
         try:
             return attempt()
         except RankFailed as error:
-            if not (error.crashed and self._resumes) or self._activity is State.STARTING:
+            if not error.crashed or self._activity is State.STARTING:
                 raise
             self._record_failure(error)
             if self.crashes.is_broken:
