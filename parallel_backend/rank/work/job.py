@@ -274,7 +274,7 @@ class _RunningJob:
         if reason:
             self.notes = (NO_FLOW.format(reason=reason),)
             return sampler
-        meeting.flow = flow
+        meeting.flow = flow.patch_flow
 
         def sample(*args: Any, **kwargs: Any) -> Tensor:
             latent = flow.sample(*args, **kwargs)

@@ -29,7 +29,7 @@ from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
 from .device import all_threads
 
 if TYPE_CHECKING:
-    from ..pipefusion.job_flow import JobFlow
+    from ..pipefusion.patch_flow import PatchFlow
 
 _BYPASSED = (
     "a node has a block attend in a way of its own, so devices share out attention where it is ComfyUI's, and compute "
@@ -84,7 +84,7 @@ class ModuleMeeting:
         self._prompts: dict[Any, int] = {}
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._sigma = 0.0
-        self.flow: JobFlow | None = None
+        self.flow: PatchFlow | None = None
         self.guider: Any = None  # of a sampler run
         self.calls = 0
         self.notes: dict[str, None] = {}
