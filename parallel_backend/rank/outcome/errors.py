@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.comm.groups import Traffic
-from ...errors import RANK_CRASHED, DeviceError, ParallelError, RequestError, to_wire
+from ...errors import RANK_CRASHED, WIRE_ERRORS, DeviceError, ParallelError, RequestError
 from ...wire.device_faults import DEVICE_ERROR, known_fault
 from ...wire.protocol import PEER_FAILED, Failed
 
@@ -96,7 +96,9 @@ def failure(error: Exception, rank: int, device: str) -> Failed:
     elif isinstance(error, PeerFailed):
         kind, message = PEER_FAILED, str(error)
     else:
-        kind, message = to_wire(error)
+        kind, message = type(error).__name__, str(error)
+        if kind not in WIRE_ERRORS:
+            kind, message = "RankFailed", f"{kind}: {message}"
         if kind == "RankFailed" and is_device_failure(error):
             fault = known_fault(message)
             if fault is not None:

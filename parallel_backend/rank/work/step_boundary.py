@@ -147,13 +147,16 @@ class StepBoundary:
         while len(self._given) > self._lag:
             boundary = self._given.popleft()
             boundary.passed.wait()
-            self._take_time(boundary.passed)
+            self.seconds.append(boundary.passed.seconds_since(self._step_started))
+            self._step_started = boundary.passed
             stop = False
             if boundary.vote is not None:
                 stop, slow = boundary.vote.answer()
                 self._lag = 0 if slow else self._most_lag
             self.progress.send(boundary.step, self.seconds[-1], boundary.strategy, boundary.copies)
-            self._publish(boundary.step)
+            heartbeat.steps_done(boundary.step)
+            if self._meter is not None:
+                self._meter.publish()
             if stop:
                 return boundary.step
         return 0
@@ -186,15 +189,6 @@ class StepBoundary:
     def is_cancelled(self) -> bool:
         """Returns True if this rank has received a cancel of the request."""
         return self._request.is_cancelled()
-
-    def _publish(self, steps: int) -> None:
-        heartbeat.steps_done(steps)
-        if self._meter is not None:
-            self._meter.publish()
-
-    def _take_time(self, passed: _Moment) -> None:
-        self.seconds.append(passed.seconds_since(self._step_started))
-        self._step_started = passed
 
     def _vote(self) -> _Vote:
         """Starts to send rank 0's flags to all ranks."""

@@ -262,7 +262,7 @@ class RankWorker:
                 partial(self._move_here, device, is_waking), "another process could not move its weights", 1
             )
         except Exception:
-            self.models.clear()
+            self.models.keep(())
             raise
         collect(self.world.device)
 
