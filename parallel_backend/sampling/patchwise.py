@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import torch
@@ -59,29 +59,28 @@ class PatchHistory(History):
         return self._noise.draw(self._drawn - 1)[:, self._patch]
 
 
+@dataclass(eq=False)
 class PatchSampling:
     """A run over `x` [B, …] from step `first` on, driven by rank/pipefusion/patch_flow.py. A patch is named by its
     slice in the elements that `patches` packs."""
 
-    def __init__(
-        self,
-        step: Callable[..., Step],
-        x: Tensor,
-        sigmas: Sigmas,
-        first: int,
-        history: History,
-        on_step: OnPatchStep,
-        patches: ElementPatches,
-    ) -> None:
-        self._step, self._sigmas, self._first, self._history = step, sigmas, first, history
-        self._on_step, self._patches = on_step, patches
-        self._past = None if history.denoised is None else patches.pack(history.denoised)
-        self._noise = SharedNoise(history, x, patches)
+    _step: Callable[..., Step]
+    x: InitVar[Tensor]
+    _sigmas: Sigmas
+    _first: int
+    _history: History
+    _on_step: OnPatchStep
+    _patches: ElementPatches
+    _runs: dict[int, PatchRun] = field(default_factory=dict)
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self, x: Tensor) -> None:
+        past = self._history.denoised
+        self._past = None if past is None else self._patches.pack(past)
+        self._noise = SharedNoise(self._history, x, self._patches)
         # Of all patches, [B, elements]: after the last step of each.
-        self._x = patches.pack(x)
+        self._x = self._patches.pack(x)
         self._denoised = torch.empty_like(self._x)
-        self._runs: dict[int, PatchRun] = {}
-        self._inputs: dict[int, Tensor] = {}
 
     @property
     def latent(self) -> Tensor:

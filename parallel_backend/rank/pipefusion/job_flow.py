@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engine.module_forward import ModuleForward
+from ...job.payload import SamplerRun
 from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
 from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
@@ -34,28 +35,25 @@ class JobFlow:
         self,
         forward: ModuleForward,
         meeting: FlowMeeting,
-        guider: Any,
-        sampler: Any,
-        noise: Tensor,
-        sigmas: Tensor,
-        seed: int | None,
+        work: SamplerRun,
         end_step: Callable[[Tensor], None],
         on_step: OnPatchStep,
-        steps_done: int = 0,
+        steps_done: int,
     ) -> None:
-        self._forward, self._meeting, self._guider = forward, meeting, guider
+        self._forward, self._meeting, self._guider = forward, meeting, work.guider
         self._end_step, self._on_step, self._steps_done = end_step, on_step, steps_done
         self._conds: list[Any] = []
         self._options: dict[str, Any] = {}
         self._sides: tuple[bool, ...] = ()
-        patcher = guider.model_patcher
+        noise, _, sampler, sigmas, _, seed = work.arguments
+        patcher = self._guider.model_patcher
         sampling = patcher.object_patches.get("model_sampling", patcher.model.model_sampling)
         self.request = FlowRequest(
             noise=noise.to(patcher.load_device),
             sigmas=sigmas,
             sampler=name_of(sampler, STEPS) or in_words(sampler),
             seed=seed or 0,
-            conds=[list(side) for side in guider.conds.values()],
+            conds=[list(side) for side in self._guider.conds.values()],
             classes=sampling_classes(sampling),
             noise_scale=getattr(sampling, "noise_scale", 1.0),
         )

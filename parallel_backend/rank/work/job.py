@@ -6,7 +6,7 @@ import contextlib
 import io
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -146,9 +146,8 @@ class Jobs:
             foreign_code(job.replaced),
             cache,
         )
-        run = _RunningJob(
-            world, model, job, meeting, answers, on_step, switching.on_step, self._reader.packages
-        )
+        end_step, packages = switching.on_step, self._reader.packages
+        run = _RunningJob(world, model, job, meeting, answers, on_step, end_step, packages, message.steps)
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -157,7 +156,7 @@ class Jobs:
             else contextlib.nullcontext()
         )
         with shared:
-            answer = run.to_its_end(message.steps, forward)
+            answer = run.to_its_end(forward)
         seconds = [time.perf_counter() - started] if isinstance(job.work, NetworkCall) else on_step.seconds
         record = run_record(switching.current, placement, sent)
         record = replace(
@@ -176,33 +175,31 @@ class Jobs:
         return {**times, **pack_answer(answer, run.denoised), **run.changes}, record
 
 
+@dataclass(eq=False)
 class _RunningJob:
-    """One job on one rank."""
+    """One job on one rank. `denoised`: of all images, after the latest step; `changes`: for later jobs
+    (StateChanges)."""
 
-    def __init__(
-        self,
-        world: World,
-        model: ModelOfJobs,
-        job: PickledJob,
-        meeting: ModuleMeeting,
-        answers: Answers,
-        on_step: StepBoundary,
-        end_step: Callable[[int, Tensor, int], None],
-        packages: Packages,
-    ) -> None:
-        self._world, self._model, self._job, self._meeting = world, model, job, meeting
-        self._answers, self._packages = answers, packages
-        self._on_step, self._end = on_step, end_step
-        self._step = self._steps = 0
-        self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
-        self.denoised: Tensor | None = None  # of all images, after the latest step
-        self.changes: Tensors = {}  # for later jobs (StateChanges)
-        self.is_exact = True
-        self.notes: tuple[str, ...] = ()
+    _world: World
+    _model: ModelOfJobs
+    _job: PickledJob
+    _meeting: ModuleMeeting
+    _answers: Answers
+    _on_step: StepBoundary
+    _end: Callable[[int, Tensor, int], None]
+    _packages: Packages
+    _steps: int
+    _step: int = 0
+    denoised: Tensor | None = None
+    changes: Tensors = field(default_factory=dict)
+    is_exact: bool = True
+    notes: tuple[str, ...] = ()
 
-    def to_its_end(self, steps: int, forward: ModuleForward) -> Any:
+    def __post_init__(self) -> None:
+        self._check_numbers = NumbersCheck(most_lag(self._model.patcher.load_device))
+
+    def to_its_end(self, forward: ModuleForward) -> Any:
         """Returns the latent or the network's answer. Raises RequestError for an error of a pack. Collective."""
-        self._steps = steps
         error: Exception | None = None
         answer: Any = torch.empty(0)
         try:
@@ -231,15 +228,13 @@ class _RunningJob:
                 undo.callback(patcher.unpatch_model, unpatch_weights=False)
                 if self._world.rank > 0:
                     undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                answer = self._computed(work, forward)
+                if isinstance(work, NetworkCall):
+                    answer = call_network(patcher, model.state.network, work.args, work.kwargs)
+                else:
+                    answer = self._sample(work, forward)
             self.changes, notes = collect()
             self.notes += notes
             return answer
-
-    def _computed(self, work: SamplerRun | NetworkCall, forward: ModuleForward) -> Any:
-        if isinstance(work, NetworkCall):
-            return call_network(work.patcher, self._model.state.network, work.args, work.kwargs)
-        return self._sample(work, forward)
 
     def _sample(self, work: SamplerRun, forward: ModuleForward) -> Tensor:
         self._meeting.guider = work.guider
@@ -256,25 +251,14 @@ class _RunningJob:
 
     def _flowing(self, work: SamplerRun, forward: ModuleForward) -> Any:
         """Returns a sampler whose patches flow through PipeFusion's stages, or the job's own if they cannot."""
-        meeting = self._meeting
-        noise, _, sampler, sigmas, _, seed = work.arguments
-        flow = JobFlow(
-            forward,
-            meeting,
-            work.guider,
-            sampler,
-            noise,
-            sigmas,
-            seed,
-            self._end_step,
-            self._on_step,
-            self._answers.steps_done,
-        )
+        _, _, sampler, *_ = work.arguments
+        done = self._answers.steps_done
+        flow = JobFlow(forward, self._meeting, work, self._end_step, self._on_step, done)
         reason = _WATCHED if self._job.sends_steps else flow.why_not()
         if reason:
             self.notes = (NO_FLOW.format(reason=reason),)
             return sampler
-        meeting.flow = flow.patch_flow
+        self._meeting.flow = flow.patch_flow
 
         def sample(*args: Any, **kwargs: Any) -> Tensor:
             latent = flow.sample(*args, **kwargs)

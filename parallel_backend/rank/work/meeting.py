@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -58,36 +58,30 @@ def lead_calls(kind: type) -> None:
     kind.__call__ = __call__  # type: ignore[method-assign]
 
 
+@dataclass(eq=False)
 class ModuleMeeting:
     """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call; `mode`:
     the token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
     replaced in the code of networks; `cache`: the job's step cache, if any; `same_on_all`: True while all ranks compute
     the same, False in a call of which each rank computes its share."""
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        state: NetworkState,
-        current: Callable[[], ModuleForward],
-        answers: Answers,
-        mode: str,
-        inputs: InputShapes,
-        code: Foreign,
-        cache: ModuleCache | None,
-    ) -> None:
-        self._layouts, self._state, self._current = layouts, state, current
-        self._answers, self._mode, self._code, self._cache = answers, mode, code, cache
-        self._inputs = inputs
-        self._has_blocks = bool(current().model.regions)
-        self._is_inside = False
-        self.same_on_all = True
-        self._prompts: dict[Any, int] = {}
-        self._asked: Counter[tuple[int, ...]] = Counter()
-        self._sigma = 0.0
-        self.flow: PatchFlow | None = None
-        self.guider: Any = None  # of a sampler run
-        self.calls = 0
-        self.notes: dict[str, None] = {}
+    _layouts: Layouts
+    _state: NetworkState
+    _current: Callable[[], ModuleForward]
+    _answers: Answers
+    _mode: str
+    _inputs: InputShapes
+    _code: Foreign
+    _cache: ModuleCache | None
+    flow: PatchFlow | None = None
+    guider: Any = None  # of a sampler run
+    calls: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+    same_on_all: bool = True
+    _is_inside: bool = False
+    _prompts: dict[Any, int] = field(default_factory=dict)
+    _asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _sigma: float = 0.0
 
     @contextmanager
     def holding(self, network: nn.Module) -> Iterator[None]:
@@ -201,7 +195,9 @@ class ModuleMeeting:
         check_module_inputs(args[0], kwargs.get("context"), self._inputs)
         options = kwargs.get(OPTIONS) or {}
         foreign = foreign_in(options, self._state, self._code)
-        mode = mode_of(foreign, kwargs, type(module).__name__, self._mode, self._has_blocks)
+        mode = mode_of(
+            foreign, kwargs, type(module).__name__, self._mode, bool(self._current().model.regions)
+        )
         rows = row_count(args[0])
         runs = len(options.get("cond_or_uncond") or ()) or 1
         # Foreign code may look at all rows of a prompt at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ...wire.heartbeat import heartbeat
 from .step_boundary import StepBoundary
 
 
+@dataclass(eq=False)
 class Switching:
     """The trials of one job on one rank. `current`: the forward of the strategy that the next step runs under.
 
@@ -24,18 +26,13 @@ class Switching:
     trials are settled.
     """
 
-    def __init__(
-        self,
-        world: World,
-        trials: TrialRun,
-        make_forward: Callable[[ParallelStrategy], ModuleForward],
-        on_step: StepBoundary,
-    ) -> None:
-        self._world = world
-        self._trials = trials
-        self._make_forward = make_forward
-        self._on_step = on_step
-        self.current = make_forward(trials.strategy)
+    _world: World
+    _trials: TrialRun
+    _make_forward: Callable[[ParallelStrategy], ModuleForward]
+    _on_step: StepBoundary
+
+    def __post_init__(self) -> None:
+        self.current = self._make_forward(self._trials.strategy)
         self._started = time.perf_counter()
 
     def on_step(self, i: int, denoised: Tensor, flags: int) -> None:

@@ -318,7 +318,7 @@ def _line(error: RankFailed) -> str:
 
 def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
     """Sends every rank its Setup and waits until the process group is ready. Raises the error of a rank that fails."""
-    exchange = Exchange(group, NO_REQUEST, cancelled, survivable=frozenset())
+    exchange = Exchange(group, NO_REQUEST, cancelled, frozenset())
 
     def greet(rank: int, message: Message, tensors: Tensors | None) -> None:
         _check_versions(rank, expect(rank, message, Hello))
