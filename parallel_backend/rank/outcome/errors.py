@@ -76,10 +76,8 @@ def as_refusal(error: Exception) -> ParallelError:
     """Returns a RequestError with the file and line that raised `error`; a ParallelError is returned unchanged."""
     if isinstance(error, ParallelError):
         return error
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    where = "" if last is None else f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     refusal = RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
     refusal.__cause__ = error
     return refusal

@@ -158,19 +158,18 @@ class Jobs:
         with shared:
             answer = run.to_its_end(forward)
         seconds = [time.perf_counter() - started] if isinstance(job.work, NetworkCall) else on_step.seconds
-        record = run_record(switching.current, placement, sent)
+        notes, calls, reused = (*meeting.notes, *run.notes), meeting.calls, 0
+        if cache is not None:
+            calls, reused = cache.calls, cache.reused
+        is_exact = all(one.exact for one in used) and run.is_exact and not reused
+        record = run_record(switching.current, placement, sent, on_step, notes, is_exact=is_exact)
         record = replace(
             record,
             strategy=trials.strategy,
             trials=trials.results,
-            model_calls=meeting.calls,
-            inside_seconds=(on_step.inside_seconds,),
-            notes=(*record.notes, *meeting.notes, *run.notes),
-            exact=all(one.exact for one in used) and run.is_exact,
+            model_calls=calls,
+            reused_calls=reused,
         )
-        if cache is not None:
-            exact = record.exact and not cache.reused
-            record = replace(record, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
         times = {"step_seconds": torch.tensor(seconds, dtype=torch.float64)}
         return {**times, **pack_answer(answer, run.denoised), **run.changes}, record
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...options import SAME
 from ...requests import Placement, RunInfo
+from .step_boundary import StepBoundary
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
 
 
-def run_record(forward: ModuleForward, placement: Placement, sent_before: int) -> RunInfo:
-    """Returns the record of a request that began when `sent_before` bytes had been sent."""
+def run_record(
+    forward: ModuleForward,
+    placement: Placement,
+    sent_before: int,
+    on_step: StepBoundary,
+    notes_of_job: Iterable[str],
+    *,
+    is_exact: bool,
+) -> RunInfo:
+    """Returns the record of a job that began when `sent_before` bytes had been sent, and whose own part `is_exact`."""
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
@@ -29,8 +39,9 @@ def run_record(forward: ModuleForward, placement: Placement, sent_before: int) -
         engine=forward.engine,
         strategy=placement.strategy,
         bytes_sent=(forward.bytes_sent - sent_before,),
-        notes=tuple(notes),
-        exact=forward.exact,
+        notes=(*notes, *notes_of_job),
+        exact=forward.exact and is_exact,
+        inside_seconds=(on_step.inside_seconds,),
         kernel=forward.kernel,
         compiled=compiled,
     )

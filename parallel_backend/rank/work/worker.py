@@ -182,13 +182,7 @@ class RankWorker:
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = run_record(forward, placement, sent)
-        run = replace(
-            run,
-            inside_seconds=(on_step.inside_seconds,),
-            notes=(*run.notes, *job.notes),
-            exact=run.exact and job.is_exact,
-        )
+        run = run_record(forward, placement, sent, on_step, job.notes, is_exact=job.is_exact)
         return (result if self.world.rank == 0 else None), run
 
     @torch.inference_mode()
