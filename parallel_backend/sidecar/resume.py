@@ -86,9 +86,8 @@ class ResumableJob:
         """Records rank 0's report on a step and calls `on_step`."""
         tensors = dict(tensors or {})
         state = take_state(tensors)
-        if state is not None and state.first == sum(
-            map(len, self._answers)
-        ):  # the record stops growing if a part is lost
+        # The record stops growing if a part is lost.
+        if state is not None and state.first == sum(map(len, self._answers)):
             self._step = state.step
             self._answers.append(state.answers)
         if self.request.on_latents is not None and STEP in tensors and message.step > self._repeats:
