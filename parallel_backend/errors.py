@@ -123,7 +123,7 @@ class RankFailed(ParallelError):
 RANK_CRASHED = "RankCrashed"
 
 # Errors that a rank may report over the link by name; any other error arrives as RankFailed.
-_WIRE_ERRORS: dict[str, type[ParallelError]] = {
+WIRE_ERRORS: dict[str, type[ParallelError]] = {
     error.__name__: error
     for error in (
         PlatformError,
@@ -138,19 +138,11 @@ _WIRE_ERRORS: dict[str, type[ParallelError]] = {
 }
 
 
-def to_wire(error: BaseException) -> tuple[str, str]:
-    """Returns the name and message under which a rank reports `error`."""
-    name = type(error).__name__
-    if name in _WIRE_ERRORS:
-        return name, str(error)
-    return "RankFailed", f"{name}: {error}"
-
-
 def from_wire(kind: str, message: str, rank: int, device: str | None = None) -> ParallelError:
     """Returns a rank's reported error as the type that callers catch. `device`: the device, for a DeviceError."""
     if kind == DeviceError.__name__:
         return DeviceError(message, device=device)
-    if kind in _WIRE_ERRORS:
-        return _WIRE_ERRORS[kind](message)
+    if kind in WIRE_ERRORS:
+        return WIRE_ERRORS[kind](message)
     crashed = kind == RANK_CRASHED
     return RankFailed(rank, message, crashed=crashed, reason="device" if crashed else "error")

@@ -17,6 +17,9 @@ ATTENTION_KERNELS = ("auto", "torch", "cudnn", "flash", "flash_3", "sage")
 COMPILE_BACKEND = "PARALLEL_SAMPLING_COMPILE_BACKEND"
 # Environment variable: CPU threads of a rank while the others wait, as many as it would have without them.
 THREADS_ALONE = "PARALLEL_SAMPLING_THREADS_ALONE"
+# Environment variable of tests and benchmarks: a module that causes faults in ranks, a space, and its `arm`'s first
+# argument.
+FAULT = "PARALLEL_SAMPLING_FAULT"
 # An environment variable of CUDA: kernels of streams that share a hardware queue wait for each other. Each NCCL
 # communicator has a stream, and a PipeFusion stage sends on one stream what another rank needs before it answers on
 # another stream. CUDA's default is 8.

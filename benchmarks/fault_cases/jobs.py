@@ -51,12 +51,10 @@ def cancels(subject: Subject) -> Iterator[Check]:
             def on_step(step: int, of: int, denoised: torch.Tensor | None, after=after, at=at) -> None:
                 if step == after:
                     at.append(time.perf_counter())
-                    sidecar.cancel()
-                    sidecar.cancel()  # a second cancel changes nothing
 
             error_of(
-                lambda on_step=on_step: sidecar.sample(
-                    weights, scripted_request(SLOW, steps), placement, on_step
+                lambda on_step=on_step, at=at: sidecar.sample(
+                    weights, scripted_request(SLOW, steps), placement, on_step, should_cancel=lambda: at != []
                 )
             )
             # a step of these ranks takes 0.05 s
@@ -94,18 +92,22 @@ def races(subject: Subject) -> Iterator[Check]:
     try:
         for number in range(10):
             sidecar.load(subject.scripted)
+            killer = threading.Timer(0.008 * number, os.kill, (sidecar.pids[1], signal.SIGKILL))
 
             def on_step(
-                step: int, of: int, denoised: torch.Tensor | None, delay: float = 0.008 * number
+                step: int, of: int, denoised: torch.Tensor | None, killer: threading.Timer = killer
             ) -> None:
                 if step == 2:
-                    threading.Timer(delay, os.kill, (sidecar.pids[1], signal.SIGKILL)).start()
-                    sidecar.cancel()
+                    killer.start()
 
             outcomes.append(
                 error_of(
-                    lambda on_step=on_step: sidecar.sample(
-                        subject.scripted, scripted_request(SLOW, 20), ULYSSES, on_step
+                    lambda on_step=on_step, killer=killer: sidecar.sample(
+                        subject.scripted,
+                        scripted_request(SLOW, 20),
+                        ULYSSES,
+                        on_step,
+                        should_cancel=lambda: killer.ident is not None,
                     )
                 )
             )

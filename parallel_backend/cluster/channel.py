@@ -14,11 +14,11 @@ import ssl
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import TransportError
 from ..wire.protocol import MAX_MESSAGE_BYTES, decode
-from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed, seal
+from ..wire.transport import MAX_PAYLOAD_BYTES, LinkClosed, seal, write_all
 
 HEADER = struct.Struct("!BBIQ")  # kind, rank, bytes of the text, bytes of the payload
 _CHUNK = 64 * 1024  # bytes passed to TLS at once
@@ -60,45 +60,6 @@ class _Outgoing:
     offset: int = 0
 
 
-class IncomingPayload:
-    """A memfd that collects a payload as it arrives. It is sealed once complete: unpack_tensors requires that."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._written = size, 0
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self.descriptor = os.memfd_create("parallel-backend-remote", flags)
-        try:
-            os.ftruncate(self.descriptor, max(1, size))
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def missing(self) -> bool:
-        return self._written < self._size
-
-    def write(self, view: memoryview) -> int:
-        """Writes the missing bytes from the start of `view`; returns how many it took."""
-        taken = 0
-        while self.missing and taken < len(view):
-            part = view[taken : taken + self._size - self._written]
-            written = os.pwrite(self.descriptor, part, self._written)
-            taken += written
-            self._written += written
-        return taken
-
-    def finish(self) -> int:
-        """Seals the memfd and returns its descriptor, which the caller closes."""
-        seal(self.descriptor)
-        descriptor, self.descriptor = self.descriptor, -1
-        return descriptor
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
 DATAGRAMS = frozenset({Kind.MESSAGE, Kind.CARRYING, Kind.AGAIN})
 
 
@@ -110,10 +71,10 @@ class Channel:
         self._socket = sock
         self._accepts = accepts
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
-        self._buffer = bytearray(_CHUNK)
         self._held = bytearray()  # bytes of an incomplete header and text
-        self._incoming: IncomingPayload | None = None
         self._frame: Frame | None = None  # the frame whose payload is being received
+        self._payload = -1  # the memfd that collects it
+        self._missing = HEADER.size  # bytes of the header, the text or the payload that is being received
         self.heard = time.monotonic()  # time.monotonic() of the last received bytes
         self.waiting = False  # True if more data may have arrived than one `read` takes
 
@@ -160,60 +121,54 @@ class Channel:
         self.waiting = False
         for _ in range(_MOST_READS):
             try:
-                size = self._socket.recv_into(self._buffer)
+                data = self._socket.recv(min(self._missing, _CHUNK))
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
             except OSError as error:
                 raise LinkClosed(f"the connection ended ({error})") from None
-            if not size:
+            if not data:
                 raise LinkClosed("the connection was closed")
             self.heard = time.monotonic()
-            yield from self._parse(memoryview(bytes(self._buffer[:size])))
+            if (frame := self._take(data)) is not None:
+                yield frame
         self.waiting = True
 
-    def _parse(self, view: memoryview) -> Iterator[Frame]:
-        while view:
-            if self._incoming is not None:
-                view = view[self._incoming.write(view) :]
-            else:
-                view = view[self._take_head(view) :]
-            if self._frame is None or (self._incoming is not None and self._incoming.missing):
-                continue
-            frame, self._frame = self._frame, None
-            if self._incoming is not None:
-                incoming, self._incoming = self._incoming, None
-                yield Frame(frame.kind, frame.rank, frame.text, incoming.finish())
-            else:
-                yield frame
-
-    def _take_head(self, view: memoryview) -> int:
-        """Collects header and text from the start of `view`; returns how many bytes it took."""
-        needed = HEADER.size
-        if len(self._held) >= needed:
-            needed += _read_header(self._held, self._accepts)[2]
-        taken = min(needed - len(self._held), len(view))
-        self._held += view[:taken]
-        if len(self._held) < HEADER.size:
-            return taken
-        kind, rank, length, size = _read_header(self._held, self._accepts)
-        if len(self._held) < HEADER.size + length:
-            return taken
-        text = bytes(self._held[HEADER.size :])
-        self._held.clear()
-        if kind in DATAGRAMS:
-            decode(text, int(kind is not Kind.MESSAGE))  # raises if the message is not allowed
-        self._frame = Frame(kind, rank, text)
-        if kind is Kind.CARRYING:
-            self._incoming = IncomingPayload(size)
-        return taken
+    def _take(self, data: bytes) -> Frame | None:
+        """Takes received bytes; returns the frame that they complete, None if it is incomplete."""
+        self._missing -= len(data)
+        if self._frame is None:
+            self._held += data
+            if self._missing:
+                return None
+            kind, rank, length, size = _read_header(self._held, self._accepts)
+            if len(self._held) < HEADER.size + length:
+                self._missing = length
+                return None
+            text = bytes(self._held[HEADER.size :])
+            self._held.clear()
+            if kind in DATAGRAMS:
+                decode(text, int(kind is not Kind.MESSAGE))  # raises if the message is not allowed
+            if kind is not Kind.CARRYING:
+                self._missing = HEADER.size
+                return Frame(kind, rank, text)
+            self._payload = os.memfd_create("parallel-backend-remote", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._frame, self._missing = Frame(kind, rank, text), size
+        else:
+            write_all(self._payload, memoryview(data))
+        if self._missing:
+            return None
+        seal(self._payload)  # unpack_tensors requires that
+        frame = replace(self._frame, payload=self._payload)
+        self._frame, self._payload, self._missing = None, -1, HEADER.size
+        return frame
 
     def close(self) -> None:
         """Closes the socket; drops unsent frames and an incomplete payload."""
         while self._outgoing:
             self._drop_first()
-        if self._incoming is not None:
-            self._incoming.close()
-            self._incoming = None
+        if self._payload >= 0:
+            os.close(self._payload)
+            self._payload = -1
         self._socket.close()
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from ..errors import CheckpointError
 from ..requests import FileContent
+from ..wire.file_identity import read_header
 
-_MOST_HEADER = 100 * 1000**2  # bytes, safetensors' own limit
 # Models of one family can have the same header, so 32 samples of the data, 4096 bytes each, are hashed as well.
 _SAMPLES, _SAMPLE = 32, 4096
 _DEMO = Path(__file__).resolve().parents[2] / "demo_model"  # part of the pack, so every machine has it
@@ -22,9 +21,7 @@ def content_of(path: Path) -> FileContent:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            head = file.read(8)
-            (length,) = struct.unpack("<Q", head) if len(head) == 8 else (0,)
-            digest = hashlib.sha256(head + file.read(min(length, _MOST_HEADER)))
+            digest = hashlib.sha256(read_header(file, size))
             first = file.tell()
             for sample in range(_SAMPLES):
                 file.seek(first + (size - first) * sample // _SAMPLES)

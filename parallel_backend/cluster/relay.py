@@ -13,6 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ..errors import TransportError
 from ..wire import deadlines
@@ -25,25 +26,23 @@ _MOST_WAITING = 4  # unsent frames; with this many, no more messages are taken f
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Relay:
     """The relay of one machine. `links`: this end's link of each rank; `on_frame` gets frames that are no rank's
     datagram, `on_left` a rank whose link ended, `make_beat` returns a sign of life. They run in the relay's thread."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        on_frame: Callable[[Frame], None],
-        on_left: Callable[[int], None],
-        make_beat: Callable[[], bytes],
-    ) -> None:
-        self.channel = channel
-        self.links: dict[int, Link] = {}
-        self._on_frame, self._on_left, self._make_beat = on_frame, on_left, make_beat
-        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+    channel: Channel
+    _on_frame: Callable[[Frame], None]
+    _on_left: Callable[[int], None]
+    _make_beat: Callable[[], bytes]
+    links: dict[int, Link] = field(default_factory=dict)
+    _commands: collections.deque[Callable[[], None]] = field(default_factory=collections.deque)
+    _sent: tuple[bytes, int] | None = None  # the last datagram sent with a payload, and the payload
+    _came: int | None = None  # the last received payload
+
+    def __post_init__(self) -> None:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()  # guards `_wake`, which the thread closes at its end
-        self._sent: tuple[bytes, int] | None = None  # the last datagram sent with a payload, and the payload
-        self._came: int | None = None  # the last received payload
 
     def submit(self, command: Callable[[], None]) -> bool:
         """Runs `command` in the relay's thread; returns False if that has ended. May be called from any thread."""

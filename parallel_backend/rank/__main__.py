@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -101,7 +102,7 @@ def _exit(code: int) -> NoReturn:
 def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> RankWorker:
     """Does the handshake: Hello, Setup, process group, Done. Reports a failure before this rank ends."""
     from ..cluster.handshake import versions
-    from ..wire.checks.fault_injection import arm
+    from ..options import FAULT
     from ..wire.heartbeat import heartbeat
     from ..wire.protocol import NO_REQUEST, Done, Envelope, Hello, Setup
     from .outcome.errors import failure
@@ -114,7 +115,9 @@ def _join(link: Link, epoch: int, make_worker: MakeWorker | None, page: int) -> 
     if not isinstance(setup, Setup):
         raise RuntimeError(f"expected Setup, received {type(setup).__name__}")
     heartbeat.share(page, setup.rank)
-    arm(setup.rank, heartbeat)
+    if faults := os.environ.get(FAULT):
+        module, _, fault = faults.partition(" ")
+        importlib.import_module(module).arm(fault, setup.rank, heartbeat)
     try:
         heartbeat.point("start")
         if make_worker is None:
@@ -176,78 +179,20 @@ def _answer(
     link: Link, envelope: Envelope, descriptors: tuple[int, ...], worker: RankWorker
 ) -> tuple[Done | Failed, Tensors | None]:
     """Serves one request; returns (terminal message, result tensors or None)."""
-    from ..errors import TransportError
-    from ..wire.deadlines import SEND
     from ..wire.heartbeat import heartbeat
-    from ..wire.protocol import (
-        Calibrate,
-        Compiling,
-        Done,
-        Envelope,
-        KeepModels,
-        Load,
-        MoveOut,
-        Prepare,
-        ProveClasses,
-        RankCall,
-        RunCheck,
-        RunJob,
-        TakeBack,
-    )
     from ..wire.transport import LinkClosed, close_all, unpack_tensors
     from .outcome.errors import failure
     from .outcome.progress import RequestLink
-    from .work.held_models import import_for
-    from .work.step_boundary import StepBoundary
 
-    message, world = envelope.message, worker.world
+    world = worker.world
     heartbeat.begin()
-
-    def report_compiling() -> None:
-        link.send(Envelope(envelope.epoch, envelope.request, Compiling()), timeout=SEND)
-
     try:
         try:
             tensors = unpack_tensors(descriptors[0]) if descriptors else {}
         finally:
             close_all(descriptors)
-        match message:
-            case Load():
-                return Done(load=worker.load(message, tensors), models=worker.models.report()), None
-            case Prepare():
-                import_for(message.spec, world.device, holds_nothing=not len(worker.models))
-                return Done(), None
-            case ProveClasses():
-                return Done(proofs=worker.prove(message)), None
-            case KeepModels():
-                return Done(models=worker.keep_models(message)), None
-            case RunJob():
-                on_step = StepBoundary(
-                    RequestLink(link, envelope.epoch, envelope.request, world.rank),
-                    control=world.control,
-                    device=world.device,
-                    steps=message.steps,
-                    previews=message.previews,
-                    states=message.states,
-                    meter=worker.meter,
-                )
-                run = worker.run_job if message.cfg is None else worker.run_plain_job
-                answer, record = run(message, tensors, on_step, report_compiling)
-                if isinstance(record, RankCall):
-                    return Done(call=record), answer
-                return Done(run=record), answer
-            case MoveOut():
-                worker.move_out(message)
-                return Done(models=worker.models.report()), None
-            case TakeBack():
-                worker.take_back()
-                return Done(models=worker.models.report()), None
-            case Calibrate():
-                return Done(calibration=worker.calibrate(message)), None
-            case RunCheck():
-                return Done(findings=worker.check(message)), None
-            case _:
-                raise TransportError(f"{type(message).__name__} is not a request")
+        request = RequestLink(link, envelope.epoch, envelope.request, world.rank)
+        return worker.answer(envelope.message, tensors, request)
     except LinkClosed:
         raise
     except Exception as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from .image_patches import ElementPatches
 from .samplers import History, Sigmas, Step
+
+# The steps of a patch: a Step after the other, see samplers.py.
+PatchRun = Generator[tuple[Tensor, Tensor], Tensor, None]
 
 
 class OnPatchStep(Protocol):
@@ -56,39 +60,6 @@ class PatchHistory(History):
 
 
 @dataclass(eq=False)
-class _Patch:
-    """One patch between two model calls. `wish`: (x, sigma) to denoise next, None after the last step."""
-
-    _step: Callable[..., Step]
-    x: Tensor
-    _sigmas: Sigmas
-    steps_done: int
-    _history: PatchHistory
-    wish: tuple[Tensor, Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        self.denoised = self.x
-        self._begin()
-
-    def _begin(self) -> None:
-        self._running = self._step(self.x, self._sigmas, self.steps_done, self._history)
-        self.wish = next(self._running)
-
-    def answer(self, denoised: Tensor) -> bool:
-        """Continues with the denoised patch; returns True if that ended a step."""
-        try:
-            self.wish = self._running.send(denoised)
-            return False
-        except StopIteration as end:
-            self.x, self.denoised = end.value
-        self.steps_done += 1
-        self.wish = None
-        if self.steps_done < len(self._sigmas) - 1:
-            self._begin()
-        return True
-
-
-@dataclass(eq=False)
 class PatchSampling:
     """A run over `x` [B, …] from step `first` on, driven by rank/pipefusion/patch_flow.py. A patch is named by its
     slice in the elements that `patches` packs."""
@@ -100,42 +71,41 @@ class PatchSampling:
     _history: History
     _on_step: OnPatchStep
     _patches: ElementPatches
+    _runs: dict[int, PatchRun] = field(default_factory=dict)
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self, x: Tensor) -> None:
         past = self._history.denoised
-        self._start_latent = self._patches.pack(x)
-        self._noise = SharedNoise(self._history, x, self._patches)
         self._past = None if past is None else self._patches.pack(past)
-        self._states: dict[int, _Patch] = {}
+        self._noise = SharedNoise(self._history, x, self._patches)
+        # Of all patches, [B, elements]: after the last step of each.
+        self._x = self._patches.pack(x)
+        self._denoised = torch.empty_like(self._x)
 
     @property
     def latent(self) -> Tensor:
         """The latent [B, …] after the last step."""
-        return self._joined([patch.x for patch in self._in_order()])
+        return self._patches.unpack(self._x)
 
     def enter(self, patch: slice) -> Tensor:
         """Returns the input of a patch's next model call, [B, elements]."""
-        state = self._states.get(patch.start) or self._start(patch)
-        assert state.wish is not None, "it has ended"
-        return state.wish[0]
+        if patch.start not in self._runs:
+            self._runs[patch.start] = self._take_steps(patch)
+            self._inputs[patch.start], _ = next(self._runs[patch.start])
+        return self._inputs[patch.start]
 
     def leave(self, patch: slice, denoised: Tensor) -> None:
         """Takes the denoised patch that this model call gave, [B, elements]."""
-        state = self._states[patch.start]
-        if state.answer(denoised) and patch.stop == self._start_latent.shape[1]:
-            found = [each.denoised for each in self._in_order()]
-            self._on_step.passed(state.steps_done - 1, self._joined(found))
+        with contextlib.suppress(StopIteration):  # that was its last call
+            self._inputs[patch.start], _ = self._runs[patch.start].send(denoised)
 
-    def _start(self, patch: slice) -> _Patch:
+    def _take_steps(self, patch: slice) -> PatchRun:
+        """Takes all steps of one patch."""
         past = None if self._past is None else self._past[:, patch]
         history = PatchHistory(self._history.generator, past, self._noise, patch)
-        state = _Patch(self._step, self._start_latent[:, patch], self._sigmas, self._first, history)
-        self._states[patch.start] = state
-        return state
-
-    def _in_order(self) -> list[_Patch]:
-        return [self._states[start] for start in sorted(self._states)]
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        """Returns the latent [B, …] made of the elements of all patches."""
-        return self._patches.unpack(torch.cat(parts, dim=1))
+        x = self._x[:, patch]
+        for i in range(self._first, len(self._sigmas) - 1):
+            x, denoised = yield from self._step(x, self._sigmas, i, history)
+            self._x[:, patch], self._denoised[:, patch] = x, denoised
+            if patch.stop == self._x.shape[1]:  # the last patch of the step
+                self._on_step.passed(i, self._patches.unpack(self._denoised))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..devices import is_cpu
 from ..errors import TransportError
-from ..job.payload import ANSWER, DENOISED, unpack_answer
+from ..job.payload import DENOISED, unpack_answer
 from ..job.state_changes import take_changes
 from ..options import CompileStats
 from ..requests import LoadInfo, ModelSpec, Placement, RunInfo, SampleResult
@@ -23,7 +23,7 @@ from .group.events import Stepped, emit
 from .group.exchange import Exchange, expect, reports
 from .group.lease import Lease, OnPhase, Phase, PhaseKind
 from .holdings import RankHoldings
-from .resume import ResumableJob
+from .resume import ResumableJob, ShippedRequest
 
 STEPS_SHOWN = 60  # whose times a status shows
 
@@ -71,10 +71,8 @@ class ModelRequests:
         self._devices = devices
         self.progress = StepProgress()
 
-    def sample(
-        self, spec: ModelSpec, job: ResumableJob, placement: Placement, lease: Lease, *, states: bool
-    ) -> SampleResult:
-        """Runs the job from its current state to its end. `states`: True to record its states on the way."""
+    def sample(self, spec: ModelSpec, job: ResumableJob, placement: Placement, lease: Lease) -> SampleResult:
+        """Runs the job from its current state to its end."""
         trials = job.trials
         strategies = (placement.strategy, *trials.strategies)
         load, latent = self._holdings.ensure_ready(spec, placement.strategy, lease), job.request.noise
@@ -107,7 +105,7 @@ class ModelRequests:
         exchange = lease.exchange()
         seconds = self.progress.seconds
         seconds.clear()
-        exchange.send(job.message(placement, held.number, states=states), job.begin(self._holdings))
+        exchange.send(job.message(placement, held.number), job.begin(self._holdings))
         packs = job.request.imports()
         phase = Phase(PhaseKind.IMPORTING, packs) if packs else Phase(PhaseKind.FIRST_STEP)
         exchange.guard(lambda: lease.on_phase(phase))
@@ -119,18 +117,9 @@ class ModelRequests:
             return compiling.budget(self._step_budget(steps, latent))
 
         done = exchange.wait(budget, on_message)
-        result = exchange.result
-        changes = take_changes(result)
-        if job.request.is_call:
-            parts, denoised = _answer(exchange), None
-            step_seconds = [reports(done, lambda answer: answer.run)[0].seconds]
-        else:
-            denoised = result.pop(DENOISED, None)
-            # A sampler of ComfyUI or of a pack may return another size than it was given.
-            shape = None if job.request.cfg is None else tuple(latent.shape)
-            _check(exchange, {ANSWER: shape, "step_seconds": None})
-            parts, step_seconds = [result[ANSWER]], result["step_seconds"].tolist()
-        info = _run_info(done, load, tuple(step_seconds))
+        changes, denoised = take_changes(exchange.result), exchange.result.pop(DENOISED, None)
+        parts, step_seconds = _take_answer(exchange, job.request)
+        info = _run_info(done, load, step_seconds)
         return SampleResult(parts[0], job.merged(info), tuple(parts), denoised, changes)
 
     def _step_budget(self, earlier: Sequence[float], latent: object) -> float:
@@ -155,41 +144,31 @@ def _positions(latent: object) -> int:
     return latent.numel() // latent.shape[1]
 
 
-def _answer(exchange: Exchange) -> list[Tensor]:
-    """Returns rank 0's answer to a call of the network: float32 tensors. Ends the ranks if it is anything else."""
-    parts = unpack_answer(exchange.result)
-    if not parts or any(part.dtype != torch.float32 for part in parts):
-        raise exchange.refuse("process 0 gave no answer to a model call")
-    return parts
-
-
-def _check(exchange: Exchange, shapes: dict[str, tuple[int, ...] | None]) -> None:
-    """Ends the ranks unless rank 0's tensors match the names and `shapes` (None: any); those with a shape must be
-    float32."""
+def _take_answer(exchange: Exchange, request: ShippedRequest) -> tuple[list[Tensor], tuple[float, ...]]:
+    """Returns the parts of rank 0's answer in float32, several only for a call of the network, and the seconds of each
+    step. Ends the ranks if it is anything else."""
     result = exchange.result
-    found = {name: tuple(tensor.shape) for name, tensor in result.items()}
-    fits = set(result) == set(shapes) and all(
-        shape is None or (found[name], result[name].dtype) == (shape, torch.float32)
-        for name, shape in shapes.items()
-    )
-    if not fits:
-        raise exchange.refuse(f"process 0 answered with the tensors {found}; expected {shapes}, float32")
+    parts, seconds = unpack_answer(result), result.get("step_seconds")
+    fits = len(parts) == 1 or (request.is_call and len(parts) > 1)
+    if request.cfg is not None:  # a sampler of ComfyUI or of a pack may return another size than it was given
+        fits = [part.shape for part in parts] == [request.noise.shape]
+    fits = fits and all(part.dtype == torch.float32 for part in parts)
+    if not fits or seconds is None or len(result) != len(parts) + 1:
+        found = {name: f"{list(one.shape)} {one.dtype}" for name, one in result.items()}
+        raise exchange.refuse(f"process 0 answered with the tensors {found}")
+    return parts, tuple(seconds.tolist())
 
 
 def _run_info(done: list[Done], load: LoadInfo, step_seconds: tuple[float, ...]) -> RunInfo:
+    """Returns one record for all ranks."""
     runs = reports(done, lambda answer: answer.run)
-    return RunInfo(
-        engine=runs[0].engine,
-        strategy=runs[0].strategy,
+    return replace(
+        runs[0],
         step_seconds=step_seconds,
-        bytes_sent=tuple(run.bytes_sent for run in runs),
+        bytes_sent=tuple(sent for run in runs for sent in run.bytes_sent),
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
         exact=all(run.exact for run in runs),
-        trials=runs[0].trials,
-        inside_seconds=tuple(run.inside_seconds for run in runs),
-        model_calls=runs[0].model_calls,
-        reused_calls=runs[0].reused_calls,
-        kernel=runs[0].kernel,
+        inside_seconds=tuple(inside for run in runs for inside in run.inside_seconds),
         compiled=_most([run.compiled for run in runs if run.compiled is not None]),
         load=load,
     )

@@ -60,18 +60,17 @@ class ResumableJob:
         self._given_up: tuple[Trial, ...] = ()
         self._on_step = on_step
         self._step = 0  # the last step whose answers are recorded
-        # The answers to model calls of ComfyUI's loop so far, sent by rank 0 in parts, and their number.
+        # The answers to model calls of ComfyUI's loop so far, sent by rank 0 in parts.
         self._answers: list[Tensor] = []
-        self._calls = 0
         self._seconds: dict[int, float] = {}  # of each step, 1-based
         self._first = 0  # steps that the ranks did not have to run again
         self._repeats = 0  # the step that ranks had reached before they crashed: earlier ones come again
         self._notes: tuple[str, ...] = ()
 
-    def message(self, placement: Placement, model: int, *, states: bool) -> RunJob:
+    def message(self, placement: Placement, model: int) -> RunJob:
         """Returns the message that requests the job; its tensors are sent with it."""
         previews, request = self._on_step is not None, self.request
-        return RunJob(placement, request.steps, previews, states, model, self.trials, request.cfg)
+        return RunJob(placement, request.steps, previews, model, self.trials, request.cfg)
 
     def begin(self, holdings: object = None) -> Tensors:
         """Returns the payload for ranks that hold the job's model. `holdings`: their RankHoldings, see ShippedRequest.
@@ -87,10 +86,10 @@ class ResumableJob:
         """Records rank 0's report on a step and calls `on_step`."""
         tensors = dict(tensors or {})
         state = take_state(tensors)
-        if state is not None and state.first == self._calls:  # the record stops growing if a part is lost
+        # The record stops growing if a part is lost.
+        if state is not None and state.first == sum(map(len, self._answers)):
             self._step = state.step
             self._answers.append(state.answers)
-            self._calls += len(state.answers)
         if self.request.on_latents is not None and STEP in tensors and message.step > self._repeats:
             self.request.on_latents(tensors)
         self._seconds[message.step] = message.seconds

@@ -40,7 +40,7 @@ def run_self_tests(
     try:
         join_ranks(group, cancelled)
         # NO_REQUEST: it has no step boundary, so a cancel kills the rank at once.
-        exchange = Exchange(group, NO_REQUEST, cancelled, survivable=frozenset())
+        exchange = Exchange(group, NO_REQUEST, cancelled, frozenset())
         exchange.send(ProveClasses(ComfyUISource(root), tuple(class_names)))
         (found,) = reports(exchange.wait(lambda: limit), lambda answer: answer.proofs)
         return found

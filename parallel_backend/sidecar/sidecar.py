@@ -22,7 +22,7 @@ from ..wire import deadlines
 from ..wire.calibration import Calibration
 from ..wire.checks.findings import CheckSubject, Finding
 from ..wire.file_identity import FileIdentity, result_note
-from ..wire.protocol import Calibrate, Prepare, RunCheck
+from ..wire.protocol import Calibrate, Done, Message, Prepare, RunCheck
 from .group.exchange import reports
 from .group.group import RankGroupRunner
 from .group.lease import Lease, Phase, PhaseKind, ShouldCancel, ShowPhase, State
@@ -41,11 +41,11 @@ class Sidecar(ModuleRequests):
     """A group of ranks, one per device in `devices`, kept warm between requests.
 
     Requests are served one after another; any thread may call. If a rank crashes, the group is restarted, its model is
-    loaded again, and the request goes on where it was (`resumes`). A second crash is raised, and the next request
-    starts a group. Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a 1-based step and a
-    preview [1, C, h, w] or None, `on_phase(text)`. An exception from a callback ends the request on the ranks, which
-    stay warm, and is raised again. `should_cancel()` is called at least every 50 ms. `exclusive`: the GPUs are locked
-    against exclusive ranks of other processes; a start raises DeviceError if such ranks use one.
+    loaded again, and the request goes on where it was. A second crash is raised, and the next request starts a group.
+    Callbacks run in the calling thread: `on_step(step, steps, denoised)` with a 1-based step and a preview [1, C, h, w]
+    or None, `on_phase(text)`. An exception from a callback ends the request on the ranks, which stay warm, and is
+    raised again. `should_cancel()` is called at least every 50 ms. `exclusive`: the GPUs are locked against exclusive
+    ranks of other processes; a start raises DeviceError if such ranks use one.
     """
 
     def __init__(
@@ -53,14 +53,12 @@ class Sidecar(ModuleRequests):
         devices: tuple[str, ...],
         *,
         rank_module: str = RANK_MODULE,
-        resumes: bool = True,
         exclusive: bool = False,
     ) -> None:
         self._ranks = RankGroupRunner(
-            devices, rank_module, resumes=resumes, exclusive=exclusive, forget=lambda: self._holdings.forget()
+            devices, rank_module, exclusive=exclusive, forget=lambda: self._holdings.forget()
         )
         self.devices = self._ranks.devices
-        self._resumes = resumes
         self._holdings = RankHoldings(self._ranks)
         self._requests = ModelRequests(self._holdings, self.devices)
         # Held during a request that ships objects: what the ranks have of them is recorded when it has ended.
@@ -164,7 +162,7 @@ class Sidecar(ModuleRequests):
 
             def attempt() -> SampleResult:
                 try:
-                    return self._requests.sample(spec, job, placement, lease, states=self._resumes)
+                    return self._requests.sample(spec, job, placement, lease)
                 except OutOfMemory:
                     if not job.give_up_trials():  # a trial may need more than was predicted
                         raise
@@ -190,27 +188,25 @@ class Sidecar(ModuleRequests):
         """Measures the links between the ranks over the groups of `placement`, one answer per rank; needs no model."""
         self._check_placement(placement)
         with self._ranks.lease("calibrate", None, on_phase) as lease:
-            self._holdings.ensure_started(lease)
-            self._ranks.working()
-            lease.on_phase(Phase(PhaseKind.MEASURING))
-            exchange = lease.exchange()
-            exchange.send(Calibrate(placement.strategy, budget_s, thorough))
-            done = exchange.wait(lambda: budget_s + deadlines.FIRST_STEP)
+            message = Calibrate(placement.strategy, budget_s, thorough)
+            done = self._ask(message, budget_s + deadlines.FIRST_STEP, lease, Phase(PhaseKind.MEASURING))
             return tuple(reports(done, lambda answer: answer.calibration))
 
     def check(self, name: str, subject: CheckSubject, limit_s: float) -> tuple[tuple[Finding, ...], ...]:
         """Runs a check of the GPU check on the ranks themselves; returns the findings of each."""
         with self._ranks.lease("check") as lease:
-            self._holdings.ensure_started(lease)
-            self._ranks.working()
-            exchange = lease.exchange()
-            exchange.send(RunCheck(name, subject))
-            done = exchange.wait(lambda: limit_s)
+            done = self._ask(RunCheck(name, subject), limit_s, lease)
             return tuple(reports(done, lambda answer: answer.findings))
 
-    def cancel(self) -> None:
-        """Ends the running request, if any, at its next step; its caller gets Cancelled. Any thread may call."""
-        self._ranks.cancel()
+    def _ask(self, message: Message, limit_s: float, lease: Lease, phase: Phase | None = None) -> list[Done]:
+        """Sends a request that needs no model to the ranks, started if needed; returns their answers."""
+        self._holdings.ensure_started(lease)
+        self._ranks.working()
+        if phase is not None:
+            lease.on_phase(phase)
+        exchange = lease.exchange()
+        exchange.send(message)
+        return exchange.wait(lambda: limit_s)
 
     def _with_room(
         self,
@@ -254,13 +250,8 @@ class Sidecar(ModuleRequests):
         """Starts the ranks and makes them import what loading `spec` needs; does nothing if they run. Raises what a
         start raises."""
         with self._ranks.lease("start", None) as lease:
-            if self._ranks.running:
-                return
-            self._holdings.ensure_started(lease)
-            self._ranks.working()
-            exchange = lease.exchange()
-            exchange.send(Prepare(spec))
-            exchange.wait(lambda: deadlines.LOAD_BASE)
+            if not self._ranks.running:
+                self._ask(Prepare(spec), deadlines.LOAD_BASE, lease)
 
     def sleep(self, should_cancel: ShouldCancel | None = None) -> None:
         """Discards all that the ranks hold and leaves them running; the next request loads what it needs again. Does

@@ -6,9 +6,9 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import CheckpointError
 
@@ -40,7 +40,7 @@ def read_identity(path: str | Path) -> FileIdentity:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is no regular file; choose a model file.")
-            digest = hashlib.sha256(_read_header(file.read(_PREFIX.size), file.read, status.st_size))
+            digest = hashlib.sha256(read_header(file, status.st_size))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest.hexdigest())
@@ -54,9 +54,11 @@ def find_identity(path: str | Path) -> FileIdentity | None:
         return None
 
 
-def _read_header(prefix: bytes, read: Callable[[int], bytes], size: int) -> bytes:
+def read_header(file: BinaryIO, size: int) -> bytes:
+    """Returns the first bytes of a file of `size` bytes: the whole header if it is a safetensors file."""
+    prefix = file.read(_PREFIX.size)
     (length,) = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0,)
-    return prefix + read(length if length <= min(size, _MOST_READ) else _FIRST)
+    return prefix + file.read(length if length <= min(size, _MOST_READ) else _FIRST)
 
 
 def check_same(path: str | Path, pinned: FileIdentity) -> None:

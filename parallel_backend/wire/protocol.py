@@ -12,15 +12,14 @@ import typing
 from dataclasses import dataclass
 
 from ..errors import TransportError
-from ..options import CompileStats
-from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement
+from ..requests import ComfyUISource, FileContent, LoadInfo, ModelSpec, Placement, RunInfo
 from ..strategy import ParallelStrategy
-from ..trials import NO_TRIALS, Trial, TrialPlan
+from ..trials import NO_TRIALS, TrialPlan
 from .calibration import Calibration
 from .checks.findings import CheckSubject, Finding, SelfTest
 from .strict_json import from_json, parse, shown, to_json
 
-VERSION = 26
+VERSION = 27
 MAX_MESSAGE_BYTES = 64 * 1024  # SEQPACKET takes 192 KiB; 256 KiB gives EMSGSIZE (measured)
 ALL_RANKS = -1  # value of `rank` if all ranks compute
 NO_REQUEST = 0  # `request` of the handshake; requests count from 1
@@ -107,14 +106,12 @@ class RankModels:
 class RunJob:
     """Parent to all ranks: run a job shipped whole from ComfyUI's process (job/payload.py) on the held model number
     `model`, for `steps` steps. If it is resumed, the payload has the earlier calls' answers. `placement`: None for a
-    text encoder or VAE, whose placement is set at its load; `previews`: True to send denoised latents; `states`: True
-    to send the loop's states; `trials`: strategies to try while it runs; `cfg`: of a plain job, whose tensors are the
-    payload; None for any other."""
+    text encoder or VAE, whose placement is set at its load; `previews`: True to send denoised latents; `trials`:
+    strategies to try while it runs; `cfg`: of a plain job, whose tensors are the payload; None for any other."""
 
     placement: Placement | None
     steps: int
     previews: bool = False
-    states: bool = False
     model: int = 0
     trials: TrialPlan = NO_TRIALS
     cfg: float | None = None
@@ -176,26 +173,6 @@ class Compiling:
 
 
 @dataclass(frozen=True)
-class RankRun:
-    """One rank's record of a request. `seconds`: from the decoded request to its end; `bytes_sent`: in collectives;
-    `exact`: True if it computed what one device would; `model_calls`, `reused_calls`, `kernel`, `compiled`, `trials`:
-    as in RunInfo; `inside_seconds`: of this rank alone."""
-
-    engine: str
-    strategy: ParallelStrategy
-    seconds: float
-    bytes_sent: int
-    notes: tuple[str, ...]
-    exact: bool = True
-    model_calls: int = 0
-    reused_calls: int = 0
-    kernel: str = "torch"
-    compiled: CompileStats | None = None
-    trials: tuple[Trial, ...] = ()
-    inside_seconds: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class RankCall:
     """One rank's record of a job on a text encoder or VAE. `bytes_sent`: in collectives. For a VAE, `parts`: rows of
     each latent, or tiles, that it computed; `peak_bytes`: device memory beyond what was in use before, 0 on the
@@ -211,13 +188,13 @@ class RankCall:
 @dataclass(frozen=True)
 class Done:
     """Rank to parent, terminal: the request succeeded, or the process group is ready. Rank 0's carries the result
-    tensors.
-    `models`: set if the request may have changed which models are held."""
+    tensors. `models`: set if the request may have changed which models are held; `run`: for this rank alone, without
+    the times of its steps."""
 
     load: LoadInfo | None = None
     models: RankModels | None = None
     proofs: tuple[SelfTest, ...] | None = None
-    run: RankRun | None = None
+    run: RunInfo | None = None
     calibration: Calibration | None = None
     call: RankCall | None = None
     findings: tuple[Finding, ...] | None = None

@@ -179,9 +179,9 @@ def pack_tensors(tensors: dict[str, torch.Tensor]) -> int:
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     descriptor = os.memfd_create("parallel-backend", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _write(descriptor, memoryview(_header(on_host)))
+        write_all(descriptor, memoryview(_header(on_host)))
         for tensor in on_host.values():
-            _write(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
+            write_all(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
         seal(descriptor)
     except BaseException:
         os.close(descriptor)
@@ -237,7 +237,7 @@ def _header(tensors: dict[str, torch.Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write(descriptor: int, view: memoryview) -> None:
+def write_all(descriptor: int, view: memoryview) -> None:
     while view:
         view = view[os.write(descriptor, view) :]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fake_nvml
+from fault_injection import fault
 from jobs import FP8, flux_job
 from parallel_backend.__main__ import main
 from parallel_backend.commands.bench import measure, report
@@ -33,7 +34,6 @@ from parallel_backend.planner.workload.memory import predict_memory
 from parallel_backend.planner.workload.workload import Job
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.cache_folder import VARIABLE
-from parallel_backend.wire.checks import fault_injection as faults
 from tiny_flux import write_tiny_flux
 
 ONE, ULYSSES, RING = ParallelStrategy(), ParallelStrategy(ulysses_degree=2), ParallelStrategy(ring_degree=2)
@@ -111,10 +111,9 @@ def test_without_matplotlib_it_says_so_and_writes_the_rest(bench, monkeypatch):
     assert [path.name for path in out.iterdir()] == ["bench.json"]
 
 
-def test_a_strategy_that_fails_costs_only_its_row(bench, no_leaks, monkeypatch):
-    fault = {"rank": 0, "step": 0, "kind": "raise", "point": "load", "once": None}
-    monkeypatch.setenv(faults.VARIABLE, json.dumps(fault))
-    status, printed, out = bench("--strategies", "one,ring2")
+def test_a_strategy_that_fails_costs_only_its_row(bench, no_leaks):
+    with fault("raise", "load", rank=0):
+        status, printed, out = bench("--strategies", "one,ring2")
     assert status == 1 and not (out / "bench.png").exists()
     rows = json.loads((out / "bench.json").read_text())["rows"]
     assert all("on purpose" in row["problem"] for row in rows)

@@ -32,23 +32,19 @@ def test_cancel_ends_the_request_at_the_next_step_and_leaves_the_group_warm(
 ):
     steps = []
 
-    def on_step(step, of, denoised):
-        steps.append(step)
-        if step == after:
-            sidecar.cancel()
-            sidecar.cancel()  # a second cancel changes nothing
-
     with pytest.raises(Cancelled):
-        sidecar.sample(weights, scripted_request(SLOW, steps=6), two_ranks(), on_step=on_step)
+        sidecar.sample(
+            weights,
+            scripted_request(SLOW, steps=6),
+            two_ranks(),
+            on_step=lambda step, of, denoised: steps.append(step),
+            should_cancel=lambda: after in steps,
+        )
     assert len(steps) == after  # steps that still run are not reported
     assert sidecar.state is State.READY
 
 
-def test_a_cancel_while_nothing_runs_is_forgotten_and_one_before_a_request_is_sent_reaches_no_rank(
-    stays_warm, sidecar, weights
-):
-    sidecar.cancel()
-    sidecar.sample(weights, scripted_request(), two_ranks())
+def test_a_cancel_before_a_request_is_sent_reaches_no_rank(stays_warm, sidecar, weights):
     with pytest.raises(Cancelled):
         sidecar.sample(weights, scripted_request(), two_ranks(), should_cancel=lambda: True)
 

@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from parallel_backend.options import FAULT
 from parallel_backend.sidecar.group.supervisor import PACK_ROOT
-from parallel_backend.wire.checks.fault_injection import VARIABLE
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
 
 
 @contextmanager
 def fault(kind: str, point: str, *, rank: int = 1, step: int = 0, once: Path | None = None) -> Iterator[None]:
-    """Gives ranks that start inside the block a fault, which they keep. `once`: a file that the fault creates when it
-    fires; if the file exists, the fault does nothing."""
+    """Gives ranks that start inside the block a fault (rank_programs/faults.py), which they keep. `once`: a file that
+    the fault creates when it fires; if the file exists, the fault does nothing."""
     words = {"rank": rank, "step": step, "kind": kind, "point": point, "once": once and str(once)}
-    with patch.dict(os.environ, {VARIABLE: json.dumps(words)}):
+    module = "tests.support.rank_programs.faults"
+    with patch.dict(os.environ, {FAULT: f"{module} {json.dumps(words)}"}):
         yield
 
 

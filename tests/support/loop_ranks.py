@@ -79,11 +79,10 @@ class LoopRanks:
             device=self.world.device,
             steps=steps,
             previews=True,
-            states=True,
         )
         tensors = ship(self._spec, job).tensors(None) | ({} if state is None else state_tensors(state))
         placement = Placement(strategy, compute_options=self._computing)
-        asked = RunJob(placement, steps, previews=True, states=True, **message)
+        asked = RunJob(placement, steps, previews=True, **message)
         self._forward_under(strategy)
         held = self.models[strategy.weights]
         result, run = self._jobs.run(held, asked, tensors, boundary, self._forward_under)

@@ -17,7 +17,11 @@ QUIET, CRASH, RAISE, RAISE_ALL, NO_MEMORY, FLOOD, SLOW = range(7)
 
 
 def scripted_sidecar(devices=("cpu:0", "cpu:1"), resumes=False) -> Sidecar:
-    return Sidecar(devices, rank_module="tests.support.rank_programs.scripted_rank", resumes=resumes)
+    """Returns a sidecar of scripted ranks. `resumes`: False to raise the first crash."""
+    sidecar = Sidecar(devices, rank_module="tests.support.rank_programs.scripted_rank")
+    if not resumes:
+        sidecar._ranks.retry_after_crash = lambda attempt, *rest: attempt()
+    return sidecar
 
 
 def scripted_weights(path: Path, script: str) -> ModelSpec:

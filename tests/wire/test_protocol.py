@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel_backend.errors import TransportError
 from parallel_backend.options import CompileStats
-from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement
+from parallel_backend.requests import ComfyUISource, LoadInfo, ModelSpec, Placement, RunInfo
 from parallel_backend.strategy import ParallelStrategy
 from parallel_backend.wire.calibration import Calibration, RankFacts, Transfer
 from parallel_backend.wire.checks.findings import CheckSubject, Finding, SelfTest
@@ -29,7 +29,6 @@ from parallel_backend.wire.protocol import (
     ProveClasses,
     RankCall,
     RankModels,
-    RankRun,
     RunCheck,
     RunJob,
     Setup,
@@ -71,8 +70,15 @@ MESSAGES = [
     (Progress(step=1, steps=20, seconds=0.25), 1),
     (Done(load=LoadInfo(1.0, bytes=4, cached=False, dtype="bfloat16", compute_dtype="bfloat16")), 0),
     (Compiling(), 0),
-    (Done(run=RankRun("native", PLACEMENT.strategy, seconds=1.0, bytes_sent=10, notes=("a", "b"))), 1),
-    (Done(run=RankRun("native", PLACEMENT.strategy, 1.0, 10, (), compiled=CompileStats(2, 9.5, 0))), 1),
+    (
+        Done(
+            run=RunInfo(
+                "native", PLACEMENT.strategy, bytes_sent=(10,), notes=("a", "b"), inside_seconds=((0.5,),)
+            )
+        ),
+        1,
+    ),
+    (Done(run=RunInfo("native", PLACEMENT.strategy, compiled=CompileStats(2, 9.5, 0))), 1),
     (KeepModels((2, 1)), 0),
     (ProveClasses(ComfyUISource("/ComfyUI"), ("Flux",)), 0),
     (Done(proofs=(SelfTest("Flux", "stay", worst=1e-7),)), 0),
@@ -84,7 +90,7 @@ MESSAGES = [
     (RunCheck("device", SUBJECT), 0),
     (Done(findings=(Finding("device", "ok", "the CPU", details=("2 threads",)),)), 0),
     (Load(None, ParallelStrategy(), 7, (3, 1), rank=1, comfyui=ComfyUISource("/ComfyUI")), 1),
-    (RunJob(PLACEMENT, steps=4, previews=True, states=True, model=3), 1),
+    (RunJob(PLACEMENT, steps=4, previews=True, model=3), 1),
     (RunJob(None, steps=64, model=7), 1),
     (Done(call=RankCall(1.5, 20, parts=64, peak_bytes=0)), 1),
     (Failed(kind="RequestError", message="no", detail="Traceback…"), 0),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 
@@ -13,9 +11,8 @@ from torch import Tensor
 
 from ...errors import Cancelled, OutOfMemory
 from ...requests import Placement
-from ...wire.checks.fault_injection import VARIABLE
 from ...wire.checks.findings import Finding
-from .ranks import Ranks, compared, environment
+from .ranks import Ranks, compared
 
 _KILLED = 20  # steps of the job whose rank is killed after the first: enough time for the kernel to do it
 _LONG = 1000  # steps of the job that is cancelled in one of its first steps
@@ -75,23 +72,16 @@ def check_out_of_memory(ranks: Ranks) -> Sequence[Finding]:
     """Lets rank 0 use up its memory (simulated on the CPU): the job must raise OutOfMemory, the next one must run."""
     strategy = ranks.split()
     expected = ranks.sample(strategy)
-    with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
-        # After one step, once: the file marks that it has happened.
-        fault = {"rank": 0, "step": 1, "kind": "fill_device", "point": "step", "once": f"{folder}/once"}
-        with environment(VARIABLE, json.dumps(fault)):
-            sidecar = ranks.group(strategy.world_size, fresh=True)
-            sidecar.start()
-            before = sidecar.pids
-            try:
-                ranks.sample(strategy)
-            except OutOfMemory as error:
-                words = str(error).splitlines()[0][:200]
-            else:
-                remedy = "report it with the card and the driver"
-                finding = "nothing failed, though all memory was taken"
-                return [Finding("out of memory", "broken", finding, remedy)]
-            result = ranks.sample(strategy)
-            after = sidecar.pids
-    processes = "the same processes" if after == before else "new processes"
-    ranks.close()  # these ranks still have the fault in their environment
+    sidecar = ranks.group(strategy.world_size, fresh=True)
+    sidecar.check("fill memory", ranks.subject, ranks.seconds_left())
+    before = sidecar.pids
+    try:
+        ranks.sample(strategy)
+    except OutOfMemory as error:
+        words = str(error).splitlines()[0][:200]
+    else:
+        remedy = "report it with the card and the driver"
+        return [Finding("out of memory", "broken", "nothing failed, though all memory was taken", remedy)]
+    result = ranks.sample(strategy)
+    processes = "the same processes" if sidecar.pids == before else "new processes"
     return [compared("out of memory", result, expected, f"told ({words}); the next job on {processes}")]

@@ -1,4 +1,5 @@
-"""The checks of the GPU check that look at the ranks themselves: device, attention kernels, and one model call."""
+"""The checks of the GPU check that look at the ranks themselves: device, attention kernels, one model call; and a fault
+on purpose."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import torch
 from ...engine.comm.groups import Layouts
 from ...errors import RequestError
 from ...wire.checks.findings import NO_GPU, Finding
+from ...wire.heartbeat import heartbeat
 from ...wire.protocol import RunCheck
 
 # torch's default allocator. With the other one, cudaMallocAsync, NCCL holds on to memory until none is left.
 NATIVE = "native"
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_PIECE = 2**28  # bytes of one allocation on a device
 
 
 def run_check(message: RunCheck, layouts: Layouts) -> list[Finding]:
@@ -32,6 +35,10 @@ def run_check(message: RunCheck, layouts: Layouts) -> list[Finding]:
             return ModelCalls(subject, layouts).check_synchronisations()
         case "profile":
             return ModelCalls(subject, layouts).profile()
+        case "fill memory":
+            if layouts.world.rank == 0:
+                fill_device_after_a_step()
+            return []
         case _:
             raise RequestError(f"{message.name!r} is no check of a process.")
 
@@ -72,3 +79,22 @@ def _allocator(cuda: Any) -> Finding:
         f"{finding}: with NCCL beside it, memory runs out after a few steps",
         "take backend: out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, and report that a process had it",
     )
+
+
+def fill_device_after_a_step() -> None:
+    """Makes the next job run out of memory after its first step. It takes all of this rank's GPU memory; on the CPU it
+    only raises, since other programs need that memory. It stops at the GPU's size, in case the driver would continue in
+    host memory (WSL2's does)."""
+
+    def fill(point: str, step: int) -> None:
+        if (point, step) != ("step", 1):
+            return
+        heartbeat.observer = None
+        allocated = []
+        if torch.cuda.is_initialized():
+            _, total = torch.cuda.mem_get_info()
+            for _ in range(total // _PIECE):
+                allocated.append(torch.empty(_PIECE, dtype=torch.uint8, device="cuda"))
+        raise torch.OutOfMemoryError("on purpose: tried to allocate 20.00 GiB")
+
+    heartbeat.observer = fill

@@ -97,10 +97,9 @@ def prove(name: str) -> SelfTest:
     # Each mode runs by itself: a failure with tokens that stay apart says nothing about blocks that gather.
     modes = ((BANDS, ATTENTION),) if TABLE[name].bands else ((BLOCK, ROWS), (STAY, BLOCK))
     for mode, otherwise in modes:
-        try:
-            found = max(_on_ranks(functools.partial(_worst, cases, mode)))
-        except _Raised as error:
-            return SelfTest(name, otherwise, 0.0, str(error))
+        found = _on_ranks(functools.partial(_worst, cases, mode))
+        if isinstance(found, str):
+            return SelfTest(name, otherwise, 0.0, found)
         if found > EXACT:
             return SelfTest(name, otherwise, found)
         worst = max(worst, found)
@@ -182,13 +181,9 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return worst
 
 
-class _Raised(Exception):
-    """Raised if the class's own code raised on a rank: another run would raise again."""
-
-
-def _on_ranks(compute: Compute) -> list[float]:
-    """Returns `compute(world)` of two forked gloo ranks. Raises _Raised for the first rank that raised, RankFailed for
-    a rank that died or did not end."""
+def _on_ranks(compute: Compute) -> float | str:
+    """Returns the largest `compute(world)` of two forked gloo ranks, or the error of the first one on which the class's
+    own code raised: another run would raise again. Raises RankFailed for a rank that died or did not end."""
     context = multiprocessing.get_context("fork")
     answers: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
@@ -235,8 +230,8 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_WORDS]
 
 
-def _collect(answers: Sequence[Connection]) -> list[float]:
-    waiting, found = list(answers), dict[Connection, float]()
+def _collect(answers: Sequence[Connection]) -> float | str:
+    waiting, worst = list(answers), 0.0
     deadline = time.monotonic() + _PATIENCE
     raised: str | None = None
     while waiting:
@@ -254,10 +249,8 @@ def _collect(answers: Sequence[Connection]) -> list[float]:
                 rank = answers.index(reader)
                 raise RankFailed(rank, "it died without a word", crashed=True, reason="exit") from None
             if isinstance(answer, float):
-                found[reader] = answer
+                worst = max(worst, answer)
             elif raised is None:
                 # A rank's death makes its peer raise, maybe before the dead rank's pipe closes; report the death then.
                 raised, deadline = answer, min(deadline, time.monotonic() + _NOTICE)
-    if raised is not None:
-        raise _Raised(raised)
-    return [found[reader] for reader in answers]
+    return worst if raised is None else raised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from ...models.comfyui.jobs.packages import Packages, quiet_server
 from ...models.comfyui.jobs.patchers import find_unpatched, loaded_patchers, local_patcher, other_patcher
 from ...wire.heartbeat import heartbeat
 from ..outcome.errors import as_refusal
+from .vaes import HeldVae
 
 _SHARED_OUT = (
     "A node has changed the weight {name}, which shard_weights and tensor_degree cannot share out; set shard_weights "
@@ -29,22 +30,10 @@ _SHARED_OUT = (
 )
 
 
-class NamedModel(Protocol):
-    """A model that a rank holds, in which jobs refer to modules and weights by name. `patcher`: ComfyUI's ModelPatcher
-    of it, None for a VAE; `is_shared_out`: True if each rank has a part of its weights; `originals`: the weights of its
-    file."""
-
-    patcher: Any
-    is_shared_out: bool
-    originals: Mapping[str, Tensor]
-
-    def find(self, word: tuple[Any, ...]) -> Any:
-        """Returns the module or weight that a pickle names."""
-        ...
-
-
 class PatchedModel:
-    """A NamedModel with a ModelPatcher, and the state of its modules when it was loaded."""
+    """A model that a rank holds with a ModelPatcher, in which jobs refer to modules and weights by name, and the state
+    of its modules when it was loaded. `is_shared_out`: True if each rank has a part of its weights; `originals`: the
+    weights of its file."""
 
     is_shared_out = False
     originals: Mapping[str, Tensor] = {}
@@ -64,6 +53,7 @@ class PatchedModel:
         self._loaded = loaded_patchers(self.base)
 
     def find(self, word: tuple[Any, ...]) -> Any:
+        """Returns the module or weight that a pickle names."""
         return self.base if word[0] == "base" else find_unpatched(self.patcher, *word)
 
 
@@ -89,7 +79,7 @@ class JobReader:
         assert self._packages is not None, "a job was read with them"
         return self._packages
 
-    def read(self, head: Head, new: Mapping[int, Tensor], held: NamedModel | None) -> PickledJob:
+    def read(self, head: Head, new: Mapping[int, Tensor], held: PatchedModel | HeldVae | None) -> PickledJob:
         """Returns the job. `held`: the model that it refers to, None for a job that brings one. Raises ParallelError on
         this rank alone."""
         if head.is_fresh:
@@ -104,7 +94,7 @@ class JobReader:
                 raise
             raise as_refusal(failure) from failure
 
-    def _read(self, head: Head, held: NamedModel | None) -> PickledJob:
+    def _read(self, head: Head, held: PatchedModel | HeldVae | None) -> PickledJob:
         if head.facts is not None:
             self._facts = self._facts_here(unpack_facts(head.facts))
             self._packages = self._packages_of(self._facts)
@@ -124,7 +114,7 @@ class JobReader:
             raise RequestError(_SHARED_OUT.format(name=f"{changed[0].path}.{changed[0].name}"))
         return replace(job, replaced=[_rerouted(one) for one in job.replaced], objects=objects)
 
-    def _objects(self, held: NamedModel | None) -> RankObjects:
+    def _objects(self, held: PatchedModel | HeldVae | None) -> RankObjects:
         mapped = self._mapped
         device = self._world.device
 

@@ -35,7 +35,7 @@ class StepCallback(Protocol):
 
 
 class HeldVae:
-    """The decoder or encoder of one VAE that a rank holds (a reader.NamedModel)."""
+    """The decoder or encoder of one VAE that a rank holds; the fields as in reader.PatchedModel."""
 
     patcher = None
     is_shared_out = False

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.comm.groups import Traffic
-from ...errors import RANK_CRASHED, DeviceError, ParallelError, RequestError, to_wire
+from ...errors import RANK_CRASHED, WIRE_ERRORS, DeviceError, ParallelError, RequestError
 from ...wire.device_faults import DEVICE_ERROR, known_fault
 from ...wire.protocol import PEER_FAILED, Failed
 
@@ -76,10 +76,8 @@ def as_refusal(error: Exception) -> ParallelError:
     """Returns a RequestError with the file and line that raised `error`; a ParallelError is returned unchanged."""
     if isinstance(error, ParallelError):
         return error
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    where = "" if last is None else f" ({last.tb_frame.f_code.co_filename}:{last.tb_lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     refusal = RequestError(f"The devices could not run this job: {type(error).__name__}: {error}{where}")
     refusal.__cause__ = error
     return refusal
@@ -96,7 +94,9 @@ def failure(error: Exception, rank: int, device: str) -> Failed:
     elif isinstance(error, PeerFailed):
         kind, message = PEER_FAILED, str(error)
     else:
-        kind, message = to_wire(error)
+        kind, message = type(error).__name__, str(error)
+        if kind not in WIRE_ERRORS:
+            kind, message = "RankFailed", f"{kind}: {message}"
         if kind == "RankFailed" and is_device_failure(error):
             fault = known_fault(message)
             if fault is not None:

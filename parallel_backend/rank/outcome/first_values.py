@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.comm.groups import World
-from .agreement import agree_on_call
+from .agreement import RanksApart, agree_on_call
 
 # The methods of Tensor by which Python reads values.
 _ARRAYS = ("numpy", "__array__")
@@ -31,13 +31,12 @@ _NUMBER = -(2**40)  # read n has number _NUMBER - n, unlike any call of the netw
 
 def are_unlike(world: World) -> bool:
     """Returns True if not all ranks have the same kind of card. Collective."""
-    if world.control is None:
-        return False
     card = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    number = zlib.crc32(card.encode())
-    words = torch.tensor([number, -number], dtype=torch.int64)
-    dist.all_reduce(words, dist.ReduceOp.MAX, group=world.control)
-    return words.tolist() != [number, -number]
+    try:
+        agree_on_call(world, False, zlib.crc32(card.encode()), 0)
+    except RanksApart:
+        return True
+    return False
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from ...errors import TransportError
 from ...job.payload import STEP
 from ...requests import LoopState
 from ...sampling.host_copy import HostCopy
+from ...wire.deadlines import SEND
 from ...wire.payloads import ANSWERS, state_tensors
-from ...wire.protocol import Cancel, Envelope, Progress
+from ...wire.protocol import Cancel, Compiling, Envelope, Progress
 from ...wire.transport import Link, LinkClosed, LinkFull, close_all, pack_tensors
 
 _PAUSE = 0.01  # s, before another try to send what must arrive
@@ -42,6 +43,10 @@ class RequestLink:
                 return True
         return False
 
+    def report_compiling(self) -> None:
+        """Tells ComfyUI's process that this rank starts to compile a part of the model."""
+        self.link.send(Envelope(self.epoch, self.request, Compiling()), timeout=SEND)
+
     def send(self, message: Progress, tensors: dict[str, Tensor], *, waits: bool = False) -> None:
         """Sends a message. If the link is full, drops it, or `waits` until ComfyUI's process has read others."""
         descriptors = (pack_tensors(tensors),) if tensors else ()
@@ -61,13 +66,13 @@ class RequestLink:
 
 
 class ProgressSender:
-    """Sends the progress of rank 0; other ranks send none. `previews`: include the first image of each step; `states`:
-    ComfyUI's process requests the loop's states; `sends_states`: True if so, on rank 0; `beside`: a node's callback on
-    steps gets these tensors (payload.pack_step) with the next one."""
+    """Sends the progress of rank 0; other ranks send none. `previews`: include the first image of each step;
+    `is_first`: True on rank 0; `beside`: a node's callback on steps gets these tensors (payload.pack_step) with the
+    next one."""
 
-    def __init__(self, to: RequestLink, steps: int, *, previews: bool, states: bool) -> None:
+    def __init__(self, to: RequestLink, steps: int, *, previews: bool) -> None:
         self._to, self.steps, self._previews = to, steps, previews
-        self.sends_states = states and to.rank == 0
+        self.is_first = to.rank == 0
         self._state: Callable[[], LoopState] | None = None
         self._states_seconds = self._last_state_seconds = 0.0
         self._started = time.perf_counter()
@@ -76,12 +81,12 @@ class ProgressSender:
     def keep(self, state: Callable[[], LoopState]) -> None:
         """Makes the next step boundary send the loop's state, unless that would exceed STATES_COST."""
         allowed = STATES_COST * (time.perf_counter() - self._started)
-        if self.sends_states and self._states_seconds + self._last_state_seconds <= allowed:
+        if self.is_first and self._states_seconds + self._last_state_seconds <= allowed:
             self._state = state
 
     def copy(self, denoised: Tensor) -> dict[str, HostCopy]:
         """Starts to copy the first image, and the loop's state, to the host."""
-        if self._to.rank != 0:
+        if not self.is_first:
             return {}
         tensors = {"denoised": denoised[:1].float()} if self._previews else {}
         tensors, self.beside = tensors | self.beside, {}
@@ -96,7 +101,7 @@ class ProgressSender:
 
     def send(self, step: int, seconds: float, strategy: int, copies: Mapping[str, HostCopy]) -> None:
         """Sends the `copies` that `copy` started. `strategy`: see Progress."""
-        if self._to.rank != 0:
+        if not self.is_first:
             return
         started = time.perf_counter()
         tensors = {name: copy.taken() for name, copy in copies.items()}

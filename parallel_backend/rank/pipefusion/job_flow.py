@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...engine.module_forward import ModuleForward
+from ...job.payload import SamplerRun
 from ...models.comfyui.jobs.samplers import answer_prompts, in_words, name_of, sampling_classes
-from ...requests import ModuleCall
 from ...sampling.patchwise import OnPatchStep
 from ...sampling.samplers import STEPS, Sigmas, run
 from .patch_flow import FlowRequest, PatchFlow, first_flowing, flow_blocked_by, history_of, step_of
@@ -28,36 +28,32 @@ class FlowMeeting(Protocol):
 
 
 class JobFlow:
-    """PipeFusion of one job on one rank, as PatchFlow's FlowJob. `flows`: True while patches flow; `steps_done`: steps
-    before a failure, whose answers are replayed."""
+    """PipeFusion of one job on one rank, as PatchFlow's FlowJob. `steps_done`: steps before a failure, whose answers
+    are replayed."""
 
     def __init__(
         self,
         forward: ModuleForward,
         meeting: FlowMeeting,
-        guider: Any,
-        sampler: Any,
-        noise: Tensor,
-        sigmas: Tensor,
-        seed: int | None,
+        work: SamplerRun,
         end_step: Callable[[Tensor], None],
         on_step: OnPatchStep,
-        steps_done: int = 0,
+        steps_done: int,
     ) -> None:
-        self._forward, self._meeting, self._guider = forward, meeting, guider
+        self._forward, self._meeting, self._guider = forward, meeting, work.guider
         self._end_step, self._on_step, self._steps_done = end_step, on_step, steps_done
-        self.flows = False
         self._conds: list[Any] = []
         self._options: dict[str, Any] = {}
         self._sides: tuple[bool, ...] = ()
-        patcher = guider.model_patcher
+        noise, _, sampler, sigmas, _, seed = work.arguments
+        patcher = self._guider.model_patcher
         sampling = patcher.object_patches.get("model_sampling", patcher.model.model_sampling)
         self.request = FlowRequest(
             noise=noise.to(patcher.load_device),
             sigmas=sigmas,
             sampler=name_of(sampler, STEPS) or in_words(sampler),
             seed=seed or 0,
-            conds=[list(side) for side in guider.conds.values()],
+            conds=[list(side) for side in self._guider.conds.values()],
             classes=sampling_classes(sampling),
             noise_scale=getattr(sampling, "noise_scale", 1.0),
         )
@@ -68,10 +64,6 @@ class JobFlow:
         if _HOOK in self._guider.model_options:
             return "a node computes the prompts of a step in a way of its own"
         return flow_blocked_by(self.request, self._forward.layout.strategy)
-
-    def compute(self, call: ModuleCall) -> Any:
-        """Answers a call of the network: for a patch while patches flow, else for the whole latent."""
-        return self.patch_flow.compute(call) if self.flows else self.patch_flow.full_call(call)
 
     def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
         self._meeting.end_round()
@@ -99,11 +91,9 @@ class JobFlow:
         for i in range(len(sigmas) - 1):
             if i == first:
                 with self._meeting.alone():  # only the first rank calls the module here
-                    self.flows = self.patch_flow.find_patches()
-            if self.flows:
-                latent = self.patch_flow.sample(self._sides, x, levels, i, history, self._on_step, denoise)
-                self.flows = False
-                return latent
+                    flows = self.patch_flow.find_patches()
+                if flows:
+                    return self.patch_flow.sample(self._sides, x, levels, i, history, self._on_step, denoise)
             x, denoised = run(step(x, levels, i, history), denoise)
             self._end_step(denoised)
         return x
@@ -115,7 +105,6 @@ class JobFlow:
         before = self._conds or [None] * len(conds)
         self._conds = [new if new is not None else old for new, old in zip(conds, before, strict=True)]
         self._options = {name: value for name, value in asked["model_options"].items() if name != _HOOK}
-        if self.flows:
-            return self.patch_flow.answers(requested, asked["input"], asked["sigma"])
-        self._sides = requested
-        return self.answers(requested, asked["input"], asked["sigma"])
+        if not self.patch_flow.flows:
+            self._sides = requested
+        return self.patch_flow.answers(requested, asked["input"], asked["sigma"])

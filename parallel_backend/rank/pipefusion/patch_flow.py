@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.comm.collectives import all_gather, broadcast
@@ -98,8 +97,8 @@ _Coming = tuple[Callable[[], Tensor], tuple[int, ...]]
 
 
 class PatchFlow:
-    """The state and the steps of one job's patches on one rank. `flow_blocked_by`: why no patches can flow, in a user's
-    words; "" on all ranks but the first."""
+    """The state and the steps of one job's patches on one rank. `flows`: True while patches flow; `flow_blocked_by`:
+    why none can, in a user's words; "" on all ranks but the first."""
 
     def __init__(self, forward: ModuleForward, job: FlowJob) -> None:
         assert forward.stages is not None, "PipeFusion has stages"
@@ -108,7 +107,7 @@ class PatchFlow:
         self._job = job
         self._layout = forward.layout
         self._sides: Sides = ()
-        self.keys, self.flow_blocked_by = StaleKeyCache(), ""
+        self.keys, self.flows, self.flow_blocked_by = StaleKeyCache(), False, ""
         self._seen: dict[tuple[int, ...], ModuleCall] = {}  # the last whole call, by its prompts
         self._patches: ElementPatches | None = None
         # The current patch, what its call will return, and, on its second way through the model, what has come back.
@@ -129,25 +128,19 @@ class PatchFlow:
     def _patch_count(self) -> int:
         return min(self._layout.strategy.pipeline_patches, self._stages.tokens)
 
-    def full_call(self, call: ModuleCall) -> Any:
-        """Returns the network's answer to whole images, and stores their keys and values for patches."""
-        self._seen[call.prompts] = call
-        return self._forward(call, keys=self.keys)
-
     def find_patches(self) -> bool:
         """Finds which patch each element of the latent belongs to, after steps with whole images. Returns False on all
         ranks if patches cannot flow. Collective."""
         layout, noise = self._layout, self.request.noise
         found = self._find_owners() if layout.everyone.index == 0 else ""
-        flows = torch.tensor([isinstance(found, Tensor)], dtype=torch.int32)
-        dist.broadcast(flows, 0, group=layout.world.control)
-        if not flows:
-            self.flow_blocked_by = str(found)
-            return False
         if not isinstance(found, Tensor):
-            found = torch.empty(noise[0].numel(), dtype=torch.int64, device=noise.device)
+            self.flow_blocked_by = found
+            found = torch.full((noise[0].numel(),), -1, device=noise.device)
         owners = broadcast(found, 0, layout.everyone)
+        if int(owners.min()) < 0:
+            return False
         self._patches = ElementPatches(owners, noise.shape[1:], self._patch_count)
+        self.flows = True
         return True
 
     def _find_owners(self) -> Tensor | str:
@@ -192,6 +185,7 @@ class PatchFlow:
         else:
             self._run(sigmas, first, on_step, None)
             latent = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.flows = False
         return broadcast(latent, 0, everyone)
 
     def _run(
@@ -222,7 +216,11 @@ class PatchFlow:
             raise Cancelled("The request was cancelled.")
 
     def compute(self, call: ModuleCall) -> Any:
-        """Answers a patch's network call: the first one with a placeholder of that form, the second with the result."""
+        """Answers a call of the network. For whole images it stores their keys and values for patches. It answers a
+        patch's first call with a placeholder of the answer's form, and the second with the result."""
+        if not self.flows:
+            self._seen[call.prompts] = call
+            return self._forward(call, keys=self.keys)
         answer = self._stages.empty_answer(call.rows)
         if self._answers is not None:
             self.patches.put(next(self._answers), self._patch.number, answer)
@@ -238,8 +236,9 @@ class PatchFlow:
         return self._stages.in_form(answer)
 
     def answers(self, requested: Sides, x: Tensor, sigma: Tensor) -> list[Tensor]:
-        """Returns the model's output of each requested side to ComfyUI's loop on the first rank, while patches flow."""
-        if self._answers is None:
+        """Returns the model's output of each requested side to the job's loop, which only the first rank runs while
+        patches flow."""
+        if self.flows and self._answers is None:
             self._share_elements(self.patches.take(x, self._patch.number))
         return self._job.answers(requested, x, sigma)
 

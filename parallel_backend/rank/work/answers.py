@@ -20,7 +20,7 @@ class Answers:
         self._earlier = () if state is None else tuple(state.answers)
         self.steps_done = 0 if state is None else state.step
         self._on_step = on_step
-        self._records = on_step.progress.sends_states
+        self._records = on_step.progress.is_first
         self._first = len(self._earlier)
         self._new: list[Tensor] = []
         self._bytes = sum(one.nbytes for one in self._earlier)

@@ -107,9 +107,6 @@ class HeldModels:
     def drop_first(self) -> None:
         self.keep([*self._models][1:])
 
-    def clear(self) -> None:
-        self.keep(())
-
     @property
     def chunks(self) -> tuple[torch.nn.Module, ...]:
         """The chunks of all models of files."""

@@ -6,14 +6,14 @@ import contextlib
 import io
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...engine.blocks.step_cache import ModuleCache
-from ...engine.comm.groups import Layouts
+from ...engine.comm.groups import Layouts, World
 from ...engine.module_forward import ModuleForward
 from ...errors import Cancelled, ParallelError, RequestError
 from ...job.payload import NetworkCall, PickledJob, SamplerRun, pack_answer, pack_step
@@ -22,15 +22,15 @@ from ...models.comfyui.jobs.packages import Packages
 from ...models.comfyui.jobs.patchers import root_patcher
 from ...models.comfyui.jobs.samplers import call_network, run_guider, sampler_of
 from ...models.comfyui.placing import moved
-from ...requests import InputShapes
+from ...requests import InputShapes, RunInfo
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.payloads import Tensors, take_state
-from ...wire.protocol import RankRun, RunJob
+from ...wire.protocol import RunJob
 from ..jobs.reader import JobReader, PatchedModel
 from ..jobs.set_up import set_up
-from ..outcome.agreement import RanksApart, agree
+from ..outcome.agreement import RanksApart, agree, agree_on_call, leave
 from ..outcome.errors import as_refusal, is_fault
 from ..outcome.first_values import are_unlike, first_ranks_values
 from ..pipefusion.job_flow import JobFlow
@@ -108,7 +108,7 @@ class Jobs:
         tensors: Tensors,
         on_step: StepBoundary,
         forward_under: Callable[[ParallelStrategy], ModuleForward],
-    ) -> tuple[Tensors, RankRun]:
+    ) -> tuple[Tensors, RunInfo]:
         """Runs a job over a model of ComfyUI's with the other ranks; returns (answer, record). Rank 0's answer counts.
         Collective."""
         started, placement = time.perf_counter(), message.placement
@@ -120,12 +120,10 @@ class Jobs:
             used.append(forward_under(strategy))
             return used[-1]
 
-        forward = use(placement.strategy)
+        trials = TrialRun(placement.strategy, message.trials, message.steps)
+        switching = Switching(world, trials, use, on_step)
+        forward = switching.current
         sent = forward.bytes_sent
-        switching: Switching | None = None
-        if message.trials:
-            trials = TrialRun(placement.strategy, message.trials, message.steps)
-            switching = Switching(world, trials, use, on_step)
         if not isinstance(held.of_jobs, ModelOfJobs):
             held.of_jobs = ModelOfJobs(cast("ComfyUIModel", held.model))
         model = held.of_jobs
@@ -141,15 +139,15 @@ class Jobs:
         meeting = ModuleMeeting(
             self._layouts,
             model.state,
-            (lambda: forward) if switching is None else (lambda: switching.current),
+            lambda: switching.current,
             answers,
             head.mode,
             InputShapes(*head.inputs),
             foreign_code(job.replaced),
             cache,
         )
-        end_step = on_step if switching is None else switching.on_step
-        run = _RunningJob(model, job, meeting, answers, on_step, end_step, self._reader.packages)
+        end_step, packages = switching.on_step, self._reader.packages
+        run = _RunningJob(world, model, job, meeting, answers, on_step, end_step, packages, message.steps)
         if self._are_unlike is None:
             self._are_unlike = are_unlike(world)
         shared = (
@@ -158,50 +156,49 @@ class Jobs:
             else contextlib.nullcontext()
         )
         with shared:
-            answer = run.to_its_end(message.steps, forward)
-        record = run_record(forward if switching is None else switching.current, placement, started, sent)
+            answer = run.to_its_end(forward)
+        seconds = [time.perf_counter() - started] if isinstance(job.work, NetworkCall) else on_step.seconds
+        notes, calls, reused = (*meeting.notes, *run.notes), meeting.calls, 0
+        if cache is not None:
+            calls, reused = cache.calls, cache.reused
+        is_exact = all(one.exact for one in used) and run.is_exact and not reused
+        record = run_record(switching.current, placement, sent, on_step, notes, is_exact=is_exact)
         record = replace(
             record,
-            model_calls=meeting.calls,
-            inside_seconds=on_step.inside_seconds,
-            notes=(*record.notes, *meeting.notes, *run.notes),
-            exact=all(one.exact for one in used) and run.is_exact,
+            strategy=trials.strategy,
+            trials=trials.results,
+            model_calls=calls,
+            reused_calls=reused,
         )
-        if cache is not None:
-            exact = record.exact and not cache.reused
-            record = replace(record, exact=exact, model_calls=cache.calls, reused_calls=cache.reused)
-        if switching is not None:
-            record = switching.with_trials(record)
-        seconds = torch.tensor(on_step.seconds, dtype=torch.float64)
-        return {"step_seconds": seconds, **pack_answer(answer, run.denoised), **run.changes}, record
+        times = {"step_seconds": torch.tensor(seconds, dtype=torch.float64)}
+        return {**times, **pack_answer(answer, run.denoised), **run.changes}, record
 
 
+@dataclass(eq=False)
 class _RunningJob:
-    """One job on one rank."""
+    """One job on one rank. `denoised`: of all images, after the latest step; `changes`: for later jobs
+    (StateChanges)."""
 
-    def __init__(
-        self,
-        model: ModelOfJobs,
-        job: PickledJob,
-        meeting: ModuleMeeting,
-        answers: Answers,
-        on_step: StepBoundary,
-        end_step: Callable[[int, Tensor, int], None],
-        packages: Packages,
-    ) -> None:
-        self._model, self._job, self._meeting = model, job, meeting
-        self._answers, self._packages = answers, packages
-        self._on_step, self._end = on_step, end_step
-        self._step = self._steps = 0
-        self._check_numbers = NumbersCheck(most_lag(model.patcher.load_device))
-        self.denoised: Tensor | None = None  # of all images, after the latest step
-        self.changes: Tensors = {}  # for later jobs (StateChanges)
-        self.is_exact = True
-        self.notes: tuple[str, ...] = ()
+    _world: World
+    _model: ModelOfJobs
+    _job: PickledJob
+    _meeting: ModuleMeeting
+    _answers: Answers
+    _on_step: StepBoundary
+    _end: Callable[[int, Tensor, int], None]
+    _packages: Packages
+    _steps: int
+    _step: int = 0
+    denoised: Tensor | None = None
+    changes: Tensors = field(default_factory=dict)
+    is_exact: bool = True
+    notes: tuple[str, ...] = ()
 
-    def to_its_end(self, steps: int, forward: ModuleForward) -> Any:
+    def __post_init__(self) -> None:
+        self._check_numbers = NumbersCheck(most_lag(self._model.patcher.load_device))
+
+    def to_its_end(self, forward: ModuleForward) -> Any:
         """Returns the latent or the network's answer. Raises RequestError for an error of a pack. Collective."""
-        self._steps = steps
         error: Exception | None = None
         answer: Any = torch.empty(0)
         try:
@@ -216,7 +213,7 @@ class _RunningJob:
             if is_fault(failure):
                 raise
             error = as_refusal(failure)
-        self._meeting.leave(error)
+        leave(self._world, error)
         return answer
 
     def _run(self, forward: ModuleForward) -> Any:
@@ -228,17 +225,15 @@ class _RunningJob:
                 undo.enter_context(self._meeting.holding(model.state.network))
                 # Else the next job's patcher would take injections and objects out of a network without them.
                 undo.callback(patcher.unpatch_model, unpatch_weights=False)
-                if not self._meeting.is_first:
+                if self._world.rank > 0:
                     undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                answer = self._computed(work, forward)
+                if isinstance(work, NetworkCall):
+                    answer = call_network(patcher, model.state.network, work.args, work.kwargs)
+                else:
+                    answer = self._sample(work, forward)
             self.changes, notes = collect()
             self.notes += notes
             return answer
-
-    def _computed(self, work: SamplerRun | NetworkCall, forward: ModuleForward) -> Any:
-        if isinstance(work, NetworkCall):
-            return call_network(work.patcher, self._model.state.network, work.args, work.kwargs)
-        return self._sample(work, forward)
 
     def _sample(self, work: SamplerRun, forward: ModuleForward) -> Tensor:
         self._meeting.guider = work.guider
@@ -255,25 +250,14 @@ class _RunningJob:
 
     def _flowing(self, work: SamplerRun, forward: ModuleForward) -> Any:
         """Returns a sampler whose patches flow through PipeFusion's stages, or the job's own if they cannot."""
-        meeting = self._meeting
-        noise, _, sampler, sigmas, _, seed = work.arguments
-        flow = JobFlow(
-            forward,
-            meeting,
-            work.guider,
-            sampler,
-            noise,
-            sigmas,
-            seed,
-            self._end_step,
-            self._on_step,
-            self._answers.steps_done,
-        )
+        _, _, sampler, *_ = work.arguments
+        done = self._answers.steps_done
+        flow = JobFlow(forward, self._meeting, work, self._end_step, self._on_step, done)
         reason = _WATCHED if self._job.sends_steps else flow.why_not()
         if reason:
             self.notes = (NO_FLOW.format(reason=reason),)
             return sampler
-        meeting.flow = flow
+        self._meeting.flow = flow.patch_flow
 
         def sample(*args: Any, **kwargs: Any) -> Tensor:
             latent = flow.sample(*args, **kwargs)
@@ -294,7 +278,7 @@ class _RunningJob:
         self.denoised = denoised
         if self._step <= self._answers.steps_done:
             return
-        flags = self._meeting.agree_on_step(self._step, self._on_step.flags())
+        flags = agree_on_call(self._world, False, -1 - self._step, 0, self._on_step.flags())
         self._check_numbers(denoised, f"in step {self._step} of {self._steps}")
         self._answers.step_ended(self._step)
         self._end(self._step - 1, denoised, flags)

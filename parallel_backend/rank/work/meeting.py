@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -22,14 +22,14 @@ from ...errors import RequestError
 from ...models.comfyui.calls import OPTIONS, find_constants, has_joint_rows, row_count
 from ...requests import ATTENTION, ROWS, InputShapes, ModuleCall
 from ...wire.payloads import check_module_inputs
-from ..outcome.agreement import agree_on_call, leave
+from ..outcome.agreement import agree_on_call
 from ..outcome.errors import refusing
 from .answers import Answers
 from .call_mode import SHARE, Foreign, NetworkState, foreign_in, mode_of
 from .device import all_threads
 
 if TYPE_CHECKING:
-    from ..pipefusion.job_flow import JobFlow
+    from ..pipefusion.patch_flow import PatchFlow
 
 _BYPASSED = (
     "a node has a block attend in a way of its own, so devices share out attention where it is ComfyUI's, and compute "
@@ -58,35 +58,30 @@ def lead_calls(kind: type) -> None:
     kind.__call__ = __call__  # type: ignore[method-assign]
 
 
+@dataclass(eq=False)
 class ModuleMeeting:
     """Shares out the network calls of one job, on one rank. `current`: returns the forward for the next call; `mode`:
     the token mode that the class is proven for; `inputs`: the widths that its calls take; `code`: what packs have
-    replaced in the code of networks; `cache`: the job's step cache, if any."""
+    replaced in the code of networks; `cache`: the job's step cache, if any; `same_on_all`: True while all ranks compute
+    the same, False in a call of which each rank computes its share."""
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        state: NetworkState,
-        current: Callable[[], ModuleForward],
-        answers: Answers,
-        mode: str,
-        inputs: InputShapes,
-        code: Foreign,
-        cache: ModuleCache | None,
-    ) -> None:
-        self._layouts, self._state, self._current = layouts, state, current
-        self._answers, self._mode, self._code, self._cache = answers, mode, code, cache
-        self._inputs = inputs
-        self._has_blocks = bool(current().model.regions)
-        self._is_inside = False
-        self._is_apart = False
-        self._prompts: dict[Any, int] = {}
-        self._asked: Counter[tuple[int, ...]] = Counter()
-        self._sigma = 0.0
-        self.flow: JobFlow | None = None
-        self.guider: Any = None  # of a sampler run
-        self.calls = 0
-        self.notes: dict[str, None] = {}
+    _layouts: Layouts
+    _state: NetworkState
+    _current: Callable[[], ModuleForward]
+    _answers: Answers
+    _mode: str
+    _inputs: InputShapes
+    _code: Foreign
+    _cache: ModuleCache | None
+    flow: PatchFlow | None = None
+    guider: Any = None  # of a sampler run
+    calls: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+    same_on_all: bool = True
+    _is_inside: bool = False
+    _prompts: dict[Any, int] = field(default_factory=dict)
+    _asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _sigma: float = 0.0
 
     @contextmanager
     def holding(self, network: nn.Module) -> Iterator[None]:
@@ -106,24 +101,6 @@ class ModuleMeeting:
             yield
         finally:
             self._is_inside = before
-
-    @property
-    def same_on_all(self) -> bool:
-        """True while all ranks compute the same; False in a call of which each rank computes its share."""
-        return not self._is_apart
-
-    @property
-    def is_first(self) -> bool:
-        """True on rank 0, whose latent is the result."""
-        return self._layouts.world.rank == 0
-
-    def agree_on_step(self, step: int, flags: int) -> int:
-        """Returns rank 0's `flags`. Raises RanksApart on all ranks unless all of them end the same step. Collective."""
-        return agree_on_call(self._layouts.world, False, -1 - step, 0, flags)
-
-    def leave(self, error: Exception | None) -> None:
-        """Ends the job on all ranks; raises `error`, or that of another rank (see agreement.leave). Collective."""
-        leave(self._layouts.world, error)
 
     def end_round(self) -> None:
         """Resets the counts of calls by prompt, before the sampler calls the model again."""
@@ -181,21 +158,18 @@ class ModuleMeeting:
     def _compute(self, call: ModuleCall, cache: ModuleCache | None) -> Any:
         """Computes a call on all ranks; under a strategy of one device, rank 0 computes and sends its answer to all."""
         forward, world = self._current(), self._layouts.world
-        if forward.layout.strategy.world_size == world.world_size:
-            self._is_apart = not call.inseparable
-            try:
-                return forward(call, cache)
-            finally:
-                self._is_apart = False
+        is_shared = forward.layout.strategy.world_size == world.world_size
         parts: list[Tensor] = []
         form = ""
-        if world.rank == 0:
-            self._is_apart = True
-            try:
+        self.same_on_all = is_shared and call.inseparable
+        try:
+            if is_shared:
+                return forward(call, cache)
+            if world.rank == 0:
                 with all_threads(world.device):
                     parts, form = flatten(_parts_of(forward(call, None)))
-            finally:
-                self._is_apart = False
+        finally:
+            self.same_on_all = True
         parts = send_tree(parts, form, 0, self._layouts, "the wait for a model call")
         return parts[0] if isinstance(call.args[0], Tensor) else type(call.args[0])(parts)
 
@@ -221,7 +195,9 @@ class ModuleMeeting:
         check_module_inputs(args[0], kwargs.get("context"), self._inputs)
         options = kwargs.get(OPTIONS) or {}
         foreign = foreign_in(options, self._state, self._code)
-        mode = mode_of(foreign, kwargs, type(module).__name__, self._mode, self._has_blocks)
+        mode = mode_of(
+            foreign, kwargs, type(module).__name__, self._mode, bool(self._current().model.regions)
+        )
         rows = row_count(args[0])
         runs = len(options.get("cond_or_uncond") or ()) or 1
         # Foreign code may look at all rows of a prompt at once.

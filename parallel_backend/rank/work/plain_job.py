@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...engine.module_forward import ModuleForward
 from ...engine.plain_calls import answers_to
-from ...requests import Conditioning, ModuleCall, Rows, SampleRequest
+from ...requests import Conditioning, Rows, SampleRequest
 from ...sampling.host_copy import NumbersCheck, most_lag
 from ...sampling.samplers import Sigmas, euler, run, start_history
 from ..pipefusion.patch_flow import NO_FLOW, FlowRequest, PatchFlow, first_flowing
@@ -52,18 +49,13 @@ class PlainJob:
         on none."""
         sigmas, history = Sigmas(self.request.sigmas, self._device), start_history(0, self._device)
         x = sigmas[0] * self.request.noise
-        compute = self._forward if self._flow is None else self._flow.full_call
         check_numbers = NumbersCheck(most_lag(self._device))
-
-        def denoise(x: Tensor, sigma: Tensor) -> Tensor:
-            return self._denoised(x, sigma, self._velocities(x, sigma, compute))
-
         for i in range(self._steps):
             if self._flow is not None and i == self._first and self._flow.find_patches():
-                x = self._flow.sample(self._sides, x, sigmas, i, history, on_step, self._denoise_patch)
+                x = self._flow.sample(self._sides, x, sigmas, i, history, on_step, self._denoise)
                 check_numbers(x, f"in one of the steps {i + 1} to {self._steps}")
                 break
-            x, denoised = run(euler(x, sigmas, i, history), denoise)
+            x, denoised = run(euler(x, sigmas, i, history), self._denoise)
             # The latent is the same on every rank, so all raise or none.
             check_numbers(denoised, f"in step {i + 1} of {self._steps}")
             on_step(i, denoised)
@@ -71,25 +63,19 @@ class PlainJob:
         return x
 
     def answers(self, requested: tuple[bool, ...], x: Tensor, sigma: Tensor) -> list[Tensor]:
-        assert self._flow is not None, "patches flow"
-        return self._velocities(x, sigma, self._flow.compute)
+        """Returns the velocity [B, C, h, w] float32 for each prompt, on every rank."""
+        rows = [Rows(x, sigma.expand(len(x)), prompt) for prompt in self._prompts]
+        compute = self._forward if self._flow is None else self._flow.compute
+        return answers_to(rows, self._forward.model.module, compute)
 
     @property
     def _sides(self) -> tuple[bool, ...]:
         return (True,) * len(self._prompts)
 
-    def _denoise_patch(self, x: Tensor, sigma: Tensor) -> Tensor:
-        assert self._flow is not None, "patches flow"
-        return self._denoised(x, sigma, self._flow.answers(self._sides, x, sigma))
-
-    def _velocities(self, x: Tensor, sigma: Tensor, compute: Callable[[ModuleCall], Any]) -> list[Tensor]:
-        """Returns [B, C, h, w] float32 for each prompt, on every rank."""
-        rows = [Rows(x, sigma.expand(len(x)), prompt) for prompt in self._prompts]
-        return answers_to(rows, self._forward.model.module, compute)
-
-    def _denoised(self, x: Tensor, sigma: Tensor, velocities: list[Tensor]) -> Tensor:
+    def _denoise(self, x: Tensor, sigma: Tensor) -> Tensor:
         """Returns x - sigma * v per prompt, then uncond + cfg * (cond - uncond), as ComfyUI does for flow models."""
-        found = [x - velocity * sigma for velocity in velocities]
+        answers = self.answers if self._flow is None else self._flow.answers
+        found = [x - velocity * sigma for velocity in answers(self._sides, x, sigma)]
         return found[0] if len(found) == 1 else found[1] + (found[0] - found[1]) * self._cfg
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...options import SAME
-from ...requests import Placement
-from ...wire.protocol import RankRun
+from ...requests import Placement, RunInfo
+from .step_boundary import StepBoundary
 
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
 
 
-def run_record(forward: ModuleForward, placement: Placement, started: float, sent_before: int) -> RankRun:
-    """Returns the record of a request that began at `started` (time.perf_counter), when `sent_before` bytes had been
-    sent."""
+def run_record(
+    forward: ModuleForward,
+    placement: Placement,
+    sent_before: int,
+    on_step: StepBoundary,
+    notes_of_job: Iterable[str],
+    *,
+    is_exact: bool,
+) -> RunInfo:
+    """Returns the record of a job that began when `sent_before` bytes had been sent, and whose own part `is_exact`."""
     compiled, notes = None, [*forward.notes]
     wish = placement.compute_options.attention
     if wish not in ("auto", forward.kernel):
@@ -28,13 +35,13 @@ def run_record(forward: ModuleForward, placement: Placement, started: float, sen
 
         compiled = compiler().take()
         notes += compiler().notes_on(compiled)
-    return RankRun(
+    return RunInfo(
         engine=forward.engine,
         strategy=placement.strategy,
-        seconds=time.perf_counter() - started,
-        bytes_sent=forward.bytes_sent - sent_before,
-        notes=tuple(notes),
-        exact=forward.exact,
+        bytes_sent=(forward.bytes_sent - sent_before,),
+        notes=(*notes, *notes_of_job),
+        exact=forward.exact and is_exact,
+        inside_seconds=(on_step.inside_seconds,),
         kernel=forward.kernel,
         compiled=compiled,
     )

@@ -18,6 +18,7 @@ from .device import MemoryMeter
 
 # s; after a longer step the host waits for its device, so that a cancel does not take one step more.
 LONGEST_LAG = 1.0
+_STOP, _SLOW = 1, 2  # flags of rank 0
 MOST_TIMES = 200  # steps whose times fit into a message to ComfyUI's process
 
 
@@ -43,18 +44,17 @@ class _Moment:
 
 @dataclass
 class _Vote:
-    """Two flags of rank 0 on their way to all ranks: stop, and steps are too long for a lag."""
+    """Rank 0's flags (StepBoundary.flags) on their way to all ranks."""
 
     flags: Tensor
     work: dist.Work | None
     ranks: range
 
-    def answer(self) -> tuple[bool, bool]:
+    def answer(self) -> int:
         if self.work is not None:
             with heartbeat.inside("the agreement after a step", self.ranks):
                 self.work.wait()
-        stop, slow = self.flags.tolist()
-        return bool(stop), bool(slow)
+        return int(self.flags)
 
 
 @dataclass
@@ -88,13 +88,12 @@ class StepBoundary:
         device: torch.device,
         steps: int,
         previews: bool,
-        states: bool = False,
         meter: MemoryMeter | None = None,
         lag: int | None = None,
     ) -> None:
         """`lag`: the most steps that the host may be late; by default host_copy.most_lag of the device."""
         self._request = request
-        self.progress = ProgressSender(request, steps, previews=previews, states=states)
+        self.progress = ProgressSender(request, steps, previews=previews)
         self._control = control
         self._device = device
         self._meter = meter
@@ -110,18 +109,18 @@ class StepBoundary:
     def __call__(self, i: int, denoised: Tensor, flags: int | None = None) -> None:
         """Ends step `i`. `flags`: rank 0's `flags()` if the ranks have agreed on them; by default they do so now."""
         copies = self.progress.copy(denoised)
-        vote = self._vote() if flags is None else _Vote(_as_tensor(flags), None, range(1))
+        vote = self._vote() if flags is None else _Vote(torch.tensor([flags]), None, range(1))
         self._given.append(_Boundary(i + 1, self.strategy, _Moment(self._device), vote, copies))
         self._raise_if_cancelled()
         heartbeat.step_given()
 
     def flags(self) -> int:
-        """Returns what rank 0 tells the others at the end of a step: 1 to stop, plus 2 if steps are too long for a lag;
+        """Returns what rank 0 tells the others at the end of a step: _STOP, and _SLOW if steps are too long for a lag;
         on other ranks 0."""
         if self._request.rank:
             return 0
-        slow = not self.seconds or self.seconds[-1] > LONGEST_LAG
-        return int(self.is_cancelled()) | int(slow) << 1
+        is_slow = not self.seconds or self.seconds[-1] > LONGEST_LAG
+        return (_STOP if self.is_cancelled() else 0) | (_SLOW if is_slow else 0)
 
     def finish(self) -> None:
         """Waits for the last steps. Raises Cancelled on all ranks or on none."""
@@ -130,7 +129,7 @@ class StepBoundary:
 
     @property
     def inside_seconds(self) -> tuple[float, ...]:
-        """Seconds in collectives of each of the last steps, after `finish`; () if patches flowed (see RankRun)."""
+        """Seconds in collectives of each of the last steps, after `finish`; () if patches flowed."""
         if self._flows:
             return ()
         every = heartbeat.inside_seconds(len(self.seconds))
@@ -148,14 +147,17 @@ class StepBoundary:
         while len(self._given) > self._lag:
             boundary = self._given.popleft()
             boundary.passed.wait()
-            self._take_time(boundary.passed)
-            stop = False
+            self.seconds.append(boundary.passed.seconds_since(self._step_started))
+            self._step_started = boundary.passed
+            flags = 0
             if boundary.vote is not None:
-                stop, slow = boundary.vote.answer()
-                self._lag = 0 if slow else self._most_lag
+                flags = boundary.vote.answer()
+                self._lag = 0 if flags & _SLOW else self._most_lag
             self.progress.send(boundary.step, self.seconds[-1], boundary.strategy, boundary.copies)
-            self._publish(boundary.step)
-            if stop:
+            heartbeat.steps_done(boundary.step)
+            if self._meter is not None:
+                self._meter.publish()
+            if flags & _STOP:
                 return boundary.step
         return 0
 
@@ -181,30 +183,17 @@ class StepBoundary:
         if len(self._asked) > lag:
             passed, vote = self._asked.popleft()
             passed.wait()
-            self._stopped |= vote.answer()[0]
+            self._stopped |= bool(vote.answer() & _STOP)
         return self._stopped
 
     def is_cancelled(self) -> bool:
         """Returns True if this rank has received a cancel of the request."""
         return self._request.is_cancelled()
 
-    def _publish(self, steps: int) -> None:
-        heartbeat.steps_done(steps)
-        if self._meter is not None:
-            self._meter.publish()
-
-    def _take_time(self, passed: _Moment) -> None:
-        self.seconds.append(passed.seconds_since(self._step_started))
-        self._step_started = passed
-
     def _vote(self) -> _Vote:
         """Starts to send rank 0's flags to all ranks."""
-        flags = _as_tensor(self.flags())
+        flags = torch.tensor([self.flags()])
         if self._control is None:
             return _Vote(flags, None, range(1))
         work = dist.all_reduce(flags, group=self._control, async_op=True)
         return _Vote(flags, work, range(self._control.size()))
-
-
-def _as_tensor(flags: int) -> Tensor:
-    return torch.tensor([flags & 1, flags >> 1], dtype=torch.int32)

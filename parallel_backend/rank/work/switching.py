@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,10 @@ from ...engine.module_forward import ModuleForward
 from ...strategy import ParallelStrategy
 from ...trials import TrialRun
 from ...wire.heartbeat import heartbeat
-from ...wire.protocol import RankRun
 from .step_boundary import StepBoundary
 
 
+@dataclass(eq=False)
 class Switching:
     """The trials of one job on one rank. `current`: the forward of the strategy that the next step runs under.
 
@@ -26,18 +26,13 @@ class Switching:
     trials are settled.
     """
 
-    def __init__(
-        self,
-        world: World,
-        trials: TrialRun,
-        make_forward: Callable[[ParallelStrategy], ModuleForward],
-        on_step: StepBoundary,
-    ) -> None:
-        self._world = world
-        self._trials = trials
-        self._make_forward = make_forward
-        self._on_step = on_step
-        self.current = make_forward(trials.strategy)
+    _world: World
+    _trials: TrialRun
+    _make_forward: Callable[[ParallelStrategy], ModuleForward]
+    _on_step: StepBoundary
+
+    def __post_init__(self) -> None:
+        self.current = self._make_forward(self._trials.strategy)
         self._started = time.perf_counter()
 
     def on_step(self, i: int, denoised: Tensor, flags: int) -> None:
@@ -49,10 +44,6 @@ class Switching:
         if self._trials.current != number:
             self.current = self._make_forward(self._trials.strategy)
         self._started = time.perf_counter()
-
-    def with_trials(self, run: RankRun) -> RankRun:
-        """Returns `run` with the strategy that the job ended under, and the results of the trials."""
-        return replace(run, strategy=self._trials.strategy, trials=self._trials.results)
 
     def _take_time(self) -> None:
         """Records the time of the step, and follows rank 0's decision. Collective until the trials are settled."""

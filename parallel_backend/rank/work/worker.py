@@ -1,4 +1,4 @@
-"""The requests that one rank serves: hold models, run a sampling job, make one model call."""
+"""The requests that one rank serves: hold models, run jobs, and check itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ...devices import machine_of
 from ...engine.comm.groups import Layouts, World
-from ...errors import RequestError
+from ...errors import RequestError, TransportError
 from ...options import AUTO
 from ...requests import (
     ComfyUISource,
@@ -20,27 +20,29 @@ from ...requests import (
     LoadInfo,
     ModelSpec,
     Placement,
+    RunInfo,
 )
 from ...strategy import ParallelStrategy
-from ...wire.calibration import Calibration
-from ...wire.checks.findings import Finding
 from ...wire.heartbeat import heartbeat
 from ...wire.payloads import Tensors, sample_request
 from ...wire.protocol import (
     Calibrate,
+    Done,
     KeepModels,
     Load,
+    Message,
     MoveOut,
+    Prepare,
     ProveClasses,
     RankCall,
-    RankModels,
-    RankRun,
     RunCheck,
     RunJob,
     Setup,
+    TakeBack,
 )
 from ..outcome.agreement import worst_outcome
 from ..outcome.errors import PeerFailed, is_out_of_memory
+from ..outcome.progress import RequestLink
 from .device import MemoryMeter, device_of
 from .held_models import HeldModel, HeldModels, collect, import_for
 from .run_record import run_record
@@ -49,7 +51,6 @@ from .step_boundary import StepBoundary
 if TYPE_CHECKING:  # imported when they are first needed: they take seconds
     from ...engine.module_forward import ModuleForward
     from ...models.base import ModuleModel
-    from ...wire.checks.findings import SelfTest
     from ..jobs.modules import HeldEncoder, Modules
     from ..jobs.reader import JobReader
     from ..jobs.vaes import HeldVae
@@ -79,6 +80,52 @@ class RankWorker:
         self.models = HeldModels(self.world.device)
         self._layouts = Layouts(self.world)
         self.meter = MemoryMeter(self.world.device, lambda: self._layouts.traffic.bytes_sent)
+
+    def answer(self, message: Message, tensors: Tensors, request: RequestLink) -> tuple[Done, Tensors | None]:
+        """Serves one request; returns its terminal message and, on one rank, the tensors of the result."""
+        match message:
+            case Load():
+                return Done(load=self.load(message, tensors), models=self.models.report()), None
+            case RunJob():
+                on_step = StepBoundary(
+                    request,
+                    control=self.world.control,
+                    device=self.world.device,
+                    steps=message.steps,
+                    previews=message.previews,
+                    meter=self.meter,
+                )
+                run = self.run_job if message.cfg is None else self.run_plain_job
+                answer, record = run(message, tensors, on_step, request.report_compiling)
+                if isinstance(record, RankCall):
+                    return Done(call=record), answer
+                return Done(run=record), answer
+            case Prepare():
+                import_for(message.spec, self.world.device, holds_nothing=not len(self.models))
+                return Done(), None
+            case ProveClasses():
+                from ..checks.module_parity import prove_all
+
+                return Done(proofs=prove_all(message.comfyui, message.names)), None
+            case Calibrate():
+                from ..checks.calibrate import calibrate
+
+                layout = self._layouts.get(message.strategy)
+                return Done(calibration=calibrate(self.world, layout, message)), None
+            case RunCheck():
+                from ..checks.gpu import run_check
+
+                return Done(findings=tuple(run_check(message, self._layouts))), None
+            case KeepModels():
+                self.models.keep(message.models)
+                self._record_weights()
+            case MoveOut():
+                self.move_out(message)
+            case TakeBack():
+                self.take_back()
+            case _:
+                raise TransportError(f"{type(message).__name__} is not a request")
+        return Done(models=self.models.report()), None
 
     def load(self, message: Load, tensors: Tensors) -> LoadInfo:
         """Loads one more model, on every rank or on none.
@@ -116,26 +163,13 @@ class RankWorker:
         """Returns `spec` with the path on this machine: unchanged on ComfyUI's computer. Collective elsewhere."""
         return spec
 
-    def keep_models(self, message: KeepModels) -> RankModels:
-        """Drops all other models; returns a report on those held."""
-        self.models.keep(message.models)
-        self._record_weights()
-        return self.models.report()
-
-    def prove(self, message: ProveClasses) -> tuple[SelfTest, ...]:
-        """Tests classes of a ComfyUI against the table of classes."""
-        from ..checks.module_parity import prove_all
-
-        return prove_all(message.comfyui, message.names)
-
     def run_plain_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors | None, RankRun]:
+    ) -> tuple[Tensors | None, RunInfo]:
         """Runs a job that needs no ComfyUI. Returns as `run_job`."""
         from .plain_job import PlainJob
 
         assert message.cfg is not None and message.placement is not None, "the sidecar gives both"
-        started = time.perf_counter()
         request = sample_request(message.cfg, tensors)
         held, placement = self.models.of_file(message.model), message.placement
         held.begin_request()
@@ -148,19 +182,13 @@ class RankWorker:
             "latent": latent.float(),
             "step_seconds": torch.tensor(on_step.seconds, dtype=torch.float64),
         }
-        run = run_record(forward, placement, started, sent)
-        run = replace(
-            run,
-            inside_seconds=on_step.inside_seconds,
-            notes=(*run.notes, *job.notes),
-            exact=run.exact and job.is_exact,
-        )
+        run = run_record(forward, placement, sent, on_step, job.notes, is_exact=job.is_exact)
         return (result if self.world.rank == 0 else None), run
 
     @torch.inference_mode()
     def run_job(
         self, message: RunJob, tensors: Tensors, on_step: StepBoundary, on_compile: OnCompile
-    ) -> tuple[Tensors | None, RankRun | RankCall]:
+    ) -> tuple[Tensors | None, RunInfo | RankCall]:
         """Runs a job of ComfyUI's process; returns (answer, record), with the answer on one rank, None on others.
         `on_compile` is called before parts of the model are compiled."""
         held, placement = self.models.get(message.model), message.placement
@@ -203,18 +231,6 @@ class RankWorker:
 
         import_comfyui(source, self.world.device)
 
-    def calibrate(self, message: Calibrate) -> Calibration:
-        """Measures the links over the groups of a strategy; needs no model."""
-        from ..checks.calibrate import calibrate
-
-        return calibrate(self.world, self._layouts.get(message.strategy), message)
-
-    def check(self, message: RunCheck) -> tuple[Finding, ...]:
-        """Runs one check of the GPU check, beside the held models."""
-        from ..checks.gpu import run_check
-
-        return tuple(run_check(message, self._layouts))
-
     def move_out(self, message: MoveOut) -> None:
         """Moves a model off the device of one rank. Collective: every rank takes part in the agreement."""
         if message.rank == self.world.rank:
@@ -240,7 +256,7 @@ class RankWorker:
                 partial(self._move_here, device, is_waking), "another process could not move its weights", 1
             )
         except Exception:
-            self.models.clear()
+            self.models.keep(())
             raise
         collect(self.world.device)
 

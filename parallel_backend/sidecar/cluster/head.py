@@ -97,11 +97,12 @@ class ClusterHead:
         with self._changed:
             self._gone = {name: gone for name, gone in self._gone.items() if not gone.is_absent}
 
-    def wait_for(self, machines: Sequence[str], cancelled: Callable[[], bool]) -> None:
-        """Waits until all have joined and serve no group. Raises Cancelled; DeviceError after deadlines.MACHINES."""
+    def wait_for(self, devices: Sequence[str], cancelled: Callable[[], bool]) -> None:
+        """Waits until the machines of these devices have joined and serve no group. Raises Cancelled; DeviceError after
+        deadlines.MACHINES."""
         until = time.monotonic() + deadlines.MACHINES
         with self._changed:
-            while missing := [name for name in machines if not self._is_free(name)]:
+            while missing := [name for name in _machines_of(devices) if not self._is_free(name)]:
                 if cancelled():
                     raise Cancelled("The request was cancelled while it waited for machines.")
                 if time.monotonic() > until:
@@ -131,7 +132,7 @@ class ClusterHead:
     ) -> tuple[tuple[RemoteMachine, ...], dict[int, Link]]:
         """Assigns the machines of `devices` to one group; returns them and its links by rank. Raises DeviceError if one
         is missing or busy. `page`: gets the ranks' heartbeats; `on_departure`: called if a machine leaves."""
-        names = dict.fromkeys(machine_of(device).partition("/")[2] for device in devices)
+        names = _machines_of(devices)
         ranks = {device: rank for rank, device in enumerate(devices)}
         with self._changed:
             missing = [name for name in names if not self._is_free(name)]
@@ -269,6 +270,10 @@ class ClusterHead:
             machine.end("the head ends")
 
 
+def _machines_of(devices: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(machine_of(device).partition("/")[2] for device in devices))
+
+
 def _is_device(name: str) -> bool:
     kind, _, index = name.partition(":")
     return kind in ("cuda", "cpu") and index.isascii() and index.isdecimal() and len(index) < 4
@@ -339,33 +344,19 @@ def drop_departed() -> None:
         head.drop_departed()
 
 
-def wait_for(devices: Sequence[str], cancelled: Callable[[], bool]) -> None:
-    """Waits until the machines of these devices have joined and are free. Raises DeviceError, Cancelled."""
-    for cluster, machines in _by_cluster(devices).items():
-        open_head(cluster).wait_for(tuple(machines), cancelled)
-
-
-def take(
-    devices: Sequence[str], epoch: int, page: Page, on_departure: OnDeparture
-) -> tuple[tuple[RemoteMachine, ...], dict[int, Link]]:
-    """Assigns machines to a group, see ClusterHead.take. Raises DeviceError unless all devices are of one cluster."""
-    clusters = _by_cluster(devices)
-    if len(clusters) != 1 or not all(map(machine_of, devices)):
+def head_of(devices: Sequence[str]) -> ClusterHead | None:
+    """Returns the head of the devices' cluster; None for devices of this computer. Raises DeviceError unless all are of
+    one cluster."""
+    clusters = {machine_of(device).partition("/")[0] for device in devices}
+    if clusters == {""}:
+        return None
+    if len(clusters) > 1:
         raise DeviceError(f"{', '.join(devices)}: one group has devices of one cluster and no others.")
     if len(devices) > MOST_RANKS:
         raise DeviceError(
             f"{len(devices)} devices: a group has {MOST_RANKS} at most; name some of them, with commas."
         )
-    return open_head(next(iter(clusters))).take(devices, epoch, page, on_departure)
-
-
-def _by_cluster(devices: Sequence[str]) -> dict[str, dict[str, None]]:
-    found: dict[str, dict[str, None]] = {}
-    for device in devices:
-        cluster, _, machine = machine_of(device).partition("/")
-        if machine:
-            found.setdefault(cluster, {})[machine] = None
-    return found
+    return open_head(clusters.pop())
 
 
 def close_all() -> None:

@@ -15,6 +15,7 @@ import logging
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ...errors import RANK_CRASHED, Cancelled, ParallelError, RankFailed, TransportError, from_wire
@@ -72,31 +73,28 @@ def reports(done: Sequence[Done], of: Callable[[Done], T | None]) -> list[T]:
     return found
 
 
+@dataclass(eq=False)
 class Exchange:
     """One request, from send to outcome. `cancelled()` is called at least every 50 ms and may raise; `survivable`: the
-    names of errors that leave the group usable."""
+    names of errors that leave the group usable; `listener`: the rank that is sent a cancel, and whose terminal
+    message's payload is the `result`."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        request: int,
-        cancelled: Callable[[], bool],
-        survivable: frozenset[str],
-    ) -> None:
-        self._group = group
-        self._request = request
-        self._cancelled = cancelled
-        self._survivable = survivable
-        self._pending = set(range(group.world_size))
-        self._done: dict[int, Done] = {}
-        self._failed: dict[int, Failed] = {}  # in the order of arrival
-        self._interrupt: BaseException | None = None
-        self._deadline = float("inf")
-        self._alive = 0.0  # time.monotonic() of the last sign of life
-        self._extensions = 0  # how often the deadline was extended since then
-        self._looked = 0.0  # time.monotonic() when this thread last checked its links
-        self.listener = 0  # the rank that is sent a cancel, and that returns the result
-        self.result: Tensors = {}  # payload of its terminal message
+    _group: RankGroup
+    _request: int
+    _cancelled: Callable[[], bool]
+    _survivable: frozenset[str]
+    listener: int = 0
+    result: Tensors = field(default_factory=dict)
+    _done: dict[int, Done] = field(default_factory=dict)
+    _failed: dict[int, Failed] = field(default_factory=dict)  # in the order of arrival
+    _interrupt: BaseException | None = None
+    _deadline: float = float("inf")
+    _alive: float = 0.0  # time.monotonic() of the last sign of life
+    _extensions: int = 0  # how often the deadline was extended since then
+    _looked: float = 0.0  # time.monotonic() when this thread last checked its links
+
+    def __post_init__(self) -> None:
+        self._pending = set(range(self._group.world_size))
 
     def send(self, message: Message, tensors: Tensors | None = None) -> None:
         """Sends `message` to every rank, with `tensors` as the payload."""

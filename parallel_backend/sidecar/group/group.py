@@ -44,8 +44,8 @@ _RESULTS = {Cancelled: "cancelled", OutOfMemory: "out_of_memory"}
 class RankGroupRunner:
     """Ranks that stay alive between requests and are leased to one caller at a time.
 
-    `resumes`: True to retry a request after a crash. `exclusive`: True to lock the GPUs against ranks of other
-    processes. `forget` is called when the ranks are gone: records of what they held must be cleared.
+    `exclusive`: True to lock the GPUs against ranks of other processes. `forget` is called when the ranks are gone:
+    records of what they held must be cleared.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class RankGroupRunner:
         devices: tuple[str, ...],
         rank_module: str,
         *,
-        resumes: bool,
         exclusive: bool,
         forget: Callable[[], None],
     ) -> None:
@@ -67,7 +66,6 @@ class RankGroupRunner:
         self.group: RankGroup | None = None
         self.phase: Phase | None = None  # of the running request
         self._rank_module = rank_module
-        self._resumes = resumes
         self._exclusive = exclusive
         self._forget = forget
         self._lock = threading.Lock()
@@ -109,9 +107,6 @@ class RankGroupRunner:
         """The process ids in rank order; empty if there are no ranks."""
         group = self.group
         return () if group is None else group.pids
-
-    def cancel(self) -> None:
-        self._cancel.set()
 
     def stop(self) -> None:
         """Ends the ranks and waits until all are gone. Any thread may call; a running request raises Cancelled."""
@@ -259,7 +254,7 @@ class RankGroupRunner:
         try:
             return attempt()
         except RankFailed as error:
-            if not (error.crashed and self._resumes) or self._activity is State.STARTING:
+            if not error.crashed or self._activity is State.STARTING:
                 raise
             self._record_failure(error)
             if self.crashes.is_broken:
@@ -281,7 +276,8 @@ class RankGroupRunner:
         self._activity, self._failure_known = State.STARTING, False
         count = len(self.devices)
         lease.on_phase(Phase(PhaseKind.STARTING, f"{count} process{'es' if count > 1 else ''}"))
-        clusters.wait_for(self.devices, lease.cancelled)
+        if (head := clusters.head_of(self.devices)) is not None:
+            head.wait_for(self.devices, lease.cancelled)
         locks = lock_devices(self.devices) if self._exclusive else None
         self.group = get_supervisor().spawn(self.devices, self._rank_module, locks)
         try:
@@ -322,7 +318,7 @@ def _line(error: RankFailed) -> str:
 
 def join_ranks(group: RankGroup, cancelled: Callable[[], bool]) -> None:
     """Sends every rank its Setup and waits until the process group is ready. Raises the error of a rank that fails."""
-    exchange = Exchange(group, NO_REQUEST, cancelled, survivable=frozenset())
+    exchange = Exchange(group, NO_REQUEST, cancelled, frozenset())
 
     def greet(rank: int, message: Message, tensors: Tensors | None) -> None:
         _check_versions(rank, expect(rank, message, Hello))

@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...devices import machine_of
 from ...errors import PlatformError, RankFailed
 from ...wire import deadlines
 from ...wire.heartbeat import Page
@@ -201,8 +200,8 @@ class Supervisor:
         group = RankGroup(next(self._epochs), devices, locks)
         self._groups.add(group)
         try:
-            if any(map(machine_of, devices)):
-                self._take_machines(group)
+            if (head := clusters.head_of(devices)) is not None:
+                self._take_machines(group, head)
                 return group
             for rank in range(len(devices)):
                 ours, theirs = link_pair()
@@ -227,11 +226,11 @@ class Supervisor:
             raise
         return group
 
-    def _take_machines(self, group: RankGroup) -> None:
+    def _take_machines(self, group: RankGroup, head: clusters.ClusterHead) -> None:
         def departed(departure: Departure) -> None:
             self._submit(lambda: self._departed(group, departure))
 
-        group.machines, links = clusters.take(group.devices, group.epoch, group.heartbeat, departed)
+        group.machines, links = head.take(group.devices, group.epoch, group.heartbeat, departed)
         group.links = [links[rank] for rank in range(group.world_size)]
 
     def _departed(self, group: RankGroup, departure: Departure) -> None:

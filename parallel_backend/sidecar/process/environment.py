@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...devices import is_cpu
-from ...options import COMPILE_BACKEND, DEVICE_QUEUES, THREADS_ALONE
+from ...options import COMPILE_BACKEND, DEVICE_QUEUES, FAULT, THREADS_ALONE
 from ...wire.cache_folder import user_cache
-from ...wire.checks.fault_injection import VARIABLE as FAULT
 
 _NAMES = {
     "PATH",
@@ -33,7 +32,7 @@ _NAMES = {
     "CXX",
     "COMFYUI_ENABLE_MIOPEN",  # without it, ComfyUI turns MIOpen off on most AMD cards
     COMPILE_BACKEND,
-    FAULT,  # set by tests and benchmarks only
+    FAULT,
 }
 _PREFIXES = (
     "LC_",

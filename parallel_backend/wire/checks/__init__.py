@@ -1,1 +1,1 @@
-"""Messages of checks: the GPU check, self-tests of model classes, injected faults."""
+"""Messages of checks: the GPU check, and self-tests of model classes."""

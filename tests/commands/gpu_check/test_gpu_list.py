@@ -111,7 +111,7 @@ def test_a_process_that_does_not_answer_within_the_limit_is_a_finding_with_its_s
     (ended,) = result.verdicts
     assert ended.status == "broken" and "process 1 failed: gave no sign of life" in ended.finding
     assert re.search(r"the limit here is (1\.\d+|2) s", ended.finding)
-    assert any("fault_injection.py" in line for line in ended.details)
+    assert any("faults.py" in line for line in ended.details)
 
 
 def test_processes_on_the_cpu_compile_without_inductor(monkeypatch):

@@ -74,8 +74,15 @@ def story(tmp_path_factory):
     stop = listen(metrics.on_event)
     try:
         sidecar.sample(weights, scripted_request(steps=3), two_ranks())
+        steps = []
         with pytest.raises(Cancelled):
-            sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *_: sidecar.cancel())
+            sidecar.sample(
+                weights,
+                scripted_request(),
+                two_ranks(),
+                on_step=lambda *step: steps.append(step),
+                should_cancel=lambda: steps != [],
+            )
         warm = Scrape(metrics.text())
         with pytest.raises(RankFailed):
             sidecar.sample(weights, scripted_request(CRASH), two_ranks())

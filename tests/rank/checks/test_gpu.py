@@ -8,9 +8,11 @@ import torch
 
 from fake_cuda import FakeCuda
 from parallel_backend.engine.attention import kernel_choice, kernels
+from parallel_backend.rank.checks import gpu
 from parallel_backend.rank.checks import gpu_attention as attention
 from parallel_backend.rank.checks.gpu import check_device
 from parallel_backend.rank.checks.gpu_module_call import count_reads, describe_profile, find_waits
+from parallel_backend.wire.heartbeat import Heartbeat
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -44,6 +46,25 @@ def test_the_allocator_that_runs_out_beside_nccl_is_broken():
 def test_the_cpu_has_no_such_allocator():
     device, allocator = check_device(CPU)
     assert device.status == "ok" and (allocator.status, allocator.finding[:6]) == ("skipped", "no GPU")
+
+
+# Memory that is used up on purpose.
+
+
+def test_a_device_is_filled_once_after_a_step_and_no_further_than_it_is_large(monkeypatch):
+    """Some drivers, such as WSL2's, continue in host memory, so an allocation never fails."""
+    taken, beats = [], Heartbeat()
+    monkeypatch.setattr(gpu, "heartbeat", beats)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10 * gpu._PIECE + 5))
+    monkeypatch.setattr(torch, "empty", lambda size, **_: taken.append(size))
+    gpu.fill_device_after_a_step()
+    beats.begin()
+    assert taken == []
+    with pytest.raises(torch.OutOfMemoryError):
+        beats.steps_done(1)
+    beats.steps_done(1)
+    assert len(taken) == 10
 
 
 # Attention.

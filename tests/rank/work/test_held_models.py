@@ -51,7 +51,7 @@ def test_what_is_kept_goes_in_the_order_that_was_told(models):
     models.add(4, held())
     models.drop_first()
     assert models.report().models == (1, 4)
-    models.clear()
+    models.keep(())
     assert not models and models.chunks == ()
     models.drop_first()
     assert models.report().models == ()

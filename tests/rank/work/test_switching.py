@@ -109,13 +109,15 @@ def test_what_ends_a_trial_ends_the_trials_and_not_the_job(own_real_ranks, spec,
 
 
 def test_a_cancel_in_the_middle_of_a_trial_leaves_warm_ranks(two_real_ranks, spec):
-
-    def cancel(step, steps, preview):
-        if step == 6:
-            two_real_ranks.cancel()
-
+    steps = []
     with pytest.raises(Cancelled):
-        sample(two_real_ranks, spec, trials=TRIALS, on_step=cancel)
+        sample(
+            two_real_ranks,
+            spec,
+            trials=TRIALS,
+            on_step=lambda step, of, preview: steps.append(step),
+            should_cancel=lambda: 6 in steps,
+        )
     assert two_real_ranks.state is State.READY
 
 

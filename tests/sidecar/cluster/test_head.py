@@ -159,7 +159,7 @@ def test_a_machine_that_ended_is_waited_for_and_then_named(head, join, monkeypat
     assert FailingDevices().among(("cpu:0@lab/a", "cpu:0")) == ()  # torchrun may restart it
     monkeypatch.setattr(deadlines, "MACHINES", 0.2)
     with pytest.raises(DeviceError, match=r"Machine a of the cluster lab is not there \(the connection"):
-        clusters.wait_for(("cpu:0@lab/a",), lambda: False)
+        head.wait_for(("cpu:0@lab/a",), lambda: False)
     wait_until(lambda: head.departure_reason("a"))
     clusters.drop_departed()
     assert head.devices() == ()
@@ -173,7 +173,7 @@ def test_the_machine_that_closed_first_is_named_not_one_that_ended_with_its_grou
     wait_until(lambda: "a" in head._gone)
     monkeypatch.setattr(deadlines, "MACHINES", 0.2)
     with pytest.raises(DeviceError, match=r"Machine b of the cluster lab is not there \(the connection"):
-        clusters.wait_for(("cpu:0@lab/a", "cpu:0@lab/b"), lambda: False)
+        head.wait_for(("cpu:0@lab/a", "cpu:0@lab/b"), lambda: False)
 
 
 def test_machines_that_do_not_fit_are_told_why(head, join):

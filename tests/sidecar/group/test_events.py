@@ -35,8 +35,15 @@ def test_a_job_is_told_from_its_start_to_its_end(sidecar, weights, events):
 
 def test_every_way_to_end_has_its_name(sidecar, weights, events, monkeypatch):
     monkeypatch.setattr(deadlines, "REPORT", 0.5)
+    steps = []
     with pytest.raises(Cancelled):
-        sidecar.sample(weights, scripted_request(), two_ranks(), on_step=lambda *_: sidecar.cancel())
+        sidecar.sample(
+            weights,
+            scripted_request(),
+            two_ranks(),
+            on_step=lambda *step: steps.append(step),
+            should_cancel=lambda: steps != [],
+        )
     cancelled = facts(events)[-1]
     assert (cancelled.result, cancelled.cancel_s > 0, cancelled.info) == ("cancelled", True, None)
     with pytest.raises(OutOfMemory):
