@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from statistics import median
 
+from ...requests import RunInfo
 from ...strategy import ParallelStrategy
 
 
-@dataclass(frozen=True)
+@dataclass
 class StrategyRow:
     """One strategy. `step_seconds`: all warm steps of all rounds; `memory_bytes`: predicted for the fullest device.
 
@@ -31,6 +32,13 @@ class StrategyRow:
     @property
     def step_s(self) -> float | None:
         return median(self.step_seconds) if self.step_seconds else None
+
+    def add_run(self, info: RunInfo) -> None:
+        """Adds the steps of a run. The first one also waits for earlier work, so it only counts if it is the only
+        one."""
+        self.engine = info.engine
+        self.step_seconds += info.step_seconds[1:] or info.step_seconds
+        self.sent_bytes = sum(info.bytes_sent) / max(1, len(info.step_seconds))
 
 
 @dataclass(frozen=True)
