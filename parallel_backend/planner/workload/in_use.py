@@ -39,7 +39,7 @@ def used_by_other_programs(
         used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
     finally:
         nvml.nvmlShutdown()
-    ours = used_by_us or _used_by_us
+    ours = used_by_us or (lambda device: used_by_ranks(device) + (FREEABLE[-1](device) if FREEABLE else 0))
     return tuple(max(0, size - ours(device)) for device, size in zip(devices, used, strict=True))
 
 
@@ -47,10 +47,6 @@ def _used(nvml: Nvml, uuid: str) -> int:
     handle = ask(nvml, "nvmlDeviceGetHandleByUUID", uuid, default=None)
     held = None if handle is None else ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
     return 0 if held is None else int(held.total) - int(held.free)
-
-
-def _used_by_us(device: str) -> int:
-    return used_by_ranks(device) + (FREEABLE[-1](device) if FREEABLE else 0)
 
 
 def used_by_ranks(device: str) -> int:
