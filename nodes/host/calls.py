@@ -49,15 +49,9 @@ def running_prompt_id() -> str:
 class RunRecord:
     """The record of a sampling run, collected call by call for the report."""
 
-    plans: list[Plan] = field(default_factory=list)  # without those whose summary repeats the one before
-    plan: Plan | None = None  # the latest one, with its predictions
-    loads: list[LoadInfo] = field(default_factory=list)
-    switches: list[LoadInfo] = field(default_factory=list)  # to a model that the ranks held already
-    dropped: list[str] = field(default_factory=list)  # the models that the ranks dropped, and why
-    patched: int = 0  # weights that LoRAs change
+    plans: list[Plan] = field(default_factory=list)  # one for each run
     runs: list[RunInfo] = field(default_factory=list)
-    trials: tuple[Trial, ...] = ()  # of the strategies compared during a run
-    devices: tuple[str, ...] = ()
+    patched: int = 0  # weights that LoRAs change
     cache_threshold: float | None = None  # None: no step cache was requested
     price_per_hour: float = 0.0  # per device, in the user's currency; 0 if none is set
     notes: list[str] = field(default_factory=list)  # further lines of the report
@@ -66,6 +60,25 @@ class RunRecord:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickles the record as None: it stays in this process when its job is shipped."""
         return (type(None), ())
+
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan, with its predictions; None if nothing ran."""
+        return self.plans[-1] if self.plans else None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return () if self.plan is None else self.plan.devices
+
+    @property
+    def loads(self) -> list[LoadInfo]:
+        """The model loads before runs, in order."""
+        return [run.load for run in self.runs if run.load is not None]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The strategies compared during the latest run that compared any."""
+        return next((run.trials for run in reversed(self.runs) if run.trials), ())
 
     @property
     def strategy(self) -> ParallelStrategy:
@@ -92,20 +105,9 @@ class RunRecord:
         return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
 
     def add_run(self, plan: Plan, info: RunInfo) -> None:
-        """Adds a request that succeeded, and the model load before it if `info` has one."""
-        self.plan, self.devices = plan, plan.devices
-        if not self.plans or self.plans[-1].summary != plan.summary:
-            self.plans.append(plan)
+        """Adds a request that succeeded."""
+        self.plans.append(plan)
         self.runs.append(info)
-        self.trials = info.trials or self.trials
-        load = info.load
-        if load is None:
-            return
-        if not load.cached:
-            self.loads.append(load)
-        if load.switched:
-            self.switches.append(load)
-        self.dropped += load.notes
 
 
 def plan_job(settings: StrategySettings, job: Job) -> Plan:

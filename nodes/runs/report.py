@@ -46,12 +46,13 @@ def write_report(record: RunRecord) -> str:
         middle = "mean" if record.reused_calls else "median"
         lines.append(f"step: {middle} {step_seconds(record):.3g} s{first}")
         lines += in_words(timeline(record.runs[-1]), record.devices)
-    lines.append(
-        f"load: {_seconds(sum(load.seconds for load in record.loads))}"
-        if record.loads
-        else "load: 0 s (weights were warm)"
-    )
-    lines += [f"switched to {load.model} (held, {load.seconds * 1e3:.1f} ms)" for load in record.switches]
+    cold = [load.seconds for load in record.loads if not load.cached]
+    lines.append(f"load: {_seconds(sum(cold))}" if cold else "load: 0 s (weights were warm)")
+    lines += [
+        f"switched to {load.model} (held, {load.seconds * 1e3:.1f} ms)"
+        for load in record.loads
+        if load.switched
+    ]
     if record.patched:
         lines.append(f"LoRA: {_count(record.patched, 'weight')} changed")
     moved = sum(sum(run.bytes_sent) for run in runs)
@@ -60,7 +61,8 @@ def write_report(record: RunRecord) -> str:
     lines += _cost(record)
     notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]
-    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped, *record.notes])]
+    notes += [note for load in record.loads for note in load.notes]
+    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.notes])]
     return "\n".join(lines)
 
 

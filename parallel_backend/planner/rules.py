@@ -75,11 +75,6 @@ class Plan:
         """Returns the plan with another strategy."""
         return replace(self, strategy=strategy)
 
-    @property
-    def summary(self) -> tuple[ParallelStrategy, str, str, tuple[str, ...]]:
-        """The facts that a report shows."""
-        return self.strategy, self.engine, self.reason, self.notes
-
     @cached_property
     def check(self) -> MemoryCheck:
         """The plan's memory, to compare with the memory of its devices."""
