@@ -14,6 +14,9 @@ DEFAULT_STEPS, DEFAULT_ROUNDS = 4, 3
 DEFAULT_OUT = "parallel-bench"
 JSON_NAME, CHART_NAME = "bench.json", "bench.png"
 _MOST_PIXELS = 8192  # per side
+# Options that are passed on as they are; numbers are at least 1.
+_NUMBERS = ("steps", "rounds", "batch", "text")
+_TEXTS = ("model", "devices", "strategies", "engine", "weight_dtype")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from .shared import path_to_share, share
 
     width, height = _size(args.size)
-    for name in ("steps", "rounds", "batch", "text"):
+    for name in _NUMBERS:
         if getattr(args, name) < 1:
             raise RequestError(f"{name} {getattr(args, name)}: it must be at least 1.")
     out = Path(args.out).expanduser()
@@ -60,20 +63,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
     shared = path_to_share(args.share)
-    outcome = measure(
-        model=args.model,
-        devices=args.devices,
-        width=width,
-        height=height,
-        batch=args.batch,
-        text=args.text,
-        steps=args.steps,
-        rounds=args.rounds,
-        with_cfg=args.cfg == "on",
-        strategies=args.strategies,
-        engine=args.engine,
-        weight_dtype=args.weight_dtype,
-    )
+    chosen = {name: getattr(args, name) for name in (*_NUMBERS, *_TEXTS)}
+    outcome = measure(**chosen, width=width, height=height, with_cfg=args.cfg == "on")
     written, missing = str(out / JSON_NAME), ""
     (out / JSON_NAME).write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
     if outcome.best is not None and can_draw():

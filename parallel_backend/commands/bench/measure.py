@@ -36,7 +36,7 @@ from .candidates import (
     possible_strategies,
     split_by_memory,
 )
-from .outcome import BenchResult, StrategyRow
+from .report import BenchResult, StrategyRow
 
 _UNNAMED = ("", "all")
 

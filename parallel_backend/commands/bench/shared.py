@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import RequestError, TransportError
 from ...wire.strict_json import from_json, parse, to_json
-from .outcome import BenchResult, StrategyRow
+from .report import BenchResult, StrategyRow
 
 FORMAT = 1
 _MOST_STRATEGIES, _MOST_LINES, _LONGEST = 64, 64, 400  # limits for a file from a stranger
