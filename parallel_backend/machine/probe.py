@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,22 @@ _NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 14.0, 6: 25.0, 7: 50.0}
 # The module nvidia-ml-py, or a test's replacement. Its handles are opaque.
 Nvml = ModuleType | Any
 _NvLinks = tuple[int, list[str], bool]
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def open_nvml() -> Nvml:
+    """Returns the module, opened until this process ends, since opening takes long with many GPUs; None if it does not
+    answer."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # no library, no driver, no permission
+        log.info("parallel sampling: no gauges of the GPUs (%s)", error)
+        return None
+    return pynvml
 
 
 def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topology:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...errors import PlatformError
 from ...sidecar import pool
 from ...sidecar.group.events import listen
-from ..gauges import DeviceGauges
+from ..gauges import read_gauges
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -42,7 +42,6 @@ class MetricsSwitch:
         self._price = price
         self._lock = threading.Lock()
         self._metrics: Metrics | None = None
-        self._gauges = DeviceGauges()
         self._stop_listening: Callable[[], None] | None = None
         self._warned = ""
 
@@ -51,12 +50,11 @@ class MetricsSwitch:
         with self._lock:
             is_on = self._is_requested()
             if is_on and self._stop_listening is None:
-                self._metrics = self._metrics or _new_metrics(self._gauges, self._price)
+                self._metrics = self._metrics or _new_metrics(self._price)
                 self._stop_listening = listen(self._metrics.on_event)
             elif not is_on and self._stop_listening is not None:
                 self._stop_listening()
                 self._stop_listening = None
-                self._gauges.close()
             return self._metrics if is_on else None
 
     def begin(self) -> None:
@@ -101,7 +99,7 @@ class MetricsSwitch:
         )
 
 
-def _new_metrics(gauges: DeviceGauges, price: Callable[[], float]) -> Metrics:
+def _new_metrics(price: Callable[[], float]) -> Metrics:
     try:
         from .metrics import Metrics
     except ImportError as error:
@@ -109,4 +107,4 @@ def _new_metrics(gauges: DeviceGauges, price: Callable[[], float]) -> Metrics:
             f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
             "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
         ) from None
-    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], gauges.read, price)
+    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], read_gauges, price)

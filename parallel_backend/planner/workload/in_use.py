@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...machine.probe import Nvml, ask, visible_topology
+from ...machine.probe import Nvml, ask, open_nvml, visible_topology
 from ...machine.topology import Topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
@@ -27,18 +27,9 @@ def used_by_other_programs(
     known = (topology or visible_topology()).by_name
     if known.keys().isdisjoint(devices):
         return (0,) * len(devices)
-    try:
-        if nvml is None:
-            import pynvml
-
-            nvml = pynvml
-        nvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission
+    if (nvml := nvml or open_nvml()) is None:
         return (0,) * len(devices)
-    try:
-        used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
-    finally:
-        nvml.nvmlShutdown()
+    used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
     ours = used_by_us or (lambda device: used_by_ranks(device) + (FREEABLE[-1](device) if FREEABLE else 0))
     return tuple(max(0, size - ours(device)) for device, size in zip(devices, used, strict=True))
 
