@@ -11,8 +11,6 @@ import torch
 from ...devices import is_cpu, machine_of
 from ...errors import ParallelError, RequestError, StrategyError
 from ...machine.fingerprint import cores, cpu_name
-from ...machine.local import topology_of
-from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...models.registry import inspect_model
 from ...planner.history import MeasurementHistory
@@ -67,14 +65,12 @@ def measure(
     if is_cpu(names):
         # Each CPU rank gets the same number of cores in every strategy, also when it runs alone.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
-    seen = read_visible()
-    topology = topology_of(names, seen)
     request = random_request(
         file.inputs, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
     requested, left_out = _requested(strategies, job, names, engine)
-    history = MeasurementHistory(names, seen)
+    history = MeasurementHistory(names)
     spec = ModelSpec(model, weight_dtype=weight_dtype)
     rows, side_by_side, calibrations = run_rounds(
         requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds
@@ -90,7 +86,7 @@ def measure(
         rows=tuple(rows),
         model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
-        hardware=_hardware(topology, names),
+        hardware=_hardware(history.topology, names),
         software=history.fingerprint.software,
         rounds=rounds,
         interleaved=side_by_side,

@@ -38,8 +38,7 @@ class MetricsSwitch:
     `price`: returns the price of a device-hour, 0 for none."""
 
     def __init__(self, setting: Callable[[], bool], price: Callable[[], float]) -> None:
-        self._setting = setting
-        self._price = price
+        self._setting, self._price = setting, price
         self._lock = threading.Lock()
         self._metrics: Metrics | None = None
         self._stop_listening: Callable[[], None] | None = None
@@ -50,7 +49,7 @@ class MetricsSwitch:
         with self._lock:
             is_on = self._is_requested()
             if is_on and self._stop_listening is None:
-                self._metrics = self._metrics or _new_metrics(self._price)
+                self._metrics = self._metrics or self._new_metrics()
                 self._stop_listening = listen(self._metrics.on_event)
             elif not is_on and self._stop_listening is not None:
                 self._stop_listening()
@@ -98,13 +97,12 @@ class MetricsSwitch:
             f"Sampling, or start ComfyUI with {VARIABLE}=on."
         )
 
-
-def _new_metrics(price: Callable[[], float]) -> Metrics:
-    try:
-        from .metrics import Metrics
-    except ImportError as error:
-        raise PlatformError(
-            f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
-            "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
-        ) from None
-    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], read_gauges, price)
+    def _new_metrics(self) -> Metrics:
+        try:
+            from .metrics import Metrics
+        except ImportError as error:
+            raise PlatformError(
+                f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment "
+                "with `pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
+            ) from None
+        return Metrics(lambda: [one.status() for one in pool.all_sidecars()], read_gauges, self._price)
