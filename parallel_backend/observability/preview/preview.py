@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ...devices import is_cpu
 from ...errors import StrategyError
 from ...machine.local import LocalMachine
 from ...models.comfyui.model_file import ANY_MODEL, TYPICAL
@@ -74,7 +75,7 @@ def preview(
     if file is not None and file is not ANY_MODEL:
         job = Job(model, width=pixels, height=pixels, steps=20, text=512)
         check = MemoryCheck.on(job, strategy, machine.devices)
-        memory = _memory(check, machine)
+        memory = _memory(check)
         why = ". ".join([found.why, *(line.rstrip(".") for line in memory.splitlines())])
         found = replace(found, why=why, memory=memory, notes=found.notes + _lacks(check, settings))
     notes = (CPU_COUNT,) if settings.devices.strip().lower() == ONE_CPU else ()
@@ -128,11 +129,10 @@ def _auto(
     return Preview(". ".join(sentences), basis, layout, notes), plain.strategy
 
 
-def _memory(check: MemoryCheck, machine: LocalMachine) -> str:
-    job, fullest = check.job, check.fullest
-    model = job.model
+def _memory(check: MemoryCheck) -> str:
+    job, fullest, model = check.job, check.fullest, check.job.model
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
-    where = "process" if machine.on_cpu else "GPU"
+    where = "process" if is_cpu(check.devices) else "GPU"
     return (
         f"{fullest.in_short(where)}\nPredicted for {model.file.name} in {dtype} at {job.width}x{job.height}, on the "
         f"fullest device: {fullest.describe()}"
