@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +27,6 @@ USABLE_MEMORY = 0.94
 _SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
 
 CapacityOf = Callable[[tuple[str, ...]], Capacity]
-
-log = logging.getLogger(__name__)
 
 
 def job_from_request(model: CheckpointModel, request: SampleRequest) -> Job:
@@ -101,7 +98,7 @@ def plan_execution(
     while it runs.
     """
     engine = "xfuser" if settings.engine == "xfuser" else "native"
-    measured = _measured(job, history, engine)
+    measured = {} if history is None else history.steps(job, engine)
     count = len(machine.devices)
     automatic = settings.mode == "auto"
     if automatic and history is not None and not settings.device_shares:
@@ -196,17 +193,6 @@ def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str
             f"One device cannot run this job, so there is nothing to compare with. {error}"
         ) from None
     return check.devices
-
-
-def _measured(job: Job, history: MeasurementHistory | None, engine: str) -> Mapping[ParallelStrategy, float]:
-    """Returns the seconds of a step by strategy; empty on any error, which must not stop a job."""
-    if history is None:
-        return {}
-    try:
-        return history.steps(job, engine)
-    except Exception:
-        log.warning("parallel sampling: what was measured before does not count", exc_info=True)
-        return {}
 
 
 def _by_hand(

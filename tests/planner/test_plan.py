@@ -179,7 +179,7 @@ def test_nothing_is_tried_by_hand_on_one_rank_or_where_nothing_is_kept(store, mo
 
 @pytest.mark.parametrize(
     ("broken", "name"),
-    [(measurement_history, "MeasurementHistory"), (MeasurementHistory, "steps")],
+    [(measurement_history, "MeasurementHistory"), (MeasurementHistory, "steps_of")],
 )
 def test_measurements_that_cannot_be_read_leave_it_to_the_rule(store, monkeypatch, broken, name):
     monkeypatch.setattr(broken, name, lambda *arguments: 1 / 0)

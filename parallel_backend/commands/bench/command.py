@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ...errors import RequestError
 
-DEFAULT_STEPS, DEFAULT_ROUNDS = 4, 3
-DEFAULT_OUT = "parallel-bench"
+DEFAULT_ROUNDS = 3
 JSON_NAME, CHART_NAME = "bench.json", "bench.png"
 _MOST_PIXELS = 8192  # per side
 # Options that are passed on as they are; numbers are at least 1.
@@ -23,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a Flux.1 checkpoint (.safetensors)")
     parser.add_argument("--devices", default="all", help="'all', '0,1', 'cpu:2' or 'cluster:NAME'")
     parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT in pixels")
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="denoising steps of each run")
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps of each run")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="runs of each strategy that count")
     parser.add_argument("--batch", type=int, default=1, help="images at once")
     parser.add_argument("--text", type=int, default=512, help="text tokens")
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype", default="auto", help="storage of the weights, as in the loader node"
     )
-    parser.add_argument("--out", default=DEFAULT_OUT, help=f"folder for {JSON_NAME} and {CHART_NAME}")
+    parser.add_argument("--out", default="parallel-bench", help=f"folder for {JSON_NAME} and {CHART_NAME}")
     parser.add_argument(
         "--share", default="", metavar="FILE", help="a small result to send in (docs/results.md)"
     )
