@@ -62,13 +62,13 @@ class RunRecord:
         return (type(None), ())
 
     @property
-    def plan(self) -> Plan | None:
-        """The latest plan, with its predictions; None if nothing ran."""
-        return self.plans[-1] if self.plans else None
+    def plan(self) -> Plan:
+        """The plan of the latest run, with its predictions. There must be at least one run."""
+        return self.plans[-1]
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return () if self.plan is None else self.plan.devices
+        return self.plan.devices if self.plans else ()
 
     @property
     def loads(self) -> list[LoadInfo]:
@@ -102,7 +102,7 @@ class RunRecord:
 
     def name_of(self, strategy: ParallelStrategy) -> str:
         """Returns a strategy in words that say what it splits in this run's model."""
-        return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
+        return self.plan.job.model.shape.describe(strategy)
 
     def add_run(self, plan: Plan, info: RunInfo) -> None:
         """Adds a request that succeeded."""

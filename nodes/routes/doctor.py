@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from ...parallel_backend.sidecar import pool
-from .http import Handler, refuse, same_origin_only
+from .http import refuse, same_origin_only
 
 ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"

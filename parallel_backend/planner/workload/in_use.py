@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...machine.probe import Nvml, ask, open_nvml, visible_topology
-from ...machine.topology import Topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
 
@@ -17,21 +16,15 @@ from .rank_memory import GPU_BASE_BYTES
 FREEABLE: list[Callable[[str], int]] = []
 
 
-def used_by_other_programs(
-    devices: tuple[str, ...],
-    nvml: Nvml = None,
-    topology: Topology | None = None,
-    used_by_us: Callable[[str], int] | None = None,
-) -> tuple[int, ...]:
-    """Returns the bytes on each device; 0 if unknown. `nvml`, `topology`, `used_by_us`: for tests."""
-    known = (topology or visible_topology()).by_name
-    if known.keys().isdisjoint(devices):
-        return (0,) * len(devices)
-    if (nvml := nvml or open_nvml()) is None:
+def used_by_other_programs(devices: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the bytes on each device; 0 if unknown."""
+    known = visible_topology().by_name
+    if known.keys().isdisjoint(devices) or (nvml := open_nvml()) is None:
         return (0,) * len(devices)
     used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
-    ours = used_by_us or (lambda device: used_by_ranks(device) + (FREEABLE[-1](device) if FREEABLE else 0))
-    return tuple(max(0, size - ours(device)) for device, size in zip(devices, used, strict=True))
+    freeable = FREEABLE[-1] if FREEABLE else lambda device: 0
+    ours = (used_by_ranks(device) + freeable(device) for device in devices)
+    return tuple(max(0, size - own) for size, own in zip(used, ours, strict=True))
 
 
 def _used(nvml: Nvml, uuid: str) -> int:
