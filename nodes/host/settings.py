@@ -94,30 +94,26 @@ def read_settings(path: Path) -> tuple[Mapping[str, Value], tuple[str, ...]]:
     try:
         status = path.stat()
     except OSError:
-        return check_settings({})[0], ()
+        return DEFAULTS, ()
     with _lock:
         return _read(path, (status.st_mtime_ns, status.st_size, status.st_ino))
 
 
 @functools.lru_cache(maxsize=1)
 def _read(path: Path, stamp: tuple[int, int, int]) -> tuple[Mapping[str, Value], tuple[str, ...]]:
-    found, problems = _entries(path)
-    values, wrong = check_settings(found)
-    for problem in (*problems, *wrong):
-        log.warning("parallel sampling: %s", problem)
-    return values, (*problems, *wrong)
-
-
-def _entries(path: Path) -> tuple[Mapping[str, object], list[str]]:
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
         found = json.loads(text) if len(text) <= MOST_BYTES else None
+        values, problems = check_settings(found if isinstance(found, dict) else {})
+        if not isinstance(found, dict):
+            problems = ["ComfyUI's settings are not what they should be; the defaults count"]
     except (OSError, ValueError, RecursionError) as error:
-        return {}, [f"ComfyUI's settings cannot be read ({type(error).__name__}); the defaults count"]
-    if not isinstance(found, dict):
-        return {}, ["ComfyUI's settings are not what they should be; the defaults count"]
-    return found, []
+        values = DEFAULTS
+        problems = [f"ComfyUI's settings cannot be read ({type(error).__name__}); the defaults count"]
+    for problem in problems:
+        log.warning("parallel sampling: %s", problem)
+    return values, tuple(problems)
 
 
 def setting(name: str) -> Value:

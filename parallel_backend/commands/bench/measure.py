@@ -73,7 +73,7 @@ def measure(
     history = MeasurementHistory(names)
     spec = ModelSpec(model, weight_dtype=weight_dtype)
     rows, side_by_side, calibrations = run_rounds(
-        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds
+        requested, spec, request, job, history, engine=engine, rounds=rounds
     )
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
     private = find_private(numbered(names))
@@ -146,14 +146,13 @@ def run_rounds(
     job: Job,
     history: MeasurementHistory,
     *,
-    devices: tuple[str, ...],
     engine: str,
     rounds: int,
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
     A strategy that fails gets a row with the problem and does not stop the others. `job`: of `request`; `rounds`: runs
     that count, after one warm-up run."""
-    side_by_side = fit_side_by_side(strategies, job, devices)
+    side_by_side = fit_side_by_side(strategies, job, history.devices)
     rows = {s: StrategyRow(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
@@ -164,7 +163,7 @@ def run_rounds(
             groups: dict[Layout, Sidecar] = {}
             for s in block:
                 if layout_of(s) not in groups:
-                    groups[layout_of(s)] = Sidecar(devices[: s.world_size])
+                    groups[layout_of(s)] = Sidecar(history.devices[: s.world_size])
                     stack.callback(groups[layout_of(s)].stop)
             for turn in range(rounds + 1):
                 for s in block:
