@@ -17,7 +17,6 @@ from ...parallel_backend.planner.compile_choice import CompileChoice
 from ...parallel_backend.planner.history import open_history
 from ...parallel_backend.planner.plan import find_machine, plan_execution
 from ...parallel_backend.planner.rules import Plan, StrategySettings
-from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import LoadInfo, RunInfo
 from ...parallel_backend.sidecar import pool
@@ -131,8 +130,7 @@ def _machine_of(settings: StrategySettings) -> LocalMachine:
 def _does_alone(warm: Sidecar, plan: Plan) -> bool:
     """Returns True if the first rank of `warm` can run this one-device plan while the others wait. Starting another
     process takes longer than most one-device jobs, and the next job may use all ranks again."""
-    model = plan.job.model
-    holds = isinstance(model, CheckpointModel) and model.file.path in {spec.path for spec in warm.models}
+    holds = plan.job.model.file.path in {spec.path for spec in warm.models}
     return holds and plan.strategy.world_size == 1 and warm.devices[:1] == plan.devices
 
 

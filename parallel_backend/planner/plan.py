@@ -123,7 +123,12 @@ def plan_execution(
     plan = replace(plan, memory=check_capacity(plan.check, capacity_of(plan.check.devices)))
     if settings.compared:
         plan = replace(plan, devices=_compared_devices(plan.check, selected))
-    plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
+    candidates = ranking.ranked
+    if not candidates:  # set by hand: that one first, then those that could replace it
+        chosen = plan.strategy.canonical
+        others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
+        candidates = Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
+    plan = replace(plan, candidates=candidates)
     if history is not None and not is_cpu(plan.devices):  # CPU ranks share cores, so a link says too little
         plan = replace(plan, link=history.link(plan.strategy.world_size))
     tries = tries and automatic and not settings.compared
@@ -193,15 +198,6 @@ def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str
             f"One device cannot run this job, so there is nothing to compare with. {error}"
         ) from None
     return check.devices
-
-
-def _by_hand(
-    plan: Plan, measured: Mapping[ParallelStrategy, float], known: Iterable[Candidate]
-) -> tuple[Candidate, ...]:
-    """Returns the candidates for a strategy set by hand: that one first, then those that could replace it."""
-    chosen = plan.strategy.canonical
-    others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
-    return Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
 
 
 def _economical(plan: Plan, flag: str, capacity_of: CapacityOf) -> Plan:
