@@ -98,9 +98,8 @@ def resolve_strategy(
     if settings.mode == "auto":
         strategy, reason = _by_rule(job, len(devices))
         if ranking is not None and ranking.ranked:
-            same = strategy == ranking.best.strategy and not ranking.reason
-            strategy = ranking.best.strategy
-            if not same:
+            rule, strategy = strategy, ranking.best.strategy
+            if ranking.reason or strategy != rule:
                 reason = ranking.reason or f"{describe(strategy)}: the rule, as far as memory goes"
         plan = _remark(_with_shares(plan.under(strategy), shares))
     else:
