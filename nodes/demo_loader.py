@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import comfy.latent_formats
 import comfy.model_patcher
 import comfy.sd
 import comfy.utils
@@ -59,17 +58,14 @@ class ParallelDemoLoader(io.ComfyNode):
                 f"again."
             )
         parallel = over_file(demo_spec(), strategy)
-        set_preview_colours(parallel.model.latent_format)
+        # Previews show the colours of the demo's image coder. No other model has this latent format object.
+        latents = parallel.model.latent_format
+        latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
+        latents.latent_rgb_factors_bias = list(RGB_BIAS)
+        latents.taesd_decoder_name = None  # the format's TAESD decoder cannot decode the demo's latents
         kinds = SimpleNamespace(clip=lambda **_: _TextModel(), tokenizer=lambda **_: _Tokenizer(), params={})
         clip = comfy.sd.CLIP(kinds)
         return io.NodeOutput(parallel, parallel, clip, make_vae())
-
-
-def set_preview_colours(latents: comfy.latent_formats.LatentFormat) -> None:
-    """Makes previews show the colours of the demo's image coder. No other model may share this `latents` object."""
-    latents.latent_rgb_factors = [list(factors) for factors in RGB_FACTORS]
-    latents.latent_rgb_factors_bias = list(RGB_BIAS)
-    latents.taesd_decoder_name = None  # the format's TAESD decoder cannot decode the demo's latents
 
 
 def make_vae() -> comfy.sd.VAE:

@@ -219,7 +219,9 @@ def _decode(vae: comfy.sd.VAE, latent: Tensor, settings: StrategySettings) -> tu
     is_taken = latent.ndim == 2 + getattr(vae, "latent_dim", 2)  # the ranks refuse other shapes
     needed = vae.memory_used_decode((1, *latent.shape[1:]), vae.vae_dtype) if is_taken else 0.0
     image, lines = _shared_out(vae, as_sent(vae, latent).cpu(), needed, settings, encodes=False)
-    return _as_comfyuis(vae, image), lines
+    # The network's output in -1..1 becomes pixels in 0..1 as in VAE.decode, in ComfyUI's dtype, on its device.
+    pixels = image.to(device=vae.output_device, dtype=_output_dtype(vae), copy=True).movedim(-1, 1)
+    return vae.process_output(pixels).movedim(1, -1), lines
 
 
 def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tuple[dict, list[str]]:
@@ -234,12 +236,6 @@ def _encode(vae: comfy.sd.VAE, pixels: Tensor, settings: StrategySettings) -> tu
 def _output_dtype(vae: comfy.sd.VAE) -> torch.dtype:
     found: torch.dtype = vae.vae_output_dtype() if hasattr(vae, "vae_output_dtype") else torch.float32
     return found
-
-
-def _as_comfyuis(vae: comfy.sd.VAE, image: Tensor) -> Tensor:
-    """Converts a network's output in -1..1 to pixels in 0..1 as VAE.decode does, in ComfyUI's dtype, on its device."""
-    pixels = image.to(device=vae.output_device, dtype=_output_dtype(vae), copy=True).movedim(-1, 1)
-    return vae.process_output(pixels).movedim(1, -1)
 
 
 def _as_network_takes(vae: comfy.sd.VAE, pixels: Tensor) -> Tensor:

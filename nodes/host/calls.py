@@ -17,7 +17,6 @@ from ...parallel_backend.planner.compile_choice import CompileChoice
 from ...parallel_backend.planner.history import open_history
 from ...parallel_backend.planner.plan import find_machine, plan_execution
 from ...parallel_backend.planner.rules import Plan, StrategySettings
-from ...parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from ...parallel_backend.planner.workload.workload import Job
 from ...parallel_backend.requests import LoadInfo, RunInfo
 from ...parallel_backend.sidecar import pool
@@ -49,15 +48,9 @@ def running_prompt_id() -> str:
 class RunRecord:
     """The record of a sampling run, collected call by call for the report."""
 
-    plans: list[Plan] = field(default_factory=list)  # without those whose summary repeats the one before
-    plan: Plan | None = None  # the latest one, with its predictions
-    loads: list[LoadInfo] = field(default_factory=list)
-    switches: list[LoadInfo] = field(default_factory=list)  # to a model that the ranks held already
-    dropped: list[str] = field(default_factory=list)  # the models that the ranks dropped, and why
-    patched: int = 0  # weights that LoRAs change
+    plans: list[Plan] = field(default_factory=list)  # one for each run
     runs: list[RunInfo] = field(default_factory=list)
-    trials: tuple[Trial, ...] = ()  # of the strategies compared during a run
-    devices: tuple[str, ...] = ()
+    patched: int = 0  # weights that LoRAs change
     cache_threshold: float | None = None  # None: no step cache was requested
     price_per_hour: float = 0.0  # per device, in the user's currency; 0 if none is set
     notes: list[str] = field(default_factory=list)  # further lines of the report
@@ -66,6 +59,25 @@ class RunRecord:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickles the record as None: it stays in this process when its job is shipped."""
         return (type(None), ())
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest run, with its predictions. There must be at least one run."""
+        return self.plans[-1]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self.plan.devices if self.plans else ()
+
+    @property
+    def loads(self) -> list[LoadInfo]:
+        """The model loads before runs, in order."""
+        return [run.load for run in self.runs if run.load is not None]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The strategies compared during the latest run that compared any."""
+        return next((run.trials for run in reversed(self.runs) if run.trials), ())
 
     @property
     def strategy(self) -> ParallelStrategy:
@@ -89,23 +101,12 @@ class RunRecord:
 
     def name_of(self, strategy: ParallelStrategy) -> str:
         """Returns a strategy in words that say what it splits in this run's model."""
-        return strategy.describe() if self.plan is None else self.plan.job.model.shape.describe(strategy)
+        return self.plan.job.model.shape.describe(strategy)
 
     def add_run(self, plan: Plan, info: RunInfo) -> None:
-        """Adds a request that succeeded, and the model load before it if `info` has one."""
-        self.plan, self.devices = plan, plan.devices
-        if not self.plans or self.plans[-1].summary != plan.summary:
-            self.plans.append(plan)
+        """Adds a request that succeeded."""
+        self.plans.append(plan)
         self.runs.append(info)
-        self.trials = info.trials or self.trials
-        load = info.load
-        if load is None:
-            return
-        if not load.cached:
-            self.loads.append(load)
-        if load.switched:
-            self.switches.append(load)
-        self.dropped += load.notes
 
 
 def plan_job(settings: StrategySettings, job: Job) -> Plan:
@@ -129,8 +130,7 @@ def _machine_of(settings: StrategySettings) -> LocalMachine:
 def _does_alone(warm: Sidecar, plan: Plan) -> bool:
     """Returns True if the first rank of `warm` can run this one-device plan while the others wait. Starting another
     process takes longer than most one-device jobs, and the next job may use all ranks again."""
-    model = plan.job.model
-    holds = isinstance(model, CheckpointModel) and model.file.path in {spec.path for spec in warm.models}
+    holds = plan.job.model.file.path in {spec.path for spec in warm.models}
     return holds and plan.strategy.world_size == 1 and warm.devices[:1] == plan.devices
 
 

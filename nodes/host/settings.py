@@ -11,8 +11,8 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,38 @@ _lock = threading.Lock()
 PREFIX = "parallel_sampling."  # begins the names of the pack's entries in ComfyUI's file
 MOST_BYTES = 4 * 1024 * 1024  # the largest settings file that is read
 MOST_MINUTES = 7 * 24 * 60
-MOST_PRICE = 1e6  # of a GPU-hour, in any currency
+MOST_PRICE = 1_000_000  # of a GPU-hour, in any currency
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting. `problem`: tells in words what is wrong with a value, or gives None if it is valid."""
+Value = str | bool | float
 
-    default: str | bool | float
-    problem: Callable[[object], str | None]
+# web/settings.js offers the same settings; tests/nodes/test_user_settings.py checks that both agree.
+DEFAULTS: dict[str, Value] = {
+    "default_devices": "all",
+    "sleep_after_minutes": 0.0,
+    "stop_after_minutes": 0.0,
+    "start_at_launch": False,
+    "allow_approximate": True,
+    "try_strategies": True,
+    "make_encoders_parallel": False,  # read only by the page
+    "preload_next": True,
+    "metrics": False,
+    "price_per_gpu_hour": 0.0,
+}
 
 
-def _devices(value: object) -> str | None:
+def _problem(name: str, value: Any) -> str | None:
+    """Returns in words what is wrong with the value of a setting; None if it is valid."""
+    default = DEFAULTS[name]
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "it must be true or false"
+    if isinstance(default, float):
+        most, words = MOST_MINUTES, f"a number of minutes from 0 (never) to {MOST_MINUTES}"
+        if name == "price_per_gpu_hour":
+            most, words = MOST_PRICE, f"a number from 0 (none) to {MOST_PRICE:,d}, in your currency"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # Compared as it is: a huge int cannot become a float.
+        return None if is_number and 0 <= value <= most else f"it must be {words}"
     if not isinstance(value, str):
         return "it is no text"
     try:
@@ -49,94 +69,54 @@ def _devices(value: object) -> str | None:
     return None
 
 
-def _number(most: float, words: str) -> Callable[[Any], str | None]:
-    def problem(value: Any) -> str | None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # Compared as it is: a huge int cannot become a float.
-        return None if is_number and 0 <= value <= most else f"it must be {words}"
-
-    return problem
-
-
-_minutes = _number(MOST_MINUTES, f"a number of minutes from 0 (never) to {MOST_MINUTES}")
-_price = _number(MOST_PRICE, f"a number from 0 (none) to {MOST_PRICE:,.0f}, in your currency")
-
-
-def _switch(value: object) -> str | None:
-    return None if isinstance(value, bool) else "it must be true or false"
-
-
-# web/settings.js offers the same settings; tests/nodes/test_user_settings.py checks that both agree.
-SETTINGS = {
-    "default_devices": Setting("all", _devices),
-    "sleep_after_minutes": Setting(0.0, _minutes),
-    "stop_after_minutes": Setting(0.0, _minutes),
-    "start_at_launch": Setting(False, _switch),
-    "allow_approximate": Setting(True, _switch),
-    "try_strategies": Setting(True, _switch),
-    "make_encoders_parallel": Setting(False, _switch),  # read only by the page
-    "preload_next": Setting(True, _switch),
-    "metrics": Setting(False, _switch),
-    "price_per_gpu_hour": Setting(0.0, _price),
-}
-
-
-def check_settings(found: Mapping[str, object]) -> tuple[dict[str, str | bool | float], list[str]]:
+def check_settings(found: Mapping[str, object]) -> tuple[dict[str, Value], list[str]]:
     """Returns (every setting by name, what was wrong in words) from the entries of ComfyUI's file."""
-    values: dict[str, str | bool | float] = {}
+    values: dict[str, Value] = {}
     problems = []
-    for name, setting in SETTINGS.items():
-        value = found.get(PREFIX + name, setting.default)
-        if (problem := setting.problem(value)) is not None:
-            problems.append(
-                f"the setting {name} is {shown(value)}: {problem}; {_in_words(setting.default)} counts"
-            )
-            value = setting.default
-        values[name] = float(value) if isinstance(setting.default, float) else value
+    for name, default in DEFAULTS.items():
+        value: Any = found.get(PREFIX + name, default)
+        if (problem := _problem(name, value)) is not None:
+            problems.append(f"the setting {name} is {shown(value)}: {problem}; {_in_words(default)} counts")
+            value = default
+        values[name] = float(value) if isinstance(default, float) else value
     return values, problems
 
 
-def _in_words(default: str | bool | float) -> str:
+def _in_words(default: Value) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else default
 
 
-def read_settings(path: Path) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
+def read_settings(path: Path) -> tuple[Mapping[str, Value], tuple[str, ...]]:
     """Returns (every setting by name, what is wrong in words) from ComfyUI's file: the defaults if it is missing or
     damaged. Reads it again only when it has changed, and then logs each problem once. Thread-safe."""
     try:
         status = path.stat()
     except OSError:
-        return check_settings({})[0], ()
+        return DEFAULTS, ()
     with _lock:
         return _read(path, (status.st_mtime_ns, status.st_size, status.st_ino))
 
 
 @functools.lru_cache(maxsize=1)
-def _read(
-    path: Path, stamp: tuple[int, int, int]
-) -> tuple[Mapping[str, str | bool | float], tuple[str, ...]]:
-    found, problems = _entries(path)
-    values, wrong = check_settings(found)
-    for problem in (*problems, *wrong):
-        log.warning("parallel sampling: %s", problem)
-    return values, (*problems, *wrong)
-
-
-def _entries(path: Path) -> tuple[Mapping[str, object], list[str]]:
+def _read(path: Path, stamp: tuple[int, int, int]) -> tuple[Mapping[str, Value], tuple[str, ...]]:
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
         found = json.loads(text) if len(text) <= MOST_BYTES else None
+        values, problems = check_settings(found if isinstance(found, dict) else {})
+        if not isinstance(found, dict):
+            problems = ["ComfyUI's settings are not what they should be; the defaults count"]
     except (OSError, ValueError, RecursionError) as error:
-        return {}, [f"ComfyUI's settings cannot be read ({type(error).__name__}); the defaults count"]
-    if not isinstance(found, dict):
-        return {}, ["ComfyUI's settings are not what they should be; the defaults count"]
-    return found, []
+        values = DEFAULTS
+        problems = [f"ComfyUI's settings cannot be read ({type(error).__name__}); the defaults count"]
+    for problem in problems:
+        log.warning("parallel sampling: %s", problem)
+    return values, tuple(problems)
 
 
-def setting(name: str) -> str | bool | float:
+def setting(name: str) -> Value:
     """Returns a setting's value, or its default if it is missing or invalid. Raises KeyError for an unknown name."""
     return read_settings(_path())[0][name]
 
@@ -193,7 +173,7 @@ def price_per_gpu_hour() -> float:
     return float(setting("price_per_gpu_hour"))
 
 
-def fingerprint(cls: type, **inputs: object) -> tuple[str | bool | float, ...]:
+def fingerprint(cls: type, **inputs: object) -> tuple[Value, ...]:
     """Returns a node's `fingerprint_inputs`: the settings that change what loaders give. When it changes, ComfyUI runs
     the node again instead of using cached outputs."""
     return setting("default_devices"), setting("allow_approximate")

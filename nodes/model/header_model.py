@@ -77,21 +77,17 @@ def _mapped(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _from_diffusers(path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a transformer's tensors from diffusers' layout by ComfyUI's names, joined ones on the meta device; empty
-    for other files. Raises CheckpointError for scaled weights: ComfyUI drops their scales."""
+    """Returns a transformer's tensors from diffusers' layout by ComfyUI's names, on the meta device; empty for other
+    files. Raises CheckpointError for scaled weights: ComfyUI drops their scales."""
     outlines = {name: tensor.to(META) for name, tensor in tensors.items()}
-    renamed = {id(outlines[name]): tensor for name, tensor in tensors.items()}
-    held = list(outlines.values())  # the conversion removes some, whose ids must not be reused
-    converted = comfy.model_detection.convert_diffusers_mmdit(outlines, "") or {}
+    converted: dict[str, Tensor] = comfy.model_detection.convert_diffusers_mmdit(outlines, "") or {}
     scaled = next((name for name in tensors if name.endswith(_SCALES)), None)
     if converted and scaled is not None:
         raise CheckpointError(
             f"{Path(path).name} is refused: it stores scaled weights ({scaled[:100]!r}) in diffusers' key layout, for "
             f"which ComfyUI has no scales. Use a plain fp8 or bf16 file, or one in the original key layout."
         )
-    found = {name: renamed.get(id(value), value) for name, value in converted.items()}
-    del held
-    return found
+    return converted
 
 
 def _choose_dtypes(

@@ -150,20 +150,22 @@ FILE_LOADERS = {
 }
 
 
-def spec_of(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
-    """Returns a MODEL's file and how it was read. Raises RequestError if its loader is unknown or did not note it."""
+def find_spec(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
+    """Returns a MODEL's file and how it was read, as ComfyUI's loaders note it, or as another pack's loader in the
+    running prompt names it. Raises RequestError if neither tells it, or as `make_spec`."""
     noted = getattr(patcher, "cached_patcher_init", None)
+    load, arguments = (None, ()) if noted is None else noted[:2]
+    if load is comfy.sd.load_diffusion_model:
+        return make_spec(arguments[0], "diffusion_model", arguments[1] if len(arguments) > 1 else {})
+    if load is comfy.sd.load_checkpoint_guess_config and noted[2:] == (0,):
+        return make_spec(arguments[0], "checkpoint", arguments[6] if len(arguments) > 6 else {})
+    if (found := _spec_by_prompt(patcher)) is not None:
+        return found
     if noted is None:
         raise RequestError(
             f"This MODEL does not say which file it was loaded from, so the devices cannot load it too: its loader is "
             f"none of ComfyUI's own, or this ComfyUI is too old to note it. Load the file with {_LOADERS}."
         )
-    load, arguments = noted[:2]
-    if load is comfy.sd.load_diffusion_model:
-        path, options = arguments[0], arguments[1] if len(arguments) > 1 else {}
-        return make_spec(path, "diffusion_model", options)
-    if load is comfy.sd.load_checkpoint_guess_config and noted[2:] == (0,):
-        return make_spec(arguments[0], "checkpoint", arguments[6] if len(arguments) > 6 else {})
     name = f"{getattr(load, '__module__', '?')}.{getattr(load, '__qualname__', load)}"
     raise RequestError(
         f"This MODEL was loaded by {name}, which the devices do not know. Load the file with {_LOADERS}."
@@ -205,18 +207,6 @@ def make_spec(path: str, part: str, options: Options) -> ModelSpec:
 def demo_spec() -> ModelSpec:
     """Returns the spec of the demo model."""
     return make_spec(str(DEMO_MODEL), "diffusion_model", {})
-
-
-def find_spec(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec:
-    """Returns a MODEL's file and how it was read, as ComfyUI's loaders note it, or as another pack's loader in the
-    running prompt names it. Raises as `spec_of` and `make_spec`."""
-    try:
-        return spec_of(patcher)
-    except RequestError:
-        found = _spec_by_prompt(patcher)
-        if found is None:
-            raise
-        return found
 
 
 def _spec_by_prompt(patcher: comfy.model_patcher.ModelPatcher) -> ModelSpec | None:

@@ -19,7 +19,7 @@ from ..host.calls import plan_by_rule
 from ..host.memory import keep_ahead
 from ..host.prompt_graph import Prompt, class_of, inputs_of, loader_before, with_those_before
 from ..host.settings import default_settings
-from ..job.model import JobPatcher, ShippedModel
+from ..job.model import JobPatcher
 from ..loaders import over_file
 from ..model.named_file import FILE_LOADERS, STOCK_LOADERS, demo_spec
 
@@ -29,7 +29,12 @@ def preload(prompt: Prompt, node: str, *, only_warm: bool = False) -> tuple[Load
     if ranks would have to start. Raises ParallelError if it cannot be loaded; the ranks keep what they hold."""
     patcher, settings = named_model(prompt, node)
     model = patcher.job_model
-    devices, strategy = _placed(model, settings)
+    # Other jobs seldom place the weights differently; if one does, its prompt loads the model again.
+    plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
+    devices, strategy = plan.devices, plan.strategy
+    warm = pool.running_within(devices) if settings.mode == "auto" else None
+    if warm is not None and strategy.weights == ParallelStrategy():  # each device holds all weights
+        devices = warm.devices
     if only_warm and not any(s.devices == devices and s.state is State.READY for s in pool.all_sidecars()):
         raise RequestError(f"No processes wait on {', '.join(devices)}.")
     info = pool.preload(devices, model.spec, strategy)
@@ -91,14 +96,3 @@ def _literal(inputs: Mapping[str, Any], name: str) -> Any:
     if not isinstance(value, (str, int, float, bool)):
         raise RequestError(f"{name} comes from another node, which has to run first.")
     return value
-
-
-def _placed(model: ShippedModel, settings: StrategySettings) -> tuple[tuple[str, ...], ParallelStrategy]:
-    """Returns the devices and strategy of a usual job. Other jobs seldom place the weights differently; if one does,
-    its prompt loads the model again."""
-    plan = plan_by_rule(settings, Job(CheckpointModel(model.file, model.spec.weight_dtype)))
-    strategy, devices = plan.strategy, plan.devices
-    warm = pool.running_within(devices) if settings.mode == "auto" else None
-    if warm is not None and strategy.weights == ParallelStrategy():  # each device holds all weights
-        devices = warm.devices
-    return devices, strategy

@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from ...parallel_backend.sidecar import pool
-from .http import Handler, refuse, same_origin_only
+from .http import refuse, same_origin_only
 
 ROUTE = "/parallel_sampling/doctor"
 GPU_ROUTE = "/parallel_sampling/gpu_check"
@@ -48,7 +49,7 @@ def add_routes(routes: web.RouteTableDef) -> None:
 
 
 async def _examine(request: web.Request) -> web.StreamResponse:
-    async with _message_stream(request) as (answer, tell), _doctor("--json") as process:
+    async with _doctor(request, "--json") as (answer, tell, process):
         try:
             last = await asyncio.wait_for(_last_message(process, tell), _PATIENCE)
         except asyncio.TimeoutError:
@@ -82,15 +83,15 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
     if not await asyncio.to_thread(lambda: all(sidecar.stop_if_idle() for sidecar in pool.all_sidecars())):
         return refuse("a prompt uses the devices; run the GPU check when none does", 409)
     with tempfile.TemporaryDirectory(prefix="parallel-doctor-") as folder:
-        async with _message_stream(request) as (answer, tell):
-            shared = Path(folder, "result.json")
-            async with _doctor("--gpu", "--report", folder, "--share", str(shared)) as process:
-                assert process.stdout is not None
-                words = ""
-                async for line in process.stdout:
-                    words = line.decode(errors="replace").rstrip()
-                    await tell({"line": words})
-                await process.wait()
+        shared = Path(folder, "result.json")
+        options = ("--gpu", "--report", folder, "--share", str(shared))
+        async with _doctor(request, *options) as (answer, tell, process):
+            assert process.stdout is not None
+            words = ""
+            async for line in process.stdout:
+                words = line.decode(errors="replace").rstrip()
+                await tell({"line": words})
+            await process.wait()
             try:
                 report = json.loads(Path(folder, "gpu-check.json").read_text())
                 markdown = Path(folder, "gpu-check.md").read_text()
@@ -104,21 +105,17 @@ async def _check_gpu(request: web.Request) -> web.StreamResponse:
 
 
 @contextlib.asynccontextmanager
-async def _message_stream(request: web.Request) -> AsyncIterator[tuple[web.StreamResponse, _Tell]]:
-    """Yields an HTTP answer, and a function that writes a message on it as a line of JSON."""
+async def _doctor(
+    request: web.Request, *arguments: str
+) -> AsyncIterator[tuple[web.StreamResponse, _Tell, asyncio.subprocess.Process]]:
+    """Runs `python -m parallel_backend doctor` with these arguments. Yields an HTTP answer, a function that writes a
+    message on it as a line of JSON, and the process. At the end kills it and all that it started."""
     answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
 
     async def tell(message: dict[str, object]) -> None:
         await answer.write(json.dumps(message).encode() + b"\n")
 
     await answer.prepare(request)
-    yield answer, tell
-    await answer.write_eof()
-
-
-@contextlib.asynccontextmanager
-async def _doctor(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs `python -m parallel_backend doctor` with these arguments; at the end kills it and all that it started."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -136,9 +133,10 @@ async def _doctor(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
         limit=_LONGEST_LINE,
     )
     try:
-        yield process
+        yield answer, tell, process
     finally:  # also when the page went away or ComfyUI ends
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+    await answer.write_eof()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ...parallel_backend.observability.gauges import DeviceGauges
+from ...parallel_backend.observability.gauges import read_gauges
 from ...parallel_backend.observability.load_report import FOR, LoadReport
 from ...parallel_backend.observability.prometheus.metrics_switch import MetricsSwitch
 from ..host.settings import price_per_gpu_hour, setting
@@ -38,13 +38,12 @@ def begin(server: PromptServer) -> None:
     GET HEALTH answers the load as JSON, and so does POST of a DrainRequest to DRAIN. A restart ends a drain.
     GET METRICS answers in Prometheus' text format, or 403, 404 or 503 with a line that says why."""
     draining = False
-    gauges = DeviceGauges()
     switch = MetricsSwitch(lambda: bool(setting("metrics")), price_per_gpu_hour)
     switch.begin()
 
     def read(*, with_memory: bool) -> LoadReport:
         found = groups()
-        seen = gauges.read(devices_of(found)) if with_memory else {}
+        seen = read_gauges(devices_of(found)) if with_memory else {}
         return LoadReport(server.prompt_queue.get_tasks_remaining(), found, seen, draining)
 
     @server.routes.get(AGENT)

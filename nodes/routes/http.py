@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
-from collections.abc import Awaitable, Callable
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from ...parallel_backend.errors import RequestError, TransportError
 from ...parallel_backend.wire.strict_json import from_json, parse
@@ -17,7 +17,6 @@ from ...parallel_backend.wire.strict_json import from_json, parse
 _NOT_YOURS = "only ComfyUI's own page may ask for this"
 
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _listens = ""  # addresses on which this ComfyUI listens, separated by commas
 

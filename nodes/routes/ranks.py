@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from ...parallel_backend.errors import ParallelError, RequestError
 from ...parallel_backend.observability.panel import BUSY, show_groups, why_not
 from ...parallel_backend.sidecar import pool
 from ...parallel_backend.sidecar.sidecar import Sidecar
-from .http import Handler, read_as, refuse, same_origin_only
+from .http import read_as, refuse, same_origin_only
 from .status import default_devices, groups, left_out
 
 ROUTE = "/parallel_sampling/ranks"

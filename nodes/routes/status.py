@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ...parallel_backend.devices import is_cpu, resolve_devices
 from ...parallel_backend.observability.device_list import list_devices, machine_words
-from ...parallel_backend.observability.gauges import DeviceGauges
+from ...parallel_backend.observability.gauges import read_gauges
 from ...parallel_backend.observability.live_feed import LiveSender
 from ...parallel_backend.observability.panel import Shown, show_groups
 from ...parallel_backend.sidecar import pool
@@ -26,8 +26,6 @@ ROUTE = "/parallel_sampling/watch"
 EVENT = "parallel_sampling.status"
 LEASE = 15.0  # s that a page counts as watching after its message, which it repeats every few seconds
 MOST_BYTES = 1024
-
-_gauges = DeviceGauges()
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def snapshot() -> Shown:
     """Returns the panel's content now, with the devices' gauges. "others": GPUs that no group uses."""
     found = groups()
     devices = devices_of(found)
-    shown = show_groups(found, _gauges.read(devices), left_out(found))
+    shown = show_groups(found, read_gauges(devices), left_out(found))
     unused = tuple(
         device for device in resolve_devices("all") if device not in devices and not is_cpu((device,))
     )
@@ -72,7 +70,7 @@ def snapshot() -> Shown:
         **shown,
         "settings": list(settings_problems()),
         "machine": machine_words(),
-        "others": list_devices(unused, found, _gauges),
+        "others": list_devices(unused, found),
     }
 
 
@@ -85,7 +83,7 @@ def begin(server: PromptServer) -> LiveSender[Shown]:
         server.send_sync(EVENT, message, client)
         return True
 
-    sender = LiveSender(snapshot, send, left=_gauges.close)
+    sender = LiveSender(snapshot, send)
 
     @server.routes.post(ROUTE)
     @same_origin_only

@@ -4,7 +4,6 @@ edited what they will do and what is wrong with them."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 
 from aiohttp import web
 
@@ -15,7 +14,6 @@ from ...parallel_backend.observability.device_list import (
     machine_words,
     selected,
 )
-from ...parallel_backend.observability.gauges import DeviceGauges
 from ...parallel_backend.observability.panel import Shown
 from ...parallel_backend.observability.preview.form import MOST_BYTES, check_inputs, read_request
 from ..model.named_file import read_named
@@ -48,10 +46,8 @@ def add_routes(routes: web.RouteTableDef) -> None:
 
 def _list(text: str) -> Shown:
     chosen = selected(text)
-    with closing(DeviceGauges()) as gauges:
-        devices = list_devices(local_devices(chosen), groups(), gauges)
     return {
-        "devices": devices,
+        "devices": list_devices(local_devices(chosen), groups()),
         "clusters": list_clusters(),
         "selected": list(chosen),
         "machine": machine_words(),

@@ -46,12 +46,13 @@ def write_report(record: RunRecord) -> str:
         middle = "mean" if record.reused_calls else "median"
         lines.append(f"step: {middle} {step_seconds(record):.3g} s{first}")
         lines += in_words(timeline(record.runs[-1]), record.devices)
-    lines.append(
-        f"load: {_seconds(sum(load.seconds for load in record.loads))}"
-        if record.loads
-        else "load: 0 s (weights were warm)"
-    )
-    lines += [f"switched to {load.model} (held, {load.seconds * 1e3:.1f} ms)" for load in record.switches]
+    cold = [load.seconds for load in record.loads if not load.cached]
+    lines.append(f"load: {_seconds(sum(cold))}" if cold else "load: 0 s (weights were warm)")
+    lines += [
+        f"switched to {load.model} (held, {load.seconds * 1e3:.1f} ms)"
+        for load in record.loads
+        if load.switched
+    ]
     if record.patched:
         lines.append(f"LoRA: {_count(record.patched, 'weight')} changed")
     moved = sum(sum(run.bytes_sent) for run in runs)
@@ -60,7 +61,8 @@ def write_report(record: RunRecord) -> str:
     lines += _cost(record)
     notes = [note for plan in record.plans for note in plan.notes]
     notes += [note for run in runs for note in run.notes]
-    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.dropped, *record.notes])]
+    notes += [note for load in record.loads for note in load.notes]
+    lines += [f"note: {note}" for note in dict.fromkeys([*notes, *record.notes])]
     return "\n".join(lines)
 
 
@@ -118,8 +120,7 @@ def _result(record: RunRecord) -> str:
             f"patches attend to keys and values of the step before; more warmup_steps come nearer to one device's "
             f"result)"
         )
-    plan = record.plan
-    if plan is not None and plan.job.model.compute_options.exchange_dtype != SAME_DTYPE:
+    if record.plan.job.model.compute_options.exchange_dtype != SAME_DTYPE:
         return "result: approximate (exchange_dtype fp8 rounds what devices send each other; same is exact)"
     return "result: approximate (a note says why)"
 
@@ -160,7 +161,7 @@ def _computing(record: RunRecord) -> list[str]:
 
 def _cost(record: RunRecord) -> list[str]:
     """Returns the device-seconds that the run took, with start and load, and their cost if a price is set."""
-    images = 1 if record.plan is None else record.plan.job.batch
+    images = record.plan.job.batch if record.plans else 1
     held = sum(run.held_seconds for run in record.runs) * len(record.devices)
 
     def per_image(total: str, each: str) -> str:
@@ -199,7 +200,7 @@ def _trials(record: RunRecord) -> list[str]:
     if not tried:
         return _left_out(record, 0.0) if not record.trials else []
     first, won = next(iter(tried)), record.strategy.canonical
-    images = 1 if record.plan is None else record.plan.job.batch
+    images = record.plan.job.batch
     times = ", ".join(f"{record.name_of(strategy)} {seconds:.3g} s" for strategy, seconds in tried.items())
     if won == first:
         result = f"none was faster than {record.name_of(first)}, with which it began"
@@ -218,9 +219,8 @@ def _trials(record: RunRecord) -> list[str]:
 
 def _left_out(record: RunRecord, best_s: float) -> list[str]:
     """Returns lines on the candidates that were not tried, and why. `best_s`: seconds of a step under the fastest."""
-    trials = () if record.plan is None else record.plan.trials.candidates
     started = {trial.strategy for trial in record.trials}
-    untried = [trial for trial in trials if trial.strategy not in started]
+    untried = [trial for trial in record.plan.trials.candidates if trial.strategy not in started]
     slower = [trial for trial in untried if 0 < best_s <= trial.at_least_s * GAIN]
     dear = [trial for trial in untried if trial not in slower]
     too_dear = f"finding out might cost more than {BUDGET:.0%} of this job; a longer one, later ones or bench will tell"
@@ -241,8 +241,6 @@ def _named(record: RunRecord, strategy: ParallelStrategy) -> str:
 def _foreseen(record: RunRecord) -> list[str]:
     """Returns the predicted memory and, if they are known, the expected step time and gain next to the real ones."""
     plan = record.plan
-    if plan is None:
-        return []
     lines = [f"memory, predicted for the fullest device: {plan.memory.describe()}"]
     if record.reused_calls:  # the expected step computes all blocks
         return lines
@@ -305,7 +303,7 @@ def one_device_seconds(record: RunRecord) -> float | None:
     one = ParallelStrategy()
     if (tried := tried_seconds(record).get(one)) is not None:
         return tried
-    earlier = {c.strategy: c.step_s for c in record.plan.candidates} if record.plan is not None else {}
+    earlier = {c.strategy: c.step_s for c in record.plan.candidates}
     then, now = earlier.get(record.strategy.canonical), step_seconds(record)
     if then is None or abs(now / then - 1) > AS_BUSY:
         return None
@@ -317,7 +315,7 @@ def compared_by_links(record: RunRecord) -> str:
     the links alone`. If one device was not measured: from which step time on the strategy is faster. "" if it ran on
     one device, or the links were not measured."""
     plan, strategy = record.plan, record.strategy
-    if plan is None or plan.link is None or not 1 < strategy.world_size == len(plan.devices):
+    if plan.link is None or not 1 < strategy.world_size == len(plan.devices):
         return ""
     by_links = partial(step_by_links, plan.job, strategy)
     link = (plan.link.bytes_per_second, plan.link.latency_s)

@@ -20,7 +20,6 @@ from ...parallel_backend.observability.timeline import rows_of_timeline, timelin
 from ...parallel_backend.planner.candidates import Candidate, table
 from ...parallel_backend.planner.rules import StrategySettings
 from ...parallel_backend.planner.workload.rank_memory import in_gib
-from ...parallel_backend.planner.workload.workload import Job
 from ..host.calls import RunRecord, report_progress
 from ..host.page import rank_bars, send_event, shown_node
 from ..host.settings import price_per_gpu_hour
@@ -63,10 +62,9 @@ def run_ui(record: RunRecord, report: str, settings: StrategySettings, file: Mod
         if spent := timeline(record.runs[-1]):
             shown["parallel_timeline"] = [rows_of_timeline(spent, record.devices)]
         shown["parallel_phases"] = [phases_of(record.prompt_id)]
+        shown["parallel_layout"] = [_layout(record, settings, file)]
     if len(rows := panel_rows(record)) > 1:  # else there was no choice
         shown["parallel_candidates"] = rows
-    if record.plan is not None:
-        shown["parallel_layout"] = [_layout(record, record.plan.job, settings, file)]
     return shown
 
 
@@ -77,9 +75,9 @@ def phases_of(prompt_id: str) -> dict[str, object]:
     return {"prompt": prompt_id, "phases": phases, "compared": compare_prompt(prompt_id)}
 
 
-def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: ModelFile) -> dict[str, object]:
+def _layout(record: RunRecord, settings: StrategySettings, file: ModelFile) -> dict[str, object]:
     """Returns one case of the layout of form.check_inputs, with the Strategy Selector's inputs of the run."""
-    strategy = record.strategy
+    strategy, job = record.strategy, record.plan.job
     unused = [device for device in resolve_devices(settings.devices) if device not in record.devices]
     devices = (*record.devices, *unused)
     return {
@@ -91,7 +89,7 @@ def _layout(record: RunRecord, job: Job, settings: StrategySettings, file: Model
 
 def panel_rows(record: RunRecord) -> list[dict[str, object]]:
     """Returns one dict per candidate; the strategy that ran comes first."""
-    if record.plan is None or not record.runs:
+    if not record.runs:
         return []
     tried = tried_seconds(record)
     if not record.reused_calls:
@@ -137,7 +135,7 @@ def stock_run(settings: StrategySettings, file: ModelFile) -> Iterator[RunRecord
     with rank_bars():
         _send(None)
         yield record
-    if record.plan is not None:
+    if record.runs:
         _send(finish(record, settings, file)[1])
 
 

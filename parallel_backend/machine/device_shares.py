@@ -7,23 +7,22 @@ import re
 from ..devices import is_cpu, memory_elsewhere
 from ..errors import StrategyError
 from .probe import visible_topology
-from .topology import Topology
 
 BY_MEMORY = "memory"
 INPUT = ("device_shares",)  # the input of Strategy Selector that errors refer to
 
 
-def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None = None) -> tuple[float, ...]:
+def read_shares(text: str, devices: tuple[str, ...]) -> tuple[float, ...]:
     """Returns one share per device of `devices` (names from resolve_devices); empty for equal shares.
 
     `text`: empty for equal shares; `memory`: in proportion to each device's memory; `24,16` or `3:2`: these numbers.
-    `topology`: the visible devices, for tests. Raises StrategyError with what is wrong in `text`.
+    Raises StrategyError with what is wrong in `text`.
     """
     requested = text.strip().lower()
     if not requested:
         return ()
     if requested == BY_MEMORY:
-        return _by_memory(devices, topology or visible_topology())
+        return _by_memory(devices)
     parts = re.split(r"[\s,:;]+", requested.strip(",:; "))
     try:
         shares = tuple(float(part) for part in parts)
@@ -42,11 +41,11 @@ def read_shares(text: str, devices: tuple[str, ...], topology: Topology | None =
     return shares
 
 
-def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -> str | None:
+def unequal_remark(devices: tuple[str, ...]) -> str | None:
     """Returns a remark for the user if devices with equal shares differ in memory by more than a tenth, else None."""
     if len(devices) < 2 or is_cpu(devices):
         return None
-    known = (topology or visible_topology()).by_name
+    known = visible_topology().by_name
     sizes = [known[name].memory for name in devices if name in known and known[name].memory]
     if len(sizes) < len(devices) or max(sizes) <= 1.1 * min(sizes):
         return None
@@ -56,20 +55,19 @@ def unequal_remark(devices: tuple[str, ...], topology: Topology | None = None) -
     )
 
 
-def device_memory(devices: tuple[str, ...], topology: Topology | None = None) -> tuple[int, ...]:
+def device_memory(devices: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the bytes of memory of each device, 0 if unknown."""
-    known = (topology or visible_topology()).by_name
+    known = visible_topology().by_name
     return tuple((name in known and known[name].memory) or memory_elsewhere(name) for name in devices)
 
 
-def _by_memory(devices: tuple[str, ...], topology: Topology) -> tuple[float, ...]:
+def _by_memory(devices: tuple[str, ...]) -> tuple[float, ...]:
     if is_cpu(devices):
         return ()  # ranks on the CPU share one memory
-    by_name = dict(zip(devices, device_memory(devices, topology), strict=True))
-    unknown = [name for name in devices if not by_name[name]]
-    if unknown:
+    sizes = device_memory(devices)
+    if unknown := [name for name, size in zip(devices, sizes, strict=True) if not size]:
         raise StrategyError(
             f"device_shares memory: nobody could tell the memory of {', '.join(unknown)}; write numbers such as 24,16.",
             inputs=INPUT,
         )
-    return tuple(by_name[name] / 2**30 for name in devices)
+    return tuple(size / 2**30 for size in sizes)

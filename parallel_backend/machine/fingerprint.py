@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,13 +36,9 @@ class Fingerprint:
         return hashed(*self.hardware, "--", *self.software)
 
 
-def take_fingerprint(
-    topology: Topology, environ: Mapping[str, str] = os.environ, cpu: Sequence[str] | None = None
-) -> Fingerprint:
-    """Returns the fingerprint of this machine, from its devices (`topology`), the packages and the environment.
-
-    `cpu`: lines that describe the processor, for tests. The processor is only included if there is no GPU.
-    """
+def take_fingerprint(topology: Topology) -> Fingerprint:
+    """Returns the fingerprint of this machine, from its devices (`topology`), the packages and the environment. The
+    processor is only included if there is no GPU."""
     from ..wire.protocol import VERSION  # imports torch, which may be missing when the doctor runs
 
     # A GPU's UUID is its serial number, so only its digest is kept.
@@ -50,14 +46,14 @@ def take_fingerprint(
         f"{d.name}, {d.memory >> 20} MiB, {hashed(d.uuid)}, PCIe {d.pcie:g} GB/s" for d in topology.devices
     )
     if not hardware:
-        hardware = tuple(cpu if cpu is not None else (f"{cpu_name()}, {cores()} cores",))
+        hardware = (f"{cpu_name()}, {cores()} cores",)
     software = [
         f"protocol {VERSION}",
         f"python {platform.python_version()}",
         f"driver {topology.driver or 'none'}",
     ]
     software += [f"{name} {found}" for name in PACKAGES if (found := installed_version(name))]
-    software += [f"{name}={environ[name]}" for name in VARIABLES if environ.get(name)]
+    software += [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     return Fingerprint(hardware, tuple(software))
 
 

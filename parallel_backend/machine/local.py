@@ -12,7 +12,6 @@ from .topology import PATHS, Topology
 # ComfyUI's flags for little memory. Mode auto then shards the weights over the devices, or also offloads them to host
 # memory.
 LOWVRAM, NOVRAM = "--lowvram", "--novram"
-NO_GPUS = Topology((), source="none")
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,11 @@ class LocalMachine:
     failing: tuple[str, ...] = ()
     memory_flag: str = ""
 
-    @property
-    def on_cpu(self) -> bool:
-        return is_cpu(self.devices)
-
 
 def topology_of(devices: tuple[str, ...], visible: Topology) -> Topology:
     """Returns the topology of those of these devices that are among `visible`."""
     if is_cpu(devices):
-        return NO_GPUS
+        return Topology((), source="none")
     known = {device.uuid for device in visible.devices}
     return visible.select([uuid for uuid in device_ids(devices, visible) if uuid in known])
 
@@ -54,16 +49,12 @@ def neighbours_first(topology: Topology) -> tuple[str, ...]:
     left = [d.uuid for d in topology.devices]
     order: list[str] = []
     while left:
-        block = [left.pop(0)]
-        best = max((topology.pair(block[0], u).rate for u in left), default=0.0)
-        paths = [PATHS.index(topology.pair(block[0], u).path) for u in left]
-        nearest = min(paths, default=0)
-        for u in list(left):
-            pair = topology.pair(block[0], u)
-            if pair.rate == best and PATHS.index(pair.path) == nearest:
-                block.append(u)
-                left.remove(u)
-        order += block
+        first, *others = left
+        pairs = {u: topology.pair(first, u) for u in others}
+        nearness = {u: (pair.rate, -PATHS.index(pair.path)) for u, pair in pairs.items()}
+        nearest = [u for u in others if nearness[u] == max(nearness.values())]
+        order += [first, *nearest]
+        left = [u for u in others if u not in nearest]
     return tuple(order)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,22 @@ _NVLINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 14.0, 6: 25.0, 7: 50.0}
 # The module nvidia-ml-py, or a test's replacement. Its handles are opaque.
 Nvml = ModuleType | Any
 _NvLinks = tuple[int, list[str], bool]
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def open_nvml() -> Nvml:
+    """Returns the module, opened until this process ends, since opening takes long with many GPUs; None if it does not
+    answer."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # no library, no driver, no permission
+        log.info("parallel sampling: no gauges of the GPUs (%s)", error)
+        return None
+    return pynvml
 
 
 def read_topology(nvml: Nvml = None, *, sys_root: Path = Path("/sys")) -> Topology:
@@ -90,7 +107,8 @@ def _uuids_of_torch() -> tuple[str, ...]:
 
 def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
     """Returns the machine's topology from an initialised `nvml`."""
-    handles, boards, notes = [], [], []
+    members: list[tuple[Any, _NvLinks, Device]] = []  # of each device: its GPU's handle and links
+    notes = []
     for i in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(i)
@@ -98,35 +116,25 @@ def _ask_nvml(nvml: Nvml, sys_root: Path) -> Topology:
         except nvml.NVMLError as error:  # a GPU that fell off the bus must not hide the others
             notes.append(f"GPU {i} does not answer ({error}), so it is left out.")
             continue
-        handles.append(handle)
-        boards.append(board)
-    links = [_nvlinks(nvml, handle) for handle in handles]
-    slices = [_slices(nvml, handle, board) for handle, board in zip(handles, boards, strict=True)]
-    members = [
-        (i, device)
-        for i, (board, found) in enumerate(zip(boards, slices, strict=True))
-        for device in ([board] if found is None else found)
-    ]
-    devices = tuple(d for _, d in members)
+        slices = _slices(nvml, handle, board)
+        if slices == []:
+            notes.append(f"GPU {i} ({board.name}) is in MIG mode and has no slice, so nothing can run on it.")
+        elif slices:
+            notes.append(
+                f"GPU {i} is cut into {len(slices)} MIG slices; NCCL does not join slices of one GPU."
+            )
+        links = _nvlinks(nvml, handle)
+        members += [(handle, links, device) for device in ([board] if slices is None else slices)]
     pairs = []
-    for (i, a), (j, b) in combinations(members, 2):
+    for (one, one_links, a), (other, other_links, b) in combinations(members, 2):
         if a.is_mig or b.is_mig:
             # Slices have no peer access, not even to another slice of the same GPU.
             pair = Pair("MIG", False, min(a.pcie, b.pcie))
         else:
-            pair = _pair(nvml, handles[i], handles[j], a, b, links[i], links[j])
+            pair = _pair(nvml, one, other, a, b, one_links, other_links)
         pairs.append((a.uuid, b.uuid, pair))
-    for board, found in zip(boards, slices, strict=True):
-        if found == []:
-            notes.append(
-                f"GPU {board.index} ({board.name}) is in MIG mode and has no slice, so nothing can run on it."
-            )
-        elif found:
-            notes.append(
-                f"GPU {board.index} is cut into {len(found)} MIG slices; NCCL does not join slices of one GPU."
-            )
     return Topology(
-        devices,
+        tuple(device for *_, device in members),
         tuple(pairs),
         "nvml",
         _text(ask(nvml, "nvmlSystemGetDriverVersion", default="")),

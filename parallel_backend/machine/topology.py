@@ -91,7 +91,13 @@ class Topology:
         """
         if self.source == "torch":
             return self
-        ordered, note = self._cuda_order(environ)
+        ordered, note = list(self.devices), ""
+        if self.mixed and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            ordered.sort(key=lambda d: (d.capability, d.memory), reverse=True)
+            note = (
+                "The cards differ and CUDA orders them by speed, so numbers are a guess; set "
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID."
+            )
         requested = environ.get("CUDA_VISIBLE_DEVICES")
         if requested is None:
             names = [d.uuid for d in ordered]
@@ -99,15 +105,6 @@ class Topology:
             names, note = _named(requested, ordered, note)
         chosen = self.select(names)
         return replace(chosen, notes=(*self.notes, *([note] if note else [])))
-
-    def _cuda_order(self, environ: Mapping[str, str]) -> tuple[list[Device], str]:
-        devices = list(self.devices)
-        if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not self.mixed:
-            return devices, ""
-        devices.sort(key=lambda d: (d.capability, d.memory), reverse=True)
-        return devices, (
-            "The cards differ and CUDA orders them by speed, so numbers are a guess; set CUDA_DEVICE_ORDER=PCI_BUS_ID."
-        )
 
     def _find(self, uuid: str) -> Device:
         bare = _bare(uuid)

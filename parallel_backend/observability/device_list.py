@@ -14,7 +14,7 @@ from ..planner.workload.rank_memory import in_gib
 from ..sidecar.cluster import head as clusters
 from ..sidecar.process import device_lock
 from ..sidecar.status import GroupStatus
-from .gauges import DeviceGauges
+from .gauges import read_gauges, running_processes
 from .panel import AT_WORK, WARM, Shown, group_words
 
 _SMALL = 64 * 2**20  # bytes: a program that uses less, such as a desktop, is not listed
@@ -31,11 +31,11 @@ def local_devices(chosen: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def list_devices(
-    devices: tuple[str, ...], groups: Iterable[GroupStatus], gauges: DeviceGauges, proc: Path = Path("/proc")
+    devices: tuple[str, ...], groups: Iterable[GroupStatus], proc: Path = Path("/proc")
 ) -> list[Shown]:
     """Lists {"device", "name", "total_bytes", "free_bytes", "users": in words, "busy": True if it is in use now}."""
     groups = [group for group in groups if group.state in (*AT_WORK, *WARM)]
-    read, running = gauges.read(devices), gauges.processes(devices)
+    read, running = read_gauges(devices), running_processes(devices)
     our_pids = {rank.pid for group in groups for rank in group.ranks} | {os.getpid()}
     listed: list[Shown] = []
     for device in devices:

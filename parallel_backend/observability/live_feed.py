@@ -20,7 +20,7 @@ class LiveSender(Generic[T]):
 
     `compose()` makes the message; `send(message, client)` returns True if the client still exists. A client gets a
     message only if it differs from its last one: at most every `gap` seconds after `changed`, else every `period`
-    seconds. `left()` is called when the last client has left.
+    seconds.
     """
 
     def __init__(
@@ -28,11 +28,10 @@ class LiveSender(Generic[T]):
         compose: Callable[[], T],
         send: Callable[[T, str], bool],
         *,
-        left: Callable[[], None] = lambda: None,
         gap: float = 0.25,
         period: float = 1.0,
     ) -> None:
-        self._compose, self._send, self._left = compose, send, left
+        self._compose, self._send = compose, send
         self._gap, self._period = gap, period
         self._lock = threading.Condition()
         self._leases: dict[str, float] = {}  # client: the time.monotonic() at which its watch ends
@@ -106,7 +105,6 @@ class LiveSender(Generic[T]):
                     self._forget(client)
                 if not self._leases:
                     self._thread = None
-                    self._left()
                     return None
                 due = last + (self._gap if self._changed else self._period)
                 if due <= now:

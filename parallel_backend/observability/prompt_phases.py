@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 
 from ..sidecar.group.events import Event, RequestEnded
 
@@ -15,7 +16,8 @@ _PHASES = {
     "sample": "sampling",
     "decode": "decoding",
 }
-_ALONE = {"load", "sample"}  # reports have separate lines for these
+_GAIN = "gain"  # counted like a phase
+_ALONE = {"load", "sample", _GAIN}  # reports have separate lines for these
 
 
 class PromptPhases:
@@ -23,8 +25,7 @@ class PromptPhases:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seconds: dict[str, dict[str, float]] = {}
-        self._gains: dict[str, float] = {}
+        self._seconds: dict[str, dict[str, float]] = {}  # by prompt; each a defaultdict
 
     def on_event(self, event: Event) -> None:
         """Adds a request that has succeeded. Its load counts as a phase of its own."""
@@ -35,19 +36,17 @@ class PromptPhases:
         load = None if event.info is None else event.info.load
         loading = 0.0 if load is None else load.seconds
         with self._lock:
-            spent = self._seconds.setdefault(event.prompt_id, {})
-            spent["load"] = spent.get("load", 0.0) + loading
-            spent[event.request] = spent.get(event.request, 0.0) + max(0.0, event.seconds - loading)
+            spent = self._seconds.setdefault(event.prompt_id, defaultdict(float))
+            spent["load"] += loading
+            spent[event.request] += max(0.0, event.seconds - loading)
             while len(self._seconds) > MOST_PROMPTS:
-                oldest = next(iter(self._seconds))
-                del self._seconds[oldest]
-                self._gains.pop(oldest, None)
+                del self._seconds[next(iter(self._seconds))]
 
     def add_gain(self, prompt_id: str, seconds: float) -> None:
         """Adds the seconds that a sampler's steps or a VAE's pictures took less than on one device."""
         with self._lock:
             if prompt_id in self._seconds:
-                self._gains[prompt_id] = self._gains.get(prompt_id, 0.0) + seconds
+                self._seconds[prompt_id][_GAIN] += seconds
 
     def spent(self, prompt_id: str) -> dict[str, float]:
         """Returns seconds by phase, in order: text, encode, load, sample, decode; {} if the prompt only sampled."""
@@ -62,7 +61,7 @@ class PromptPhases:
         (0, 0) if it only sampled, or if no time on one device is known."""
         total = sum(self.spent(prompt_id).values())
         with self._lock:
-            gain = self._gains.get(prompt_id, 0.0)
+            gain = self._seconds.get(prompt_id, {}).get(_GAIN, 0.0)
         return (total, total + gain) if total and gain else (0.0, 0.0)
 
     def in_words(self, prompt_id: str) -> list[str]:

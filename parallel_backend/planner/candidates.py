@@ -145,33 +145,21 @@ def rank_candidates(
             f"nothing is predicted to fit: the smallest needs {pool[0].memory_bytes / 2**30:.1f} GiB a device; store "
             f"the weights in fp8, or make the image smaller"
         )
-    chosen, rule = _fastest(pool)
-    if chosen.step_s is not None:
-        reason = _measured(chosen, rule, pool, describe)
+    chosen = rule = max(pool, key=lambda e: rule_key(e.strategy))
+    if rule.step_s is not None:  # another one can only win if both were measured
+        timed = sorted((e for e in pool if e.step_s is not None), key=lambda e: e.step_s or 0.0)
+        if rule.step_s > MEASURED_GAIN * (timed[0].step_s or 0.0):
+            chosen = timed[0]
+        others = [e for e in timed if e is not chosen]
+        times = ", ".join(f"{describe(e.strategy)} {e.step_s:.3g} s" for e in (chosen, *others[:3]))
+        reason = f"measured before, a step takes {times}"
+        if chosen is rule and others:
+            reason += ", and the rule (CFG, then Ulysses) stands"
     marked = [replace(e, permitted=any(e is p for p in pool)) for e in entries if e is not chosen]
     rest = sorted(marked, key=lambda e: [-k for k in rule_key(e.strategy)])
     rest.sort(key=lambda e: (not e.fits, not e.permitted, e.step_s is None, e.step_s or 0.0))
     sentence = f"{describe(chosen.strategy)}: {reason}" if reason else ""
     return Ranking((chosen, *rest), sentence)
-
-
-def _fastest(pool: list[Candidate]) -> tuple[Candidate, Candidate]:
-    """Returns (the chosen one, the rule's choice). Another one can only win if both were measured."""
-    rule = max(pool, key=lambda e: rule_key(e.strategy))
-    timed = [e for e in pool if e.step_s is not None]
-    if rule.step_s is None or not timed:
-        return rule, rule
-    best = min(timed, key=lambda e: e.step_s or 0.0)
-    return (best if rule.step_s > MEASURED_GAIN * (best.step_s or 0.0) else rule), rule
-
-
-def _measured(chosen: Candidate, rule: Candidate, pool: list[Candidate], describe: Describe) -> str:
-    timed = sorted(
-        (e for e in pool if e.step_s is not None and e is not chosen), key=lambda e: e.step_s or 0.0
-    )
-    times = ", ".join(f"{describe(e.strategy)} {e.step_s:.3g} s" for e in (chosen, *timed[:3]))
-    rule_stands = ", and the rule (CFG, then Ulysses) stands" if chosen is rule and timed else ""
-    return f"measured before, a step takes {times}{rule_stands}"
 
 
 def table(candidates: Iterable[Candidate], chosen: ParallelStrategy) -> tuple[Candidate, ...]:

@@ -20,6 +20,7 @@ from .store import LinkRate, MeasurementStore, RunKind
 from .workload.workload import Job
 
 log = logging.getLogger(__name__)
+_NOT_READ = "parallel sampling: what was measured before does not count"
 # Both last as long as this process. JOBS: number of jobs of a kind since one that tried strategies.
 GIVEN_UP: set[RunKind] = set()
 JOBS: Counter[RunKind] = Counter()
@@ -65,8 +66,14 @@ class MeasurementHistory:
         return self.store.link(device_key(self.ids[:count]))
 
     def steps(self, job: Job, engine: str) -> Mapping[ParallelStrategy, float]:
-        """Returns the seconds of a step of `job` by strategy; of uncompiled blocks if it was not measured compiled."""
-        return self.steps_of(job, engine) or self.steps_of(replace(job, model=job.model.uncompiled), engine)
+        """Returns the seconds of a step of `job` by strategy; of uncompiled blocks if it was not measured compiled.
+        Empty on any error, which must not stop a job."""
+        uncompiled = replace(job, model=job.model.uncompiled)
+        try:
+            return self.steps_of(job, engine) or self.steps_of(uncompiled, engine)
+        except Exception:
+            log.warning(_NOT_READ, exc_info=True)
+            return {}
 
     def steps_of(self, job: Job, engine: str = "native") -> Mapping[ParallelStrategy, float]:
         """Returns the seconds of a step by strategy, with blocks compiled or not as `job` says."""
@@ -97,17 +104,14 @@ def open_history(devices: tuple[str, ...]) -> MeasurementHistory | None:
     try:
         return MeasurementHistory(devices)
     except Exception:
-        log.warning("parallel sampling: what was measured before does not count", exc_info=True)
+        log.warning(_NOT_READ, exc_info=True)
         return None
 
 
 def record_link(devices: tuple[str, ...], bytes_per_second: float, latency_s: float) -> None:
-    """Stores the measured link of these devices. Failures are logged, so that the measuring command does not fail."""
-    try:
-        history = MeasurementHistory(devices)
+    """Stores the measured link of these devices, if their history can be opened."""
+    if (history := open_history(devices)) is not None:
         history.store.keep_link(LinkRate(device_key(history.ids), bytes_per_second, latency_s, time.time()))
-    except Exception:
-        log.debug("what links carry is not kept", exc_info=True)
 
 
 def record_run(devices: tuple[str, ...], job: Job, info: RunInfo) -> None:

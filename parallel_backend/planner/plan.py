@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +27,6 @@ USABLE_MEMORY = 0.94
 _SLICES = "NCCL does not join MIG slices of one GPU, so not all can be used; list one slice of each GPU first"
 
 CapacityOf = Callable[[tuple[str, ...]], Capacity]
-
-log = logging.getLogger(__name__)
 
 
 def job_from_request(model: CheckpointModel, request: SampleRequest) -> Job:
@@ -101,7 +98,7 @@ def plan_execution(
     while it runs.
     """
     engine = "xfuser" if settings.engine == "xfuser" else "native"
-    measured = _measured(job, history, engine)
+    measured = {} if history is None else history.steps(job, engine)
     count = len(machine.devices)
     automatic = settings.mode == "auto"
     if automatic and history is not None and not settings.device_shares:
@@ -126,7 +123,12 @@ def plan_execution(
     plan = replace(plan, memory=check_capacity(plan.check, capacity_of(plan.check.devices)))
     if settings.compared:
         plan = replace(plan, devices=_compared_devices(plan.check, selected))
-    plan = replace(plan, candidates=ranking.ranked or _by_hand(plan, measured, known))
+    candidates = ranking.ranked
+    if not candidates:  # set by hand: that one first, then those that could replace it
+        chosen = plan.strategy.canonical
+        others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
+        candidates = Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
+    plan = replace(plan, candidates=candidates)
     if history is not None and not is_cpu(plan.devices):  # CPU ranks share cores, so a link says too little
         plan = replace(plan, link=history.link(plan.strategy.world_size))
     tries = tries and automatic and not settings.compared
@@ -196,26 +198,6 @@ def _compared_devices(check: MemoryCheck, devices: tuple[str, ...]) -> tuple[str
             f"One device cannot run this job, so there is nothing to compare with. {error}"
         ) from None
     return check.devices
-
-
-def _measured(job: Job, history: MeasurementHistory | None, engine: str) -> Mapping[ParallelStrategy, float]:
-    """Returns the seconds of a step by strategy; empty on any error, which must not stop a job."""
-    if history is None:
-        return {}
-    try:
-        return history.steps(job, engine)
-    except Exception:
-        log.warning("parallel sampling: what was measured before does not count", exc_info=True)
-        return {}
-
-
-def _by_hand(
-    plan: Plan, measured: Mapping[ParallelStrategy, float], known: Iterable[Candidate]
-) -> tuple[Candidate, ...]:
-    """Returns the candidates for a strategy set by hand: that one first, then those that could replace it."""
-    chosen = plan.strategy.canonical
-    others = (replace(c, permitted=c.strategy.exact) for c in known if c.strategy != chosen)
-    return Candidate(chosen, plan.memory.private_bytes, step_s=measured.get(chosen)), *others
 
 
 def _economical(plan: Plan, flag: str, capacity_of: CapacityOf) -> Plan:

@@ -75,11 +75,6 @@ class Plan:
         """Returns the plan with another strategy."""
         return replace(self, strategy=strategy)
 
-    @property
-    def summary(self) -> tuple[ParallelStrategy, str, str, tuple[str, ...]]:
-        """The facts that a report shows."""
-        return self.strategy, self.engine, self.reason, self.notes
-
     @cached_property
     def check(self) -> MemoryCheck:
         """The plan's memory, to compare with the memory of its devices."""
@@ -103,9 +98,8 @@ def resolve_strategy(
     if settings.mode == "auto":
         strategy, reason = _by_rule(job, len(devices))
         if ranking is not None and ranking.ranked:
-            same = strategy == ranking.best.strategy and not ranking.reason
-            strategy = ranking.best.strategy
-            if not same:
+            rule, strategy = strategy, ranking.best.strategy
+            if ranking.reason or strategy != rule:
                 reason = ranking.reason or f"{describe(strategy)}: the rule, as far as memory goes"
         plan = _remark(_with_shares(plan.under(strategy), shares))
     else:

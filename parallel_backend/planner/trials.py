@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..devices import is_cpu
@@ -58,7 +58,12 @@ def plan_trials(
         s: compute_share(job, s) * (s.world_size if on_cpu else 1)
         for s in (rule, *candidates_by_form.values())
     }
-    first = rule if rule in measured else _begin_with(rule, busy)
+    first = rule
+    if rule.sequence_degree > 1 and rule not in measured:
+        # If it gives no device more to compute, the job begins with a strategy that does not split tokens: whole images
+        # on each device if they divide evenly, or one device if ranks share a CPU's cores.
+        apart = [s for s in busy if s.sequence_degree == 1 and busy[s] <= busy[rule]]
+        first = max(apart, key=rule_key, default=rule)
     candidates_by_form.pop(_form(first), None)
     sent = {s: bytes_sent(job, s) for s in (first, *candidates_by_form.values())}
     prices = {
@@ -86,13 +91,6 @@ def plan_trials(
     )
     budget = BUDGET * job.steps * (1 + history.jobs_before(job, first, engine))
     return first, TrialPlan(tried, budget) if tried else NO_TRIALS
-
-
-def _begin_with(rule: ParallelStrategy, busy: Mapping[ParallelStrategy, float]) -> ParallelStrategy:
-    """Returns a strategy that does not split tokens if it gives no device more to compute than `rule`, else `rule`:
-    whole images on each device if they divide evenly, or one device if ranks share a CPU's cores."""
-    apart = [s for s in busy if s.sequence_degree == 1 and busy[s] <= busy[rule]]
-    return max(apart, key=rule_key, default=rule) if rule.sequence_degree > 1 else rule
 
 
 def _form(strategy: ParallelStrategy) -> tuple[object, ...]:

@@ -11,7 +11,6 @@ from .store import RunKind, workload_of
 
 # `auto` tries one device if a picture is expected to take at most this many seconds there; the second try is timed.
 LONGEST_TRY = 10.0
-_ONE = ParallelStrategy()
 # Kinds whose first call in this process, with its one-time costs, is over.
 _WARM: set[RunKind] = set()
 
@@ -24,22 +23,33 @@ class VaeChoice:
     def __init__(
         self, history: MeasurementHistory | None, network: str, size: tuple[int, ...], *, tries: bool
     ) -> None:
-        self._history, self._network, self._size, self._tries = history, network, size, tries
+        self._history, self._tries = history, tries
+        if history is not None:
+            *_, frames, height, width = (1, *size[1:])
+            sizes = {"width": width, "height": height, "frames": frames, "batch": 1, "prompts": 0}
+            no_text = {"text_tokens": 0, "reference_tokens": 0, "model_calls": 1}
+            workload = workload_of(network, **sizes, **no_text)
+            ids = history.ids
+            all_devices = ParallelStrategy(ulysses_degree=len(ids))
+            self._shared = RunKind(workload, "rows", all_devices, device_key(ids))
+            self._alone = RunKind(workload, "rows", ParallelStrategy(), device_key(ids[:1]))
 
     @property
     def shared_seconds(self) -> float | None:
         """Seconds of one picture over all devices, None if unmeasured."""
-        return self._seconds(is_alone=False)
+        history = self._history
+        return None if history is None else history.store.seconds(self._shared, time.time())
 
     @property
     def alone_seconds(self) -> float | None:
         """Seconds of one picture on one device, None if unmeasured."""
-        return self._seconds(is_alone=True)
+        history = self._history
+        return None if history is None else history.store.seconds(self._alone, time.time())
 
     def is_alone(self) -> bool:
         """Returns True if one device should compute: it is faster, or is to be tried."""
         shared, alone = self.shared_seconds, self.alone_seconds
-        if self._history is None or shared is None or self._kind(is_alone=True) in GIVEN_UP:
+        if self._history is None or shared is None or self._alone in GIVEN_UP:
             return False
         if alone is not None:
             return alone < shared
@@ -49,7 +59,7 @@ class VaeChoice:
         """Stores the time of a picture, unless it is the first of its kind in this process."""
         if self._history is None:
             return
-        kind = self._kind(is_alone=is_alone)
+        kind = self._alone if is_alone else self._shared
         if kind in _WARM:
             self._history.store.record([(kind, seconds)], time.time())
         _WARM.add(kind)
@@ -57,23 +67,4 @@ class VaeChoice:
     def give_up(self) -> None:
         """Records that one device had too little memory; this process does not try it again."""
         if self._history is not None:
-            GIVEN_UP.add(self._kind(is_alone=True))
-
-    def _seconds(self, *, is_alone: bool) -> float | None:
-        if self._history is None:
-            return None
-        return self._history.store.seconds(self._kind(is_alone=is_alone), time.time())
-
-    def _kind(self, *, is_alone: bool) -> RunKind:
-        assert self._history is not None
-        ids = self._history.ids
-        *_, frames, height, width = (1, *self._size[1:])
-        sizes = {"width": width, "height": height, "frames": frames}
-        no_text = {"batch": 1, "prompts": 0, "text_tokens": 0, "reference_tokens": 0, "model_calls": 1}
-        strategy = _ONE if is_alone else ParallelStrategy(ulysses_degree=len(ids))
-        return RunKind(
-            workload_of(self._network, **sizes, **no_text),
-            "rows",
-            strategy,
-            device_key(ids[: strategy.world_size]),
-        )
+            GIVEN_UP.add(self._alone)

@@ -11,7 +11,7 @@ from tiny_vae import FLUX, write_vae
 from waiting import wait_until
 
 VAE = "tiny_settings.safetensors"
-SETTINGS = import_node_module("nodes.host.settings").SETTINGS
+DEFAULTS = import_node_module("nodes.host.settings").DEFAULTS
 
 
 def _decode(comfy, draw: int) -> None:
@@ -26,8 +26,8 @@ def _decode(comfy, draw: int) -> None:
 def test_settings_count_from_the_next_use_on(measuring, page, set_setting):
     write_vae(measuring.models("vae") / VAE, FLUX)
     shown = page.evaluate("() => app.extensionManager.setting.settings")
-    for name, setting in SETTINGS.items():
-        assert shown[f"parallel_sampling.{name}"]["defaultValue"] == setting.default, name
+    for name, default in DEFAULTS.items():
+        assert shown[f"parallel_sampling.{name}"]["defaultValue"] == default, name
 
     measuring.stop_ranks()
     set_setting("parallel_sampling.default_devices", "cpu:2")

@@ -19,8 +19,7 @@ from parallel_backend.commands.bench.candidates import (
     possible_strategies,
     split_by_memory,
 )
-from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
-from parallel_backend.commands.bench.report import as_text
+from parallel_backend.commands.bench.report import BenchResult, StrategyRow, as_text
 from parallel_backend.errors import StrategyError
 from parallel_backend.machine.fingerprint import device_ids
 from parallel_backend.machine.probe import read_topology

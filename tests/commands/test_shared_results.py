@@ -10,7 +10,7 @@ import pytest
 import draw_results
 from parallel_backend.__main__ import main
 from parallel_backend.commands.bench import measure
-from parallel_backend.commands.bench.outcome import BenchResult, StrategyRow
+from parallel_backend.commands.bench.report import BenchResult, StrategyRow
 from parallel_backend.commands.bench.shared import read_shared, share
 from parallel_backend.commands.gpu_check import run as gpu_check
 from parallel_backend.commands.gpu_check.run import GpuReport

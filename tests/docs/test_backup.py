@@ -67,7 +67,11 @@ def test_after_a_loss_settings_measurements_and_workflows_are_as_they_were(run, 
     def behaviour() -> tuple:
         plan = plan_execution(StrategySettings(), flux_job(FP8), LocalMachine(CPUS), open_history(CPUS))
         settings = dict(user_settings.read_settings(user / "comfy.settings.json")[0])
-        return plan.summary, settings, workflow.read_text() if workflow.exists() else ""
+        return (
+            (plan.strategy, plan.reason, plan.notes),
+            settings,
+            workflow.read_text() if workflow.exists() else "",
+        )
 
     before = behaviour()
     assert before[0][0] == ParallelStrategy() and before[1]["default_devices"] == "cpu:2"

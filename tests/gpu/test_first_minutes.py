@@ -12,7 +12,7 @@ import torch
 from parallel_backend.commands.gpu_check.ranks import Ranks
 from parallel_backend.commands.gpu_check.run import choose, make_subject, run_checks
 from parallel_backend.devices import resolve_devices
-from parallel_backend.observability.gauges import DeviceGauges
+from parallel_backend.observability.gauges import read_gauges
 from parallel_backend.planner.plan import job_from_request
 from parallel_backend.planner.workload.checkpoint_model import CheckpointModel
 from parallel_backend.planner.workload.memory import predict_memory
@@ -58,19 +58,15 @@ def test_this_process_stays_without_a_context_of_cuda(ranks):
 
 def test_memory_is_back_two_seconds_after_a_kill(ranks):
     device = ranks.subject.devices[:1]
-    gauges = DeviceGauges()
-    try:
-        before = gauges.read(device)[device[0]].free_bytes
-        if not before:
-            pytest.skip("NVML does not answer")
-        ranks.sample()
-        os.kill(ranks.group(1).pids[0], signal.SIGKILL)
-        deadline = time.monotonic() + SETTLED
-        while gauges.read(device)[device[0]].free_bytes < before - CONTEXT:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        gauges.close()
+    before = read_gauges(device)[device[0]].free_bytes
+    if not before:
+        pytest.skip("NVML does not answer")
+    ranks.sample()
+    os.kill(ranks.group(1).pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + SETTLED
+    while read_gauges(device)[device[0]].free_bytes < before - CONTEXT:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_memory_while_sampling_is_as_predicted(ranks):

@@ -3,6 +3,7 @@
 import pytest
 
 from parallel_backend.errors import StrategyError
+from parallel_backend.machine import device_shares
 from parallel_backend.machine.device_shares import read_shares, unequal_remark
 from parallel_backend.machine.topology import Device, Topology
 
@@ -12,6 +13,17 @@ CARDS = Topology(
         Device(i, f"GPU-{i}", name, gib * 2**30) for i, (name, gib) in enumerate((("4090", 24), ("4080", 16)))
     )
 )
+
+
+@pytest.fixture(autouse=True)
+def cards(monkeypatch):
+    """Returns a function that changes the GPUs of this computer; they are CARDS."""
+
+    def are(topology):
+        monkeypatch.setattr(device_shares, "visible_topology", lambda: topology)
+
+    are(CARDS)
+    return are
 
 
 @pytest.mark.parametrize(
@@ -26,12 +38,12 @@ CARDS = Topology(
     ],
 )
 def test_what_a_person_may_write(text, shares):
-    assert read_shares(text, TWO, CARDS) == shares
+    assert read_shares(text, TWO) == shares
 
 
 def test_memory_follows_the_devices_in_their_order():
-    assert read_shares("memory", ("cuda:1", "cuda:0"), CARDS) == (16, 24)
-    assert read_shares("memory", ("cpu:0", "cpu:1"), CARDS) == ()
+    assert read_shares("memory", ("cuda:1", "cuda:0")) == (16, 24)
+    assert read_shares("memory", ("cpu:0", "cpu:1")) == ()
 
 
 @pytest.mark.parametrize(
@@ -45,12 +57,12 @@ def test_memory_follows_the_devices_in_their_order():
 )
 def test_what_does_not_fit_is_named(text, devices, told):
     with pytest.raises(StrategyError, match=told):
-        read_shares(text, devices, CARDS)
+        read_shares(text, devices)
 
 
-def test_devices_that_differ_and_share_evenly_are_remarked_on():
-    assert "24, 16 GiB" in unequal_remark(TWO, CARDS)
-    same = Topology(tuple(Device(i, f"GPU-{i}", "4090", 24 * 2**30) for i in range(2)))
-    assert unequal_remark(TWO, same) is None
-    assert unequal_remark(("cuda:0",), CARDS) is None
-    assert unequal_remark(("cpu:0", "cpu:1"), CARDS) is None
+def test_devices_that_differ_and_share_evenly_are_remarked_on(cards):
+    assert "24, 16 GiB" in unequal_remark(TWO)
+    assert unequal_remark(("cuda:0",)) is None
+    assert unequal_remark(("cpu:0", "cpu:1")) is None
+    cards(Topology(tuple(Device(i, f"GPU-{i}", "4090", 24 * 2**30) for i in range(2))))
+    assert unequal_remark(TWO) is None

@@ -2,7 +2,9 @@
 
 import pytest
 
+from jobs import flux_job
 from pack_nodes import module_fixture
+from parallel_backend.planner.rules import Plan
 from parallel_backend.requests import RunInfo
 from parallel_backend.strategy import ParallelStrategy
 
@@ -16,8 +18,9 @@ def compare(calls, comparison):
     """Returns a function that compares runs by the seconds of their steps. `run`: more of the run on all devices."""
 
     def made(one=ONE, split=SPLIT, *, levels=0, latent_peak=4.0, **run):
-        alone = calls.RunRecord(runs=[RunInfo("native", ParallelStrategy(), one)])
-        both = calls.RunRecord(runs=[RunInfo("native", ParallelStrategy(ulysses_degree=2), split, **run)])
+        plans = [Plan(flux_job(), ("cpu:0", "cpu:1"), ParallelStrategy())]
+        alone = calls.RunRecord(plans, [RunInfo("native", ParallelStrategy(), one)])
+        both = calls.RunRecord(plans, [RunInfo("native", ParallelStrategy(ulysses_degree=2), split, **run)])
         return comparison.DeviceComparison(alone, both, levels, latent=2e-6, latent_peak=latent_peak)
 
     return made

@@ -25,13 +25,10 @@ def _comfyui(comfyui_here):
     """A RunRecord is imported together with ComfyUI."""
 
 
-def record(strategy=ULYSSES, **changes):
+def record(strategy=ULYSSES, plan=None, **changes):
     """Returns the RunRecord of a run of four steps, the first of which was slow."""
     run = RunInfo("native", strategy, step_seconds=(0.9, 0.05, 0.04, 0.06), held_seconds=1.5)
-    plan = Plan(flux_job(), ("cpu:0", "cpu:1"), ULYSSES, reason="Ulysses 2: set by hand")
-    found = import_node_module("nodes.host.calls").RunRecord(
-        plans=[plan], runs=[run], devices=plan.devices, prompt_id=""
-    )
+    found = import_node_module("nodes.host.calls").RunRecord([plan or planned()], [run], prompt_id="")
     return replace(found, **changes)
 
 
@@ -69,16 +66,16 @@ def test_all_words_tell_one_median_which_leaves_out_the_first_step():
 )
 def test_a_speed_is_said_in_one_sentence_by_all(seconds, one_device, words):
     assert speed.compare_with_one_device(seconds, one_device) == words
-    run = RunInfo("native", ULYSSES, step_seconds=(9.0, seconds))
     one = () if not one_device else (Trial(ParallelStrategy(), (one_device,)),)
-    ran = record(runs=[run], trials=(Trial(ULYSSES, (seconds,)), *one))
+    trials = (Trial(ULYSSES, (seconds,)), *one)
+    ran = record(runs=[RunInfo("native", ULYSSES, step_seconds=(9.0, seconds), trials=trials)])
     assert report.badge(ran)["compared"] == words and report.headline(ran).split(" · ")[2] == words
 
 
 def test_steps_of_other_strategies_that_the_run_tried_are_no_part_of_its_time():
-    run = RunInfo("native", ULYSSES, step_seconds=(0.9, 0.1, 0.1, 0.1, 0.4, 0.2, 0.2, 0.1, 0.1))
     trials = (Trial(ULYSSES, (0.1, 0.1, 0.1, 0.1)), Trial(ParallelStrategy(), (0.4, 0.2)))
-    ran = record(runs=[run], trials=trials)
+    times = (0.9, 0.1, 0.1, 0.1, 0.4, 0.2, 0.2, 0.1, 0.1)
+    ran = record(runs=[RunInfo("native", ULYSSES, step_seconds=times, trials=trials)])
     assert report.badge(ran)["seconds"] == 0.1
     assert report.headline(ran).startswith(
         "2 devices (Ulysses) · 0.1 s per step · 2.0 × as fast as one device"
@@ -124,9 +121,12 @@ def test_weights_are_counted_as_a_person_would(patched, words):
 
 
 def test_a_load_is_told_with_its_time_and_only_without_one_as_none():
-    assert lines()["load"] == "0 s (weights were warm)"
-    assert lines(loads=[LoadInfo(0.004, 10, False, "float32", "float32")])["load"] == "0.004 s"
-    assert lines(loads=[LoadInfo(2.5, 10, False, "float32", "float32")])["load"] == "2.50 s"
+    def told(seconds, *, cached=False):
+        load = LoadInfo(seconds, 10, cached, "float32", "float32")
+        return lines(runs=[RunInfo("native", ULYSSES, (0.9,), load=load)])["load"]
+
+    assert lines()["load"] == told(0.1, cached=True) == "0 s (weights were warm)"
+    assert told(0.004) == "0.004 s" and told(2.5) == "2.50 s"
 
 
 def test_what_a_run_cost_is_told_in_device_seconds_and_with_a_price_in_money():

@@ -21,9 +21,8 @@ from parallel_backend.strategy import ParallelStrategy
 
 user_settings = import_node_module("nodes.host.settings")
 PREFIX = user_settings.PREFIX
-SETTINGS = user_settings.SETTINGS
+DEFAULTS = user_settings.DEFAULTS
 check_settings = user_settings.check_settings
-DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -48,7 +47,7 @@ def test_sound_values_count():
 
 
 @settings(max_examples=200)
-@given(st.dictionaries(st.sampled_from(sorted(SETTINGS)), ANYTHING))
+@given(st.dictionaries(st.sampled_from(sorted(DEFAULTS)), ANYTHING))
 def test_whatever_stands_there_each_setting_has_its_type_and_range(found):
     values, problems = check_settings({PREFIX + name: value for name, value in found.items()})
     assert {name: type(value) for name, value in values.items()} == {
@@ -129,10 +128,10 @@ def test_what_is_approximate_is_not_chosen_and_refused_by_hand_unless_it_is_exac
 
 def test_the_page_offers_the_same_settings_in_each_language():
     script = (ROOT / "web" / "settings.js").read_text()
-    assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(SETTINGS)
+    assert set(re.findall(r"setting\(\s*\"(\w+)\"", script)) == set(DEFAULTS)
     for language in (ROOT / "locales").iterdir():
         texts = locale(language.name, "settings")
-        assert set(texts) == {(PREFIX + name).replace(".", "_") for name in SETTINGS}
+        assert set(texts) == {(PREFIX + name).replace(".", "_") for name in DEFAULTS}
         for text in texts.values():
             assert text["name"] and text["tooltip"]
             if language.name == "en":  # without a locale the script's texts are shown

@@ -8,8 +8,8 @@ import pytest
 
 import fake_nvml
 from jobs import BF16, flux_file
-from parallel_backend.machine.local import NO_GPUS
 from parallel_backend.machine.probe import read_topology
+from parallel_backend.machine.topology import Topology
 from parallel_backend.models.comfyui.model_file import TYPICAL
 from parallel_backend.options import ComputeOptions
 from parallel_backend.planner.compile_choice import COMPILE_SECONDS, SAVED_SHARE, CompileChoice
@@ -49,7 +49,7 @@ def test_what_a_person_chose_stays_and_on_a_cpu_nothing_is_compiled(pair):
     for mode in ("off", "blocks"):
         job = _job(mode)
         assert CompileChoice().settle(job, PAIR, pair) == (job, "")
-    job, told = CompileChoice().settle(_job(steps=100_000), ("cpu:0", "cpu:1"), NO_GPUS)
+    job, told = CompileChoice().settle(_job(steps=100_000), ("cpu:0", "cpu:1"), Topology(()))
     assert (_mode(job), told) == ("off", "")
 
 

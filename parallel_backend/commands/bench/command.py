@@ -10,17 +10,19 @@ from pathlib import Path
 
 from ...errors import RequestError
 
-DEFAULT_STEPS, DEFAULT_ROUNDS = 4, 3
-DEFAULT_OUT = "parallel-bench"
+DEFAULT_ROUNDS = 3
 JSON_NAME, CHART_NAME = "bench.json", "bench.png"
 _MOST_PIXELS = 8192  # per side
+# Options that are passed on as they are; numbers are at least 1.
+_NUMBERS = ("steps", "rounds", "batch", "text")
+_TEXTS = ("model", "devices", "strategies", "engine", "weight_dtype")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a Flux.1 checkpoint (.safetensors)")
     parser.add_argument("--devices", default="all", help="'all', '0,1', 'cpu:2' or 'cluster:NAME'")
     parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT in pixels")
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="denoising steps of each run")
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps of each run")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="runs of each strategy that count")
     parser.add_argument("--batch", type=int, default=1, help="images at once")
     parser.add_argument("--text", type=int, default=512, help="text tokens")
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype", default="auto", help="storage of the weights, as in the loader node"
     )
-    parser.add_argument("--out", default=DEFAULT_OUT, help=f"folder for {JSON_NAME} and {CHART_NAME}")
+    parser.add_argument("--out", default="parallel-bench", help=f"folder for {JSON_NAME} and {CHART_NAME}")
     parser.add_argument(
         "--share", default="", metavar="FILE", help="a small result to send in (docs/results.md)"
     )
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from .shared import path_to_share, share
 
     width, height = _size(args.size)
-    for name in ("steps", "rounds", "batch", "text"):
+    for name in _NUMBERS:
         if getattr(args, name) < 1:
             raise RequestError(f"{name} {getattr(args, name)}: it must be at least 1.")
     out = Path(args.out).expanduser()
@@ -60,20 +62,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise RequestError(f"out {args.out!r} cannot be made a folder: {error.strerror}.") from None
     shared = path_to_share(args.share)
-    outcome = measure(
-        model=args.model,
-        devices=args.devices,
-        width=width,
-        height=height,
-        batch=args.batch,
-        text=args.text,
-        steps=args.steps,
-        rounds=args.rounds,
-        with_cfg=args.cfg == "on",
-        strategies=args.strategies,
-        engine=args.engine,
-        weight_dtype=args.weight_dtype,
-    )
+    chosen = {name: getattr(args, name) for name in (*_NUMBERS, *_TEXTS)}
+    outcome = measure(**chosen, width=width, height=height, with_cfg=args.cfg == "on")
     written, missing = str(out / JSON_NAME), ""
     (out / JSON_NAME).write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
     if outcome.best is not None and can_draw():

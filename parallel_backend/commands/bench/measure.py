@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 
 from ...devices import is_cpu, machine_of
 from ...errors import ParallelError, RequestError, StrategyError
 from ...machine.fingerprint import cores, cpu_name
-from ...machine.local import topology_of
-from ...machine.probe import read_visible
 from ...machine.topology import Topology
 from ...models.registry import inspect_model
 from ...planner.history import MeasurementHistory
@@ -21,7 +18,7 @@ from ...planner.plan import job_from_request
 from ...planner.workload.checkpoint_model import CheckpointModel
 from ...planner.workload.fit import MemoryCheck
 from ...planner.workload.workload import Job
-from ...requests import WEIGHT_DTYPES, ModelSpec, Placement, RunInfo, SampleRequest
+from ...requests import WEIGHT_DTYPES, ModelSpec, Placement, SampleRequest
 from ...sidecar.sidecar import Sidecar
 from ...strategy import ParallelStrategy
 from ...wire.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, slowest_rate
@@ -37,7 +34,7 @@ from .candidates import (
     possible_strategies,
     split_by_memory,
 )
-from .outcome import BenchResult, StrategyRow
+from .report import BenchResult, StrategyRow
 
 _UNNAMED = ("", "all")
 
@@ -68,37 +65,28 @@ def measure(
     if is_cpu(names):
         # Each CPU rank gets the same number of cores in every strategy, also when it runs alone.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(names))))
-    seen = read_visible()
-    topology = topology_of(names, seen)
     request = random_request(
         file.inputs, width=width, height=height, batch=batch, text=text, steps=steps, with_cfg=with_cfg
     )
     job = job_from_request(CheckpointModel(file, weight_dtype), request)
-    requested = _requested(strategies, job, names, engine)
-    history = MeasurementHistory(names, seen)
-    left_out: dict[ParallelStrategy, str] = {}
-    if strategies.strip().lower() in _UNNAMED:  # a strategy that the user names runs even if it may not fit
-        requested, left_out = split_by_memory(requested, job, names)
+    requested, left_out = _requested(strategies, job, names, engine)
+    history = MeasurementHistory(names)
     spec = ModelSpec(model, weight_dtype=weight_dtype)
     rows, side_by_side, calibrations = run_rounds(
-        requested, spec, request, job, history, devices=names, engine=engine, rounds=rounds
+        requested, spec, request, job, history, engine=engine, rounds=rounds
     )
     rows += [StrategyRow(strategy, problem=reason) for strategy, reason in left_out.items()]
     private = find_private(numbered(names))
+    for row in rows:
+        row.problem = scrub(row.problem, private)
+        row.memory_bytes = MemoryCheck.on(job, row.strategy, names).fullest.private_bytes
     stored = file.dtype if weight_dtype == "auto" else weight_dtype
     size = f"{width}x{height}" + (f", batch {batch}" if batch > 1 else "")
     return BenchResult(
-        rows=tuple(
-            replace(
-                row,
-                problem=scrub(row.problem, private),
-                memory_bytes=MemoryCheck.on(job, row.strategy, names).fullest.private_bytes,
-            )
-            for row in rows
-        ),
+        rows=tuple(rows),
         model=f"{file.describe()}, {stored}, {file.tensor_bytes / 1e9:.3g} GB",
         request=f"{size}, {'CFG' if with_cfg else 'no CFG'}, {text} text tokens, {steps} steps a run",
-        hardware=_hardware(topology, names),
+        hardware=_hardware(history.topology, names),
         software=history.fingerprint.software,
         rounds=rounds,
         interleaved=side_by_side,
@@ -106,9 +94,14 @@ def measure(
     )
 
 
-def _requested(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Sequence[ParallelStrategy]:
+def _requested(
+    text: str, job: Job, devices: tuple[str, ...], engine: str
+) -> tuple[Sequence[ParallelStrategy], dict[ParallelStrategy, str]]:
+    """Returns (the strategies to run, the reason for each one left out). One that the user names runs even if it may
+    not fit."""
     if text.strip().lower() in _UNNAMED:
-        return possible_strategies(job, devices, engine=engine, fewer=bool(text.strip()))
+        every = possible_strategies(job, devices, engine=engine, fewer=bool(text.strip()))
+        return split_by_memory(every, job, devices)
     requested = parse_strategies(text)
     for strategy in requested:
         if strategy.cfg_degree > 1 and not job.has_cfg:
@@ -118,7 +111,7 @@ def _requested(text: str, job: Job, devices: tuple[str, ...], engine: str) -> Se
                 f"{strategy.describe()} splits images; give --batch {strategy.data_degree} or more."
             )
         strategy.check(job.model.shape, len(devices), engine)
-    return requested
+    return requested, {}
 
 
 def _hardware(topology: Topology, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -153,23 +146,24 @@ def run_rounds(
     job: Job,
     history: MeasurementHistory,
     *,
-    devices: tuple[str, ...],
     engine: str,
     rounds: int,
 ) -> tuple[list[StrategyRow], bool, list[tuple[Calibration, ...]]]:
     """Returns (a row per strategy, True if all took turns, the calibration of each strategy on several devices).
     A strategy that fails gets a row with the problem and does not stop the others. `job`: of `request`; `rounds`: runs
     that count, after one warm-up run."""
-    side_by_side = fit_side_by_side(strategies, job, devices)
+    side_by_side = fit_side_by_side(strategies, job, history.devices)
     rows = {s: StrategyRow(s) for s in strategies}
     calibrations: list[tuple[Calibration, ...]] = []
     reference: torch.Tensor | None = None
-    for block in _blocks(strategies, side_by_side):
+    layouts = dict.fromkeys(map(layout_of, strategies))
+    blocks = [[s for s in strategies if layout_of(s) == layout] for layout in layouts]
+    for block in [strategies] if side_by_side else blocks:  # the strategies of a block take turns
         with ExitStack() as stack:
             groups: dict[Layout, Sidecar] = {}
             for s in block:
                 if layout_of(s) not in groups:
-                    groups[layout_of(s)] = Sidecar(devices[: s.world_size])
+                    groups[layout_of(s)] = Sidecar(history.devices[: s.world_size])
                     stack.callback(groups[layout_of(s)].stop)
             for turn in range(rounds + 1):
                 for s in block:
@@ -183,32 +177,12 @@ def run_rounds(
                             calibrations.append(sidecar.calibrate(placement))
                     except ParallelError as error:
                         lines = str(error).strip().splitlines() or [type(error).__name__]
-                        rows[s] = replace(rows[s], problem=lines[0].strip())
+                        rows[s].problem = lines[0].strip()
                         continue
                     if turn == 0:
                         reference = result.latent if reference is None else reference
-                        rows[s] = replace(rows[s], difference=largest_difference(result.latent, reference))
+                        rows[s].difference = largest_difference(result.latent, reference)
                     else:
-                        rows[s] = _with_run(rows[s], result.info)
+                        rows[s].add_run(result.info)
                         history.record(job, result.info)
     return [rows[s] for s in strategies], side_by_side, calibrations
-
-
-def _blocks(strategies: Sequence[ParallelStrategy], side_by_side: bool) -> Iterator[list[ParallelStrategy]]:
-    """Yields lists of strategies that take turns: all of them, or those with one group and layout of the weights."""
-    if side_by_side:
-        yield list(strategies)
-        return
-    for layout in dict.fromkeys(map(layout_of, strategies)):
-        yield [s for s in strategies if layout_of(s) == layout]
-
-
-def _with_run(row: StrategyRow, info: RunInfo) -> StrategyRow:
-    """Adds the steps of a run. The first one also waits for earlier work, so it only counts if it is the only one."""
-    warm = info.step_seconds[1:] or info.step_seconds
-    return replace(
-        row,
-        engine=info.engine,
-        step_seconds=(*row.step_seconds, *warm),
-        sent_bytes=sum(info.bytes_sent) / max(1, len(info.step_seconds)),
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import RequestError, TransportError
 from ...wire.strict_json import from_json, parse, to_json
-from .outcome import BenchResult, StrategyRow
+from .report import BenchResult, StrategyRow
 
 FORMAT = 1
 _MOST_STRATEGIES, _MOST_LINES, _LONGEST = 64, 64, 400  # limits for a file from a stranger
@@ -98,17 +98,14 @@ def read_shared(text: str) -> SharedResult:
     except (ValueError, RecursionError, TransportError) as error:
         raise RequestError(f"This is no result of bench --share: {error}.") from None
     lines = (result.model, result.request, *result.hardware, *result.software, *result.links)
-    times = [seconds for one in result.strategies for seconds in (0.0, one.least_s, one.step_s, one.most_s)]
+    in_order = all(0.0 <= one.least_s <= one.step_s <= one.most_s for one in result.strategies)
     wrong = [
         (result.format != FORMAT, f"format {result.format} is unknown; this version reads {FORMAT}"),
         (not _is_date(result.date), f"{result.date!r} is no date"),
         (not 0 < len(result.strategies) <= _MOST_STRATEGIES, f"it has {len(result.strategies)} strategies"),
         (len(lines) > _MOST_LINES, f"it has {len(lines)} lines about the machine"),
         (any(len(line) > _LONGEST for line in lines), f"a line is longer than {_LONGEST} characters"),
-        (
-            any(times[n : n + 4] != sorted(times[n : n + 4]) for n in range(0, len(times), 4)),
-            "times are out of order",
-        ),
+        (not in_order, "times are out of order"),
         (0.0 in [one.least_s for one in result.strategies], "a step took no time"),
     ]
     for is_wrong, words in wrong:

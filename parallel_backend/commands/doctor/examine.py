@@ -51,14 +51,9 @@ def examine(
     Raises no error.
     """
     on_phase("looking at the installation")
-    found = _look_at_system()
+    found, topology, devices = look_at_installation(devices)
     if found[0].status != "broken":
-        topology, driver_problem = _probe_topology(torch_problem := probe_torch())
-        if not devices:
-            usual = resolve_devices("all") if len(topology.devices) > 1 else ()
-            devices = usual if len(usual) > 1 else TWO_ON_CPU  # torch may see fewer GPUs than NVML does
         on_gpus = devices[0].startswith("cuda")
-        found += _look_at_installation(devices, topology, torch_problem, driver_problem)
         if any(one.status == "broken" and one.name in _NEEDED for one in found):
             none = Finding("processes", "skipped", "the processes cannot start without what is missing")
             found += in_group(SAMPLING, [none])
@@ -68,20 +63,23 @@ def examine(
     return Report(scrub_findings(found, find_private(numbered(devices))))
 
 
-def look_at_installation(devices: tuple[str, ...]) -> list[Finding]:
-    """Returns the findings that need no ranks: software, limits, devices. `devices`: where ranks will run."""
-    topology, driver_problem = _probe_topology(torch_problem := probe_torch())
-    return _look_at_system() + _look_at_installation(devices, topology, torch_problem, driver_problem)
-
-
-def _look_at_system() -> list[Finding]:
-    return in_group(SOFTWARE, [check_platform(sys.platform, platform.release())])
-
-
-def _look_at_installation(
-    devices: tuple[str, ...], topology: Topology, torch_problem: str, driver_problem: str
-) -> list[Finding]:
-    found = in_group(SOFTWARE, check_versions(probe_versions(), len(topology.devices), torch_problem))
+def look_at_installation(devices: tuple[str, ...]) -> tuple[list[Finding], Topology, tuple[str, ...]]:
+    """Returns (the findings that need no ranks: software, limits, devices; the devices that this process can see; where
+    ranks will run). `devices`: as in examine(). The first finding is on the platform, and the only one if that is
+    broken."""
+    found = in_group(SOFTWARE, [check_platform(sys.platform, platform.release())])
+    topology, driver_problem = Topology((), source="none"), ""
+    if found[0].status == "broken":
+        return found, topology, devices
+    if not (torch_problem := probe_torch()):
+        try:
+            topology = read_visible()
+        except Exception as error:  # the driver's library raises many types for a GPU that fell off the bus
+            driver_problem = f"{type(error).__name__}: {error}"
+    if not devices:
+        usual = resolve_devices("all") if len(topology.devices) > 1 else ()
+        devices = usual if len(usual) > 1 else TWO_ON_CPU  # torch may see fewer GPUs than NVML does
+    found += in_group(SOFTWARE, check_versions(probe_versions(), len(topology.devices), torch_problem))
     if (classes := probe_classes()) is not None:
         found += in_group(SOFTWARE, [check_classes(*classes)])
     elsewhere = bool(machine_of(devices[0]))
@@ -90,8 +88,10 @@ def _look_at_installation(
     found += in_group(SYSTEM, [check_leftovers(probe_leftovers())])
     if elsewhere:
         memory = {device: memory_elsewhere(device) for device in devices}
-        return found + in_group(MACHINES, check_machines(devices, memory))
-    return found + in_group(DEVICES, check_devices(topology, cpu_name(), driver_problem))
+        found += in_group(MACHINES, check_machines(devices, memory))
+    else:
+        found += in_group(DEVICES, check_devices(topology, cpu_name(), driver_problem))
+    return found, topology, devices
 
 
 def _with_ranks(
@@ -143,16 +143,6 @@ def _with_ranks(
         except (ParallelError, OSError) as error:
             found += in_group(SAMPLING, [failed_start(2, _cause(error))])
     return found
-
-
-def _probe_topology(torch_problem: str) -> tuple[Topology, str]:
-    """Returns (the devices that this process can see, why the driver does not answer, or empty)."""
-    if not torch_problem:
-        try:
-            return read_visible(), ""
-        except Exception as error:  # the driver's library raises many types for a GPU that fell off the bus
-            return Topology((), source="none"), f"{type(error).__name__}: {error}"
-    return Topology((), source="none"), ""
 
 
 def _cause(error: Exception) -> str:

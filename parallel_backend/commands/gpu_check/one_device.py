@@ -33,7 +33,7 @@ _FP8_LIMIT = 0.5
 
 def check_installation(ranks: Ranks) -> Iterator[Finding]:
     """Runs the doctor's checks that need no ranks; leaves out what is ok, except for software and devices."""
-    for found in look_at_installation(ranks.subject.devices):
+    for found in look_at_installation(ranks.subject.devices)[0]:
         if found.status != "ok" or found.group in (SOFTWARE, DEVICES):
             yield replace(found, name=f"{found.group}: {found.name}")
 

@@ -21,9 +21,8 @@ from ..doctor.report import Report, find_private, in_group, scrub, scrub_finding
 from . import faults, one_device, several_devices
 from .ranks import Check, Ranks, environment
 
-Groups = Mapping[str, Sequence[Check]]  # the checks under each heading of the report
-# All checks, in the order in which they run.
-GROUPS: Groups = {
+# All checks by the heading of the report, in the order in which they run.
+GROUPS: Mapping[str, Sequence[Check]] = {
     "Installation": (Check("installation", one_device.check_installation),),
     "One GPU": (
         Check("device", lambda ranks: ranks.check("device", len(ranks.subject.devices)), limit_s=180.0),
@@ -150,11 +149,11 @@ def make_subject(devices: tuple[str, ...], model: str = "") -> CheckSubject:
     )
 
 
-def choose(only: Collection[str], groups: Groups = GROUPS) -> list[tuple[str, Check]]:
+def choose(only: Collection[str]) -> list[tuple[str, Check]]:
     """Returns (heading, check) for those named in `only`, by either; all if empty. Raises RequestError."""
-    every = [(group, check) for group, checks in groups.items() for check in checks]
+    every = [(group, check) for group, checks in GROUPS.items() for check in checks]
     requested = {name.strip().lower() for name in only}
-    known = {check.name for _, check in every} | {group.lower() for group in groups}
+    known = {check.name for _, check in every} | {group.lower() for group in GROUPS}
     if requested - known:
         names = ", ".join(dict.fromkeys([check.name for _, check in every]))
         raise RequestError(f"--only {min(requested - known)!r} is no check; choose from {names}.")

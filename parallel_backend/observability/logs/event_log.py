@@ -87,20 +87,20 @@ def begin_log(price: Callable[[], float]) -> Callable[[], None] | None:
 def _facts(event: Event) -> tuple[str, dict[str, object]]:
     """Returns a line's event name, which other programs read, and its fields; ("", {}) for an event without a line."""
     if isinstance(event, Started):
-        return "started", {"seconds": _rounded(event.seconds), "after_failure": bool(event.after)}
+        return "started", {"seconds": event.seconds, "after_failure": bool(event.after)}
     if isinstance(event, Loaded):
         return "loaded", {
             "model": model_name(event.spec),
             "family": provider_of(event.spec.family).name,
             "dtype": event.info.dtype,
-            "seconds": _rounded(event.info.seconds),
+            "seconds": event.info.seconds,
             "bytes": event.info.bytes,
         }
     if isinstance(event, Stepped):
         return "stepped", {
             "step": event.step,
             "steps": event.steps,
-            "seconds": _rounded(event.seconds),
+            "seconds": event.seconds,
             "strategy": event.strategy.describe(),
         }
     if isinstance(event, RequestFailed):
@@ -117,20 +117,20 @@ def _facts(event: Event) -> tuple[str, dict[str, object]]:
         return "ended", {
             "request": event.request,
             "result": event.result,
-            "seconds": _rounded(event.seconds),
-            "cancel_seconds": None if event.cancel_s is None else _rounded(event.cancel_s),
+            "seconds": event.seconds,
+            "cancel_seconds": event.cancel_s,
             "strategy": None if event.strategy is None else event.strategy.describe(),
             "images": event.images,
             "model": None if event.spec is None else model_name(event.spec),
             "prompt_id": event.prompt_id or None,
-            "device_seconds": _rounded(device_seconds(event)),
-            "idle_device_seconds": _rounded(len(event.devices) * event.idle_s),
+            "device_seconds": device_seconds(event),
+            "idle_device_seconds": len(event.devices) * event.idle_s,
             "engine": None if info is None else info.engine,
             "exact": None if info is None else info.exact,
             "bytes_sent": None if info is None else list(info.bytes_sent),
         }
     if isinstance(event, Released):
-        return "released", {"idle_device_seconds": _rounded(len(event.devices) * event.idle_s)}
+        return "released", {"idle_device_seconds": len(event.devices) * event.idle_s}
     return "", {}
 
 
@@ -139,17 +139,14 @@ def _cause(event: RequestFailed) -> str:
     return event.cause.split(":", 1)[0] if event.reason in ("error", "device") else event.cause
 
 
-def _rounded(seconds: float) -> float:
-    return round(seconds, 6)
-
-
 def _line(event: Event, price: Callable[[], float]) -> str:
     """Returns the line of an event as JSON, "" if it has none."""
     word, known = _facts(event)
     if not word:
         return ""
     if isinstance(event, RequestEnded) and (per_hour := price()):
-        known["cost"] = _rounded(money(device_seconds(event), per_hour))
+        known["cost"] = money(device_seconds(event), per_hour)
+    known = {name: round(value, 6) if isinstance(value, float) else value for name, value in known.items()}
     at = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return json.dumps(
         {"time": at, "event": word, "devices": list(event.devices), **known}, ensure_ascii=False

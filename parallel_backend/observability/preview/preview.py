@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ...devices import is_cpu
 from ...errors import StrategyError
 from ...machine.local import LocalMachine
 from ...models.comfyui.model_file import ANY_MODEL, TYPICAL
@@ -73,10 +74,10 @@ def preview(
         found, strategy = _auto(settings, machine, model)
     if file is not None and file is not ANY_MODEL:
         job = Job(model, width=pixels, height=pixels, steps=20, text=512)
-        memory = _memory(job, strategy, machine)
+        check = MemoryCheck.on(job, strategy, machine.devices)
+        memory = _memory(check)
         why = ". ".join([found.why, *(line.rstrip(".") for line in memory.splitlines())])
-        lacks = _capacity(settings, job, strategy, machine)
-        found = replace(found, why=why, memory=memory, notes=found.notes + lacks)
+        found = replace(found, why=why, memory=memory, notes=found.notes + _lacks(check, settings))
     notes = (CPU_COUNT,) if settings.devices.strip().lower() == ONE_CPU else ()
     return replace(found, why=f"{found.why}.", notes=notes + found.notes)
 
@@ -128,22 +129,19 @@ def _auto(
     return Preview(". ".join(sentences), basis, layout, notes), plain.strategy
 
 
-def _memory(job: Job, strategy: ParallelStrategy, machine: LocalMachine) -> str:
-    model = job.model
+def _memory(check: MemoryCheck) -> str:
+    job, fullest, model = check.job, check.fullest, check.job.model
     dtype = model.file.dtype if model.weight_dtype == "auto" else model.weight_dtype
-    fullest = MemoryCheck.on(job, strategy, machine.devices).fullest
-    where = "process" if machine.on_cpu else "GPU"
+    where = "process" if is_cpu(check.devices) else "GPU"
     return (
         f"{fullest.in_short(where)}\nPredicted for {model.file.name} in {dtype} at {job.width}x{job.height}, on the "
         f"fullest device: {fullest.describe()}"
     )
 
 
-def _capacity(
-    settings: StrategySettings, job: Job, strategy: ParallelStrategy, machine: LocalMachine
-) -> tuple[str, ...]:
+def _lacks(check: MemoryCheck, settings: StrategySettings) -> tuple[str, ...]:
     """Returns a note if the job does not fit: auto then chooses another strategy, a strategy set by hand fails."""
-    size, check = f"At {job.width}x{job.height}", MemoryCheck.on(job, strategy, machine.devices)
+    size = f"At {check.job.width}x{check.job.height}"
     try:
         check_capacity(check)
     except StrategyError as error:

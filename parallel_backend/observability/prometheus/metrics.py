@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import platform
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +77,6 @@ class Metrics:
         self._statuses, self._gauges = statuses, gauges
         self._known: set[tuple[str, ...]] = set()
         self._models: set[str] = set()
-        self._scraping = threading.Lock()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=registry)
@@ -153,8 +151,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format; its type is CONTENT_TYPE."""
-        with self._scraping:  # one thread reads the gauges at a time
-            return _TIMES.sub(b"", generate_latest(self._registry))
+        return _TIMES.sub(b"", generate_latest(self._registry))
 
     def collect(self) -> Iterator[Metric]:
         """Yields group states, rank notes and device readings of this moment. CPUs have no readings, because their

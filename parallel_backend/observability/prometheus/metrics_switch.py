@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...errors import PlatformError
 from ...sidecar import pool
 from ...sidecar.group.events import listen
-from ..gauges import DeviceGauges
+from ..gauges import read_gauges
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -38,11 +38,9 @@ class MetricsSwitch:
     `price`: returns the price of a device-hour, 0 for none."""
 
     def __init__(self, setting: Callable[[], bool], price: Callable[[], float]) -> None:
-        self._setting = setting
-        self._price = price
+        self._setting, self._price = setting, price
         self._lock = threading.Lock()
         self._metrics: Metrics | None = None
-        self._gauges = DeviceGauges()
         self._stop_listening: Callable[[], None] | None = None
         self._warned = ""
 
@@ -51,12 +49,11 @@ class MetricsSwitch:
         with self._lock:
             is_on = self._is_requested()
             if is_on and self._stop_listening is None:
-                self._metrics = self._metrics or _new_metrics(self._gauges, self._price)
+                self._metrics = self._metrics or self._new_metrics()
                 self._stop_listening = listen(self._metrics.on_event)
             elif not is_on and self._stop_listening is not None:
                 self._stop_listening()
                 self._stop_listening = None
-                self._gauges.close()
             return self._metrics if is_on else None
 
     def begin(self) -> None:
@@ -100,13 +97,12 @@ class MetricsSwitch:
             f"Sampling, or start ComfyUI with {VARIABLE}=on."
         )
 
-
-def _new_metrics(gauges: DeviceGauges, price: Callable[[], float]) -> Metrics:
-    try:
-        from .metrics import Metrics
-    except ImportError as error:
-        raise PlatformError(
-            f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment with "
-            "`pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
-        ) from None
-    return Metrics(lambda: [sidecar.status() for sidecar in pool.all_sidecars()], gauges.read, price)
+    def _new_metrics(self) -> Metrics:
+        try:
+            from .metrics import Metrics
+        except ImportError as error:
+            raise PlatformError(
+                f"Metrics need the package prometheus_client ({error}). Install it into ComfyUI's Python environment "
+                "with `pip install prometheus_client`, then restart ComfyUI; or turn the metrics off."
+            ) from None
+        return Metrics(lambda: [one.status() for one in pool.all_sidecars()], read_gauges, self._price)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...machine.probe import Nvml, ask, visible_topology
-from ...machine.topology import Topology
+from ...machine.probe import Nvml, ask, open_nvml, visible_topology
 from ...sidecar import pool
 from .rank_memory import GPU_BASE_BYTES
 
@@ -17,40 +16,21 @@ from .rank_memory import GPU_BASE_BYTES
 FREEABLE: list[Callable[[str], int]] = []
 
 
-def used_by_other_programs(
-    devices: tuple[str, ...],
-    nvml: Nvml = None,
-    topology: Topology | None = None,
-    used_by_us: Callable[[str], int] | None = None,
-) -> tuple[int, ...]:
-    """Returns the bytes on each device; 0 if unknown. `nvml`, `topology`, `used_by_us`: for tests."""
-    known = (topology or visible_topology()).by_name
-    if known.keys().isdisjoint(devices):
+def used_by_other_programs(devices: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the bytes on each device; 0 if unknown."""
+    known = visible_topology().by_name
+    if known.keys().isdisjoint(devices) or (nvml := open_nvml()) is None:
         return (0,) * len(devices)
-    try:
-        if nvml is None:
-            import pynvml
-
-            nvml = pynvml
-        nvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission
-        return (0,) * len(devices)
-    try:
-        used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
-    finally:
-        nvml.nvmlShutdown()
-    ours = used_by_us or _used_by_us
-    return tuple(max(0, size - ours(device)) for device, size in zip(devices, used, strict=True))
+    used = [_used(nvml, known[device].uuid) if device in known else 0 for device in devices]
+    freeable = FREEABLE[-1] if FREEABLE else lambda device: 0
+    ours = (used_by_ranks(device) + freeable(device) for device in devices)
+    return tuple(max(0, size - own) for size, own in zip(used, ours, strict=True))
 
 
 def _used(nvml: Nvml, uuid: str) -> int:
     handle = ask(nvml, "nvmlDeviceGetHandleByUUID", uuid, default=None)
     held = None if handle is None else ask(nvml, "nvmlDeviceGetMemoryInfo", handle, default=None)
     return 0 if held is None else int(held.total) - int(held.free)
-
-
-def _used_by_us(device: str) -> int:
-    return used_by_ranks(device) + (FREEABLE[-1](device) if FREEABLE else 0)
 
 
 def used_by_ranks(device: str) -> int:

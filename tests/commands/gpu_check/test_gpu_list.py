@@ -32,7 +32,7 @@ LIST = (
 
 
 def _run(*checks, subject=None, **wishes):
-    return run_checks(subject or make_subject(CPU), choose((), {"Ends": checks}), **wishes)
+    return run_checks(subject or make_subject(CPU), [("Ends", check) for check in checks], **wishes)
 
 
 def start(ranks):
