@@ -26,8 +26,8 @@ def run_record(forward: ModuleForward, placement: Placement, started: float, sen
     if forward.compiles:
         from ...engine.blocks.compile import compiler
 
+        notes += compiler().notes()
         compiled = compiler().take()
-        notes += compiler().notes_on(compiled)
     return RankRun(
         engine=forward.engine,
         strategy=placement.strategy,
